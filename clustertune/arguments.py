@@ -129,7 +129,7 @@ Device = Annotated[
 ]
 
 
-class Backend(StrEnum):
+class EvalBackend(StrEnum):
     """What answers in an evaluation."""
 
     auto = "auto"

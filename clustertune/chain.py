@@ -26,7 +26,7 @@ from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_e
 from clustertune.launch import local, stack
 from clustertune.launch.agent import Agent, measured
 from clustertune.launch.judge import Outcome, conclude
-from clustertune.launch.plan import Plan
+from clustertune.launch.plan import AttemptPlan
 from clustertune.megatron import inputs
 from clustertune.monitor import live
 from clustertune.report import cost, source
@@ -340,11 +340,11 @@ class Chain:
             source.write(self.run.read(), self.run.path)
         return {"checkpoint": Path(store.find_checkpoint(self.run.path)).name}
 
-    def make_plan(self, attempt: int, from_step: int) -> Plan:
+    def make_plan(self, attempt: int, from_step: int) -> AttemptPlan:
         """Who takes part in an attempt: here, all ranks on this machine."""
         return local.local_plan(self.resolved, attempt, from_step)
 
-    def run_attempt(self, plan: Plan) -> Outcome:
+    def run_attempt(self, plan: AttemptPlan) -> Outcome:
         """One attempt at training on this machine, from its plan to its outcome."""
         folder = self.run.attempt(plan.attempt)
         plan.write(folder)

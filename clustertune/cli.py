@@ -12,8 +12,8 @@ import typer
 from clustertune import console, secrets
 from clustertune.arguments import (
     AsJson,
-    Backend,
     Device,
+    EvalBackend,
     Overrides,
     RecipeArgument,
     Tiny,
@@ -312,7 +312,7 @@ def evaluate(
     adapter: Annotated[
         Path | None, typer.Option(metavar="DIR", parser=path_argument, help="A LoRA adapter, applied without merging.")
     ] = None,
-    backend: Annotated[Backend, typer.Option(help="What answers.")] = Backend.auto,
+    backend: Annotated[EvalBackend, typer.Option(help="What answers.")] = EvalBackend.auto,
     out: OutOption = None,
     num_fewshot: Annotated[
         int | None, typer.Option(min=0, help="Examples before each question; without it the task's number.")

@@ -16,17 +16,17 @@ from clustertune.config.accelerate_file import ALONE, SHARDED
 from clustertune.config.cluster import load_cluster, of_gpus
 from clustertune.config.load import read_overrides
 from clustertune.config.models import Model, size_of
-from clustertune.config.overrides import Source, loading
+from clustertune.config.overrides import RecipeSource, loading
 from clustertune.config.parameters import count
 from clustertune.config.resolve import resolve
 from clustertune.errors import Problem, UserError, raise_if, storage_error
-from clustertune.plan.advise import Option, advise
+from clustertune.plan.advise import CostedCandidate, advise
 from clustertune.plan.calibrated import CalibratedCluster, find_calibrated
 from clustertune.plan.lengths import Lengths, of_counts
 from clustertune.plan.predict import GIB, fewest_nodes
 
 if TYPE_CHECKING:
-    from clustertune.data.measure import Measured
+    from clustertune.data.measure import MeasuredData
 
 METHODS = ("lora", "qlora", "full")
 BATCH = 32
@@ -67,7 +67,7 @@ def targets(architecture: Mapping[str, Any]) -> tuple[list[str] | str, str]:
 
 
 @dataclass(frozen=True)
-class Where:
+class PlanTarget:
     """On what is planned, as the command line says it."""
 
     place: CalibratedCluster
@@ -81,19 +81,24 @@ class Where:
     """Whether nobody named it."""
 
 
-def where(gpus: str | None, cluster: str | None, nccl_check: Path | None = None) -> Where:
+def where(gpus: str | None, cluster: str | None, nccl_check: Path | None = None) -> PlanTarget:
     """``--gpus``, ``--cluster``, this place where it has GPUs, else :data:`ANY_GPUS`. Raises UserError."""
     found, options = (of_gpus(gpus), ("--gpus", gpus)) if gpus else (load_cluster(cluster), ("--cluster", cluster or "local"))
     if nobody := not (gpus or cluster or found.compute.gpus):
         found, options = of_gpus(ANY_GPUS), ("--gpus", ANY_GPUS)
     most = len(found.compute_nodes)
     sizes = (most,) if gpus else tuple(sorted({2**power for power in range(most.bit_length())}))
-    return Where(find_calibrated(found, nccl_check), sizes, found.compute.gpus, options, nobody)
+    return PlanTarget(find_calibrated(found, nccl_check), sizes, found.compute.gpus, options, nobody)
 
 
 @contextmanager
 def drafted(
-    name: str, model: Model, method: str, data: Measured | None, at: Where, stated: Mapping[str, Any] = MappingProxyType({})
+    name: str,
+    model: Model,
+    method: str,
+    data: MeasuredData | None,
+    at: PlanTarget,
+    stated: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[Draft, Path]]:
     """The recipe of the fewest nodes whose GPUs hold it, with its best distribution, in a folder that is gone afterwards.
 
@@ -133,7 +138,7 @@ class NothingFits(UserError):
     """No distribution holds the model on these GPUs."""
 
 
-def draft(model: Model, method: str, data: Measured | None, nodes: int, gpus: int) -> Draft:
+def draft(model: Model, method: str, data: MeasuredData | None, nodes: int, gpus: int) -> Draft:
     """A recipe before its distribution is chosen: FSDP2 over all GPUs, every layer recomputed."""
     world = nodes * gpus
     batch = world * -(-BATCH // world)
@@ -175,13 +180,13 @@ def choose(made: Draft, folder: Path, calibrated: CalibratedCluster, method: str
 
     The base stays as the method says. Raises NothingFits, with the fewest nodes on which FSDP2 would fit.
     """
-    source = Source(resolve(folder))
+    source = RecipeSource(resolve(folder))
     nodes = source.resolved.recipe.slurm.nodes
     machine = calibrated.machine(nodes)
     roomy = replace(machine, usable_bytes=int(ROOM * machine.usable_bytes))
     advice = advise(source, roomy, calibrated.constants, nodes=[nodes], lengths=made.lengths)
 
-    def allowed(option: Option) -> bool:
+    def allowed(option: CostedCandidate) -> bool:
         used = option.strategy
         quantised = used.weight_bytes < 1
         return used.kind in _KINDS and quantised == (method == "qlora")

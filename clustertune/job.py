@@ -23,13 +23,13 @@ from clustertune.console import say, show_error
 from clustertune.containers import pins
 from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, UserError, raise_if
-from clustertune.evaluate.servers import GIVEN, JOB, START_SECONDS, Job, note_end
+from clustertune.evaluate.servers import GIVEN, JOB, START_SECONDS, ServingJob, note_end
 from clustertune.launch import container, image, megatron, progress, serving, slurm, stack, step
 from clustertune.launch.agent import asked_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import Setting, environment
 from clustertune.launch.judge import Outcome, any_node_failed, conclude
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.launch.rendezvous import first_port
 from clustertune.nccl_check import prolog
 from clustertune.nccl_check.target import Nodes
@@ -149,7 +149,7 @@ class JobChain(chain.Chain):
         container_ = self.cluster.container
         contained = container_.runtime != "none"
         folder.mkdir(parents=True, exist_ok=True)
-        Job(
+        ServingJob(
             "",  # the client names it: the merged model, then the base
             found.serving,
             "",
@@ -182,12 +182,12 @@ class JobChain(chain.Chain):
                 child.wait(step.END_SECONDS)
             child.kill()
 
-    def make_plan(self, attempt: int, from_step: int) -> Plan:
+    def make_plan(self, attempt: int, from_step: int) -> AttemptPlan:
         names = self.allocation.nodes
         traces = str(self.run.attempt(attempt).resolve())
         settings = settings_of(self.resolved, self.cluster, self.allocation, traces)
         compute = self.cluster.compute
-        return Plan(
+        return AttemptPlan(
             attempt=attempt,
             nodes=tuple(Node(name, name) for name in names),
             ranks_per_node=self.resolved.world_size // len(names),
@@ -203,7 +203,7 @@ class JobChain(chain.Chain):
             port=first_port(self.allocation.job_id, attempt),
         )
 
-    def run_attempt(self, plan: Plan) -> Outcome:
+    def run_attempt(self, plan: AttemptPlan) -> Outcome:
         """One attempt as one step of the job."""
         folder = self.run.attempt(plan.attempt)
         plan.write(folder)

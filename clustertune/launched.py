@@ -13,7 +13,7 @@ from clustertune.console import say
 from clustertune.errors import ExitCode
 from clustertune.launch import node, progress, torchrun
 from clustertune.launch.judge import Outcome, conclude
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.rundir import RunDir
 
 OUTCOME_SECONDS = 60.0
@@ -60,9 +60,9 @@ class TorchrunChain(Chain):
         self.nodes = self.server.gather(self.call.wait)
         return super().train()
 
-    def make_plan(self, attempt: int, from_step: int) -> Plan:
+    def make_plan(self, attempt: int, from_step: int) -> AttemptPlan:
         """Who has called, in rank order."""
-        return Plan(
+        return AttemptPlan(
             attempt=attempt,
             nodes=self.nodes,
             ranks_per_node=self.call.ranks_per_node,
@@ -72,7 +72,7 @@ class TorchrunChain(Chain):
             port=self.call.port,
         )
 
-    def run_attempt(self, plan: Plan) -> Outcome:
+    def run_attempt(self, plan: AttemptPlan) -> Outcome:
         """One attempt at training on all nodes, from its plan to its outcome."""
         folder = self.run.attempt(plan.attempt)
         plan.write(folder)

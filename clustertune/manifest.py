@@ -340,7 +340,7 @@ def find_records(folder: Path) -> tuple[str, dict[Path, FileRecord]]:
     return _HUB, {path: record for path in read if path.is_file() and (record := hub_record(path)) is not None}
 
 
-class Comparison:
+class DigestComparison:
     """The files of an artefact compared with the digests that lie beside them: what every reader of one does.
 
     Small files are compared at once, by each reader: :attr:`problems`. Weights and large files are hashed by a few threads
@@ -415,7 +415,7 @@ def looks_whole(folder: Path, kind: str) -> bool:
     """Whether the cheap comparisons agree: digests of small files, sizes of weights. Readers compare the weights."""
     try:
         read_manifest(folder, kind)
-        return not Comparison(folder).problems
+        return not DigestComparison(folder).problems
     except UserError:
         return False
 
@@ -468,7 +468,7 @@ def require_whole(folder: Path, ranks: Ranks | None = None, *, only: Collection[
     """
     rank, size = sharers(folder, ranks)
     try:
-        with Comparison(folder, rank, size, only=only) as comparison:
+        with DigestComparison(folder, rank, size, only=only) as comparison:
             problems = comparison.finish()
     except UserError as error:
         problems = error.problems

@@ -28,7 +28,7 @@ from clustertune.config.schema import Save
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch import binding
 from clustertune.launch.agent import launcher_pid_file
-from clustertune.launch.plan import PLAN, Plan, check_fence
+from clustertune.launch.plan import PLAN, AttemptPlan, check_fence
 from clustertune.monitor.nvml import gpu_names
 from clustertune.plan.saves import seconds_between_ends
 from clustertune.process import die_with_parent
@@ -102,7 +102,7 @@ def main(run_dir: Path, attempt: int, *, quiet: bool = False) -> int:
 def _node_of(rank: int, records: Path) -> int:
     """The node of a rank, by the attempt's plan; 0 where there is none that can be read (which :func:`train` tells)."""
     try:
-        return rank // Plan.read(records).ranks_per_node
+        return rank // AttemptPlan.read(records).ranks_per_node
     except (UserError, ZeroDivisionError):
         return 0
 
@@ -183,7 +183,7 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     resolved = run.resolved()
     of_megatron = resolved.recipe.megatron is not None
     records = run.attempt(number)
-    plan = Plan.read(records) if of_megatron or (records / PLAN).exists() else None
+    plan = AttemptPlan.read(records) if of_megatron or (records / PLAN).exists() else None
     if plan is not None and _is_first():
         _limit(run, resolved, number, stop)
     keys = _take_secrets()
@@ -198,7 +198,7 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
 
         bundle.enter(resolved)
         notes = _follow_plan(plan)
-        return program.train(program.Attempt(run, resolved, number, stop, heartbeat, fence, out, source, notes, keys))
+        return program.train(program.MegatronAttempt(run, resolved, number, stop, heartbeat, fence, out, source, notes, keys))
     notes = [*_follow_plan(plan), *_set_environment(resolved, run, source[0], has_key="WANDB_API_KEY" in keys)]
 
     from clustertune.checkpoint.local import LocalTier
@@ -241,7 +241,7 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     return code
 
 
-def _between_ends(run: RunDir, plan: Plan | None) -> float:
+def _between_ends(run: RunDir, plan: AttemptPlan | None) -> float:
     """Seconds between two failures of the nodes of an attempt; the time limit of its job is known to Slurm's jobs alone.
 
     The rate of failures is the cluster file's, else this run's own, else a published one. Infinite on ranks other than the
@@ -293,7 +293,7 @@ def _take_secrets() -> dict[str, str]:
     return secrets.drop()
 
 
-def _follow_plan(plan: Plan | None) -> list[str]:
+def _follow_plan(plan: AttemptPlan | None) -> list[str]:
     """The plan's variables and this rank's CPUs, before torch is loaded. Returns a note for what was otherwise before."""
     if plan is None:
         return []

@@ -35,7 +35,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import local, progress, rendezvous, torchrun
 from clustertune.launch.agent import POLL_SECONDS, Agent, launcher_pid_file, log_file, monitored, rank_pids, read_anew
 from clustertune.launch.judge import Outcome, conclude, judge
-from clustertune.launch.plan import OUTCOME, Node, Plan, newest_attempt
+from clustertune.launch.plan import OUTCOME, AttemptPlan, Node, newest_attempt
 from clustertune.manifest import write_durably
 from clustertune.process import stop_signals
 from clustertune.rundir import RunDir
@@ -97,7 +97,7 @@ def train_loop(config: dict[str, Any]) -> None:
     own = Node(os.uname().nodename, ray.util.get_node_ip_address())
     write_durably(folder / f"worker-{rank}.json", json.dumps(asdict(own)) + "\n")
     meeting = broadcast_from_rank_zero(_meet(run, attempt, config, context.get_world_size()) if rank == 0 else None)
-    plan = Plan.read(folder)
+    plan = AttemptPlan.read(folder)
     agent = RankAgent(run.path, plan, rank)
     environment = {
         "RANK": str(rank),
@@ -144,7 +144,7 @@ def _meet(run: RunDir, attempt: int, config: dict[str, Any], world_size: int) ->
     folder = run.attempt(attempt)
     nodes = tuple(_await_worker(folder / f"worker-{rank}.json") for rank in range(world_size))
     # One "node" for each rank: Ray may place them unevenly, and each worker watches its own.
-    plan = Plan(attempt, nodes, ranks_per_node=1, launcher="ray", job=str(config["job"]), from_step=_newest_step(run))
+    plan = AttemptPlan(attempt, nodes, ranks_per_node=1, launcher="ray", job=str(config["job"]), from_step=_newest_step(run))
     plan.write(folder)
     port = rendezvous.free_port(rendezvous.first_port(os.getpid(), attempt))
     rendezvous.publish(folder, nodes[0].address, port)
@@ -265,7 +265,7 @@ class RayChain(Chain):
         """Whether the training is still to be done: only then is Ray needed."""
         return self.run.stage("train") is None or not self._still_there("train")
 
-    def run_attempt(self, plan: Plan) -> Outcome:
+    def run_attempt(self, plan: AttemptPlan) -> Outcome:
         """One call of Ray Train, in which Ray may make several attempts; the outcome is the last one's."""
         stop = self.run.path / f"stop-{self.job}"
         config = {
@@ -327,7 +327,7 @@ class RayChain(Chain):
     def _outcome(self, error: BaseException | None) -> Outcome:
         folder = self.run.attempt(newest_attempt(self.run.path))
         try:
-            plan = Plan.read(folder)
+            plan = AttemptPlan.read(folder)
         except UserError:
             text = (str(error or "").strip().splitlines() or ["it printed nothing"])[-1]
             problem = Problem(f"Ray started no rank: {text}", file=str(folder))

@@ -43,7 +43,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Header:
+class TensorHeader:
     """What one safetensors file holds, tensors in the order of their bytes."""
 
     tensors: list[Tensor]
@@ -94,7 +94,7 @@ def _parse_entry(name: str, entry: object, path: Path, data_start: int) -> Tenso
     return Tensor(name, dtype, tuple(shape), path, data_start + begin, expected)
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> TensorHeader:
     """Read and check one file's header against the file's length.
 
     Raises ValueError with a message for whatever is not a whole safetensors file, and OSError where it cannot be read.
@@ -129,7 +129,7 @@ def read_header(path: Path) -> Header:
         position += tensor.size
     if position != size:
         raise ValueError(f"the header describes {position} bytes, the file has {size}: truncated or damaged")
-    return Header(tensors, metadata, text)
+    return TensorHeader(tensors, metadata, text)
 
 
 def build_header(tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None) -> bytes:

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from clustertune.cluster import inside
-from clustertune.cluster.cluster import Cluster, Failed, inner_ids
-from clustertune.cluster.spec import Spec, can_isolate, missing
+from clustertune.cluster.cluster import ClusterFailed, ThrowawayCluster, inner_ids
+from clustertune.cluster.spec import ClusterSpec, can_isolate, missing
 
 LONG = 120.0
 """Seconds that a wait for something which must come may take."""
 
 
-class FaultyCluster(Cluster):
+class FaultyCluster(ThrowawayCluster):
     """A cluster with whose jobs, nodes and links something can go wrong."""
 
     def release(self, job: int | str, timeout: float = 120) -> None:
@@ -99,7 +99,7 @@ class FaultyCluster(Cluster):
                     *inside_net, "replace", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "128kb", "latency", "100ms"
                 )
             else:
-                with contextlib.suppress(Failed):  # there was none
+                with contextlib.suppress(ClusterFailed):  # there was none
                     self._network_order(*inside_net, "del", "dev", "eth0", "root")
 
     def sent(self, index: int) -> int:
@@ -109,7 +109,7 @@ class FaultyCluster(Cluster):
             name, _, counts = line.partition(":")
             if name.strip() == "eth0":
                 return int(counts.split()[8])
-        raise Failed(f"{self.names[index - 1]} has no eth0")
+        raise ClusterFailed(f"{self.names[index - 1]} has no eth0")
 
     def _network_order(self, *command: str) -> None:
         self._needs_isolation()
@@ -117,7 +117,7 @@ class FaultyCluster(Cluster):
 
     def _needs_isolation(self) -> None:
         if not self.isolated:
-            raise Failed("nodes without namespaces share this machine's network")
+            raise ClusterFailed("nodes without namespaces share this machine's network")
 
 
 def need_slurm(*, isolated: bool = True) -> None:
@@ -131,7 +131,7 @@ def need_slurm(*, isolated: bool = True) -> None:
 def make(nodes: int | tuple[str, ...] = 2, gpus: int = 1, *, isolated: bool = True, **shape: Any) -> FaultyCluster:
     """A cluster that is not started yet; skips where it cannot be. Use it in a ``with``."""
     need_slurm(isolated=isolated)
-    return FaultyCluster(Spec(nodes=nodes, gpus=gpus, isolation="netns" if isolated else "none", **shape))
+    return FaultyCluster(ClusterSpec(nodes=nodes, gpus=gpus, isolation="netns" if isolated else "none", **shape))
 
 
 def wait_for(test: Callable[[], Any], what: str, timeout: float = LONG) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clustertune.cluster.cluster import Cluster
+from clustertune.cluster.cluster import ThrowawayCluster
 from tests.command import REPO, events
 from tests.slurm import wait_for
 
@@ -33,7 +33,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 class Job:
     """One submitted job. ``run`` is its run folder, ``log`` what it printed."""
 
-    cluster: Cluster
+    cluster: ThrowawayCluster
     run: Path
     words: list[str] = field(default_factory=lambda: [RECIPE, "--tiny", "--to", "export", *SETTINGS])
     options: list[str] = field(default_factory=lambda: list(SHAPE))

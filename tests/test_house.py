@@ -128,6 +128,28 @@ def test_a_planted_import_is_found(path: str, source: str, fault: str) -> None:
     assert any(fault in found for found in import_faults({**package, "clustertune/data/x.py": "", path: source}))
 
 
+# --- names ---------------------------------------------------------------------------------------------------------------
+
+
+def shared_class_names(package: Mapping[str, str]) -> dict[str, list[str]]:
+    """Public classes of one name in several rooms; ``package`` is path -> source."""
+    rooms: dict[str, set[str]] = {}
+    for path, source in package.items():
+        room = path.rpartition("/")[0] if path.count("/") > 1 else path
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                rooms.setdefault(node.name, set()).add(room)
+    return {name: sorted(found) for name, found in rooms.items() if len(found) > 1}
+
+
+def test_no_class_name_stands_in_two_rooms() -> None:
+    """Two meanings of one name mislead whoever searches for it."""
+    assert shared_class_names(tree.sources("clustertune/")) == {}
+    assert shared_class_names({"clustertune/a/x.py": "class Plan: ...", "clustertune/b/x.py": "class Plan: ..."}) == {
+        "Plan": ["clustertune/a", "clustertune/b"]
+    }
+
+
 # --- the ecosystem's keys ------------------------------------------------------------------------------------------------
 
 KEYS = re.compile(

@@ -20,7 +20,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import judge, progress, slurm
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.judge import Outcome
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.process import Stopped
 from clustertune.rundir import RunDir
 
@@ -289,7 +289,7 @@ def test_a_full_disk_does_not_hide_what_an_attempt_had_to_tell(tmp_path: Path, m
     monkeypatch.setattr(job, "step_command", lambda *words: ["true"])
     run = RunDir(tmp_path)
     run.attempt(1).mkdir(parents=True)
-    plan = Plan(attempt=1, nodes=(Node("gpu-a", "gpu-a"),), ranks_per_node=1)
+    plan = AttemptPlan(attempt=1, nodes=(Node("gpu-a", "gpu-a"),), ranks_per_node=1)
     assert links_of(tmp_path).run_attempt(plan) == told
 
 

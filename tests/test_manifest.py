@@ -162,7 +162,7 @@ def flip(path: Path) -> None:
 
 
 def found(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
-    with manifest.Comparison(folder, rank, world_size) as comparison:
+    with manifest.DigestComparison(folder, rank, world_size) as comparison:
         return [Path(problem.file or "").name for problem in comparison.finish()]
 
 
@@ -176,7 +176,7 @@ def test_each_weight_is_hashed_by_one_rank_and_small_files_by_all(tmp_path: Path
     assert all("config.json" in names for names in by_rank)
     weights = sorted(name for names in by_rank for name in names if name != "config.json")
     assert weights == [f"model-{number}.safetensors" for number in range(5)]
-    shares = [manifest.Comparison(folder, rank, world_size).bytes for rank in range(world_size)]
+    shares = [manifest.DigestComparison(folder, rank, world_size).bytes for rank in range(world_size)]
     assert sum(shares) == 600 and max(shares) <= 600 / min(world_size, 5) + 140
 
 
@@ -193,7 +193,7 @@ def test_a_message_says_file_digests_and_what_to_do(tmp_path: Path) -> None:
     manifest.seal(folder, "model", {})
     before = manifest.hash_file(folder / "config.json").digest
     (folder / "config.json").write_text("[]")
-    (problem,) = manifest.Comparison(folder).problems
+    (problem,) = manifest.DigestComparison(folder).problems
     after = manifest.hash_file(folder / "config.json").digest
     assert before[:12] in problem.message and after[:12] in problem.message and problem.fix
     assert problem.file == str(folder / "config.json")
@@ -252,7 +252,7 @@ def test_ranks_share_out_what_they_see_and_no_more(tmp_path: Path) -> None:
     for folder in (one, other):
         manifest.seal(folder, "model", {})
     weights = sum(record.size for path, record in manifest.find_records(other)[1].items() if path.suffix == ".safetensors")
-    shares = [manifest.Comparison(other, *manifest.sharers(other, Nodes(rank, own))).bytes for rank in (1, 3)]
+    shares = [manifest.DigestComparison(other, *manifest.sharers(other, Nodes(rank, own))).bytes for rank in (1, 3)]
     assert all(shares) and sum(shares) == weights
 
 

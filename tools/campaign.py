@@ -38,7 +38,7 @@ from typing import Any
 
 from clustertune import manifest
 from tools import spoil
-from tools.forking import REPO, Command, run, warm
+from tools.forking import REPO, ForkedCommand, run, warm
 
 RECIPE = "recipes/tiny-oasst2"
 SAVE_STEPS = 2
@@ -137,10 +137,10 @@ def draw(seed: int) -> random.Random:
     return random.Random(seed)  # noqa: S311 - faults, no secrets
 
 
-def start(folder: Path, last: str, *more: str) -> Command:
+def start(folder: Path, last: str, *more: str) -> ForkedCommand:
     """The command on a run folder, to this stage."""
     out = folder.parent / f"{folder.name}.{time.monotonic_ns()}.log"
-    return Command("run", RECIPE, "--run-dir", folder, "--to", last, *SETTINGS, *more, out=out)
+    return ForkedCommand("run", RECIPE, "--run-dir", folder, "--to", last, *SETTINGS, *more, out=out)
 
 
 def command(folder: Path, last: str, *more: str) -> str:
@@ -306,7 +306,7 @@ def power_cut(seed: int, place: Place) -> Done:
         shutil.copytree(place.until("prepare"), disk / "run", symlinks=True)
         os.sync()
         out = place.case / "cut.log"
-        child = Command("run", RECIPE, "--run-dir", disk / "run", "--to", "train", *SETTINGS, out=out)
+        child = ForkedCommand("run", RECIPE, "--run-dir", disk / "run", "--to", "train", *SETTINGS, out=out)
         wanted = SAVE_STEPS * chance.randint(1, 3)
         child.until(lambda: said_saved(child.text) >= wanted, PATIENCE)
         time.sleep(chance.uniform(0, 0.6))
@@ -319,7 +319,7 @@ def power_cut(seed: int, place: Place) -> Done:
         newest, _ = store.newest_whole(disk / "run" / "checkpoints")
         kept = newest.step if newest else 0
         assert announced >= wanted and kept >= announced, f"{announced} was announced (wanted {wanted}), {kept} is there"
-        child = Command("run", RECIPE, "--run-dir", disk / "run", "--to", "export", *SETTINGS, out=out)
+        child = ForkedCommand("run", RECIPE, "--run-dir", disk / "run", "--to", "export", *SETTINGS, out=out)
         code, text = child.end(PATIENCE)
         assert code == 0, f"exit {code}: {text[-800:]}"
         assert digest(disk / "run" / "adapter") == place.adapter
@@ -360,7 +360,7 @@ def bad_disk(seed: int, place: Place) -> Done:
     try:
         shutil.copytree(place.until("prepare"), folder, symlinks=True)
         out = place.case / "disk.log"
-        child = Command("run", RECIPE, "--run-dir", folder, "--to", "export", *SETTINGS, out=out)
+        child = ForkedCommand("run", RECIPE, "--run-dir", folder, "--to", "export", *SETTINGS, out=out)
         child.until(lambda: False, moment)
         tracer = None
         if kind == "full":
@@ -387,7 +387,7 @@ def bad_disk(seed: int, place: Place) -> Done:
         (disk / "ballast").unlink(missing_ok=True) if kind != "read-only" else None
         subprocess.run(["mount", "-o", "remount,rw", disk], check=False)
         (disk / "ballast").unlink(missing_ok=True)
-        code, text = Command("run", RECIPE, "--run-dir", folder, "--to", "export", *SETTINGS, out=out).end(PATIENCE)
+        code, text = ForkedCommand("run", RECIPE, "--run-dir", folder, "--to", "export", *SETTINGS, out=out).end(PATIENCE)
         assert code == 0, f"{kind} after {moment:.1f} s, then room: exit {code}: {text[-800:]}"
         assert digest(folder / "adapter") == place.adapter
         return Done(int(hit))
@@ -442,7 +442,7 @@ def damage(seed: int, place: Place) -> Done:
         from clustertune.staging import verify
         from clustertune.staging.worker import Bounds
 
-        verdict = verify.Verdict()
+        verdict = verify.Verification()
         try:
             verify._check_sums(copied, manifest.read_manifest(copied, "parcel"), verdict, Bounds())
             problems = verdict.problems
@@ -558,7 +558,7 @@ def planted(seed: int, place: Place) -> Done:
     home.mkdir()
     out = place.case / "out"
     caches = {"HOME": str(home), "HF_HOME": str(home / "hf"), "XDG_CACHE_HOME": str(home / "cache"), "TMPDIR": str(home)}
-    child = Command("run", RECIPE, "--run-dir", folder, *SETTINGS, out=out, env=tokens | caches)
+    child = ForkedCommand("run", RECIPE, "--run-dir", folder, *SETTINGS, out=out, env=tokens | caches)
     seen = b""
     while child.child.poll() is None:
         for process in look.processes_below(child.pid):

@@ -103,7 +103,7 @@ def become(module: str, arguments: Sequence[str], env: Mapping[str, str] | None 
             os._exit(code)
 
 
-class Command:
+class ForkedCommand:
     """``clustertune`` with these arguments, started and not waited for. Its output goes to a file."""
 
     def __init__(self, *arguments: str | Path, out: Path, env: Mapping[str, str] | None = None, cwd: Path = REPO) -> None:
@@ -142,4 +142,4 @@ class Command:
 
 def run(*arguments: str | Path, out: Path, seconds: float = 120, **more: Any) -> tuple[int, str]:
     """A command to its end: exit code and output."""
-    return Command(*arguments, out=out, **more).end(seconds)
+    return ForkedCommand(*arguments, out=out, **more).end(seconds)

@@ -43,7 +43,7 @@ class NotHere(Exception):
 
 
 @dataclass(frozen=True)
-class Done:
+class EndedCommand:
     """A command that has ended."""
 
     code: int
@@ -73,7 +73,7 @@ class Done:
 
 
 @dataclass
-class Check:
+class GpuCheck:
     """One call: where it works and what it may use."""
 
     name: str
@@ -119,21 +119,21 @@ class Check:
             )  # fmt: skip
         return child, log
 
-    def wait(self, child: subprocess.Popen[str], log: Path) -> Done:
+    def wait(self, child: subprocess.Popen[str], log: Path) -> EndedCommand:
         """Wait for a command until the part's time is over, then end it with all that it started. Raises Failed then."""
         try:
             code = child.wait(max(1.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise Failed(f"not done within {LONGEST:.0f} s: {Done(1, '', log).last_words()}") from None
+            raise Failed(f"not done within {LONGEST:.0f} s: {EndedCommand(1, '', log).last_words()}") from None
         finally:
             end_tree(child)
-        return Done(code, log.with_suffix(".out").read_text(errors="replace"), log)
+        return EndedCommand(code, log.with_suffix(".out").read_text(errors="replace"), log)
 
-    def run(self, *words: str, **env: str) -> Done:
+    def run(self, *words: str, **env: str) -> EndedCommand:
         """Run a command to its end. Raises Failed where the part's time is over."""
         return self.wait(*self.start(words, **env))
 
-    def clustertune(self, *words: str, **env: str) -> Done:
+    def clustertune(self, *words: str, **env: str) -> EndedCommand:
         """Run a command of the project."""
         return self.run(self.python, "-m", "clustertune", *words, **env)
 
@@ -249,7 +249,7 @@ def commit() -> str:
 # --- running the parts ---------------------------------------------------------------------------------------------------
 
 
-def run_part(check: Check, name: str, do: Callable[[Check], dict[str, Any]], limit: float = LONGEST) -> dict[str, Any]:
+def run_part(check: GpuCheck, name: str, do: Callable[[GpuCheck], dict[str, Any]], limit: float = LONGEST) -> dict[str, Any]:
     """One part: its verdict, why, seconds and facts. Whatever goes wrong in it is its verdict."""
     check.part, check._count, began = name, 0, time.monotonic()
     check.deadline = began + min(limit, LONGEST)
@@ -315,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     backend = asked.backend if asked.backend != "auto" else ("nccl" if gpus else "gloo")
     name = asked.name or (gpu_parts.gpu_name() if backend == "nccl" else "cpu")
     folder = (asked.state or REPO / "runs" / "gpu-check" / name).absolute()
-    check = Check(name, folder, (asked.work or folder / "work").absolute(), sys.executable, backend, gpus, asked.short)
+    check = GpuCheck(name, folder, (asked.work or folder / "work").absolute(), sys.executable, backend, gpus, asked.short)
     file = folder / "state.json"
     state = read_state(file)
     state |= {"name": name, "gpus": gpus, "command": " ".join(["make gpu-check", *(arguments or sys.argv[1:])])}

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.gpu_check import LONGEST, REPO, Check, Failed, NotHere
+from tools.gpu_check import LONGEST, REPO, Failed, GpuCheck, NotHere
 
-Part = Callable[[Check], dict[str, Any]]
+Part = Callable[[GpuCheck], dict[str, Any]]
 
 FIRST_LOSS, LATER_LOSS = 0.005, 0.03
 """How far a loss may be from the CPU's, as a share of it: the first is of the same weights and rows; from then on bfloat16's
@@ -118,7 +118,7 @@ def pins() -> dict[str, str]:
 # --- the machine --------------------------------------------------------------------------------------------------------
 
 
-def versions(check: Check) -> dict[str, Any]:
+def versions(check: GpuCheck) -> dict[str, Any]:
     """Python, packages, driver and GPUs; which versions differ from the project's pins."""
     wanted = pins()
     found = check.run(check.python, "-c", _VERSIONS, *wanted).document()
@@ -139,14 +139,14 @@ def versions(check: Check) -> dict[str, Any]:
     }
 
 
-def doctor(check: Check) -> dict[str, Any]:
+def doctor(check: GpuCheck) -> dict[str, Any]:
     """The preflight checks end with a document; what they find is on the page."""
     told = check.clustertune("doctor", "--json").document()
     bad = [f"{one['rule']}: {one['found']}" for one in told.get("findings", []) if one.get("status") in ("fail", "warn")]
     return {"why": f"verdict {told.get('verdict')}", "findings": bad}
 
 
-def nccl(check: Check) -> dict[str, Any]:
+def nccl(check: GpuCheck) -> dict[str, Any]:
     """What the links between GPUs carry."""
     if check.backend == "nccl" and check.gpus < 2:
         done = check.run(check.python, "-c", _ONE_RANK)
@@ -199,7 +199,7 @@ def furthest(ours: Mapping[int, float], theirs: Mapping[int, float], first: floa
     return max(apart.values())
 
 
-def chain(check: Check) -> dict[str, Any]:
+def chain(check: GpuCheck) -> dict[str, Any]:
     """The chain in bf16: killed behind its first checkpoint, resumed to its end, and the losses of one that was not killed."""
     check.need("trl", "datasets", "peft", "pydantic")
     folder = fresh(check, "chain")
@@ -242,7 +242,7 @@ def chain(check: Check) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def telemetry(check: Check) -> dict[str, Any]:
+def telemetry(check: GpuCheck) -> dict[str, Any]:
     """Of the chain's undisturbed run: how long saves held training up, and what was measured of each GPU meanwhile."""
     run = check.work / "chain" / "whole"
     saves = [one for one in events(run, "checkpoint") if one.get("status") == "saved"]
@@ -263,7 +263,7 @@ def telemetry(check: Check) -> dict[str, Any]:
     return {"why": why, "saves": saves}
 
 
-def evaluation(check: Check) -> dict[str, Any]:
+def evaluation(check: GpuCheck) -> dict[str, Any]:
     """The model that the chain made, scored on 16 prompts."""
     check.need("lm_eval", "nltk", "langdetect")
     model = check.work / "chain" / "killed" / "merged"
@@ -291,7 +291,7 @@ def _has_file(recipe: str) -> bool:
 
 
 def _tiny(recipe: str) -> Part:
-    def part(check: Check) -> dict[str, Any]:
+    def part(check: GpuCheck) -> dict[str, Any]:
         if "megatron" in recipe:
             check.need("megatron")
         axes = mesh(recipe)
@@ -320,7 +320,7 @@ def _tiny(recipe: str) -> Part:
     return part
 
 
-def _has_lora(check: Check, recipe: str) -> bool:
+def _has_lora(check: GpuCheck, recipe: str) -> bool:
     return bool((check.clustertune("show", f"recipes/{recipe}", "--json").document().get("recipe") or {}).get("lora"))
 
 
@@ -328,7 +328,7 @@ def _has_lora(check: Check, recipe: str) -> bool:
 
 
 def _bench(name: str, *, others: bool) -> Part:
-    def part(check: Check) -> dict[str, Any]:
+    def part(check: GpuCheck) -> dict[str, Any]:
         check.need("trl", "datasets", "peft", "pydantic")
         recipe, overrides = BENCHES[name]
         ranks = 1 if "1gpu" in recipe else check.ranks
@@ -366,7 +366,7 @@ def _bench(name: str, *, others: bool) -> Part:
     return part
 
 
-def _fits(check: Check, name: str, recipe: str, words: list[str]) -> None:
+def _fits(check: GpuCheck, name: str, recipe: str, words: list[str]) -> None:
     """Raises NotHere where the plan says that full fine-tuning needs more memory than there is."""
     if "full" not in name:
         return
@@ -432,7 +432,7 @@ def bottleneck(profile: Mapping[str, Any] | None) -> str:
     return f"{kind}: {share:.0%} of a step; matrix products take {useful:.0%}"
 
 
-def attention(check: Check) -> dict[str, Any]:
+def attention(check: GpuCheck) -> dict[str, Any]:
     """Packed attention: a dense mask, FlexAttention, torch's variable-length kernel and one conversation at a time."""
     words = ["--small"] if check.backend == "gloo" else []
     done = check.run(check.python, "-m", "tools.attention_kernels", *words)
@@ -446,7 +446,7 @@ def attention(check: Check) -> dict[str, Any]:
     return {"why": f"fastest: {best}; {len(rows) - len(ran)} not possible", "rows": rows}
 
 
-def gpu_tests(check: Check) -> dict[str, Any]:
+def gpu_tests(check: GpuCheck) -> dict[str, Any]:
     """The tests that are marked ``gpu``."""
     if check.backend == "gloo":
         raise NotHere("these are CPUs: the tests marked gpu need CUDA")
@@ -460,7 +460,7 @@ def gpu_tests(check: Check) -> dict[str, Any]:
     return {"why": last}
 
 
-def fresh(check: Check, name: str) -> Path:
+def fresh(check: GpuCheck, name: str) -> Path:
     """An empty folder for the runs of a part."""
     folder = check.work / name
     shutil.rmtree(folder, ignore_errors=True)

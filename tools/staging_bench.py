@@ -25,7 +25,7 @@ from clustertune.config.cluster_schema import Staging
 from clustertune.console import emit_json, say
 from clustertune.manifest import SHA256, hash_file
 from clustertune.staging.cache import open_cache
-from clustertune.staging.tree import Source, Stager
+from clustertune.staging.tree import SourceFolder, Stager
 from clustertune.staging.worker import Bounds
 from tools.merge_bench import evict
 
@@ -70,7 +70,7 @@ def measure(place: Path, size: int, rounds: int, workers: int, digests: bool) ->
     """Bytes, and the seconds of each round for each way."""
     source, copied, local = place / "source", place / "copied", place / "local"
     make_source(source, size, digests)
-    wanted = Source("model", "bench", source)
+    wanted = SourceFolder("model", "bench", source)
 
     def stage() -> None:
         local.mkdir(exist_ok=True)

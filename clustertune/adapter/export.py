@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from clustertune.adapter.expected import Expected
-    from clustertune.adapter.shards import Stored
+    from clustertune.adapter.shards import StoredTensor
     from clustertune.adapter.sources import Source
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
@@ -44,7 +44,7 @@ _COMPUTED_IN = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 
 
 @dataclass(frozen=True)
-class Trained:
+class CheckpointRecipe:
     """What the checkpoint's ``recipe.json`` says about the adapter or the model."""
 
     recipe: str
@@ -110,7 +110,9 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
     return _summary(out, published, started, reused=False)
 
 
-def collect(checkpoint: Path, manifest: Manifest, trained: Trained) -> tuple[dict[str, torch.Tensor], Expected, list[str]]:
+def collect(
+    checkpoint: Path, manifest: Manifest, trained: CheckpointRecipe
+) -> tuple[dict[str, torch.Tensor], Expected, list[str]]:
     """The checked adapter tensors under PEFT's names, sorted; what was expected; and warnings.
 
     Raises UserError naming every tensor that is missing, extra, of another shape, not floating point or not finite, and
@@ -150,11 +152,11 @@ def verify_files(checkpoint: Path, manifest: Manifest, files: Iterable[str], pro
     raise_if(problems)
 
 
-def _match(source: Source, expected: Expected, checkpoint: Path) -> tuple[dict[str, Stored], list[Problem], list[str]]:
+def _match(source: Source, expected: Expected, checkpoint: Path) -> tuple[dict[str, StoredTensor], list[Problem], list[str]]:
     """Lay what is stored over what is expected."""
     from clustertune.adapter.expected import normalise
 
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     problems, base = [], []
     where = str(checkpoint)
     for stored in source.stored:
@@ -181,7 +183,7 @@ def _match(source: Source, expected: Expected, checkpoint: Path) -> tuple[dict[s
     return found, problems, warnings
 
 
-def read_trained(checkpoint: Path) -> Trained:
+def read_trained(checkpoint: Path) -> CheckpointRecipe:
     """Read ``recipe.json``. Raises UserError where it is no resolved recipe."""
     path = checkpoint / "recipe.json"
     try:
@@ -190,7 +192,7 @@ def read_trained(checkpoint: Path) -> Trained:
         lora, model = recipe.get("lora"), recipe["model"]
         requested = quantization.of(resolved.get("train_args", {})) or architecture.get("quantization_config")
         stated = architecture.get("dtype") or architecture.get("torch_dtype")
-        return Trained(
+        return CheckpointRecipe(
             recipe=str(resolved["name"]),
             model_name=str(model["name"]),
             revision=model.get("revision"),

@@ -57,7 +57,7 @@ class ShardedSource:
         self.checkpoint, self.manifest = checkpoint, manifest
         self._index = self._read_index()
         self.stored = [
-            Stored(key, tuple(entry.size), str(entry.properties.dtype), entry.properties.dtype.is_floating_point)
+            StoredTensor(key, tuple(entry.size), str(entry.properties.dtype), entry.properties.dtype.is_floating_point)
             for key, entry in self._index.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         ]
@@ -87,7 +87,7 @@ class ShardedSource:
                 problems.append(Problem(message, file=str(self.checkpoint / INDEX)))
         return sorted(files), problems
 
-    def read(self, wanted: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
+    def read(self, wanted: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
         """Read the chosen tensors, in one process. The rest of the shards is not touched."""
         # NaN and not empty: a chunk that the index forgot stays NaN and is found by the check for finite values.
         tensors = {
@@ -126,7 +126,7 @@ class FileSource:
                     for key in src.keys():  # noqa: SIM118  (safe_open is no mapping)
                         part = src.get_slice(key)
                         dtype = part.get_dtype()
-                        self.stored.append(Stored(key, tuple(part.get_shape()), dtype, dtype in _FLOATING))
+                        self.stored.append(StoredTensor(key, tuple(part.get_shape()), dtype, dtype in _FLOATING))
                         self._file[key] = name
             except SafetensorError as error:
                 raise UserError(Problem(f"no safetensors file: {error}", file=str(checkpoint / name))) from None
@@ -135,7 +135,7 @@ class FileSource:
         """The files that hold the given keys."""
         return sorted({self._file[key] for key in keys}), []
 
-    def read(self, wanted: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
+    def read(self, wanted: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
         """Read the chosen tensors."""
         found = {}
         for name, stored in wanted.items():
@@ -150,7 +150,7 @@ class FileSource:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor as the checkpoint describes it, before it is read."""
 
     key: str

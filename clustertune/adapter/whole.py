@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clustertune.adapter.export import (
-    Trained,
+    CheckpointRecipe,
     count_bad,
     export,
     find_published,
@@ -36,7 +36,7 @@ from clustertune.tensorfile import read_header
 if TYPE_CHECKING:
     import torch
 
-    from clustertune.adapter.shards import Stored
+    from clustertune.adapter.shards import StoredTensor
 
 KIND = "merged"
 """A model folder that can be scored and served; a merge makes the same kind."""
@@ -127,7 +127,7 @@ def export_model(checkpoint: Path, out: Path, base: Path | None) -> dict[str, An
 class _Export:
     """One checkpoint on its way into a model folder."""
 
-    def __init__(self, checkpoint: Path, manifest: Manifest, trained: Trained, base: Path | None) -> None:
+    def __init__(self, checkpoint: Path, manifest: Manifest, trained: CheckpointRecipe, base: Path | None) -> None:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -156,7 +156,7 @@ class _Export:
             state = revert_weight_conversion(self.model, state)
         return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
-    def _match(self) -> dict[str, Stored]:
+    def _match(self) -> dict[str, StoredTensor]:
         """Every parameter of the architecture among what is stored; a tied one may be stored under both of its names."""
         found, problems, where = {}, [], str(self.checkpoint)
         expected, known = self._expected(), set(self.model.state_dict())

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.serialization import safe_globals
 
-from clustertune.adapter.shards import Stored
+from clustertune.adapter.shards import StoredTensor
 from clustertune.config.deepspeed_keys import ALIGNMENT
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import Manifest, find_problem
@@ -73,13 +73,13 @@ class ZeroSource:
         self._groups: list[list[torch.Tensor]] | None = None
         self._places: dict[str, _Slot] = {}
         self._stage = 0
-        self.stored: list[Stored] = []
+        self.stored: list[StoredTensor] = []
         if self._states:
             self._look(found)
         else:
             self._whole = {f"{_PREFIX}{name}": tensor for name, tensor in self._model["module"].items()}
             entries = ((key, tuple(t.shape), t.dtype) for key, t in self._whole.items())
-            self.stored = [Stored(key, shape, str(dtype), dtype.is_floating_point) for key, shape, dtype in entries]
+            self.stored = [StoredTensor(key, shape, str(dtype), dtype.is_floating_point) for key, shape, dtype in entries]
 
     def _look(self, found: Mapping[int, str]) -> None:
         """Names, shapes and places of all tensors, and what does not fit."""
@@ -92,7 +92,7 @@ class ZeroSource:
             for name, shape in shapes.items():
                 size = math.prod(shape)
                 self._places[f"{_PREFIX}{name}"] = _Slot(number, start)
-                self.stored.append(Stored(f"{_PREFIX}{name}", tuple(shape), "torch.float32", floating=True))
+                self.stored.append(StoredTensor(f"{_PREFIX}{name}", tuple(shape), "torch.float32", floating=True))
                 start += -(-size // len(self._states)) if self._stage == 3 else size
 
     def _verify(self, name: str) -> None:
@@ -121,7 +121,7 @@ class ZeroSource:
             return []
         return [name for name in self.manifest.files if name in notes or "/offloaded_tensors/" in name]
 
-    def read(self, wanted: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
+    def read(self, wanted: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
         """Read the chosen tensors, by the names that the caller gives them. Only after their files' hashes were compared."""
         if not self._states:
             return {name: self._whole[entry.key].clone() for name, entry in wanted.items()}

@@ -16,7 +16,7 @@ from clustertune.config.resolved import Resolved
 from clustertune.config.schema import parse_minutes
 from clustertune.errors import Problem, UserError
 from clustertune.launch import batch
-from clustertune.launch.shape import Shape, resolve_on, train_shape
+from clustertune.launch.shape import JobShape, resolve_on, train_shape
 from clustertune.tree import ROOT
 
 SCRIPT = ROOT / "launch" / "bench.sbatch"
@@ -97,7 +97,7 @@ def _minutes(request: BenchRequest, cluster: Cluster, time: str | None) -> int:
     return int(minutes)
 
 
-def render(shape: Shape) -> str:
+def render(shape: JobShape) -> str:
     """The sbatch file."""
     note = "Derived by clustertune bench --submit from the recipe and the cluster file."
     return batch.render("bench", shape, note, SCRIPT.read_text())

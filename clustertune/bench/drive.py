@@ -18,7 +18,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.events import read_object
 from clustertune.launch import container, step
 from clustertune.launch.allocation import Allocation
-from clustertune.launch.plan import Plan
+from clustertune.launch.plan import AttemptPlan
 from clustertune.rundir import RunDir, keep_private
 from clustertune.training.bench_schedule import GONE, OURS, result_file
 
@@ -39,7 +39,7 @@ class Peer:
 
 
 @dataclass
-class Found:
+class RoundsResult:
     """What the rounds left."""
 
     run: RunDir
@@ -50,7 +50,7 @@ class Found:
     nodes: int = 1
 
 
-def measure(bench: Bench, command: list[str], cluster: Cluster | None = None, given: Allocation | None = None) -> Found:
+def measure(bench: Bench, command: list[str], cluster: Cluster | None = None, given: Allocation | None = None) -> RoundsResult:
     """Run all rounds. ``cluster`` and ``given``: those of the job that this runs in; without them it is this machine.
 
     Raises UserError where the recipe's own training fails; what ends a peer stands in the result.
@@ -60,7 +60,7 @@ def measure(bench: Bench, command: list[str], cluster: Cluster | None = None, gi
     keep_private(cluster)
     with RunDir(path).lock():
         made = _open(bench, command, cluster, given)
-        found = Found(made.run, peers=[Peer(word) for word in bench.request.against])
+        found = RoundsResult(made.run, peers=[Peer(word) for word in bench.request.against])
         if made.run.stage("prepare") is None:
             made.run_stage("prepare")
         if isinstance(made, job.JobChain):
@@ -93,7 +93,7 @@ def _open(bench: Bench, command: list[str], cluster: Cluster | None, given: Allo
     return job.JobChain(run, resolved, allocation=given, cluster=cluster)
 
 
-def _ours(made: chain.Chain, found: Found) -> None:
+def _ours(made: chain.Chain, found: RoundsResult) -> None:
     """One training of the recipe: the launcher, program and guards of ``clustertune run``."""
     plan = made.make_plan(made.run.new_attempt(), 0)
     folder = made.run.attempt(plan.attempt)
@@ -108,7 +108,7 @@ def _ours(made: chain.Chain, found: Found) -> None:
     shutil.rmtree(made.run.checkpoints, ignore_errors=True)
 
 
-def _theirs(made: chain.Chain, found: Found, bench: Bench, one: Peer, name: str, *, together: bool) -> None:
+def _theirs(made: chain.Chain, found: RoundsResult, bench: Bench, one: Peer, name: str, *, together: bool) -> None:
     """One training by a peer on the same nodes; ``together``: a step each in turn with one of ours.
 
     What ends the peer does not end the benchmark.
@@ -140,7 +140,7 @@ def _theirs(made: chain.Chain, found: Found, bench: Bench, one: Peer, name: str,
     one.paired.append(found.ours[-1])
 
 
-def _ours_in_turn(made: chain.Chain, found: Found, bench: Bench, turns: Path) -> None:
+def _ours_in_turn(made: chain.Chain, found: RoundsResult, bench: Bench, turns: Path) -> None:
     """One training of the recipe whose steps alternate with those of a peer that was started."""
     replace(bench.request.schedule, turns=str(turns)).write(made.run.path)
     try:
@@ -156,7 +156,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         peer.await_round(child, 0.0)
 
 
-def _on_nodes(made: chain.Chain, order: Path, plan: Plan) -> list[str]:
+def _on_nodes(made: chain.Chain, order: Path, plan: AttemptPlan) -> list[str]:
     command = peer.node_command(order)
     if not isinstance(made, job.JobChain):
         return command

@@ -32,7 +32,7 @@ from clustertune.config.distribution import mixed_precision
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import binding, local, rendezvous
-from clustertune.launch.plan import Plan
+from clustertune.launch.plan import AttemptPlan
 from clustertune.process import die_with_parent
 from clustertune.rundir import RunDir
 from clustertune.training.bench_schedule import GONE, THEIRS, BenchSchedule
@@ -94,7 +94,7 @@ def settings(resolved: Resolved, run: RunDir, model: str, schedule: BenchSchedul
     }
 
 
-def prepare(folder: Path, run: RunDir, plan: Plan, start: Sequence[str], recorded: Mapping[str, Any]) -> Path:
+def prepare(folder: Path, run: RunDir, plan: AttemptPlan, start: Sequence[str], recorded: Mapping[str, Any]) -> Path:
     """Write what the nodes of a round read. Returns the file that each of them is given."""
     folder.mkdir(parents=True)
     plan.write(folder)
@@ -112,7 +112,7 @@ def node_command(order: Path) -> list[str]:
 def run_node(order: Path, node: int) -> int:
     """Run this node's ranks to their end. Returns the launcher's exit code. Raises UserError."""
     folder, record = order.parent.absolute(), json.loads(order.read_text())
-    run, plan = RunDir(Path(record["run"])), Plan.read(folder)
+    run, plan = RunDir(Path(record["run"])), AttemptPlan.read(folder)
     address, port = "", 0
     if len(plan.nodes) > 1 and node > 0:
         address, port = rendezvous.await_published(folder, plan, lambda: False)

@@ -42,7 +42,7 @@ def steps_of(resolved: Resolved, rows: int | None, plan: Plan | None) -> tuple[i
     """Optimizer steps of the whole recipe, and how they are known. ``rows``: sequences of its own data, where that was read."""
     if rows or plan is None:
         unknown = "how many steps the recipe has is not known here: its data was not read, and data.expect does not say"
-        return schedule.steps_of(resolved, schedule.Rows(rows or None, None, f"{rows:,} sequences" if rows else unknown))
+        return schedule.steps_of(resolved, schedule.PackedRows(rows or None, None, f"{rows:,} sequences" if rows else unknown))
     return plan.schedule.steps, plan.schedule.steps_why
 
 

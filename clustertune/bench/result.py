@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import yaml
 
 from clustertune.bench import peer, project
-from clustertune.bench.drive import Found, Peer
+from clustertune.bench.drive import Peer, RoundsResult
 from clustertune.bench.preparation import Bench, BenchRequest
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.distribution import mixed_precision
@@ -34,7 +34,7 @@ PEER_NOTE = "{word} was distributed as {theirs}, this project as {ours}"
 TOKENS_NOTE = "tokens are those of conversations, padding left out; with it they are called computed"
 
 
-def document(bench: Bench, found: Found, cluster: Cluster) -> dict[str, Any]:
+def document(bench: Bench, found: RoundsResult, cluster: Cluster) -> dict[str, Any]:
     """Everything that is known after the rounds. Raises UserError where a rank left no whole figures."""
     run = found.run.read()
     schedule = bench.request.schedule
@@ -114,7 +114,7 @@ def relative(value: Body) -> Body:
     return found
 
 
-def _hardware(found: Found) -> dict[str, Any]:
+def _hardware(found: RoundsResult) -> dict[str, Any]:
     """Of the node that this runs on: all of a benchmark's are taken to be alike."""
     first = found.ours[0][0]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -172,7 +172,7 @@ def startup_of(events: list[dict[str, Any]], attempts: list[int]) -> dict[str, f
     return {name: statistics.median(values) for name, values in parts.items()}
 
 
-def _against(bench: Bench, found: Found, one: Peer) -> dict[str, Any]:
+def _against(bench: Bench, found: RoundsResult, one: Peer) -> dict[str, Any]:
     body: dict[str, Any] = {
         "peer": peer.title(one.word) if one.word not in peer.NAMES else one.word,
         "what": peer.title(one.word),
@@ -196,7 +196,7 @@ def _against(bench: Bench, found: Found, one: Peer) -> dict[str, Any]:
     }
 
 
-def _notes(bench: Bench, found: Found, body: Mapping[str, Any]) -> Iterator[str]:
+def _notes(bench: Bench, found: RoundsResult, body: Mapping[str, Any]) -> Iterator[str]:
     yield TOKENS_NOTE
     if body["hardware"]["gpu"] is None:
         yield CPU_NOTE
@@ -235,7 +235,7 @@ Records = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTimes:
     """One optimizer step over all ranks."""
 
     seconds: float
@@ -264,12 +264,12 @@ def _positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
-def steps_of(records: Records, share: float) -> list[Step]:
+def steps_of(records: Records, share: float) -> list[StepTimes]:
     """The timed steps of a round. ``share``: of the ranks' tokens that count: tensor parallel ranks all read the same ones."""
     found = []
     for row in zip(*(record["steps"] for record in records), strict=True):
         sums = [share * sum(float(rank.get(key) or 0) for rank in row) for key in COUNTS]
-        found.append(Step(max(float(rank["seconds"]) for rank in row), *sums))
+        found.append(StepTimes(max(float(rank["seconds"]) for rank in row), *sums))
     return found
 
 
@@ -287,7 +287,7 @@ def spread(values: Sequence[float]) -> dict[str, float | int | None]:
     }
 
 
-def speed(rounds: Sequence[Sequence[Step]], ranks: int) -> dict[str, Any]:
+def speed(rounds: Sequence[Sequence[StepTimes]], ranks: int) -> dict[str, Any]:
     """Step time and tokens per second, over all steps of all rounds; ``ranks``: all of them, the GPUs where there are some."""
     steps = [step for one in rounds for step in one]
     seconds = math.fsum(step.seconds for step in steps)

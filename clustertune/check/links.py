@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from clustertune.check.log_found import Device, Log
+from clustertune.check.log_found import Log, LoggedDevice
 from clustertune.check.machine import Expects, Machine
 from clustertune.check.rule import FAIL, LINKS, Check, Seen, rule
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
@@ -45,7 +45,7 @@ def gbit(value: float) -> str:
     return f"{value:g} Gbit/s"
 
 
-class Context:
+class LinkContext:
     """One result and its logs, as the rules ask for them. What is absent, or not of the type that it must have, is empty."""
 
     def __init__(self, document: Mapping[str, Any], log: Log) -> None:
@@ -147,14 +147,14 @@ class Context:
         """Whether TCP carried the traffic between nodes."""
         return "Socket" in self.over
 
-    def used_interfaces(self, host: str) -> list[Device]:
+    def used_interfaces(self, host: str) -> list[LoggedDevice]:
         """Interfaces that carried TCP on a host: by the log, or by what ranks were given."""
         log = self.log
         for known in (log.sockets, log.bootstrap):
             for name, devices in known.items():
                 if name and short(name) == short(host):
                     return devices
-        return [Device(self.told_interface, "")] if self.told_interface else []
+        return [LoggedDevice(self.told_interface, "")] if self.told_interface else []
 
     def used_nics(self, facts: HostFacts) -> list[Nic]:
         """The interfaces of one node that carried TCP, with what the node says of them."""
@@ -242,7 +242,7 @@ def logged(*kinds: str, rank: int, status: str = FAIL, name: str = "") -> Callab
     """Makes a rule of a docstring: it repeats what NCCL said of these kinds of fault. ``name``: without it the first kind's."""
 
     def register(described: Callable[[], None]) -> Check:
-        def said(context: Context) -> Iterator[Seen]:
+        def said(context: LinkContext) -> Iterator[Seen]:
             found = [fault for fault in context.log.faults if fault.kind in kinds]
             if found:
                 times = sum(context.log.faults[fault] for fault in found)

@@ -6,7 +6,7 @@ import ipaddress
 import re
 from collections.abc import Iterable, Iterator
 
-from clustertune.check.links import ENOUGH, Context, gbit, names, number, short
+from clustertune.check.links import ENOUGH, LinkContext, gbit, names, number, short
 from clustertune.check.machine import ONE_LINK
 from clustertune.check.rule import FAIL, LINKS, PASS, WARN, Seen, rule
 from clustertune.host.facts import HostFacts, Nic
@@ -28,20 +28,20 @@ def leads_nowhere(name: str) -> bool:
     return name == "lo" or any(name.startswith(start) for start in VIRTUAL if start != "lo")
 
 
-def _hosts(context: Context) -> list[str]:
+def _hosts(context: LinkContext) -> list[str]:
     """Hosts whose interfaces are known."""
     if context.facts:
         return [facts.hostname for facts in context.facts]
     return sorted({*context.log.sockets, *context.log.bootstrap} - {""})
 
 
-def _matters(context: Context) -> bool:
+def _matters(context: LinkContext) -> bool:
     """Whether interfaces carry something between nodes: the start-up of NCCL always, and gloo."""
     return context.nodes > 1
 
 
 @rule("interface-down", LINKS, rank=3)
-def interface_down(context: Context) -> Iterator[Seen]:
+def interface_down(context: LinkContext) -> Iterator[Seen]:
     """The interface that ranks were given is up and has an address.
 
     Why: Ranks fail at the start, or take another interface than the one that was meant.
@@ -57,7 +57,7 @@ def interface_down(context: Context) -> Iterator[Seen]:
 
 
 @rule("wrong-interface", LINKS, rank=3)
-def wrong_interface(context: Context) -> Iterator[Seen]:
+def wrong_interface(context: LinkContext) -> Iterator[Seen]:
     """The interface that ranks use.
 
     Why: The first interface in the kernel's list is often a bridge of docker or the 1 GbE port for management.
@@ -107,7 +107,7 @@ def _speed(nic: Nic) -> float:
 
 
 @rule("ifname-prefix", LINKS, rank=3)
-def ifname_prefix(context: Context) -> Iterator[Seen]:
+def ifname_prefix(context: LinkContext) -> Iterator[Seen]:
     """What NCCL_SOCKET_IFNAME matches.
 
     Why: NCCL takes the value as the beginning of a name: bond0 matches bond0.2093 too.
@@ -125,7 +125,7 @@ def ifname_prefix(context: Context) -> Iterator[Seen]:
 
 
 @rule("extra-interfaces", LINKS, rank=3)
-def extra_interfaces(context: Context) -> Iterator[Seen]:
+def extra_interfaces(context: LinkContext) -> Iterator[Seen]:
     """No bridges among the interfaces of NET/Socket.
 
     Why: NCCL opens connections over every interface that it lists, and those of a bridge lead nowhere.
@@ -142,7 +142,7 @@ def extra_interfaces(context: Context) -> Iterator[Seen]:
 
 
 @rule("several-subnets", LINKS, rank=3)
-def several_subnets(context: Context) -> Iterator[Seen]:
+def several_subnets(context: LinkContext) -> Iterator[Seen]:
     """Addresses of all nodes in one network.
 
     Why: Nodes in networks without a way between them cannot connect; over a router every byte takes a detour.
@@ -171,7 +171,7 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
 
 
 @rule("link-local", LINKS, rank=3)
-def link_local(context: Context) -> Iterator[Seen]:
+def link_local(context: LinkContext) -> Iterator[Seen]:
     """No link-local addresses between nodes.
 
     Why: An address that begins with fe80: or 169.254. is valid on one wire only: other nodes cannot connect to it.
@@ -204,7 +204,7 @@ def _link_local(addresses: Iterable[str]) -> bool:
 
 
 @rule("bond-hash", LINKS, rank=3)
-def bond_hash(context: Context) -> Iterator[Seen]:
+def bond_hash(context: LinkContext) -> Iterator[Seen]:
     """How a bond spreads its traffic.
 
     Why: With a hash over MAC addresses (layer2) everything between two nodes goes over one link of the bond.
@@ -222,7 +222,7 @@ def bond_hash(context: Context) -> Iterator[Seen]:
                 yield Seen(FAIL, found, where=facts.hostname)
 
 
-def _one_link(context: Context, nic: Nic) -> str:
+def _one_link(context: LinkContext, nic: Nic) -> str:
     """Words where what was measured is about the speed of one link."""
     speeds = [number(item.get("busbw_gb_s")) for item in context.entries("results") if item.get("scope") in ("world", "inter")]
     best = max(speeds, default=0.0)
@@ -234,7 +234,7 @@ def _one_link(context: Context, nic: Nic) -> str:
 
 
 @rule("one-socket", LINKS, rank=3)
-def one_socket(context: Context) -> Iterator[Seen]:
+def one_socket(context: LinkContext) -> Iterator[Seen]:
     """TCP connections for each of NCCL's channels.
 
     Why: One TCP connection is served by one core, which does not fill a line of 100 Gbit/s.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clustertune.check.links import Context, logged, names
+from clustertune.check.links import LinkContext, logged, names
 from clustertune.check.rule import FAIL, LINKS, PASS, WARN, Seen, rule
 
 
-def _gpus(context: Context) -> int:
+def _gpus(context: LinkContext) -> int:
     """Most GPUs of a node that NCCL used."""
     if context.backend != "nccl":
         return 0
@@ -16,7 +16,7 @@ def _gpus(context: Context) -> int:
 
 
 @rule("p2p-hang", LINKS, rank=2)
-def p2p_hang(context: Context) -> Iterator[Seen]:
+def p2p_hang(context: LinkContext) -> Iterator[Seen]:
     """Two GPUs of a node exchange data.
 
     Why: Behind an IOMMU or ACS the first all-reduce over PCIe never ends, and the GPUs stay at 100 % until they are reset.
@@ -52,7 +52,7 @@ def p2p_refused() -> None:
 
 
 @rule("nvlink-unused", LINKS, rank=6)
-def nvlink_unused(context: Context) -> Iterator[Seen]:
+def nvlink_unused(context: LinkContext) -> Iterator[Seen]:
     """NVLink carries the traffic inside a node.
 
     Why: Through PCIe or the node's memory it is a tenth of NVLink's bandwidth.
@@ -79,7 +79,7 @@ def nvlink_unused(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, f"GPUs of a node talk over {names(inside)}")
 
 
-def _inside(context: Context) -> dict[str, int]:
+def _inside(context: LinkContext) -> dict[str, int]:
     """Transports inside a node, with how often the log names them."""
     found = {name: count for name, count in context.log.transports.items() if name.startswith(("P2P/", "SHM/"))}
     for edge, count in context.log.edges.items():
@@ -89,7 +89,7 @@ def _inside(context: Context) -> dict[str, int]:
 
 
 @rule("p2p-disabled", LINKS, rank=6)
-def p2p_disabled(context: Context) -> Iterator[Seen]:
+def p2p_disabled(context: LinkContext) -> Iterator[Seen]:
     """P2P between the GPUs of a node.
 
     Why: Without it everything passes through the node's memory, twice.
@@ -116,7 +116,7 @@ def p2p_disabled(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, f"{names(name for name in context.log.transports if name.startswith('P2P'))} is in use")
 
 
-def _near(context: Context) -> str:
+def _near(context: LinkContext) -> str:
     """The first pair of GPUs that share a PCIe switch, by ``nvidia-smi topo -m``; empty where none does."""
     for facts in context.facts:
         for line in facts.topology.splitlines():
@@ -130,7 +130,7 @@ def _near(context: Context) -> str:
 
 
 @rule("shm-disabled", LINKS, rank=6)
-def shm_disabled(context: Context) -> Iterator[Seen]:
+def shm_disabled(context: LinkContext) -> Iterator[Seen]:
     """Shared memory inside a node.
 
     Why: GPUs without P2P between them talk through shared memory; without that too, over the network card.
@@ -147,7 +147,7 @@ def shm_disabled(context: Context) -> Iterator[Seen]:
 
 
 @rule("acs-redirect", LINKS, rank=6)
-def acs_redirect(context: Context) -> Iterator[Seen]:
+def acs_redirect(context: LinkContext) -> Iterator[Seen]:
     """No ACS or IOMMU between GPUs on PCIe.
 
     Why: They send what one GPU writes to another up to the CPU: slow at best, and with some boards it hangs.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clustertune.check.links import PLUGIN_KINDS, Context, gbit, names, number, short
+from clustertune.check.links import PLUGIN_KINDS, LinkContext, gbit, names, number, short
 from clustertune.check.machine import RDMA_KINDS
 from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Seen, rule
 from clustertune.host.system import version
@@ -20,7 +20,7 @@ def _port(device: str, port: int, speed: float | None, layer: str) -> str:
     return f"{device} port {port} ({link})" if link else f"{device} port {port}"
 
 
-def _sockets(context: Context) -> str:
+def _sockets(context: LinkContext) -> str:
     """``NET/Socket on eth0``."""
     hosts = [facts.hostname for facts in context.facts] or sorted(context.log.sockets)
     used = names(device.name for host in hosts for device in context.used_interfaces(host))
@@ -32,7 +32,7 @@ def _ipoib(name: str) -> bool:
 
 
 @rule("socket-fallback", LINKS, rank=0)
-def socket_fallback(context: Context) -> Iterator[Seen]:
+def socket_fallback(context: LinkContext) -> Iterator[Seen]:
     """TCP between nodes although there is a faster way.
 
     Why: NCCL falls back to TCP without a word: a tenth of the bandwidth, and CPU time for every byte.
@@ -70,7 +70,7 @@ def socket_fallback(context: Context) -> Iterator[Seen]:
         yield Seen(UNKNOWN, f"{way}; whether there is an adapter for RDMA is not known here")
 
 
-def _wants_rdma(context: Context) -> str:
+def _wants_rdma(context: LinkContext) -> str:
     """A setting that makes sense with RDMA only; empty where there is none."""
     if any(value == "0" for value in context.settings("NCCL_IB_DISABLE")):
         return "NCCL_IB_DISABLE=0"
@@ -81,7 +81,7 @@ def _wants_rdma(context: Context) -> str:
 
 
 @rule("roce-unused", LINKS, rank=4)
-def roce_unused(context: Context) -> Iterator[Seen]:
+def roce_unused(context: LinkContext) -> Iterator[Seen]:
     """TCP over adapters that can do RoCE.
 
     Why: TCP passes every byte through the CPU; RoCE on the same port does not.
@@ -105,7 +105,7 @@ def roce_unused(context: Context) -> Iterator[Seen]:
 
 
 @rule("ib-disabled", LINKS, rank=4)
-def ib_disabled(context: Context) -> Iterator[Seen]:
+def ib_disabled(context: LinkContext) -> Iterator[Seen]:
     """NCCL_IB_DISABLE against the adapters.
 
     Why: The variable takes InfiniBand and RoCE away from NCCL; it is often left over from another machine.
@@ -121,7 +121,7 @@ def ib_disabled(context: Context) -> Iterator[Seen]:
 
 
 @rule("no-verbs", LINKS, rank=4)
-def no_verbs(context: Context) -> Iterator[Seen]:
+def no_verbs(context: LinkContext) -> Iterator[Seen]:
     """What RDMA needs where ranks run: libibverbs, its providers, /dev/infiniband.
 
     Why: NCCL loads libibverbs when it starts; without it, or without the device files, a container has no RDMA.
@@ -143,7 +143,7 @@ def no_verbs(context: Context) -> Iterator[Seen]:
 
 
 @rule("rdma-port-down", LINKS, rank=4)
-def rdma_port_down(context: Context) -> Iterator[Seen]:
+def rdma_port_down(context: LinkContext) -> Iterator[Seen]:
     """RDMA ports that should be up.
 
     Why: An adapter whose port is down is left out without a word.
@@ -156,7 +156,7 @@ def rdma_port_down(context: Context) -> Iterator[Seen]:
 
 
 @rule("net-plugin", LINKS, rank=4)
-def net_plugin(context: Context) -> Iterator[Seen]:
+def net_plugin(context: LinkContext) -> Iterator[Seen]:
     """NCCL's plugin for the vendor's network.
 
     Why: EFA and Slingshot are reached through a plugin only; without it NCCL uses TCP, or nothing.
@@ -177,7 +177,7 @@ def net_plugin(context: Context) -> Iterator[Seen]:
 
 
 @rule("mixed-plugins", LINKS, rank=4)
-def mixed_plugins(context: Context) -> Iterator[Seen]:
+def mixed_plugins(context: LinkContext) -> Iterator[Seen]:
     """The same network on all nodes.
 
     Why: Nodes that pick different networks or plugins wait for each other for ever.
@@ -198,7 +198,7 @@ def mixed_plugins(context: Context) -> Iterator[Seen]:
 
 
 @rule("gdr-off", LINKS, rank=4)
-def gdr_off(context: Context) -> Iterator[Seen]:
+def gdr_off(context: LinkContext) -> Iterator[Seen]:
     """GPUDirect RDMA.
 
     Why: Without it every byte takes a way through the node's memory: half of the bandwidth, or less.
@@ -226,7 +226,7 @@ def gdr_off(context: Context) -> Iterator[Seen]:
 
 
 @rule("adapters-unused", LINKS, rank=4)
-def adapters_unused(context: Context) -> Iterator[Seen]:
+def adapters_unused(context: LinkContext) -> Iterator[Seen]:
     """All adapters of a node carry traffic.
 
     Why: Each adapter that stands idle takes its share of the bandwidth away.
@@ -260,7 +260,7 @@ def adapters_unused(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, "all adapters that NCCL lists are in use")
 
 
-def _fast_ports(context: Context, host: str) -> set[str]:
+def _fast_ports(context: LinkContext, host: str) -> set[str]:
     """Active ports of a host that are as fast as its fastest one, of the same link layer."""
     for facts in context.facts:
         if short(facts.hostname) == short(host):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clustertune.check.links import Context, logged, names, number
+from clustertune.check.links import LinkContext, logged, names, number
 from clustertune.check.log_found import FOLLOWS, OTHER
 from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Seen, rule
 
@@ -74,7 +74,7 @@ def imex() -> None:
 
 
 @rule("cuda", LINKS, rank=11)
-def cuda(context: Context) -> Iterator[Seen]:
+def cuda(context: LinkContext) -> Iterator[Seen]:
     """No errors of CUDA.
 
     Why: A call of CUDA failed inside NCCL; where it says no more, an earlier kernel of the program may be the cause.
@@ -175,7 +175,7 @@ def descriptors() -> None:
 
 
 @rule("collective-hung", LINKS, rank=11)
-def collective_hung(context: Context) -> Iterator[Seen]:
+def collective_hung(context: LinkContext) -> Iterator[Seen]:
     """Every collective ends.
 
     Why: One rank that stops holds all others, until a watchdog ends the job half an hour later.
@@ -213,7 +213,7 @@ def peer_lost() -> None:
 
 
 @rule("wrong-result", LINKS, rank=10)
-def wrong_result(context: Context) -> Iterator[Seen]:
+def wrong_result(context: LinkContext) -> Iterator[Seen]:
     """Collectives compute what they should.
 
     Why: Data that is changed on the way ruins a model without a word.
@@ -241,7 +241,7 @@ _SPECIFIC = (OTHER, FOLLOWS, "failed", "no-verbs")
 
 
 @rule("unexplained-error", LINKS, rank=11)
-def unexplained_error(context: Context) -> Iterator[Seen]:
+def unexplained_error(context: LinkContext) -> Iterator[Seen]:
     """No error without a reason.
 
     Why: A call of NCCL failed, and what is here does not say why.
@@ -260,7 +260,7 @@ def unexplained_error(context: Context) -> Iterator[Seen]:
 
 
 @rule("other-warning", LINKS, rank=11)
-def other_warning(context: Context) -> Iterator[Seen]:
+def other_warning(context: LinkContext) -> Iterator[Seen]:
     """No other warnings of NCCL.
 
     Why: NCCL warns where something is broken, or slower than it should be.

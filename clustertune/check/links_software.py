@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from clustertune.check.links import Context, names, number
+from clustertune.check.links import LinkContext, names, number
 from clustertune.check.machine_stack import only_all_reduce
 from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Seen, rule
 from clustertune.host.system import version
@@ -73,7 +73,7 @@ SAME_EVERYWHERE = (
 """Variables that ranks must agree about: they decide what both ends of a connection expect."""
 
 
-def _versions(context: Context, key: str) -> dict[str, set[str]]:
+def _versions(context: LinkContext, key: str) -> dict[str, set[str]]:
     """A package's versions by the document, each with its nodes."""
     found: dict[str, set[str]] = {}
     for item in context.entries("software"):
@@ -88,7 +88,7 @@ def _by_host(found: dict[str, set[str]]) -> str:
 
 
 @rule("mixed-nccl", LINKS, rank=5)
-def mixed_nccl(context: Context) -> Iterator[Seen]:
+def mixed_nccl(context: LinkContext) -> Iterator[Seen]:
     """One version of NCCL on all nodes.
 
     Why: Versions differ in what ranks tell each other when they start: they refuse each other, or hang.
@@ -108,7 +108,7 @@ def mixed_nccl(context: Context) -> Iterator[Seen]:
 
 
 @rule("mixed-torch", LINKS, rank=5)
-def mixed_torch(context: Context) -> Iterator[Seen]:
+def mixed_torch(context: LinkContext) -> Iterator[Seen]:
     """One version of torch on all nodes.
 
     Why: Ranks of different versions call collectives in another order or size, and hang or compute something else.
@@ -123,7 +123,7 @@ def mixed_torch(context: Context) -> Iterator[Seen]:
 
 
 @rule("mixed-driver", LINKS, rank=5)
-def mixed_driver(context: Context) -> Iterator[Seen]:
+def mixed_driver(context: LinkContext) -> Iterator[Seen]:
     """One driver on all nodes.
 
     Why: NCCL may choose another way on each side of a connection, and one node's fault is not that of the others.
@@ -140,7 +140,7 @@ def mixed_driver(context: Context) -> Iterator[Seen]:
 
 
 @rule("driver", LINKS, rank=0)
-def driver(context: Context) -> Iterator[Seen]:
+def driver(context: LinkContext) -> Iterator[Seen]:
     """A driver that is new enough for NCCL's CUDA.
 
     Why: CUDA refuses to start, or NCCL does without what it needs.
@@ -168,7 +168,7 @@ def number_of(text: str) -> int:
 
 
 @rule("nccl-fault", LINKS, rank=5)
-def nccl_fault(context: Context) -> Iterator[Seen]:
+def nccl_fault(context: LinkContext) -> Iterator[Seen]:
     """Versions of NCCL with known faults.
 
     Why: A hang that needs a certain version looks like a fault of the network.
@@ -190,7 +190,7 @@ def nccl_fault(context: Context) -> Iterator[Seen]:
 
 
 @rule("gloo-with-gpus", LINKS, rank=5)
-def gloo_with_gpus(context: Context) -> Iterator[Seen]:
+def gloo_with_gpus(context: LinkContext) -> Iterator[Seen]:
     """NCCL where there are GPUs.
 
     Why: Its figures say nothing of what training will see: gloo moves data through the CPU.
@@ -213,7 +213,7 @@ def gloo_with_gpus(context: Context) -> Iterator[Seen]:
 
 
 @rule("small-world", LINKS, rank=5)
-def small_world(context: Context) -> Iterator[Seen]:
+def small_world(context: LinkContext) -> Iterator[Seen]:
     """All GPUs take part.
 
     Why: Ranks that do not find each other make worlds of their own: each trains the whole job, and the other GPUs idle.
@@ -239,7 +239,7 @@ def small_world(context: Context) -> Iterator[Seen]:
 
 
 @rule("forced-algorithm", LINKS, rank=5)
-def forced_algorithm(context: Context) -> Iterator[Seen]:
+def forced_algorithm(context: LinkContext) -> Iterator[Seen]:
     """NCCL chooses its algorithms and protocols.
 
     Why: FSDP lives on all_gather and reduce_scatter, which have no tree: NCCL_ALGO=Tree stops them, or is passed over.
@@ -259,7 +259,7 @@ def forced_algorithm(context: Context) -> Iterator[Seen]:
 
 
 @rule("debug-left-on", LINKS, rank=5)
-def debug_left_on(context: Context) -> Iterator[Seen]:
+def debug_left_on(context: LinkContext) -> Iterator[Seen]:
     # The check itself captures the log at INFO, so that the variable in it is not that of training.
     """NCCL_DEBUG in training.
 
@@ -275,7 +275,7 @@ def debug_left_on(context: Context) -> Iterator[Seen]:
 
 
 @rule("debug-variables", LINKS, rank=12)
-def debug_variables(context: Context) -> Iterator[Seen]:
+def debug_variables(context: LinkContext) -> Iterator[Seen]:
     """No variables that are meant for debugging.
 
     Why: What helped once on another machine may be slower, crash or hang on this one, says NCCL's guide.
@@ -288,7 +288,7 @@ def debug_variables(context: Context) -> Iterator[Seen]:
 
 
 @rule("mixed-settings", LINKS, rank=5)
-def mixed_settings(context: Context) -> Iterator[Seen]:
+def mixed_settings(context: LinkContext) -> Iterator[Seen]:
     """The same settings on all nodes.
 
     Why: Ranks that disagree about algorithm, protocol or buffers wait for data that never comes.

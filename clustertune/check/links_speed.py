@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from clustertune.check.links import COLLECTIVES, ENOUGH, Context, number
+from clustertune.check.links import COLLECTIVES, ENOUGH, LinkContext, number
 from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Seen, rule
 
 LARGEST = 3
@@ -50,11 +50,11 @@ def speed(items: Iterable[Mapping[str, Any]], collective: str = "all_gather") ->
     return gb_s, seconds, number(last.get("spread"))
 
 
-def _scope(context: Context, name: str) -> list[dict[str, Any]]:
+def _scope(context: LinkContext, name: str) -> list[dict[str, Any]]:
     return [item for item in context.entries("results") if item.get("scope") == name]
 
 
-def _expected(context: Context, name: str) -> tuple[float, float, str]:
+def _expected(context: LinkContext, name: str) -> tuple[float, float, str]:
     """What a link should carry, its nominal speed, and a hint."""
     section = context.section("expected", name)
     hint = section.get("hint")
@@ -80,7 +80,7 @@ def _judged(where: str, gb_s: float, seconds: float, expected: float, nominal: f
 
 
 @rule("intra-speed", LINKS, rank=9)
-def intra_speed(context: Context) -> Iterator[Seen]:
+def intra_speed(context: LinkContext) -> Iterator[Seen]:
     """Bandwidth inside a node.
 
     Why: FSDP gathers every layer over it, twice in each step.
@@ -100,7 +100,7 @@ def intra_speed(context: Context) -> Iterator[Seen]:
 
 
 @rule("inter-speed", LINKS, rank=9)
-def inter_speed(context: Context) -> Iterator[Seen]:
+def inter_speed(context: LinkContext) -> Iterator[Seen]:
     """Bandwidth between nodes.
 
     Why: It bounds how fast any job on several nodes can be.
@@ -137,7 +137,7 @@ class Pair(NamedTuple):
     """The same of its quickest repetitions: a machine that is busy is not taken for a slow cable."""
 
 
-def _pairs(context: Context, collectives: Container[str] = COLLECTIVES) -> dict[tuple[str, str], Pair]:
+def _pairs(context: LinkContext, collectives: Container[str] = COLLECTIVES) -> dict[tuple[str, str], Pair]:
     """Bandwidth from one node to another; a collective of both counts for both directions."""
     grouped: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for item in context.entries("per_pair"):
@@ -158,7 +158,7 @@ def _pairs(context: Context, collectives: Container[str] = COLLECTIVES) -> dict[
     return found
 
 
-def _slowest_way(context: Context) -> float:
+def _slowest_way(context: LinkContext) -> float:
     """What every pair of nodes carries at least, one way at a time, GB/s; 0 where not every way was measured."""
     ways = _pairs(context, ("p2p",)).values()
     return min(pair.at_best for pair in ways) if len(ways) == context.nodes * (context.nodes - 1) else 0.0
@@ -192,7 +192,7 @@ def _slow_nodes(pairs: Mapping[tuple[str, str], Pair]) -> dict[str, SlowNode]:
 
 
 @rule("slow-node", LINKS, rank=8)
-def slow_node(context: Context) -> Iterator[Seen]:
+def slow_node(context: LinkContext) -> Iterator[Seen]:
     """All nodes are alike.
 
     Why: A collective runs at the speed of the slowest node: one bad cable slows the whole job.
@@ -218,7 +218,7 @@ def slow_node(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, "no node is slower than the others")
 
 
-def _per_node(context: Context) -> dict[str, tuple[float, float]]:
+def _per_node(context: LinkContext) -> dict[str, tuple[float, float]]:
     """Bandwidth inside each node and that of a typical one; empty for one node, and for gloo, which measures the CPU's load."""
     if context.backend != "nccl":
         return {}
@@ -235,7 +235,7 @@ def _per_node(context: Context) -> dict[str, tuple[float, float]]:
 
 
 @rule("asymmetric", LINKS, rank=8)
-def asymmetric(context: Context) -> Iterator[Seen]:
+def asymmetric(context: LinkContext) -> Iterator[Seen]:
     """Both directions of a pair are alike.
 
     Why: A cable or port that is bad in one direction passes every test of the other.
@@ -260,7 +260,7 @@ def asymmetric(context: Context) -> Iterator[Seen]:
 
 
 @rule("slow-pair", LINKS, rank=8)
-def slow_pair(context: Context) -> Iterator[Seen]:
+def slow_pair(context: LinkContext) -> Iterator[Seen]:
     """No pair of good nodes is slow.
 
     Why: Two nodes that are fast with others and slow with each other share a bad link between switches.
@@ -289,7 +289,7 @@ def slow_pair(context: Context) -> Iterator[Seen]:
 
 
 @rule("jitter", LINKS, rank=9)
-def jitter(context: Context) -> Iterator[Seen]:
+def jitter(context: LinkContext) -> Iterator[Seen]:
     """Steady times.
 
     Why: A collective that takes twice as long now and then holds up all ranks each time.
@@ -313,7 +313,7 @@ def jitter(context: Context) -> Iterator[Seen]:
 
 
 @rule("not-measured", LINKS, rank=9)
-def not_measured(context: Context) -> Iterator[Seen]:
+def not_measured(context: LinkContext) -> Iterator[Seen]:
     """What the check had no time for.
 
     Why: A result that is not there cannot be judged.

@@ -11,7 +11,7 @@ NODE_GPUS = 8
 """GPUs of a node where the log has no number: few machines have more."""
 
 
-class Device(NamedTuple):
+class LoggedDevice(NamedTuple):
     """A network interface or an RDMA adapter that NCCL listed."""
 
     name: str
@@ -20,7 +20,7 @@ class Device(NamedTuple):
     """Its address, or the link layer: ``IB``, ``RoCE``."""
 
 
-class Fault(NamedTuple):
+class LoggedFault(NamedTuple):
     """A warning or an error."""
 
     kind: str
@@ -69,11 +69,11 @@ class Log:
     processes: set[tuple[str, str]] = field(default_factory=set)
     networks: dict[str, set[str]] = field(default_factory=dict)
     """``Using network ...`` -> hosts."""
-    adapters: dict[str, list[Device]] = field(default_factory=dict)
+    adapters: dict[str, list[LoggedDevice]] = field(default_factory=dict)
     """Host -> what stands after ``NET/IB : Using``."""
-    sockets: dict[str, list[Device]] = field(default_factory=dict)
+    sockets: dict[str, list[LoggedDevice]] = field(default_factory=dict)
     """Host -> what stands after ``NET/Socket : Using``."""
-    bootstrap: dict[str, list[Device]] = field(default_factory=dict)
+    bootstrap: dict[str, list[LoggedDevice]] = field(default_factory=dict)
     """Host -> interface of the first connection, by ``Bootstrap : Using`` or ``OOB``."""
     addresses: dict[str, dict[str, set[str]]] = field(default_factory=dict)
     """Host -> interface -> addresses that it had: several where nodes share one name (``localhost``, ``worker``)."""
@@ -117,7 +117,7 @@ class Log:
     """nccl-tests' "Avg bus bandwidth", GB/s."""
     wrong: int = 0
     """Values that nccl-tests found out of bounds."""
-    faults: Counter[Fault] = field(default_factory=Counter)
+    faults: Counter[LoggedFault] = field(default_factory=Counter)
     _counted: tuple[tuple[int, ...], int] = ((), 0)
     """What :meth:`node_count` said, and of how much: it is asked for every connection."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from clustertune.check import log_found
-from clustertune.check.log_found import Device, Fault, Log, NetEdge
+from clustertune.check.log_found import Log, LoggedDevice, LoggedFault, NetEdge
 
 MOST_FAULTS = 500
 """Different faults that are kept: a log of gigabytes may hold millions of lines of the same few."""
@@ -132,7 +132,7 @@ class _Reader:
     def net(self, record: Record) -> None:
         log, text, host = self.log, record.text, record.host
         if text.startswith("NET : Using interface "):  # 2.2 and 2.3
-            _put(log.bootstrap, host, [Device(*pair) for pair in _SOCKET.findall(text[20:])])
+            _put(log.bootstrap, host, [LoggedDevice(*pair) for pair in _SOCKET.findall(text[20:])])
         elif text.startswith("NET/Socket") and "Using" in text:
             threads = _THREADS.search(text)
             if threads:
@@ -140,9 +140,9 @@ class _Reader:
             self.interfaces(host, log.sockets.setdefault(host, []), text)
         elif " : Using" in text or ": Using" in text:
             before, _, oob = text.partition("OOB ")
-            _put(log.adapters, host, [Device(f"{name}:{port}", link) for name, port, link in _ADAPTER.findall(before)])
+            _put(log.adapters, host, [LoggedDevice(f"{name}:{port}", link) for name, port, link in _ADAPTER.findall(before)])
             if host not in log.bootstrap:
-                _put(log.bootstrap, host, [Device(*pair) for pair in _SOCKET.findall(oob)])
+                _put(log.bootstrap, host, [LoggedDevice(*pair) for pair in _SOCKET.findall(oob)])
         elif "GPU Direct RDMA" in text:
             self.gdr(record)
         elif "No device found" in text:
@@ -158,16 +158,16 @@ class _Reader:
                 log.plugins.setdefault(f"OFI {provider.group(1)}", set()).add(host)
 
     def bootstrap(self, record: Record) -> None:
-        devices: list[Device] = []
+        devices: list[LoggedDevice] = []
         self.interfaces(record.host, devices, record.text.partition("Using")[2])
         if devices:
             self.log.bootstrap[record.host] = devices
 
-    def interfaces(self, host: str, known: list[Device], text: str) -> None:
+    def interfaces(self, host: str, known: list[LoggedDevice], text: str) -> None:
         """Puts the interfaces that a line names to those that are known."""
         addresses = self.log.addresses.setdefault(host, {})
         for name, detail in _SOCKET.findall(text):
-            device = Device(name, detail)
+            device = LoggedDevice(name, detail)
             if device not in known:
                 known.append(device)
             of_name = addresses.setdefault(name, set())
@@ -313,7 +313,7 @@ class _Reader:
         text = cause if last and record.level != WARN and self.kind(cause) == kind else record.text
         if kind in ("nvls", "p2p-refused") and text.lower().startswith("cuda failure"):
             text = f"{record.place.partition(':')[0]}: {text}"  # the message alone does not say what was tried
-        fault = Fault(kind, record.host, text.strip()[:400])
+        fault = LoggedFault(kind, record.host, text.strip()[:400])
         if fault in log.faults or len(log.faults) < MOST_FAULTS or not any(seen.kind == kind for seen in log.faults):
             log.faults[fault] += 1
 
@@ -334,7 +334,7 @@ def _named(value: str, names: tuple[str, ...]) -> str:
     return {name.upper(): name for name in names}.get(value.upper(), value)
 
 
-def _put(into: dict[str, list[Device]], host: str, devices: list[Device]) -> None:
+def _put(into: dict[str, list[LoggedDevice]], host: str, devices: list[LoggedDevice]) -> None:
     known = into.setdefault(host, []) if devices else []
     known += [device for device in devices if device not in known]
 

@@ -13,7 +13,7 @@ from clustertune.host.mounts import lies_elsewhere
 
 
 @dataclass(frozen=True)
-class Several:
+class JobNodes:
     """The nodes of a job."""
 
     machines: Sequence[Machine]
@@ -82,7 +82,7 @@ def origin(source: str) -> str:
 
 
 @rule("nodes-driver", NODES, rank=5)
-def driver(several: Several) -> Iterator[Seen]:
+def driver(several: JobNodes) -> Iterator[Seen]:
     """One driver.
 
     Looks at: one version of the driver on all nodes
@@ -103,7 +103,7 @@ CORE = re.compile(r"(Python|torch|nvidia-nccl-cu\d+|transformers|accelerate|trl|
 
 
 @rule("nodes-packages", NODES)
-def packages(several: Several) -> Iterator[Seen]:
+def packages(several: JobNodes) -> Iterator[Seen]:
     """One version of each package, and one Python.
 
     Looks at: one version of each package on all nodes
@@ -134,7 +134,7 @@ def packages(several: Several) -> Iterator[Seen]:
 
 
 @rule("nodes-gpus", NODES)
-def gpus(several: Several) -> Iterator[Seen]:
+def gpus(several: JobNodes) -> Iterator[Seen]:
     """As many GPUs, of the same kind.
 
     Looks at: the same GPUs on all nodes
@@ -153,7 +153,7 @@ def gpus(several: Several) -> Iterator[Seen]:
 
 
 @rule("nodes-system", NODES)
-def system(several: Several) -> Iterator[Seen]:
+def system(several: JobNodes) -> Iterator[Seen]:
     """Kernel, C library, memory and cores are alike.
 
     Looks at: kernel, C library and memory of the nodes
@@ -179,7 +179,7 @@ def system(several: Several) -> Iterator[Seen]:
 
 
 @rule("nodes-limits", NODES)
-def limits(several: Several) -> Iterator[Seen]:
+def limits(several: JobNodes) -> Iterator[Seen]:
     """Limits of the steps are alike.
 
     Looks at: limits, shared memory and cores of the steps
@@ -208,7 +208,7 @@ def limits(several: Several) -> Iterator[Seen]:
 
 
 @rule("nodes-network", NODES, rank=3)
-def network(several: Several) -> Iterator[Seen]:
+def network(several: JobNodes) -> Iterator[Seen]:
     """The interface between the nodes, and the RDMA ports, are alike.
 
     Looks at: frame size, speed and state of the interface between the nodes
@@ -247,7 +247,7 @@ def _route(machine: Machine) -> str:
 
 
 @rule("nodes-mounts", NODES)
-def mounts(several: Several) -> Iterator[Seen]:
+def mounts(several: JobNodes) -> Iterator[Seen]:
     """File systems of the network are mounted on all nodes, from the same place.
 
     Looks at: the same network file systems on all nodes
@@ -286,7 +286,7 @@ def skew(remote: float, sent: float, answered: float) -> float:
 
 
 @rule("nodes-clock", NODES)
-def clocks(several: Several) -> Iterator[Seen]:
+def clocks(several: JobNodes) -> Iterator[Seen]:
     """Each node's clock was, when it answered, between the times at which it was asked and had answered.
 
     Looks at: clocks of the nodes, against that of the node that asked
@@ -308,7 +308,7 @@ def clocks(several: Several) -> Iterator[Seen]:
 
 
 @rule("node-silent", NODES)
-def missing(several: Several) -> Iterator[Seen]:
+def missing(several: JobNodes) -> Iterator[Seen]:
     """Every node answered; where not, what is known of the reason.
 
     Looks at: nodes that did not say anything

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clustertune.check.machine import Machine
-from clustertune.check.nodes import Several
+from clustertune.check.nodes import JobNodes
 from clustertune.check.rule import (
     FAIL,
     MACHINE,
@@ -58,7 +58,7 @@ def machine_findings(machine: Machine) -> list[Finding]:
     return [*run(checks(MACHINE), machine, machine.where), *unread]
 
 
-def cluster_findings(several: Several) -> list[Finding]:
+def cluster_findings(several: JobNodes) -> list[Finding]:
     """What the rules find on each of several machines, and between them."""
     found = [item for machine in several.machines for item in machine_findings(machine)]
     return found + list(run(checks(NODES), several))

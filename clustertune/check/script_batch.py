@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from clustertune.check.rule import SCRIPT, WARN, Check, Seen, rule
-from clustertune.check.script_directives import SRUN, SRUN_SHORT, Header, read_header
-from clustertune.check.script_shell import Command, Text, parse, walk
+from clustertune.check.script_directives import SRUN, SRUN_SHORT, BatchHeader, read_header
+from clustertune.check.script_shell import ShellCommand, Text, parse, walk
 
 MAX_EXPANDED = 20_000
 """Characters of an expanded text; a script that doubles a variable again and again must not fill memory."""
@@ -55,7 +55,7 @@ class Token:
 class Srun:
     """One call of srun."""
 
-    command: Command
+    command: ShellCommand
     line: int
     options: dict[str, str | None] = field(default_factory=dict)
     """Its own options by long name."""
@@ -80,8 +80,8 @@ class Batch:
     cwd: Path
     text: str
     lines: list[str]
-    header: Header
-    commands: list[Command]
+    header: BatchHeader
+    commands: list[ShellCommand]
     """Those of the batch shell itself, without the ones inside of substitutions."""
     exported_functions: set[str] = field(default_factory=set)
     assigned: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Batch:
             self._mistakes[scan] = list(scan(self))
         return self._mistakes[scan]
 
-    def everything(self) -> Iterator[Command]:
+    def everything(self) -> Iterator[ShellCommand]:
         """The commands that the batch shell runs, with those of substitutions; bodies of exported functions are not its own."""
         return (c for c in walk(self.commands) if c.function not in self.exported_functions)
 
@@ -225,7 +225,7 @@ def read_batch(raw: str, path: str, cwd: Path) -> Batch:
     return batch
 
 
-def _srun(batch: Batch, command: Command) -> Srun | None:
+def _srun(batch: Batch, command: ShellCommand) -> Srun | None:
     at = next((i for i, word in enumerate(command.words[:6]) if word.text.rsplit("/", 1)[-1] == "srun"), None)
     if at is None or any(
         word.text.rsplit("/", 1)[-1] not in _PREFIXES and not re.match(r"-|\w+=|[0-9.]+[smh]?$", word.text)

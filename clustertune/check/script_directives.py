@@ -108,7 +108,7 @@ MAGIC = "#SBATCH"
 
 
 @dataclass(frozen=True)
-class Option:
+class DirectiveOption:
     """One option of a directive."""
 
     line: int
@@ -122,10 +122,10 @@ class Option:
 
 
 @dataclass
-class Header:
+class BatchHeader:
     """What sbatch takes from the script."""
 
-    options: list[Option] = field(default_factory=list)
+    options: list[DirectiveOption] = field(default_factory=list)
     lines: dict[int, str] = field(default_factory=dict)
     """The directives, each with what stands behind ``#SBATCH``."""
     words: list[tuple[str, int]] = field(default_factory=list)
@@ -137,7 +137,7 @@ class Header:
     end: int = 0
     """The line of the first command, behind which no directive counts; 0 where there is none."""
 
-    def last(self, name: str) -> Option | None:
+    def last(self, name: str) -> DirectiveOption | None:
         """The option that counts: the last of that name."""
         found = [option for option in self.options if option.name == name and option.part == 0]
         return found[-1] if found else None
@@ -148,9 +148,9 @@ class Header:
         return option.value if option else None
 
 
-def read_header(lines: Sequence[str]) -> Header:
+def read_header(lines: Sequence[str]) -> BatchHeader:
     """The directives among the lines of a script (without line ends). Nothing is refused: rules look at what is odd."""
-    header = Header()
+    header = BatchHeader()
     for number, line in enumerate(lines, 1):
         if line.startswith(MAGIC):
             header.lines[number] = line[len(MAGIC) :]
@@ -162,7 +162,7 @@ def read_header(lines: Sequence[str]) -> Header:
     return header
 
 
-def _header_words(header: Header, text: str, number: int) -> None:
+def _header_words(header: BatchHeader, text: str, number: int) -> None:
     at = 0
     while True:
         while at < len(text) and text[at].isspace():
@@ -203,7 +203,7 @@ def _word(text: str, at: int) -> tuple[str, str, int, bool]:
     return word, quote, at, False
 
 
-def _parse(header: Header) -> None:
+def _parse(header: BatchHeader) -> None:
     part, at = 0, 0
     options = header.words
     while at < len(options):
@@ -218,26 +218,26 @@ def _parse(header: Header) -> None:
             if value is None and SBATCH.get(name or "") == "required" and at < len(options):
                 value = options[at][0]
                 at += 1
-            header.options.append(Option(line, f"--{written}", name, value, part))
+            header.options.append(DirectiveOption(line, f"--{written}", name, value, part))
         elif word.startswith("-") and len(word) > 1:
             at = _short(header, word, line, part, at)
         else:
             header.loose.append((word, line))
 
 
-def _short(header: Header, word: str, line: int, part: int, at: int) -> int:
+def _short(header: BatchHeader, word: str, line: int, part: int, at: int) -> int:
     """A cluster of short options; returns where the next argument stands."""
     for end in range(1, len(word)):
         name = SHORT.get(word[end])
         kind = SBATCH.get(name or "", "none")
         rest = word[end + 1 :]
         if kind == "none":
-            header.options.append(Option(line, f"-{word[end]}", name, None, part))
+            header.options.append(DirectiveOption(line, f"-{word[end]}", name, None, part))
             continue
         value = rest or None
         if not rest and kind == "required" and at < len(header.words):
             value = header.words[at][0]
             at += 1
-        header.options.append(Option(line, f"-{word[end]}", name, value, part))
+        header.options.append(DirectiveOption(line, f"-{word[end]}", name, value, part))
         break
     return at

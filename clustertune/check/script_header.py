@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clustertune.check.script_batch import Batch, Mistake, scanned
-from clustertune.check.script_directives import MAGIC, Option, nearest, read_header
+from clustertune.check.script_directives import MAGIC, DirectiveOption, nearest, read_header
 from clustertune.check.script_shell import walk
 
 _NEAR = re.compile(r"(?P<lead>\s*)#(?P<gap>[ \t]*)(?P<word>[A-Za-z]{5,8})(?P<rest>[ \t]+-.*)")
@@ -78,7 +78,7 @@ def check_options(batch: Batch) -> Iterator[Mistake]:
             if close:
                 message = f"sbatch has no option {option.written}"
                 yield Mistake(option.line, "unknown-option", message, f"#SBATCH --{close}=...")
-    seen: dict[tuple[int, str], Option] = {}
+    seen: dict[tuple[int, str], DirectiveOption] = {}
     for option in header.options:
         if option.name is None:
             continue

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from clustertune.check.script_batch import Batch, Mistake, scanned
-from clustertune.check.script_shell import Command
+from clustertune.check.script_shell import ShellCommand
 from clustertune.host.credentials import holds_secret
 
 _NAME = re.compile(r"(?:^|_)(?:TOKEN|API_?KEY|SECRET|SECRET_KEY|SECRET_ACCESS_KEY|PASSWORD|PASSWD)$")
@@ -97,7 +97,7 @@ def _shown(batch: Batch) -> Iterator[Mistake]:
         yield from _on_command_line(command, arguments)
 
 
-def _names(command: Command) -> list[str]:
+def _names(command: ShellCommand) -> list[str]:
     """Secret variables whose value a command's own words hold."""
     return [
         reference.name
@@ -107,7 +107,7 @@ def _names(command: Command) -> list[str]:
     ]
 
 
-def _on_command_line(command: Command, arguments: list[str]) -> Iterator[Mistake]:
+def _on_command_line(command: ShellCommand, arguments: list[str]) -> Iterator[Mistake]:
     if not arguments or arguments[0] in _DECLARING:
         return
     names = _names(command)
@@ -130,7 +130,7 @@ def _on_command_line(command: Command, arguments: list[str]) -> Iterator[Mistake
         yield Mistake(command.line, "secret-in-arguments", f"{arguments[0]} with the value of {names[0]}", remedy)
 
 
-def _dumps_environment(command: Command, follower: str) -> bool:
+def _dumps_environment(command: ShellCommand, follower: str) -> bool:
     """Whether every variable is printed; ``follower`` is the command behind a pipe, which may choose among them."""
     arguments = [word.text for word in command.words]
     if arguments[:1] == ["srun"]:
@@ -139,7 +139,7 @@ def _dumps_environment(command: Command, follower: str) -> bool:
     return bare and not command.assignments and not command.targets and follower not in ("grep", "sed", "awk", "wc", "cut")
 
 
-def _reads_dotenv(command: Command) -> bool:
+def _reads_dotenv(command: ShellCommand) -> bool:
     arguments = [word.text for word in command.words]
     if arguments[:1] in (["source"], ["."]) and len(arguments) > 1:
         return bool(_DOTENV.search(arguments[1]))

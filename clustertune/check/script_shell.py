@@ -29,7 +29,7 @@ class Text:
     line: int
     lines: list[int] = field(default_factory=list)
     references: list[Reference] = field(default_factory=list)
-    inner: list[Command] = field(default_factory=list)
+    inner: list[ShellCommand] = field(default_factory=list)
     """The commands of ``$(...)`` and of backquotes."""
     quoted: bool = False
     _parts: list[str] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Heredoc:
 
 
 @dataclass
-class Command:
+class ShellCommand:
     """One simple command."""
 
     line: int
@@ -113,7 +113,7 @@ class Command:
             yield heredoc.body
 
 
-def walk(commands: list[Command]) -> Iterator[Command]:
+def walk(commands: list[ShellCommand]) -> Iterator[ShellCommand]:
     """Commands and those of their substitutions, outer ones first."""
     for command in commands:
         yield command
@@ -316,7 +316,7 @@ class _Parser:
 
     # --- commands ---
 
-    def commands(self, closing: str | None) -> list[Command]:
+    def commands(self, closing: str | None) -> list[ShellCommand]:
         """Commands up to ``closing``, which is taken, or to the end."""
         builder = _Builder(self)
         level = 0
@@ -371,7 +371,7 @@ _RESERVED = ("if", "then", "elif", "else", "do", "while", "until", "!", "time", 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[[^\]\n]*\])?\+?=")
 
 
-def parse(text: str, line: int = 1, depth: int = 0) -> list[Command]:
+def parse(text: str, line: int = 1, depth: int = 0) -> list[ShellCommand]:
     """The commands of a script, in order; those inside substitutions belong to their words."""
     return _Parser(text, line, depth).commands(None)
 
@@ -381,8 +381,8 @@ class _Builder:
 
     def __init__(self, parser: _Parser) -> None:
         self.parser = parser
-        self.found: list[Command] = []
-        self.current: Command | None = None
+        self.found: list[ShellCommand] = []
+        self.current: ShellCommand | None = None
         self.before = ""
         self.pending: str | None = None
         """A function whose body must follow."""
@@ -391,10 +391,10 @@ class _Builder:
         self.closed: int | None = None
         """The same of a group that was closed just before."""
 
-    def open(self) -> Command:
+    def open(self) -> ShellCommand:
         """The command under way."""
         if self.current is None:
-            self.current = Command(self.parser.line, before=self.before, function=self.parser.function)
+            self.current = ShellCommand(self.parser.line, before=self.before, function=self.parser.function)
         return self.current
 
     def finish(self, operator: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from clustertune.check.script_batch import Batch, Mistake, is_light, scanned
-from clustertune.check.script_shell import Command
+from clustertune.check.script_shell import ShellCommand
 
 _NUMBERS = {"1": "HUP", "2": "INT", "10": "USR1", "12": "USR2", "15": "TERM", "18": "CONT"}
 _SIGNAL = re.compile(r"(?:(?P<who>[RB]+):)?(?P<signal>\w+)(?:@\d+)?")
@@ -93,7 +93,7 @@ def _waited_for(batch: Batch, signal: str, line: int) -> Iterator[Mistake]:
             return
 
 
-def _is_heavy(command: Command) -> bool:
+def _is_heavy(command: ShellCommand) -> bool:
     name = command.name.rsplit("/", 1)[-1]
     short = [word.text for word in command.words[1:3]] in (["-m", "pip"], ["-c", ""]) or any(
         word.text in ("-c", "--version", "-V") for word in command.words[1:2]
@@ -101,7 +101,7 @@ def _is_heavy(command: Command) -> bool:
     return name in _HEAVY and not short
 
 
-def _start(command: Command) -> str:
+def _start(command: ShellCommand) -> str:
     return " ".join(word.text for word in command.words[:2])[:60]
 
 

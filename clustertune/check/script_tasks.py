@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from clustertune.check.script_batch import Batch, Mistake, Srun, Token, is_light, options_in, scanned, whole
-from clustertune.check.script_shell import Command, Reference, Text, walk
+from clustertune.check.script_shell import Reference, ShellCommand, Text, walk
 
 _TASK = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
 _PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
@@ -84,7 +84,7 @@ def _note(
             reaching.setdefault(place, where)
 
 
-def _reaches_tasks(batch: Batch, command: Command) -> bool:
+def _reaches_tasks(batch: Batch, command: ShellCommand) -> bool:
     srun = next((s for s in batch.sruns if s.command is command), None)
     if srun is not None:
         return srun.options.get("ntasks") != "1" and srun.program not in ("echo", "printf")

@@ -111,7 +111,7 @@ _read_pickles = FileSystemReader.read_data
 
 def read_data(reader: Any, plan: Any, planner: Any) -> Any:
     """Replaces :meth:`FileSystemReader.read_data`."""
-    plain = all(isinstance(reader.storage_data[item.storage_index], shards.Span) for item in plan.items)
+    plain = all(isinstance(reader.storage_data[item.storage_index], shards.ByteSpan) for item in plan.items)
     return (shards.read_data if plain else _read_pickles)(reader, plan, planner)
 
 

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from clustertune.checkpoint.shards import Planner, Writer, as_bytes, write_new
-from clustertune.host.sight import Sight
+from clustertune.checkpoint.shards import Planner, ShardWriter, as_bytes, write_new
+from clustertune.host.sight import Probe
 from clustertune.host.system import memory
 from clustertune.manifest import SHA256, TENSORS, XXH3_128, FileRecord, Ranks, new_hasher
 from clustertune.plan.host import COPY_SHARE
@@ -33,7 +33,7 @@ from clustertune.storage import is_full, storage_cause
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenCheckpoint:
     """A checkpoint that is whole, as one rank's thread sees it."""
 
     bytes: int
@@ -44,7 +44,7 @@ class Written:
 
 
 @dataclass
-class State:
+class RankState:
     """What one rank puts into a checkpoint."""
 
     states: Mapping[str, Any]
@@ -123,7 +123,7 @@ class StateWriter:
         """Why a copy of ``size`` bytes for each of so many ranks does not fit into this node's memory; None where it does."""
         if size <= self.copied_bytes:  # it is there already
             return None
-        sight = Sight()
+        sight = Probe()
         found = memory(sight)
         free, limit = found["memory_available_bytes"], found["memory_limit_bytes"]
         if free is None:
@@ -173,8 +173,8 @@ class StateWriter:
         return True
 
     def start(
-        self, step: int, state: State, meta: Mapping[str, Any], folder: Path | None = None, store: Store | None = None
-    ) -> Future[Written]:
+        self, step: int, state: RankState, meta: Mapping[str, Any], folder: Path | None = None, store: Store | None = None
+    ) -> Future[WrittenCheckpoint]:
         """Have the thread make the checkpoint of a step, or finish the one in ``folder`` that others have begun to write.
 
         ``store``: another than the writer's, on the same group.
@@ -183,7 +183,9 @@ class StateWriter:
         """
         return self._pool.submit(self._save, step, state, meta, folder, store or self._store)
 
-    def _save(self, step: int, state: State, meta: Mapping[str, Any], folder: Path | None, store: Store) -> Written:
+    def _save(
+        self, step: int, state: RankState, meta: Mapping[str, Any], folder: Path | None, store: Store
+    ) -> WrittenCheckpoint:
         began = time.perf_counter()
         folder = folder or store.begin(step)
         records, fault, found, finite = dict[str, FileRecord](), None, state.digest, True
@@ -200,16 +202,16 @@ class StateWriter:
             raise NotFinite(bad)
         size = store.commit(folder, {**meta, "state_digests": [one for _, one, _ in gathered if one]}, records)
         seconds = time.perf_counter() - began
-        return Written(size, store.prune(), seconds)
+        return WrittenCheckpoint(size, store.prune(), seconds)
 
-    def _write(self, folder: Path, state: State) -> dict[str, FileRecord]:
+    def _write(self, folder: Path, state: RankState) -> dict[str, FileRecord]:
         """Write this rank's files, durably; returns those whose digests are known."""
         records: dict[str, FileRecord] = {}
         if state.alone is not None:
             records |= state.alone(folder, state.states)
         else:
             for name, part in state.states.items():
-                writer = Writer(folder / name)
+                writer = ShardWriter(folder / name)
                 dcp.save(part, storage_writer=writer, planner=Planner(), process_group=self._group)
                 records |= {f"{name}/{file}": record for file, record in writer.records.items()}
         for name, content in state.small.items():

@@ -48,7 +48,7 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 @dataclass
-class Span(_StorageInfo):  # type: ignore[misc]
+class ByteSpan(_StorageInfo):  # type: ignore[misc]
     """Where the bytes of a value stand, ``length`` from the absolute ``offset`` of a file on; of a tensor's chunk also what."""
 
     dtype: torch.dtype | None = None
@@ -82,7 +82,7 @@ def _check(value: Any, name: str) -> None:
         raise TypeError(f"{name} is a {type(value).__name__}: a checkpoint keeps tensors, numbers and text")
 
 
-class Writer(FileSystemWriter):  # type: ignore[misc]
+class ShardWriter(FileSystemWriter):  # type: ignore[misc]
     """torch's writer of one rank. ``records`` holds each file that it wrote, fsynced: nothing is read again."""
 
     def __init__(self, path: Path) -> None:
@@ -193,13 +193,13 @@ def parse_index(data: bytes) -> Metadata:
         if body["format"] != _FORMAT:
             raise ValueError(f"format {body['format']!r}, this release reads {_FORMAT!r}")
         entries: dict[str, Any] = {name: BytesStorageMetadata() for name in body["values"]}
-        places = {MetadataIndex(name): Span(str(file), *_counts(span)) for name, (file, *span) in body["values"].items()}
+        places = {MetadataIndex(name): ByteSpan(str(file), *_counts(span)) for name, (file, *span) in body["values"].items()}
         for name, tensor in body["tensors"].items():
             dtype, chunks = DTYPES[tensor["dtype"]], []
             for offsets, sizes, file, *span in tensor["chunks"]:
                 shape = torch.Size(_counts(sizes))
                 chunks.append(ChunkStorageMetadata(torch.Size(_counts(offsets)), shape))
-                span_ = Span(str(file), *_counts(span), dtype=dtype, shape=shape)
+                span_ = ByteSpan(str(file), *_counts(span), dtype=dtype, shape=shape)
                 if span_.length != byte_size(tensor["dtype"], shape):
                     raise ValueError(f"a chunk of {name} has {span_.length} bytes")
                 places[MetadataIndex(name, chunks[-1].offsets)] = span_
@@ -218,7 +218,7 @@ def _counts(values: Any) -> list[int]:
 
 
 def read_data(reader: Any, plan: Any, planner: Any) -> Future[None]:
-    """``FileSystemReader.read_data`` where the index gives a :class:`Span`. Raises OSError for a file that is cut short."""
+    """``FileSystemReader.read_data`` where the index gives a :class:`ByteSpan`. Raises OSError for a file that is cut short."""
     for item in sorted(plan.items, key=lambda item: _order(reader.storage_data[item.storage_index])):
         span = reader.storage_data[item.storage_index]
         with Path(reader.path, span.relative_path).open("rb") as src:

@@ -27,7 +27,7 @@ _OF_RANK = re.compile(
 )
 
 
-class Ranks(Protocol):
+class StoreRanks(Protocol):
     """What the store needs of the process group."""
 
     rank: int
@@ -164,7 +164,7 @@ class CheckpointStore:
     attempt: int
     limit: int | None
     """How many whole checkpoints are kept beside the milestones; None keeps all."""
-    ranks: Ranks
+    ranks: StoreRanks
     tell: Callable[[str], None]
     """Where a deletion is announced; called on rank 0 only."""
     fence: Callable[[], None] = _unfenced
@@ -213,7 +213,7 @@ class CheckpointStore:
         """What is wrong with the content of a checkpoint, by all ranks. None waits for another longer than a second."""
         rank, size = manifest.sharers(path, self.ranks)
         reported_at = time.monotonic()
-        with manifest.Comparison(path, rank, size, small=0) as comparison:
+        with manifest.DigestComparison(path, rank, size, small=0) as comparison:
             while True:
                 parts = self.ranks.gather((comparison.running, comparison.hashed, comparison.bytes))
                 if not any(running for running, _, _ in parts):
@@ -225,7 +225,7 @@ class CheckpointStore:
                 comparison.wait(1.0)
             return [problem for found in self.ranks.gather(comparison.finish()) for problem in found]
 
-    def on(self, ranks: Ranks) -> CheckpointStore:
+    def on(self, ranks: StoreRanks) -> CheckpointStore:
         """The same store among others of its ranks' threads."""
         return replace(self, ranks=ranks)
 

@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import Any
 
 from clustertune.cluster import inside, spec
-from clustertune.cluster.files import Layout
-from clustertune.cluster.spec import LOGIN, Spec
+from clustertune.cluster.files import ClusterFolder
+from clustertune.cluster.spec import LOGIN, ClusterSpec
 from clustertune.launch.slurm import ENDED as DONE
 from clustertune.launch.slurm import parse_jobs
 
@@ -48,7 +48,7 @@ def enter(pid: int, prefix: Sequence[str] | None, cwd: Path) -> list[str]:
     return [*spaces, "setpriv", "--pdeathsig", "KILL", "env", f"--chdir={cwd}", "--"]
 
 
-class Cluster:
+class ThrowawayCluster:
     """A throw-away Slurm. A context manager; everything of it ends with this process in any case.
 
     The nodes see this machine's file system, but have a ``/dev/shm`` and ``scratch`` of their own where they are isolated.
@@ -56,13 +56,13 @@ class Cluster:
     node. Methods raise Failed or TimeoutError with Slurm's message.
     """
 
-    def __init__(self, shape: Spec | None = None, *, keep: bool = False) -> None:
-        self.spec = shape or Spec()
+    def __init__(self, shape: ClusterSpec | None = None, *, keep: bool = False) -> None:
+        self.spec = shape or ClusterSpec()
         self.prefix = spec.choose(self.spec)
         self.isolated = self.prefix is not None
         where = tempfile.gettempdir()
         self.root = Path(tempfile.mkdtemp(prefix="ct-", dir=where if len(where) <= _LONGEST_ROOT - 12 else "/tmp"))  # noqa: S108
-        self.layout = Layout(self.root, self.spec, self.isolated)
+        self.layout = ClusterFolder(self.root, self.spec, self.isolated)
         self.names = self.layout.names
         self.keep = keep
         """Whether the folder, with all logs, stays."""
@@ -71,7 +71,7 @@ class Cluster:
 
     # --- life --------------------------------------------------------------------------------------------------------
 
-    def start(self, timeout: float = 60) -> Cluster:
+    def start(self, timeout: float = 60) -> ThrowawayCluster:
         """Start it and wait until all nodes are idle. Raises Failed with the end of the logs."""
         end = time.monotonic() + timeout
         try:
@@ -84,10 +84,10 @@ class Cluster:
                 self.start_node(index, wait=False)
             for index in range(1, len(self.names) + 1):
                 self.wait_node(index, timeout=max(1.0, end - time.monotonic()))
-        except (Failed, TimeoutError) as error:
+        except (ClusterFailed, TimeoutError) as error:
             log_lines = self.logs()
             self.stop()
-            raise Failed(f"the throw-away Slurm did not start: {error}\n{log_lines}") from None
+            raise ClusterFailed(f"the throw-away Slurm did not start: {error}\n{log_lines}") from None
         except BaseException:
             self.stop()
             raise
@@ -102,7 +102,7 @@ class Cluster:
         if not self.keep:
             shutil.rmtree(self.root, ignore_errors=True)
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> ThrowawayCluster:
         return self.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -120,7 +120,7 @@ class Cluster:
 
     def _started(self) -> Login:
         if self._login is None:
-            raise Failed("the cluster is not running")
+            raise ClusterFailed("the cluster is not running")
         return self._login
 
     def logs(self, lines: int = 8) -> str:
@@ -161,7 +161,7 @@ class Cluster:
             check=False,
         )
         if check and done.returncode:
-            raise Failed(f"{' '.join(map(str, command))} -> {done.returncode}\n{done.stdout}{done.stderr}".rstrip())
+            raise ClusterFailed(f"{' '.join(map(str, command))} -> {done.returncode}\n{done.stdout}{done.stderr}".rstrip())
         return done
 
     def submit(
@@ -220,7 +220,7 @@ class Cluster:
         for pid in inside.descendants(self.login_pid):
             if inner_ids(pid)[depth - 1 :] == [inner, 1]:
                 return pid
-        raise Failed("a node's first process is gone")
+        raise ClusterFailed("a node's first process is gone")
 
     def node_state(self, index: int) -> str:
         """As sinfo says it: ``idle``, ``mixed``, ``down*``, ..."""
@@ -234,7 +234,7 @@ class Cluster:
 
         def there() -> bool:
             nonlocal seen
-            with contextlib.suppress(Failed):  # the controller may just be starting
+            with contextlib.suppress(ClusterFailed):  # the controller may just be starting
                 seen = self.node_state(index)
             return seen in wanted
 
@@ -250,7 +250,7 @@ class Cluster:
             time.sleep(0.05)
 
 
-__all__ = ["DONE", "LOGIN", "Cluster", "Failed", "Spec"]
+__all__ = ["DONE", "LOGIN", "ClusterFailed", "ClusterSpec", "ThrowawayCluster"]
 
 
 # --- login ----------------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ __all__ = ["DONE", "LOGIN", "Cluster", "Failed", "Spec"]
 # The owner's end of a cluster's first process: start it, give it orders, end it by letting go.
 
 
-class Failed(RuntimeError):
+class ClusterFailed(RuntimeError):
     """Something of the throw-away cluster did not do what it must."""
 
 
@@ -294,10 +294,10 @@ class Login:
                 self.process.stdin.write(json.dumps(order).encode() + b"\n")
                 self.process.stdin.flush()
             except OSError:
-                raise Failed("the cluster's first process is gone") from None
+                raise ClusterFailed("the cluster's first process is gone") from None
             answer = self._read(timeout)
         if answer["code"]:
-            raise Failed(f"{order}: {answer['err'].strip() or answer['code']}")
+            raise ClusterFailed(f"{order}: {answer['err'].strip() or answer['code']}")
         return str(answer["out"])
 
     def _read(self, timeout: float) -> dict[str, Any]:
@@ -305,10 +305,10 @@ class Login:
         end = time.monotonic() + timeout
         while b"\n" not in self._rest:
             if not select.select([self.process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
-                raise Failed(f"no answer from the cluster's first process in {timeout:.0f} s")
+                raise ClusterFailed(f"no answer from the cluster's first process in {timeout:.0f} s")
             read = os.read(self.process.stdout.fileno(), 65536)
             if not read:
-                raise Failed("the cluster's first process ended")
+                raise ClusterFailed("the cluster's first process ended")
             self._rest += read
         line, _, self._rest = self._rest.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)

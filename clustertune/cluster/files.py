@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.cluster.spec import LOGIN, Spec
+from clustertune.cluster.spec import LOGIN, ClusterSpec
 
 SUBNET = "10.99.0"
 """Of the nodes, inside of the cluster's own network: it clashes with nobody's."""
@@ -69,11 +69,11 @@ PartitionName=urgent Nodes={list} MaxTime=INFINITE State=UP PriorityTier=20 Pree
 
 
 @dataclass(frozen=True)
-class Layout:
+class ClusterFolder:
     """Where a cluster lies and how it is reached."""
 
     root: Path
-    spec: Spec
+    spec: ClusterSpec
     isolated: bool
 
     @property

@@ -101,7 +101,7 @@ def _prctl(option: int, value: int) -> None:
 # --- the two programs --------------------------------------------------------------------------------------------------
 
 
-class Machine:
+class SimulatedMachine:
     """What login node and node have in common: their folder, their settings, daemons, and a loop."""
 
     def __init__(self, root: Path, name: str) -> None:
@@ -162,7 +162,7 @@ def _until(there: Callable[[], bool], message: str, child: subprocess.Popen[byte
         time.sleep(0.005)
 
 
-class Login(Machine):
+class Login(SimulatedMachine):
     """The login node: controller, bridge and the owner's commands."""
 
     def run(self) -> None:
@@ -252,7 +252,7 @@ class Login(Machine):
         return pid
 
 
-class Node(Machine):
+class SimulatedNode(SimulatedMachine):
     """A compute node: one slurmd. SIGUSR1 starts it again after it was killed."""
 
     def __init__(self, root: Path, index: int) -> None:
@@ -313,7 +313,7 @@ def main(role: str, *arguments: str) -> None:
         probe()
         return
     root = Path(arguments[0])
-    machine = Login(root, "ctl") if role == "login" else Node(root, int(arguments[1]))
+    machine = Login(root, "ctl") if role == "login" else SimulatedNode(root, int(arguments[1]))
     try:
         machine.run()
     finally:

@@ -24,8 +24,8 @@ from typing import Any
 import clustertune
 from clustertune import lock
 from clustertune.cluster import inside
-from clustertune.cluster.cluster import Cluster, Failed, enter
-from clustertune.cluster.spec import Spec
+from clustertune.cluster.cluster import ClusterFailed, ThrowawayCluster, enter
+from clustertune.cluster.spec import ClusterSpec
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.manifest import write_durably
 
@@ -34,7 +34,7 @@ _START = 120.0
 
 
 @dataclass(frozen=True)
-class State:
+class KeeperState:
     """A cluster that a keeper started."""
 
     name: str
@@ -93,11 +93,11 @@ def _path(name: str) -> Path:
     return folder() / f"{name}.json"
 
 
-def read(name: str) -> State | None:
+def read(name: str) -> KeeperState | None:
     """What is known of a cluster; None where there is none of that name."""
     try:
         body = json.loads(_path(name).read_bytes())
-        return State(**{field.name: body[field.name] for field in fields(State)})
+        return KeeperState(**{field.name: body[field.name] for field in fields(KeeperState)})
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError):
@@ -118,7 +118,7 @@ def _alone(name: str) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def up(name: str, shape: Spec) -> State:
+def up(name: str, shape: ClusterSpec) -> KeeperState:
     """Start a cluster that stays. Raises UserError where there is one of that name or none can be."""
     with _alone(name):
         found = read(name)
@@ -134,7 +134,7 @@ def up(name: str, shape: Spec) -> State:
         return made
 
 
-def down(name: str, timeout: float = 60) -> State | None:
+def down(name: str, timeout: float = 60) -> KeeperState | None:
     """End a cluster and wait until nothing is left of it. Returns what it was, None where there was none."""
     with _alone(name):
         found = read(name)
@@ -158,7 +158,7 @@ def _until_gone(there: Callable[[], bool], timeout: float) -> bool:
     return True
 
 
-def _forget(found: State, timeout: float = 30) -> None:
+def _forget(found: KeeperState, timeout: float = 30) -> None:
     """Remove what tells of a cluster whose keeper is gone, as soon as the cluster has ended by itself."""
     if not _until_gone(Path(found.root).exists, timeout):
         fix = f"end process {found.login} if it is a python of clustertune, and remove the folder"
@@ -166,7 +166,7 @@ def _forget(found: State, timeout: float = 30) -> None:
     _path(found.name).unlink(missing_ok=True)
 
 
-def _start(name: str, shape: Spec) -> None:
+def _start(name: str, shape: ClusterSpec) -> None:
     """Start the keeper and wait for its word."""
     with tempfile.TemporaryFile() as output:
         keeper = subprocess.Popen(
@@ -224,14 +224,14 @@ def main() -> int:
     if not isinstance(shape["nodes"], int):
         shape["nodes"] = tuple(shape["nodes"])
     try:
-        cluster = Cluster(Spec(**shape)).start()
+        cluster = ThrowawayCluster(ClusterSpec(**shape)).start()
     except UserError as error:
         return _answer([asdict(problem) for problem in error.problems], error.code)
-    except Failed as error:
+    except ClusterFailed as error:
         return _answer([asdict(Problem(str(error)))], ExitCode.FAILED)
     try:
         own = os.getpid()
-        state = State(
+        state = KeeperState(
             name=sys.argv[1],
             keeper=own,
             keeper_started=started(own),

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.cluster.cluster import Cluster, Failed
-from clustertune.cluster.spec import Given, Spec
+from clustertune.cluster.cluster import ClusterFailed, ThrowawayCluster
+from clustertune.cluster.spec import ClusterSpec, GivenFiles
 from clustertune.config import cluster_schema
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
@@ -18,7 +18,7 @@ from clustertune.ops.slurm.texts import GRES_CONF, HOSTS, SLURM_CONF, SLURMDBD_C
 
 
 @dataclass(frozen=True)
-class Ended:
+class RehearsalResult:
     """What became of a rehearsal."""
 
     job: int
@@ -30,7 +30,7 @@ class Ended:
     """What the job wrote."""
 
 
-def rehearse(shape: Spec, script: Path, arguments: Sequence[str], run_dir: Path) -> Ended:
+def rehearse(shape: ClusterSpec, script: Path, arguments: Sequence[str], run_dir: Path) -> RehearsalResult:
     """Submit ``script ARGUMENTS`` on a cluster of this shape, which is the job's size too, and follow it to its end.
 
     The job's log is ``RUN_DIR.log``. The cluster is ended in any case. Raises UserError where there can be none, or where
@@ -41,21 +41,21 @@ def rehearse(shape: Spec, script: Path, arguments: Sequence[str], run_dir: Path)
     before = log.stat().st_size if log.exists() else 0  # of an earlier rehearsal with the same run folder
     try:
         began = time.monotonic()
-        with Cluster(shape) as cluster:
+        with ThrowawayCluster(shape) as cluster:
             kind = "each in namespaces of its own" if cluster.isolated else "side by side: no namespaces here"
             say(f"a Slurm of {', '.join(cluster.names)} ({kind}) is up after {time.monotonic() - began:.1f} s")
             options = ["--export=NIL", f"--nodes={len(cluster.names)}", f"--output={str(log).replace('%', '%%')}"]
             options += [f"--gpus-per-node={shape.gpus}"] if shape.gpus else []
             job = cluster.submit(script, *arguments, options=options)
             say(f"job {job}: sbatch {' '.join([*options, str(script), *arguments])}")
-            record = follow(cluster, job, Tail(log, before))
-    except Failed as error:
+            record = follow(cluster, job, AddedLines(log, before))
+    except ClusterFailed as error:
         raise UserError(Problem(str(error)), ExitCode.FAILED) from None
     state = record["JobState"]
     number = int(record.get("ExitCode", "0:0").partition(":")[0])
     code = 0 if state == "COMPLETED" else number or int(ExitCode.FAILED)
     say(f"the Slurm is gone again; the job ended as {state}: {run_dir}, its log {log}")
-    return Ended(job, state, code, log)
+    return RehearsalResult(job, state, code, log)
 
 
 # --- follow ---------------------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ REASONS = {
 """Slurm's word for why a job waits, in plain ones."""
 
 
-class Tail:
+class AddedLines:
     """The lines that are added to a file, which need not be there yet."""
 
     def __init__(self, path: Path, at: int = 0) -> None:
@@ -98,14 +98,16 @@ class Tail:
             yield line.decode(errors="replace").rstrip("\r")
 
 
-def follow(cluster: Cluster, job: int | str, log: Tail | None = None, timeout: float | None = None) -> dict[str, str]:
+def follow(
+    cluster: ThrowawayCluster, job: int | str, log: AddedLines | None = None, timeout: float | None = None
+) -> dict[str, str]:
     """Say what changes until the job has ended. Returns its last record, with its state under ``JobState``.
 
     ``log`` is by default the file that Slurm writes the job's output to, from its begin. Raises TimeoutError after ``timeout``
     seconds.
     """
     began = time.monotonic()
-    tail = log or Tail(Path(cluster.job(job)["StdOut"]))
+    tail = log or AddedLines(Path(cluster.job(job)["StdOut"]))
     shown = ""
     while True:
         record = cluster.job(job)
@@ -154,10 +156,10 @@ NODES = 4
 """Of a cluster with more only so many are started; the others stand in the files, and are down."""
 
 
-def given(cluster: cluster_schema.Cluster, texts: Mapping[str, str]) -> Given:
+def given(cluster: cluster_schema.Cluster, texts: Mapping[str, str]) -> GivenFiles:
     """The generated files (path to text) in the form that a throw-away cluster takes."""
     assert cluster.slurm
-    return Given(
+    return GivenFiles(
         slurm_conf=texts[SLURM_CONF],
         gres_conf=texts[GRES_CONF] if cluster.compute.gpus else "",
         hosts=texts[HOSTS],
@@ -166,10 +168,10 @@ def given(cluster: cluster_schema.Cluster, texts: Mapping[str, str]) -> Given:
     )
 
 
-def shape(cluster: cluster_schema.Cluster, texts: Mapping[str, str], nodes: int = NODES) -> Spec:
+def shape(cluster: cluster_schema.Cluster, texts: Mapping[str, str], nodes: int = NODES) -> ClusterSpec:
     """A throw-away cluster of the first ``nodes`` compute nodes, under their own names."""
     names = tuple(host.name for host in cluster.compute_nodes[:nodes])
-    return Spec(nodes=names, gpus=cluster.compute.gpus, isolation="netns", given=given(cluster, texts))
+    return ClusterSpec(nodes=names, gpus=cluster.compute.gpus, isolation="netns", given=given(cluster, texts))
 
 
 def try_out(cluster: cluster_schema.Cluster, texts: Mapping[str, str]) -> dict[str, Any]:
@@ -180,12 +182,12 @@ def try_out(cluster: cluster_schema.Cluster, texts: Mapping[str, str]) -> dict[s
     """
     began = time.monotonic()
     try:
-        with Cluster(shape(cluster, texts)) as slurm:
+        with ThrowawayCluster(shape(cluster, texts)) as slurm:
             seconds = time.monotonic() - began
             gpus = [f"--gpus-per-node={cluster.compute.gpus}"] if cluster.compute.gpus else []
             command = ["srun", f"--nodes={len(slurm.names)}", "--ntasks-per-node=1", "--exclusive", *gpus, "hostname"]
             seen = slurm.run(command, timeout=120).stdout.split()
-    except Failed as error:
+    except ClusterFailed as error:
         raise UserError(Problem(str(error), fix="the lines above are Slurm's own"), ExitCode.FAILED) from None
     if sorted(seen) != sorted(slurm.names):
         text = f"a job on {', '.join(slurm.names)} ran on {', '.join(seen) or 'none'}"

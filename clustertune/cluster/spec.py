@@ -52,7 +52,7 @@ AS_USER = ("unshare", "--user", "--map-current-user", "--keep-caps", *inside.NAM
 
 
 @dataclass(frozen=True)
-class Spec:
+class ClusterSpec:
     """What a throw-away cluster looks like. Nothing here is a limit of the machine: CPUs, memory and GPUs are only claimed."""
 
     nodes: int | tuple[str, ...] = 2
@@ -73,7 +73,7 @@ class Spec:
     """Seconds between the warning and the end of a job that is preempted."""
     cred_expire: int = 10
     """Seconds a requeued job waits at least: until its old credential has expired. Slurm's own default makes it 120."""
-    given: Given | None = None
+    given: GivenFiles | None = None
     """Files for a real cluster, to be started in place of the ones that are made here. They need ``netns``."""
 
     def names(self, *, isolated: bool) -> list[str]:
@@ -143,7 +143,7 @@ def has_address() -> bool:
     return any(a.family.name in families for name, found in psutil.net_if_addrs().items() if name != "lo" for a in found)
 
 
-def choose(spec: Spec) -> tuple[str, ...] | None:
+def choose(spec: ClusterSpec) -> tuple[str, ...] | None:
     """The command for the namespaces of a cluster of this shape, None for side by side.
 
     Raises UserError with everything that stands in the way.
@@ -181,7 +181,7 @@ _INSTALL_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenFiles:
     """The files of a cluster, as texts."""
 
     slurm_conf: str

@@ -200,7 +200,7 @@ def sky(
 
     resolved = resolve(recipe, overrides or [], tiny=tiny)
     require_startable(resolved)
-    text = skypilot.render(resolved, overrides or [], skypilot.Options(gpu=gpu, volume=volume, runs=runs, spot=spot))
+    text = skypilot.render(resolved, overrides or [], skypilot.SkyOptions(gpu=gpu, volume=volume, runs=runs, spot=spot))
     if out is None:
         typer.echo(text, nl=False)
         return

@@ -26,7 +26,7 @@ from clustertune.process import Stopped
 
 if TYPE_CHECKING:
     from clustertune.config.cluster_schema import Cluster
-    from clustertune.nccl_check.setup import Options
+    from clustertune.nccl_check.setup import CheckOptions
     from clustertune.nccl_check.target import Target
 
 LARGEST_LOG = 256 << 20
@@ -196,7 +196,7 @@ def _judge_logs(args: NcclCheckArguments) -> int:
 # --- where and what ----------------------------------------------------------------------------------------------------
 
 
-def _target(args: NcclCheckArguments, cluster: Cluster) -> tuple[Target, Options]:
+def _target(args: NcclCheckArguments, cluster: Cluster) -> tuple[Target, CheckOptions]:
     """Where it runs and what it measures. Raises UserError."""
     from clustertune.chain import visible_gpus
     from clustertune.launch import allocation
@@ -228,14 +228,14 @@ def _target(args: NcclCheckArguments, cluster: Cluster) -> tuple[Target, Options
     return LocalNode((name,), ("127.0.0.1",), cluster), options
 
 
-def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: str) -> Options:
+def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: str) -> CheckOptions:
     """``gpus`` and ``cpus`` are those of one node. Raises UserError."""
     from clustertune.nccl_check.check import largest_for
     from clustertune.nccl_check.result import COLLECTIVES, SCOPES, parse_size
-    from clustertune.nccl_check.setup import Options
+    from clustertune.nccl_check.setup import CheckOptions
 
     backend, why, ranks = _backend(args, gpus, nodes)
-    options = Options(
+    options = CheckOptions(
         backend=backend,
         backend_why=why,
         ranks_per_node=ranks,
@@ -379,7 +379,7 @@ def arguments(args: NcclCheckArguments, cluster: Cluster) -> list[str]:
 # --- what is done ------------------------------------------------------------------------------------------------------
 
 
-def _check(args: NcclCheckArguments, cluster: Cluster, target: Target, options: Options) -> int:
+def _check(args: NcclCheckArguments, cluster: Cluster, target: Target, options: CheckOptions) -> int:
     from clustertune.nccl_check import check, gather, table, tune
     from clustertune.nccl_check.setup import MARGIN_SECONDS
     from clustertune.nccl_check.target import finish
@@ -483,7 +483,7 @@ def _join(args: NcclCheckArguments, cluster: Cluster) -> int:
     return 0
 
 
-def _show(target: Target, options: Options, args: NcclCheckArguments) -> None:
+def _show(target: Target, options: CheckOptions, args: NcclCheckArguments) -> None:
     """What would be run: hosts, environment, command, sizes."""
     from clustertune.nccl_check import check
     from clustertune.nccl_check.node import DEBUG

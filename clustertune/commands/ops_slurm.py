@@ -15,7 +15,7 @@ from clustertune.console import emit_json, escape, say
 
 if TYPE_CHECKING:
     from clustertune.check.rule import Finding
-    from clustertune.ops.slurm.planning import Plan
+    from clustertune.ops.slurm.planning import SlurmPlan
 
 slurm_app = typer.Typer(no_args_is_help=True, help="Slurm's files and folders on each machine.")
 
@@ -96,7 +96,7 @@ def apply(
     say(f"{made.node.name}: wrote {names}" if names else f"{made.node.name}: nothing to do")
 
 
-def _make(cluster: str | None, node: str | None, root: Path, accounting: bool | None, adopt: bool, force: bool) -> Plan:
+def _make(cluster: str | None, node: str | None, root: Path, accounting: bool | None, adopt: bool, force: bool) -> SlurmPlan:
     from clustertune.config.cluster import load_cluster
     from clustertune.ops.nodes import choose_node
     from clustertune.ops.slurm.planning import checked, make_plan, require_slurm
@@ -108,14 +108,14 @@ def _make(cluster: str | None, node: str | None, root: Path, accounting: bool | 
     return checked(made)
 
 
-def _try(made: Plan) -> dict[str, Any]:
+def _try(made: SlurmPlan) -> dict[str, Any]:
     from clustertune.cluster.rehearsal import try_out
     from clustertune.ops.slurm.planning import all_texts
 
     return try_out(made.cluster, all_texts(made))
 
 
-def _show(made: Plan, as_json: bool, more: dict[str, Any]) -> None:
+def _show(made: SlurmPlan, as_json: bool, more: dict[str, Any]) -> None:
     """A plan on stdout, its sum on stderr."""
     from clustertune.ops.slurm.steps import shown
 

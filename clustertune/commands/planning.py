@@ -217,11 +217,11 @@ def _compare(plans: list[Plan], as_document: bool) -> None:
 
 
 def _advise(calibrated: CalibratedCluster, found: Plan, request: PlanRequest) -> None:
-    from clustertune.config.overrides import Source
+    from clustertune.config.overrides import RecipeSource
     from clustertune.plan import advise as advisor
 
     counts = _counts(request.nodes, found)
-    source = Source(found.resolved, tuple(request.overrides))
+    source = RecipeSource(found.resolved, tuple(request.overrides))
     advice = advisor.advise(
         source, calibrated.machine(max(counts)), found.constants, nodes=counts, goal=request.goal, lengths=found.lengths,  # type: ignore[arg-type]
     )  # fmt: skip

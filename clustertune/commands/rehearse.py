@@ -17,8 +17,8 @@ from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
-    from clustertune.cluster.keeper import State
-    from clustertune.cluster.spec import Spec
+    from clustertune.cluster.keeper import KeeperState
+    from clustertune.cluster.spec import ClusterSpec
 
 DEMO = "recipes/llama405b-oasst2"
 SCRIPT = Path("launch", "run.sbatch")
@@ -143,11 +143,11 @@ def _name(name: str) -> str:
     return name
 
 
-def _spec(nodes: str, gpus: int, isolation: Isolation) -> Spec:
-    from clustertune.cluster.spec import Spec
+def _spec(nodes: str, gpus: int, isolation: Isolation) -> ClusterSpec:
+    from clustertune.cluster.spec import ClusterSpec
 
     wanted = int(nodes) if re.fullmatch(r"[0-9]{1,9}", nodes) else tuple(nodes.split(","))
-    return Spec(nodes=wanted, gpus=gpus, isolation=isolation.value)
+    return ClusterSpec(nodes=wanted, gpus=gpus, isolation=isolation.value)
 
 
 def _others() -> str:
@@ -157,7 +157,7 @@ def _others() -> str:
     return f" (there is {', '.join(names)})" if names else ""
 
 
-def _alive(state: State | None, name: str) -> State:
+def _alive(state: KeeperState | None, name: str) -> KeeperState:
     if state is None:
         message = f"there is no cluster {name}{_others()}"
         raise UserError(message, fix="clustertune cluster up starts one, --name chooses among several")
@@ -167,12 +167,12 @@ def _alive(state: State | None, name: str) -> State:
     return state
 
 
-def _as_dict(state: State) -> dict[str, Any]:
+def _as_dict(state: KeeperState) -> dict[str, Any]:
     body = {"name": state.name, "up": state.alive, "isolated": state.prefix is not None, "gpus_per_node": state.gpus}
     return {**body, "slurm_conf": str(state.conf), "nodes": state.nodes}
 
 
-def _status(state: State) -> dict[str, Any]:
+def _status(state: KeeperState) -> dict[str, Any]:
     body = {**_as_dict(state), "uptime_seconds": round(state.uptime), "jobs": []}
     body["nodes"] = [{"name": one, "state": "gone"} for one in state.nodes]
     if not body["up"]:
@@ -185,7 +185,7 @@ def _status(state: State) -> dict[str, Any]:
     return body
 
 
-def _ask(state: State, *words: str) -> list[str]:
+def _ask(state: KeeperState, *words: str) -> list[str]:
     from clustertune.cluster.cluster import commands_environment
 
     command = state.command([words[0], "--noheader", *words[1:]], Path("/"))

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from clustertune.config.resolved import Resolved
     from clustertune.launch.environment import Setting
     from clustertune.launch.image import Image
-    from clustertune.launch.shape import Shape
+    from clustertune.launch.shape import JobShape
     from clustertune.launch.signal_margin import SignalMargin
-    from clustertune.launch.status import Status
+    from clustertune.launch.status import StagesStatus
     from clustertune.launch.submit import StageJob
 
 DONE = "every stage is finished: nothing is left to submit"
@@ -91,7 +91,7 @@ class Submission:
     jobs: list[StageJob]
     variables: list[Setting]
     """Of every stage and rank: where caches lie."""
-    shapes: dict[str, Shape]
+    shapes: dict[str, JobShape]
     """Of the job of each stage, also of those that are finished."""
     number: int
     """Of the description in ``run.json`` that the jobs read."""
@@ -423,7 +423,7 @@ def _show_status(path: Path, as_json: bool) -> None:
     say(f"run folder: {path}")
 
 
-def _render(found: Status) -> None:
+def _render(found: StagesStatus) -> None:
     """A table whose lines are never broken: job states are looked for by programs and people alike."""
     from clustertune.launch.status import duration
 

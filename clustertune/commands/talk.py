@@ -164,7 +164,7 @@ def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bo
     from clustertune.evaluate.model import weight_bytes
     from clustertune.launch import batch, places, step
     from clustertune.launch.serving import ModelSize, serving
-    from clustertune.launch.shape import Shape, place_of, usable_gpu_bytes
+    from clustertune.launch.shape import JobShape, place_of, usable_gpu_bytes
 
     machine = load_cluster(cluster)
     size = ModelSize.of(json.loads((folder / "config.json").read_bytes()), weight_bytes(folder))
@@ -178,7 +178,7 @@ def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bo
     if not minutes:
         raise UserError(f"{time!r} is no time limit", file="command line", key="--time", fix="--time 04:00:00")
     cpus, memory = max(1, int(machine.compute.threads * share)), max(1, int(machine.compute.memory_gb * share * 0.95))
-    shape = Shape(1, gpus, 1, cpus, memory, minutes, *place_of(machine))
+    shape = JobShape(1, gpus, 1, cpus, memory, minutes, *place_of(machine))
     vllm = machine.container.model_copy(update={"image": machine.container.vllm or machine.container.image})
     inside = machine.model_copy(update={"container": vllm})
     command_line = [sys.executable, "-m", "clustertune", "serve", str(folder), "--port", str(port)]

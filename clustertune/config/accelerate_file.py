@@ -359,7 +359,7 @@ SHARD_SIZE = "parallelism_config_dp_shard_size"
 
 
 @dataclass(frozen=True)
-class Overlaid(Document):
+class OverriddenFile(Document):
     """A file with overrides over it: what they gave stands on the command line, the rest in the file."""
 
     given: tuple[KeyPath, ...] = ()
@@ -377,7 +377,7 @@ def lay_over(document: Document, overrides: Document | None) -> Document:
         return document
     data = copy.deepcopy(document.data)
     _merge(data, overrides.data)
-    return Overlaid(document.file, data, document.lines, tuple(tuple(path.split(".")) for path in flat(overrides)))
+    return OverriddenFile(document.file, data, document.lines, tuple(tuple(path.split(".")) for path in flat(overrides)))
 
 
 def _merge(values: dict[str, Any], top: Mapping[str, Any]) -> None:

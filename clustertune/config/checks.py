@@ -14,7 +14,7 @@ from clustertune.config import native_rules, quantization
 from clustertune.config.findings import SECRET_FIX, Found, schema_findings
 from clustertune.config.library_facts import facts
 from clustertune.config.load import did_you_mean, nearest
-from clustertune.config.native_rules import NativeField, Range, names_secret, show_value
+from clustertune.config.native_rules import NativeField, NumberRange, names_secret, show_value
 from clustertune.config.parameters import adapted_experts, adapter_modules, expert_parameters, head_names, is_counted, matches
 from clustertune.config.schema import FORMATS, METRICS, Eval, Recipe
 from clustertune.config.yamlfile import KeyPath
@@ -125,7 +125,7 @@ class NativeSection:
     fields: dict[str, NativeField]
     owned: Mapping[str, str]
     removed: Mapping[str, str]
-    ranges: Mapping[str, Range]
+    ranges: Mapping[str, NumberRange]
     own: frozenset[str] = frozenset()
     """Keys of this section that the dataclass does not have."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from clustertune.config.cluster_checks import read_cluster
-from clustertune.config.cluster_look import Seen, collect, judge
+from clustertune.config.cluster_look import LocalMachine, collect, judge
 from clustertune.config.cluster_schema import Cluster, Compute, Host, Network, expand_nodes, same_host
 from clustertune.config.hardware import HARDWARE, read_hardware
 from clustertune.config.load import COMMAND_LINE, did_you_mean
@@ -28,7 +28,7 @@ def known_clusters(folder: Path | None = None) -> dict[str, Path]:
     return {path.stem: path for path in sorted((folder or CLUSTERS).glob("*.yaml")) if re.fullmatch(NAME, path.stem)}
 
 
-def load_cluster(name_or_path: str | None = None, *, look: Callable[[], Seen] = collect) -> Cluster:
+def load_cluster(name_or_path: str | None = None, *, look: Callable[[], LocalMachine] = collect) -> Cluster:
     """The cluster of a name in ``ops/clusters``, of a YAML file, or ``local``: found by looking.
 
     None: the file of ``ops/clusters`` that names this host, or all nodes that Slurm shows here; ``local`` where there is none.
@@ -117,7 +117,7 @@ def of_this_machine() -> Cluster | None:
     return _read(found[0]) if len(found) == 1 else None
 
 
-def _find(look: Callable[[], Seen]) -> Cluster:
+def _find(look: Callable[[], LocalMachine]) -> Cluster:
     """The file that is of this place; ``local`` where there is none."""
     host = socket.gethostname()
     names = {path: set(_names_in(path)) for path in known_clusters().values()}

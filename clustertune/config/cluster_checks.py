@@ -24,7 +24,7 @@ from clustertune.config.cluster_schema import (
     expand_nodes,
 )
 from clustertune.config.findings import Found, as_problems, salvage, schema_findings
-from clustertune.config.hardware import Gpu, load_hardware, read_hardware
+from clustertune.config.hardware import GpuModel, load_hardware, read_hardware
 from clustertune.config.load import did_you_mean
 from clustertune.config.yamlfile import Document, KeyPath
 from clustertune.errors import Problem, UserError
@@ -294,7 +294,7 @@ def _check_gpu(compute: Compute) -> Iterator[Found]:
         yield from _check_links(compute, known.get(compute.gpu or ""))
 
 
-def _check_links(compute: Compute, gpu: Gpu | None) -> Iterator[Found]:
+def _check_links(compute: Compute, gpu: GpuModel | None) -> Iterator[Found]:
     """The link's facts against the GPU, the node and the nominal speed."""
     link = compute.interconnect or ""
     if gpu and link.startswith("nvlink") and link != f"nvlink{gpu.nvlink}":

@@ -22,7 +22,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.host import system
 from clustertune.host.facts import Gpu
 from clustertune.host.gpu_text import parse_csv
-from clustertune.host.sight import Sight, ask
+from clustertune.host.sight import Probe, ask
 
 SECONDS = {"scontrol": 10, "nvidia-smi": 60}
 """``scontrol`` waits minutes for a controller that is down; a driver without persistence mode wakes one GPU after the other."""
@@ -32,7 +32,7 @@ _QUERY = "index,name,pci.bus_id,memory.total"
 
 
 @dataclass(frozen=True)
-class Seen:
+class LocalMachine:
     """What was found on one machine; empty where there was nothing."""
 
     hostname: str = ""
@@ -58,9 +58,9 @@ class Seen:
     """MemTotal of /proc/meminfo, KiB."""
 
 
-def collect() -> Seen:
+def collect() -> LocalMachine:
     """Ask Slurm, the driver and the kernel. Takes seconds at most; raises nothing for what is not there."""
-    sight = Sight()
+    sight = Probe()
     gpus, _ = _ask("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader")
     job = os.environ.get("SLURM_JOB_ID", "")
     nodes, silent = _ask("scontrol", "-o", "show", "nodes")
@@ -69,7 +69,7 @@ def collect() -> Seen:
             break
         time.sleep(PAUSE)
         nodes, silent = _ask("scontrol", "-o", "show", "nodes")
-    return Seen(
+    return LocalMachine(
         hostname=platform.node(),
         job=job,
         silent=silent,
@@ -90,7 +90,7 @@ def _ask(*command: str) -> tuple[str, str]:
     return answer.text if answer.good else "", answer.fault
 
 
-def _gpu_numa(gpus: str, sight: Sight) -> dict[int, int]:
+def _gpu_numa(gpus: str, sight: Probe) -> dict[int, int]:
     nodes = {gpu.index: sight.number(f"/sys/bus/pci/devices/{gpu.bus}/numa_node") for gpu in parse_csv(gpus, _QUERY)}
     return {index: node for index, node in nodes.items() if node is not None}
 
@@ -103,7 +103,7 @@ def _number(pattern: str, text: str) -> int:
 # --- judging -----------------------------------------------------------------------------------------------------------
 
 
-def judge(seen: Seen) -> Cluster:
+def judge(seen: LocalMachine) -> Cluster:
     """The cluster of what was found: Slurm's default partition, else this machine alone.
 
     Raises UserError (exit 75) inside of a job whose Slurm says nothing: this machine alone would be the wrong cluster.
@@ -161,7 +161,7 @@ class _Shape:
     memory_mib: int
 
 
-def _slurm(seen: Seen, notes: list[str]) -> Cluster | None:
+def _slurm(seen: LocalMachine, notes: list[str]) -> Cluster | None:
     nodes = [found for line in seen.nodes.splitlines() if (found := fields(line)).get("NodeName")]
     partition = _partition(seen.partitions, notes)
     if not nodes or partition is None:
@@ -244,7 +244,7 @@ def _shape(node: dict[str, str]) -> _Shape:
     return _Shape(count, tuple(types), sockets, cores, usable, memory)
 
 
-def _hosts(workers: list[tuple[str, str]], seen: Seen) -> list[Host]:
+def _hosts(workers: list[tuple[str, str]], seen: LocalMachine) -> list[Host]:
     """The compute nodes, the controller, and this machine, from which jobs are submitted."""
     roles: dict[str, list[str]] = {name: ["compute"] for name, _ in workers}
     addresses = dict(workers)
@@ -263,7 +263,7 @@ def _add_role(roles: dict[str, list[str]], addresses: dict[str, str], name: str,
         addresses.setdefault(known, address)
 
 
-def _here(seen: Seen, workers: list[str], gpus: int) -> dict[str, Any]:
+def _here(seen: LocalMachine, workers: list[str], gpus: int) -> dict[str, Any]:
     """What only a compute node can tell, where this machine is one: the GPU's model and the NUMA map."""
     if same_host(seen.hostname, workers) is None:
         return {}
@@ -272,7 +272,7 @@ def _here(seen: Seen, workers: list[str], gpus: int) -> dict[str, Any]:
     return {"gpu": _model(parse_csv(seen.gpus, _QUERY)), "numa_gpus": groups, "numa_cpus": cpus}
 
 
-def _groups(seen: Seen, gpus: int) -> tuple[tuple[int, ...], ...]:
+def _groups(seen: LocalMachine, gpus: int) -> tuple[tuple[int, ...], ...]:
     """The GPUs of each NUMA node; empty where one of the node's ``gpus`` is not known.
 
     Inside of a job's cgroup ``nvidia-smi`` shows only the job's GPUs, counted from 0: a map of fewer is not the node's.
@@ -293,7 +293,7 @@ def _model(gpus: Sequence[Gpu]) -> str | None:
     return recognise(names.pop()) if len(names) == 1 else None
 
 
-def _machine(seen: Seen, notes: list[str]) -> Cluster:
+def _machine(seen: LocalMachine, notes: list[str]) -> Cluster:
     """This machine alone."""
     rows = parse_csv(seen.gpus, _QUERY)
     cores = len(set(seen.topology.values())) or 1

@@ -73,7 +73,7 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
-class Counted:
+class ParameterCount:
     """The parameters of a model, exact."""
 
     layers: tuple[LayerKind, ...]

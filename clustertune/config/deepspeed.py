@@ -75,7 +75,7 @@ REDUCED_IN = "communication_data_type"
 
 
 @dataclass(frozen=True)
-class Meant:
+class RecipeValues:
     """What the recipe says of the values that DeepSpeed's file says too."""
 
     train: Mapping[str, Any]
@@ -132,21 +132,21 @@ def read(
     architecture: Mapping[str, Any] | None,
     *,
     lora: bool,
-) -> Meant:
+) -> RecipeValues:
     """The recipe's own keys, ``batch`` being its global batch size."""
     sizes = [(architecture or {}).get(key) for key in ("hidden_size", "vocab_size", "intermediate_size")]
     hidden, vocabulary, inner = (size if isinstance(size, int) else 0 for size in sizes)
     micro = int(train.get("per_device_train_batch_size") or DEFAULT_MICRO_BATCH)
     counted = count(architecture or {})
     largest = -(-(counted.largest if counted else hidden * max(vocabulary, inner)) // world)
-    return Meant(train, int(batch), micro, accumulation, dp, hidden or None, largest, lora)
+    return RecipeValues(train, int(batch), micro, accumulation, dp, hidden or None, largest, lora)
 
 
 Wrong = Iterator[tuple[str, str, str | None]]
 """A dotted key path, what is wrong with it, and what to do."""
 
 
-def find_problems(document: Document, meant: Meant) -> Iterator[Found]:
+def find_problems(document: Document, meant: RecipeValues) -> Iterator[Found]:
     """Everything that is wrong with the file, by itself and against the recipe's train section."""
     body = document.data
     for path, message, fix in (
@@ -161,7 +161,7 @@ def find_problems(document: Document, meant: Meant) -> Iterator[Found]:
         yield ("deepspeed", *path.split(".")), message, fix
 
 
-def filled(body: Mapping[str, Any], meant: Meant) -> list[Derived]:
+def filled(body: Mapping[str, Any], meant: RecipeValues) -> list[Derived]:
     """The value of each ``auto`` in the file, with its reason."""
     found = []
     for key, value, reason in (*meant.values(), *meant.sizes()):
@@ -256,7 +256,7 @@ def _check_nvme(path: str, given: Any, from_command_line: Callable[[str], bool])
     yield key, text, 'write "auto": storage.scratch of the cluster file holds it, in a folder for each job'
 
 
-def _check_buffers(body: Mapping[str, Any], meant: Meant) -> Wrong:
+def _check_buffers(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
     """A buffer between memory and NVMe takes one rank's part of a weight (swap_tensor/partitioned_param_swapper.py)."""
     offload = get(body, f"{ZERO}.offload_param")
     if not isinstance(offload, Mapping) or offload.get("device") != "nvme":
@@ -271,7 +271,7 @@ def _check_buffers(body: Mapping[str, Any], meant: Meant) -> Wrong:
         yield f"{ZERO}.offload_param.buffer_size", text, f"write at least {meant.largest}"
 
 
-def _check_meant(body: Mapping[str, Any], meant: Meant) -> Wrong:
+def _check_meant(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
     """What the recipe says as well must be the same, and must not be left to another default."""
     missing = {
         "train_micro_batch_size_per_gpu": "DeepSpeed refuses a file without it",
@@ -291,7 +291,7 @@ def _check_meant(body: Mapping[str, Any], meant: Meant) -> Wrong:
             yield key, f"{show_value(given)}, while {where.partition(':')[0]} is {show_value(value)}", 'write "auto"'
 
 
-def _check_optimizer(body: Mapping[str, Any], meant: Meant) -> Wrong:
+def _check_optimizer(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
     named = str(meant.get("optim"))
     kind = get(body, "optimizer.type")
     if body.get("optimizer") is not None:
@@ -310,7 +310,7 @@ def _check_optimizer(body: Mapping[str, Any], meant: Meant) -> Wrong:
         yield f"{ZERO}.offload_optimizer.device", text, fix
 
 
-def _check_scheduler(body: Mapping[str, Any], meant: Meant) -> Wrong:
+def _check_scheduler(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
     if body.get("scheduler") is None:
         return
     kind, named = get(body, "scheduler.type"), str(meant.get("lr_scheduler_type"))

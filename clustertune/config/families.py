@@ -15,7 +15,7 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """Some of a layer: its linears, its other parameters, and what it computes."""
 
     linears: tuple[Linear, ...]
@@ -39,7 +39,7 @@ def attention(
     qk_norm: str = "",
     fused: bool = False,
     query_factor: int = 1,
-) -> Part:
+) -> LayerPart:
     """q, k, v and o, or qkv and o where they are ``fused``.
 
     ``qk_norm``: "head" for one norm that all heads share, "all" for one over all heads, "optional" for the latter where
@@ -58,20 +58,22 @@ def attention(
     linears += (Linear("self_attn.o_proj", query, hidden, out_bias),)
     wide = qk_norm == "all" or (qk_norm == "optional" and values.flag("use_qk_norm"))
     norms = query + keys if wide else 2 * head if qk_norm == "head" else 0
-    return Part(linears, norms, attention=Attention(heads, groups, head, head, window(values, layer)))
+    return LayerPart(linears, norms, attention=Attention(heads, groups, head, head, window(values, layer)))
 
 
-def gated(prefix: str, hidden: int, inner: int, names: tuple[str, ...] = GATED, *, bias: bool = False) -> Part:
+def gated(prefix: str, hidden: int, inner: int, names: tuple[str, ...] = GATED, *, bias: bool = False) -> LayerPart:
     """A gate and an up projection, in one matrix where ``names`` are two, and a down projection."""
     last = Linear(f"{prefix}.{names[-1]}", inner, hidden, bias)
     first = [Linear(f"{prefix}.{name}", hidden, 2 * inner if len(names) == 2 else inner, bias) for name in names[:-1]]
-    return Part((*first, last), inner=inner)
+    return LayerPart((*first, last), inner=inner)
 
 
-def plain(prefix: str, hidden: int, inner: int, names: tuple[str, ...], *, bias: bool = False) -> Part:
+def plain(prefix: str, hidden: int, inner: int, names: tuple[str, ...], *, bias: bool = False) -> LayerPart:
     """An up and a down projection without a gate."""
     up, down = names
-    return Part((Linear(f"{prefix}.{up}", hidden, inner, bias), Linear(f"{prefix}.{down}", inner, hidden, bias)), inner=inner)
+    return LayerPart(
+        (Linear(f"{prefix}.{up}", hidden, inner, bias), Linear(f"{prefix}.{down}", inner, hidden, bias)), inner=inner
+    )
 
 
 # --- mixtures of experts, latent attention (DeepSeek), a recurrent state (Qwen3-Next) ----------------------------------
@@ -84,7 +86,7 @@ _CHUNK = 64
 
 def experts(
     prefix: str, values: Values, number: int, inner: int, *, router: str = "gate", bias: bool = False, bare_router: bool = True
-) -> Part:
+) -> LayerPart:
     """The router and the experts, whose gate and up projections transformers 5 keeps in one 3-dimensional parameter."""
     hidden, chosen = values.hidden, values.whole("num_experts_per_tok")
     linears = (
@@ -92,10 +94,10 @@ def experts(
         Linear(f"{prefix}.experts.gate_up_proj", hidden, 2 * inner, bias, number, chosen, bare=True),
         Linear(f"{prefix}.experts.down_proj", inner, hidden, bias, number, chosen, bare=True),
     )
-    return Part(linears, inner=chosen * inner)
+    return LayerPart(linears, inner=chosen * inner)
 
 
-def _together(first: Part, *rest: Part, norms: int) -> LayerKind:
+def _together(first: LayerPart, *rest: LayerPart, norms: int) -> LayerKind:
     """One layer of its parts; the first has the attention."""
     parts = (first, *rest)
     linears = tuple(linear for part in parts for linear in part.linears)
@@ -110,7 +112,7 @@ def _is_sparse(values: Values, layer: int) -> bool:
     return layer not in dense and int(values.get("num_experts") or 0) > 0 and (layer + 1) % step == 0
 
 
-def _qwen_block(values: Values, layer: int) -> tuple[Part, ...]:
+def _qwen_block(values: Values, layer: int) -> tuple[LayerPart, ...]:
     """The feed-forward part of Qwen's layers: dense, or experts with (Qwen2-MoE, Qwen3-Next) or without a shared one."""
     hidden = values.hidden
     if not _is_sparse(values, layer):
@@ -119,7 +121,7 @@ def _qwen_block(values: Values, layer: int) -> tuple[Part, ...]:
     if values.kind == "qwen3_moe":
         return (routed,)
     shared = gated("mlp.shared_expert", hidden, values.whole("shared_expert_intermediate_size"))
-    return routed, shared, Part((Linear("mlp.shared_expert_gate", hidden, 1),))
+    return routed, shared, LayerPart((Linear("mlp.shared_expert_gate", hidden, 1),))
 
 
 def mixture_layer(values: Values, layer: int) -> LayerKind:
@@ -159,7 +161,7 @@ def llama4_layer(values: Values, layer: int) -> LayerKind:
     return _together(first, routed, gated("feed_forward.shared_expert", hidden, inner), norms=2 * hidden)
 
 
-def _latent_attention(values: Values) -> Part:
+def _latent_attention(values: Values) -> LayerPart:
     """Multi-head latent attention: queries (where ``q_lora_rank``) and keys with values go through narrow matrices."""
     hidden, heads, bias = values.hidden, values.heads, values.flag("attention_bias")
     rope, narrow = values.whole("qk_rope_head_dim"), values.whole("kv_lora_rank")
@@ -178,7 +180,7 @@ def _latent_attention(values: Values) -> Part:
         Linear("self_attn.kv_b_proj", narrow, heads * (nope + wide)),
         Linear("self_attn.o_proj", heads * wide, hidden, bias),
     )
-    return Part(linears, int(rank or 0) + narrow, attention=Attention(heads, heads, nope + rope, wide))
+    return LayerPart(linears, int(rank or 0) + narrow, attention=Attention(heads, heads, nope + rope, wide))
 
 
 def deepseek_layer(values: Values, layer: int) -> LayerKind:
@@ -215,7 +217,7 @@ def qwen3_next_layer(values: Values, layer: int) -> LayerKind:
     return _together(first, *_qwen_block(values, layer), norms=2 * values.hidden)
 
 
-def _delta_rule(values: Values) -> Part:
+def _delta_rule(values: Values) -> LayerPart:
     """The gated delta rule: a state of key x value numbers per head instead of attention over all tokens.
 
     Its work is written as a window: the 64 tokens of a chunk, and as many as cost what reading and writing the state does,
@@ -231,7 +233,7 @@ def _delta_rule(values: Values) -> Part:
     )
     convolution = (2 * keys + width) * values.whole("linear_conv_kernel_dim")
     other = convolution + 2 * heads + value
-    return Part(linears, other, attention=Attention(heads, groups, key, value, _CHUNK + 2 * key * value // (key + value)))
+    return LayerPart(linears, other, attention=Attention(heads, groups, key, value, _CHUNK + 2 * key * value // (key + value)))
 
 
 # --- families ----------------------------------------------------------------------------------------------------------

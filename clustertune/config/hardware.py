@@ -33,7 +33,7 @@ class Sourced(Section):
     """For each figure a link, or what was read where; ``assumed`` and why, where nothing is published."""
 
 
-class Gpu(Sourced):
+class GpuModel(Sourced):
     """One model of GPU."""
 
     vendor: Literal["nvidia"]
@@ -100,7 +100,7 @@ class StorageFacts(Sourced):
     write_gb_s: Figure
 
 
-class NodeFacts(Sourced):
+class NodeHardware(Sourced):
     """The node around a GPU where none is described, per GPU."""
 
     network: Literal[NETWORKS]  # type: ignore[valid-type]
@@ -114,12 +114,12 @@ class NodeFacts(Sourced):
 class HardwareFile(Section):
     """The whole file."""
 
-    gpus: dict[Plain, Gpu]
+    gpus: dict[Plain, GpuModel]
     links: dict[Plain, LinkFacts]
     host_links: dict[Plain, LinkFacts]
     networks: dict[Plain, NetworkFacts]
     storage: StorageFacts
-    nodes: dict[Literal["nvlink5", "nvlink4", "nvlink3", "nvlink2", "pcie"], NodeFacts]
+    nodes: dict[Literal["nvlink5", "nvlink4", "nvlink3", "nvlink2", "pcie"], NodeHardware]
 
 
 NO_FIGURE = (
@@ -135,7 +135,7 @@ def read_hardware(path: Path = HARDWARE) -> HardwareFile:
     return read_model(HardwareFile, document, _find_problems)
 
 
-def load_hardware(path: Path = HARDWARE) -> dict[str, Gpu]:
+def load_hardware(path: Path = HARDWARE) -> dict[str, GpuModel]:
     """The GPUs by name. Raises UserError with every problem of the file."""
     return read_hardware(path).gpus
 
@@ -180,7 +180,7 @@ def _missing(hardware: HardwareFile) -> Iterator[Found]:
                 yield (section, name, "latency_us"), "missing", None
 
 
-def _gpu(gpu: Gpu) -> Iterator[tuple[str, str, str | None]]:
+def _gpu(gpu: GpuModel) -> Iterator[tuple[str, str, str | None]]:
     # 48 GB with ECC leave 44.4 GiB; less than that share is a typing error, more than was sold as well.
     if not 0.9 * gpu.memory_gb <= gpu.usable_gib <= gpu.memory_gb:
         yield "usable_gib", f"{gpu.usable_gib} GiB cannot be what a GPU of {gpu.memory_gb:g} GB leaves", None
@@ -197,7 +197,7 @@ def _gpu(gpu: Gpu) -> Iterator[tuple[str, str, str | None]]:
         yield "fp8_tflops", message, "give both without sparsity, with fp32 accumulation"
 
 
-def _names(gpus: dict[str, Gpu]) -> Iterator[Found]:
+def _names(gpus: dict[str, GpuModel]) -> Iterator[Found]:
     owners: dict[str, str] = {}
     for name, gpu in gpus.items():
         for key in ("names", "types"):
@@ -248,7 +248,7 @@ Money = Annotated[Number, Field(ge=0, le=100_000)]
 IsoDate = Annotated[str, AfterValidator(_date)]
 
 
-class Entry(Section):
+class GpuPrices(Section):
     """The prices of one GPU."""
 
     on_demand: Money | None = None
@@ -266,10 +266,10 @@ class PriceFile(Section):
     date: IsoDate
     currency: Annotated[str, Field(pattern=r"^[A-Z]{3}$")]
     """ISO 4217."""
-    gpus: dict[Plain, Entry]
+    gpus: dict[Plain, GpuPrices]
 
 
-class Price(Entry):
+class Price(GpuPrices):
     """What a GPU-hour costs."""
 
     currency: str

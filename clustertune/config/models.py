@@ -31,7 +31,7 @@ _OF_THE_PROGRAM = frozenset({
 """Keys of a ``config.json`` that describe no architecture, or layers that are not trained."""
 
 
-class Entry(Section):
+class KnownModel(Section):
     """A model of the list."""
 
     revision: HubCommit
@@ -46,7 +46,7 @@ class Entry(Section):
 class ModelFile(Section):
     """The whole file."""
 
-    models: dict[HubName, Entry]
+    models: dict[HubName, KnownModel]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Model:
 
 
 @cache
-def read_models(path: Path = MODELS) -> Mapping[str, Entry]:
+def read_models(path: Path = MODELS) -> Mapping[str, KnownModel]:
     """The list. Raises UserError with every problem of the file."""
     document = read_yaml(path, "ops/models.yaml" if path == MODELS else str(path))
     return read_model(ModelFile, document, _find_problems).models
@@ -108,11 +108,11 @@ def find_model(given: str) -> Model:
     return _of_recipe(given)
 
 
-def _listed(name: str, entry: Entry) -> Model:
+def _listed(name: str, entry: KnownModel) -> Model:
     return Model({"name": name, "revision": entry.revision}, entry.config, entry.pad_token, tuple(_obstacles(name, entry)))
 
 
-def _obstacles(name: str, entry: Entry) -> Iterator[str]:
+def _obstacles(name: str, entry: KnownModel) -> Iterator[str]:
     """Why the published weights of a listed model are not trained as they are, and what to do."""
     if entry.stored:
         yield f"the Hub's weights of {name} are stored in {entry.stored}: name a folder with a bfloat16 copy in model.path"

@@ -18,7 +18,7 @@ from clustertune.host.credentials import holds_secret
 
 
 @dataclass(frozen=True)
-class Range:
+class NumberRange:
     """Allowed numbers: from ``low`` to ``high``, the ends included unless open."""
 
     low: float = -math.inf
@@ -51,24 +51,24 @@ class Range:
         return text + "".join(f", or {value:g}" for value in self.also)
 
 
-_AT_LEAST_1 = Range(1)
-_NOT_NEGATIVE = Range(0)
-_STEPS = Range(0, low_open=True, whole_from_one=True)
-_SHARE = Range(0, 1, high_open=True)
+_AT_LEAST_1 = NumberRange(1)
+_NOT_NEGATIVE = NumberRange(0)
+_STEPS = NumberRange(0, low_open=True, whole_from_one=True)
+_SHARE = NumberRange(0, 1, high_open=True)
 
 TRAIN_RANGES = {
-    "learning_rate": Range(0, 1, low_open=True, high_open=True),
-    "weight_decay": Range(0, 1, high_open=True),
-    "warmup_steps": Range(0, whole_from_one=True),
+    "learning_rate": NumberRange(0, 1, low_open=True, high_open=True),
+    "weight_decay": NumberRange(0, 1, high_open=True),
+    "warmup_steps": NumberRange(0, whole_from_one=True),
     "adam_beta1": _SHARE,
     "adam_beta2": _SHARE,
-    "adam_epsilon": Range(0, 1, low_open=True, high_open=True),
+    "adam_epsilon": NumberRange(0, 1, low_open=True, high_open=True),
     "max_grad_norm": _NOT_NEGATIVE,
     "label_smoothing_factor": _SHARE,
-    "neftune_noise_alpha": Range(0, low_open=True),
-    "num_train_epochs": Range(0, low_open=True),
-    "max_steps": Range(1, also=(-1,)),
-    "max_length": Range(8),
+    "neftune_noise_alpha": NumberRange(0, low_open=True),
+    "num_train_epochs": NumberRange(0, low_open=True),
+    "max_steps": NumberRange(1, also=(-1,)),
+    "max_length": NumberRange(8),
     "per_device_train_batch_size": _AT_LEAST_1,
     "per_device_eval_batch_size": _AT_LEAST_1,
     "eval_accumulation_steps": _AT_LEAST_1,
@@ -83,20 +83,20 @@ TRAIN_RANGES = {
     "dataloader_prefetch_factor": _AT_LEAST_1,
     "ddp_timeout": _AT_LEAST_1,
     # numpy, which set_seed seeds too, takes 32 bits.
-    "seed": Range(0, 2**32 - 1),
-    "data_seed": Range(0, 2**32 - 1),
+    "seed": NumberRange(0, 2**32 - 1),
+    "data_seed": NumberRange(0, 2**32 - 1),
 }
 
 DPO_RANGES = {
-    "beta": Range(0, low_open=True),
-    "ld_alpha": Range(0, 1),
-    "label_smoothing": Range(0, 0.5, high_open=True),
-    "discopop_tau": Range(0, low_open=True),
+    "beta": NumberRange(0, low_open=True),
+    "ld_alpha": NumberRange(0, 1),
+    "label_smoothing": NumberRange(0, 0.5, high_open=True),
+    "discopop_tau": NumberRange(0, low_open=True),
 }
 
 LORA_RANGES = {
-    "r": Range(1, 65536),
-    "lora_alpha": Range(0, low_open=True),
+    "r": NumberRange(1, 65536),
+    "lora_alpha": NumberRange(0, low_open=True),
     "lora_dropout": _SHARE,
 }
 

@@ -29,7 +29,7 @@ _SECTIONS = {"FSDP2": "fsdp_config", "ZeRO": "deepspeed_config"}
 
 
 @dataclass(frozen=True)
-class Layout:
+class RequestedLayout:
     """A distribution that overrides can ask for. The sizes are those of :class:`clustertune.plan.strategy.Strategy`."""
 
     kind: str
@@ -51,7 +51,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Source:
+class RecipeSource:
     """A recipe as it was named on the command line."""
 
     resolved: Resolved
@@ -73,7 +73,7 @@ def _covers(key: str, other: str) -> bool:
     return key == other or other.startswith(key + ".")
 
 
-def distribution(resolved: Resolved, layout: Layout) -> list[str]:
+def distribution(resolved: Resolved, layout: RequestedLayout) -> list[str]:
     """The overrides that turn a recipe's distribution into ``layout``."""
     found = [f"slurm.nodes={layout.nodes}"] if layout.nodes != resolved.recipe.slurm.nodes else []
     found += loaded(resolved, layout.base)
@@ -154,7 +154,7 @@ def loading(method: str) -> dict[str, object]:
     return {"dtype": "bfloat16", **({_QUANTISATION.rpartition(".")[2]: four} if method == "qlora" else {})}
 
 
-def _megatron(resolved: Resolved, layout: Layout) -> list[str]:
+def _megatron(resolved: Resolved, layout: RequestedLayout) -> list[str]:
     known = resolved.recipe.megatron or Megatron()
     wanted = {
         "tensor_model_parallel_size": layout.tp,
@@ -177,7 +177,7 @@ def _word(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _fsdp(resolved: Resolved, layout: Layout) -> list[str]:
+def _fsdp(resolved: Resolved, layout: RequestedLayout) -> list[str]:
     """FSDP2's own keys; FSDP1's mean nothing under version 2 and are refused there."""
     config = acc.section(resolved.accelerate, "fsdp_config")
     found = []
@@ -200,7 +200,7 @@ def _flag(resolved: Resolved, key: str, value: bool, *, default: bool = False) -
     return [] if known == value and config else [f"accelerate.{acc.key_of(key)}={str(value).lower()}"]
 
 
-def _axes(resolved: Resolved, layout: Layout) -> list[str]:
+def _axes(resolved: Resolved, layout: RequestedLayout) -> list[str]:
     """The sizes of ``parallelism_config``; none where all ranks shard."""
     known = acc.section(resolved.accelerate, "parallelism_config")
     world = layout.nodes * resolved.recipe.slurm.gpus_per_node
@@ -216,7 +216,7 @@ def _axes(resolved: Resolved, layout: Layout) -> list[str]:
     return found
 
 
-def _zero(resolved: Resolved, layout: Layout) -> list[str]:
+def _zero(resolved: Resolved, layout: RequestedLayout) -> list[str]:
     """DeepSpeed through accelerate's own keys; a file of the recipe would be the only one that is read."""
     config = acc.section(resolved.accelerate, "deepspeed_config")
     wanted: dict[str, object] = {"zero_stage": int(layout.kind.removeprefix("ZeRO-"))}

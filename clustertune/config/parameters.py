@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from clustertune.config.counted import Counted, LayerKind, Linear
+from clustertune.config.counted import LayerKind, Linear, ParameterCount
 from clustertune.config.families import FAMILIES, Names
 from clustertune.config.values import Values, module_names, window
 
@@ -65,13 +65,13 @@ def _layers(text: str) -> tuple[LayerKind, ...]:
     return tuple(layer(values, index) for index in range(values.layers))
 
 
-def count(architecture: Mapping[str, Any]) -> Counted | None:
+def count(architecture: Mapping[str, Any]) -> ParameterCount | None:
     """Everything that a model is made of; None where the family is not known. Values are those of a checked model.json."""
     return _count(json.dumps(architecture)) if is_counted(architecture) else None
 
 
 @lru_cache(maxsize=64)
-def _count(text: str) -> Counted:
+def _count(text: str) -> ParameterCount:
     """Counted once for an architecture's JSON: a search over layouts asks again and again."""
     architecture = json.loads(text)
     values = Values(architecture)
@@ -79,7 +79,7 @@ def _count(text: str) -> Counted:
     kinds = Counter(layers_of(architecture))
     hidden, vocabulary, tied = values.hidden, values.whole("vocab_size"), values.flag("tie_word_embeddings")
     positions = values.whole("max_position_embeddings") if family.positions else 0
-    return Counted(
+    return ParameterCount(
         layers=tuple(replace(kind, count=number) for kind, number in kinds.items()),
         hidden=hidden,
         vocabulary=vocabulary,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from clustertune.containers import lock as locks
 from clustertune.containers import lockfile, pins, standin, wheelhouse
-from clustertune.containers.lockfile import Lock
+from clustertune.containers.lockfile import PackageLock
 from clustertune.containers.wheelhouse import Wheel
 from clustertune.errors import Problem, UserError
 from clustertune.lock import in_turn
@@ -58,7 +58,7 @@ class BuildRequest:
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseImage:
     """What an image starts from."""
 
     name: str
@@ -111,7 +111,7 @@ def request(args: argparse.Namespace) -> BuildRequest:
     return BuildRequest(args.kind, args.definition, args.variant, extras, args.base, args.out, args.tag, args.dry_run)
 
 
-def locked(what: BuildRequest) -> Lock | None:
+def locked(what: BuildRequest) -> PackageLock | None:
     """The lock with its layers, held to the pins. Raises UserError where a version was moved in one place only."""
     if not what.lock_name:
         return None
@@ -125,7 +125,7 @@ def locked(what: BuildRequest) -> Lock | None:
     return whole
 
 
-def base_of(what: BuildRequest, python: str, say: Say) -> Base:
+def base_of(what: BuildRequest, python: str, say: Say) -> BaseImage:
     """What it starts from; a stand-in is made once and kept."""
     if what.base == STANDIN:
         if what.definition == "megatron":
@@ -135,10 +135,10 @@ def base_of(what: BuildRequest, python: str, say: Say) -> Base:
         archive = WORK / f"standin-{standin.suite_of(python)}.tar"
         if not archive.exists() and not what.dry_run:
             standin.make(python, archive, say)
-        return Base(f"stand-in {standin.suite_of(python)}", archive)
+        return BaseImage(f"stand-in {standin.suite_of(python)}", archive)
     if what.base and not _REFERENCE.fullmatch(what.base):
-        return Base(Path(what.base).name, Path(what.base).resolve())
-    return Base(what.base or pins.read_bases()["BASE_MEGATRON" if what.definition == "megatron" else "BASE_TRAIN"])
+        return BaseImage(Path(what.base).name, Path(what.base).resolve())
+    return BaseImage(what.base or pins.read_bases()["BASE_MEGATRON" if what.definition == "megatron" else "BASE_TRAIN"])
 
 
 REGISTRIES = {"docker.io": "registry-1.docker.io"}
@@ -146,7 +146,7 @@ REGISTRIES = {"docker.io": "registry-1.docker.io"}
 REGISTRY_SECONDS = 10
 
 
-def look_for_registry(base: Base, say: Say) -> None:
+def look_for_registry(base: BaseImage, say: Say) -> None:
     """Say where the base's registry does not answer, before gigabytes are fetched. An engine may know a mirror: it goes on."""
     if base.archive is not None:
         return
@@ -163,7 +163,7 @@ def look_for_registry(base: Base, say: Say) -> None:
             say(f"note: {host} does not answer ({reason}): without a mirror of it the build fails at its base -> BASE=standin")
 
 
-def gather(what: BuildRequest, lock: Lock | None, say: Say) -> tuple[Base, Path | None, list[Wheel]]:
+def gather(what: BuildRequest, lock: PackageLock | None, say: Say) -> tuple[BaseImage, Path | None, list[Wheel]]:
     """The base, and the lock's wheelhouse with its wheels: one build at a time, for both are kept for the next one."""
     with in_turn(WORK / "lock", lambda: say("another build is gathering: waiting for it")):
         base = base_of(what, lock.python if lock else "3.12", say)
@@ -171,13 +171,13 @@ def gather(what: BuildRequest, lock: Lock | None, say: Say) -> tuple[Base, Path 
         return (base, *wheels_of(what, lock, say)) if lock else (base, None, [])
 
 
-def wheels_of(what: BuildRequest, lock: Lock, say: Say) -> tuple[Path, list[Wheel]]:
+def wheels_of(what: BuildRequest, lock: PackageLock, say: Say) -> tuple[Path, list[Wheel]]:
     """The wheelhouse of the lock and its layers."""
     folder = WORK / "wheels" / "+".join((lock.name, *what.extras))
     return folder, wheelhouse.fill(lock, folder, WORK / "tools", say)
 
 
-def lay_out(context: Path, lock: Lock | None, wheels: Path | None, recipe: Path) -> None:
+def lay_out(context: Path, lock: PackageLock | None, wheels: Path | None, recipe: Path) -> None:
     """The folder that the engine builds in: the recipe, what goes into the image, and nothing of this machine."""
     shutil.copy(recipe, context / recipe.name)
     if lock and wheels:
@@ -189,7 +189,7 @@ def lay_out(context: Path, lock: Lock | None, wheels: Path | None, recipe: Path)
         path.chmod(0o644)
 
 
-def labels(lock: Lock | None, base: Base) -> dict[str, str]:
+def labels(lock: PackageLock | None, base: BaseImage) -> dict[str, str]:
     """The build arguments that become labels."""
     if lock is None:
         return {"base_name": base.name}

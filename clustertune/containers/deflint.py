@@ -37,7 +37,7 @@ LINT_SECONDS = 60
 
 
 @dataclass(frozen=True)
-class Section:
+class DefinitionSection:
     """A section's name, the line of its ``%name``, and its lines."""
 
     name: str
@@ -51,7 +51,7 @@ class Definition:
 
     header: tuple[tuple[int, str, str], ...]
     """Line, key in lower case, value."""
-    sections: tuple[Section, ...]
+    sections: tuple[DefinitionSection, ...]
     stray: tuple[int, ...]
     """Lines in front of the first section that are no ``Key: value``."""
 
@@ -75,7 +75,7 @@ def read(text: str) -> Definition:
         opened = re.match(r"%(\S*)", line)
         if opened:
             if name:
-                sections.append(Section(name, start, tuple(body)))
+                sections.append(DefinitionSection(name, start, tuple(body)))
             name, start, body = opened[1], number, []
         elif name:
             body.append(line)

@@ -20,7 +20,7 @@ from typing import Any
 from clustertune.containers import sbom, wheelhouse
 from clustertune.containers.build import (
     WORK,
-    Base,
+    BaseImage,
     BuildRequest,
     Say,
     base_of,
@@ -30,7 +30,7 @@ from clustertune.containers.build import (
     lay_out,
     locked,
 )  # fmt: skip
-from clustertune.containers.lockfile import Lock
+from clustertune.containers.lockfile import PackageLock
 from clustertune.containers.pins import FOLDER
 from clustertune.containers.wheelhouse import Wheel
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
@@ -57,7 +57,7 @@ exec "$@"
 class Gathered:
     """What an image is built from."""
 
-    base: Base
+    base: BaseImage
     wheelhouse: Path | None
     """None: the base has all."""
     wheels: list[Wheel]
@@ -152,7 +152,7 @@ def in_sif(program: str, image: Path, *command: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _gathered(what: BuildRequest, lock: Lock | None, recipe: str, image: str, say: Say) -> Iterator[Gathered]:
+def _gathered(what: BuildRequest, lock: PackageLock | None, recipe: str, image: str, say: Say) -> Iterator[Gathered]:
     """What a build needs, for as long as it takes. Raises UserError where storage fails."""
     try:
         base, folder, wheels = gather(what, lock, say)
@@ -182,7 +182,7 @@ def build_sif(what: BuildRequest, say: Say) -> dict[str, Any]:
             return _publish(part, out, lock, given, inventory, started)
 
 
-def _sif_command(what: BuildRequest, program: str, lock: Lock | None, gathered: Gathered, out: Path) -> list[str]:
+def _sif_command(what: BuildRequest, program: str, lock: PackageLock | None, gathered: Gathered, out: Path) -> list[str]:
     """Everything relative to the context: what stands in the definition ends up in the image."""
     base, context = gathered.base, gathered.context
     given = labels(lock, base)
@@ -264,7 +264,7 @@ def _link(source: Path, target: Path) -> None:
         shutil.copy(source, target)
 
 
-def _loaded(engine: str, base: Base) -> str:
+def _loaded(engine: str, base: BaseImage) -> str:
     """The base's name for ``FROM``: an archive is loaded first."""
     if base.archive is None:
         return base.name
@@ -288,7 +288,7 @@ def _inventory(command: Sequence[str]) -> Mapping[str, Any]:
     return dict(json.loads(reply))
 
 
-def _plan(what: BuildRequest, lock: Lock | None, base: Base, program: str, image: str) -> dict[str, Any]:
+def _plan(what: BuildRequest, lock: PackageLock | None, base: BaseImage, program: str, image: str) -> dict[str, Any]:
     recipe = "Dockerfile" if what.kind == "build-image" else f"{what.definition}.def"
     return {
         "image": image, "with": program, "definition": f"containers/{recipe}", "lock": lock.name if lock else None,
@@ -306,7 +306,7 @@ def _partial(out: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def _write_bill(beside: Path, name: str, lock: Lock, given: Gathered, inventory: Mapping[str, Any]) -> dict[str, Any]:
+def _write_bill(beside: Path, name: str, lock: PackageLock, given: Gathered, inventory: Mapping[str, Any]) -> dict[str, Any]:
     """Write the SBOM of image ``name`` next to ``beside``. Returns what the result says of it."""
     document = sbom.document(name, lock, given.wheels, inventory, given.base.name, datetime.now(UTC))
     bill = beside.with_name(beside.name + ".cdx.json")
@@ -315,7 +315,7 @@ def _write_bill(beside: Path, name: str, lock: Lock, given: Gathered, inventory:
 
 
 def _publish(
-    part: Path, out: Path, lock: Lock | None, given: Gathered, inventory: Mapping[str, Any] | None, started: float
+    part: Path, out: Path, lock: PackageLock | None, given: Gathered, inventory: Mapping[str, Any] | None, started: float
 ) -> dict[str, Any]:
     """The image in its place, and beside it the SBOM and, last, the sum: who finds the sum finds a whole image."""
     total = out.with_name(out.name + ".sha256")

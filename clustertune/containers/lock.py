@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.containers import lockfile, pins
-from clustertune.containers.lockfile import Entry, Lock
+from clustertune.containers.lockfile import LockedPackage, PackageLock
 from clustertune.containers.pins import BUILD, DEV, EXTRA, PY, REF, Pins, normal
 from clustertune.containers.wheelhouse import file_digest
 from clustertune.errors import ExitCode, Problem, UserError
@@ -32,7 +32,7 @@ _CUDA_ONLY = re.compile(r"(nvidia|cuda)-(?!ml-py$).*|triton")
 
 
 @dataclass(frozen=True)
-class Spec:
+class LockSpec:
     """What a lock holds."""
 
     name: str
@@ -100,14 +100,14 @@ def build_tools(found: Pins) -> list[str]:
 LAYERS = ("deepspeed", "ray", "liger-kernel")
 """Extras that resolve with the training image's own versions."""
 SPECS = (
-    Spec("build", build_tools, "3.11", ANY),
-    Spec("train", stack),
-    Spec("train-aarch64", stack, platform=ARM),
+    LockSpec("build", build_tools, "3.11", ANY),
+    LockSpec("train", stack),
+    LockSpec("train-aarch64", stack, platform=ARM),
     # Python 3.11: of torch's CPU build a wheel for it could be had and hashed where this lock was made.
-    Spec("train-cpu", cpu_stack, "3.11"),
-    *(Spec(f"extra-{name}", extra(name), on_top_of="train") for name in LAYERS),
-    Spec("vllm", serving),
-    Spec("reference", reference),
+    LockSpec("train-cpu", cpu_stack, "3.11"),
+    *(LockSpec(f"extra-{name}", extra(name), on_top_of="train") for name in LAYERS),
+    LockSpec("vllm", serving),
+    LockSpec("reference", reference),
 )
 
 
@@ -122,7 +122,7 @@ def fits(wheel: str, python: str, platform: str) -> bool:
     return not own.isdisjoint(parse_tag("-".join(wheel.removesuffix(".whl").rsplit("-", 3)[1:])))
 
 
-def entries_of(pylock: Mapping[str, Any], python: str, platform: str) -> tuple[dict[str, Entry], tuple[str, ...]]:
+def entries_of(pylock: Mapping[str, Any], python: str, platform: str) -> tuple[dict[str, LockedPackage], tuple[str, ...]]:
     """The packages of uv's ``pylock.toml`` with the hashes of the files that fit, and those without such a wheel."""
     entries, sources, problems = {}, [], []
     for package in pylock["packages"]:
@@ -136,7 +136,7 @@ def entries_of(pylock: Mapping[str, Any], python: str, platform: str) -> tuple[d
             problems.append(
                 Problem(f"{version} has no file for Python {python} on {platform}", key=name, fix="take another version")
             )
-        entries[name] = Entry(name, version, tuple(sorted(hashes)))
+        entries[name] = LockedPackage(name, version, tuple(sorted(hashes)))
     if problems:
         raise UserError(problems)
     return entries, tuple(sorted(sources))
@@ -173,7 +173,7 @@ def uv_resolve(
         return tomllib.loads(out.read_text())
 
 
-def make(spec: Spec, found: Pins, known: Mapping[str, Lock], *, keep: bool = False) -> Lock:
+def make(spec: LockSpec, found: Pins, known: Mapping[str, PackageLock], *, keep: bool = False) -> PackageLock:
     """The lock that the pins give. ``known``: locks made before it, and the present ones of their names.
 
     ``keep``: with the versions of the present lock. The date alone does not fix them, for a mirror may list a file
@@ -191,10 +191,10 @@ def make(spec: Spec, found: Pins, known: Mapping[str, Lock], *, keep: bool = Fal
     if spec.on_top_of:
         entries = {name: entry for name, entry in entries.items() if name not in below}
     sources = tuple(name for name in sources if name in entries)
-    return Lock(spec.name, spec.python, spec.platform, before, entries, sources, spec.on_top_of)
+    return PackageLock(spec.name, spec.python, spec.platform, before, entries, sources, spec.on_top_of)
 
 
-def cpu_torch(version: str, present: Lock | None) -> Entry:
+def cpu_torch(version: str, present: PackageLock | None) -> LockedPackage:
     """torch's CPU build: its hash as it is locked; where the pin moved, of the file that pip finds with the user's settings.
 
     The build is on no index that uv could resolve from everywhere, so its hash is taken once and kept.
@@ -214,12 +214,12 @@ def cpu_torch(version: str, present: Lock | None) -> Entry:
             raise UserError(
                 Problem(f"pip finds no torch {version} for Python {python}", path_of("train-cpu").name, "torch", fix)
             )
-        return Entry("torch", version, (file_digest(wheels[0]),))
+        return LockedPackage("torch", version, (file_digest(wheels[0]),))
 
 
-def make_all(found: Pins, say: Callable[[str], None], *, keep: bool = False) -> dict[str, Lock]:
+def make_all(found: Pins, say: Callable[[str], None], *, keep: bool = False) -> dict[str, PackageLock]:
     """Every lock anew, from the pins; ``keep``: with the versions that are locked."""
-    known: dict[str, Lock] = {}
+    known: dict[str, PackageLock] = {}
     for spec in SPECS:
         present = _present(spec)
         known[spec.name] = made = make(spec, found, {**({spec.name: present} if present else {}), **known}, keep=keep)
@@ -227,7 +227,7 @@ def make_all(found: Pins, say: Callable[[str], None], *, keep: bool = False) -> 
     return known
 
 
-def _present(spec: Spec) -> Lock | None:
+def _present(spec: LockSpec) -> PackageLock | None:
     try:
         return lockfile.read(spec.path)
     except UserError:
@@ -242,7 +242,7 @@ def write_all(say: Callable[[str], None]) -> None:
         scratch.replace(path_of(name))
 
 
-def held_to_pins(spec: Spec, lock: Lock, found: Pins) -> list[Problem]:
+def held_to_pins(spec: LockSpec, lock: PackageLock, found: Pins) -> list[Problem]:
     """Where a lock says another thing than the pins, without asking an index."""
     file, problems = f"containers/{spec.path.name}", []
 
@@ -263,7 +263,7 @@ def held_to_pins(spec: Spec, lock: Lock, found: Pins) -> list[Problem]:
     return problems
 
 
-def check_all(say: Callable[[str], None], *, fresh: bool = True) -> dict[str, Lock]:
+def check_all(say: Callable[[str], None], *, fresh: bool = True) -> dict[str, PackageLock]:
     """``make lock-check``: every lock is hashed, held to the pins, and what resolving again with its versions gives.
 
     It fails where a package is missing or too many, where its files are others, and where a locked version is gone.

@@ -30,7 +30,7 @@ def platform_tags(platform: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LockedPackage:
     """One package: its version, and the SHA-256 of each file that may be installed."""
 
     name: str
@@ -43,7 +43,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Lock:
+class PackageLock:
     """A whole lock."""
 
     name: str
@@ -53,7 +53,7 @@ class Lock:
     """``x86_64-manylinux_2_28`` or ``any``"""
     before: str
     """The day (UTC, 00:00) before which every file was published."""
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, LockedPackage]
     from_source: tuple[str, ...] = ()
     """Packages that have no wheel: their wheels are built from the hashed source archive."""
     on_top_of: str = ""
@@ -69,7 +69,7 @@ class Lock:
         lines = [_HEAD, *(f"# {key}: {value}" for key, value in head.items())]
         return "\n".join(lines) + "\n\n" + "".join(self.entries[name].text() for name in sorted(self.entries))
 
-    def with_layer(self, layer: Lock) -> Lock:
+    def with_layer(self, layer: PackageLock) -> PackageLock:
         """The same lock with the packages of a layer. Raises UserError where both have one, in different versions."""
         merged = dict(self.entries)
         for name, entry in layer.entries.items():
@@ -77,13 +77,13 @@ class Lock:
                 problem = f"{name} is {entry.version} here and {merged[name].version} in containers/{self.name}.lock"
                 raise UserError(Problem(problem, f"containers/{layer.name}.lock", fix="run make lock"))
         sources = tuple(sorted({*self.from_source, *layer.from_source}))
-        return Lock(self.name, self.python, self.platform, self.before, merged, sources, self.on_top_of)
+        return PackageLock(self.name, self.python, self.platform, self.before, merged, sources, self.on_top_of)
 
 
-def parse(text: str, file: str) -> Lock:
+def parse(text: str, file: str) -> PackageLock:
     """A lock's text. Raises UserError with everything in it that pip would not hold to a hash."""
     fields: dict[str, str] = {}
-    entries: dict[str, Entry] = {}
+    entries: dict[str, LockedPackage] = {}
     problems = []
     body = []
     for line in text.splitlines():
@@ -104,7 +104,7 @@ def parse(text: str, file: str) -> Lock:
             problems.append(Problem("stands twice", file, named[1], "run make lock"))
         else:
             name = normal(named[1])
-            entries[name] = Entry(name, named[2], tuple(sorted(match[1] for match in hashes if match)))
+            entries[name] = LockedPackage(name, named[2], tuple(sorted(match[1] for match in hashes if match)))
     missing = [key for key in _FIELDS[:4] if key not in fields]
     problems += [Problem(f"its head does not say `{key}`", file, fix="run make lock") for key in missing]
     sources = tuple(fields.get("from source", "").split())
@@ -118,10 +118,10 @@ def parse(text: str, file: str) -> Lock:
     if problems:
         raise UserError(problems)
     head = (fields["lock"], fields["python"], fields["platform"], fields["before"])
-    return Lock(*head, entries, sources, fields.get("on top of", ""))
+    return PackageLock(*head, entries, sources, fields.get("on top of", ""))
 
 
-def read(path: Path) -> Lock:
+def read(path: Path) -> PackageLock:
     """A lock file. Raises UserError where it is missing or not a lock."""
     try:
         text = path.read_text()
@@ -150,7 +150,7 @@ class NoDatabase(Exception):
 
 
 @dataclass(frozen=True)
-class Known:
+class Vulnerability:
     """One entry of the database that concerns a locked version."""
 
     package: str
@@ -174,7 +174,7 @@ def accepted(path: Path = ACCEPTED) -> Mapping[str, str]:
     return found
 
 
-def ask(locks: Iterable[Lock], address: str = DATABASE) -> list[Known]:
+def ask(locks: Iterable[PackageLock], address: str = DATABASE) -> list[Vulnerability]:
     """What the database at ``address`` knows of the locked versions, each once. Raises NoDatabase where it does not answer."""
     pairs = sorted({(entry.name, entry.version.partition("+")[0]) for lock in locks for entry in lock.entries.values()})
     found = []
@@ -184,7 +184,7 @@ def ask(locks: Iterable[Lock], address: str = DATABASE) -> list[Known]:
         if len(answers) != len(batch):
             raise NoDatabase(f"{address}: {len(answers)} answers to {len(batch)} questions")
         for (name, version), answer in zip(batch, answers, strict=True):
-            found += [Known(name, version, str(item["id"])) for item in answer.get("vulns", [])]
+            found += [Vulnerability(name, version, str(item["id"])) for item in answer.get("vulns", [])]
     return found
 
 
@@ -206,7 +206,7 @@ def _query(address: str, pairs: list[tuple[str, str]]) -> list[Mapping[str, list
     return answers
 
 
-def judge(found: Iterable[Known], lived_with: Mapping[str, str]) -> list[Problem]:
+def judge(found: Iterable[Vulnerability], lived_with: Mapping[str, str]) -> list[Problem]:
     """A problem for each package with a known vulnerability and no written reason to keep it."""
     by_package: dict[tuple[str, str], list[str]] = {}
     for known in found:

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
-from clustertune.containers.lockfile import Lock
+from clustertune.containers.lockfile import PackageLock
 from clustertune.containers.wheelhouse import Wheel
 
 FORMAT, VERSION = "CycloneDX", "1.6"
@@ -20,7 +20,7 @@ FORMAT, VERSION = "CycloneDX", "1.6"
 
 
 def document(
-    image: str, lock: Lock, wheels: Sequence[Wheel], inventory: Mapping[str, Any], base: str, made: datetime
+    image: str, lock: PackageLock, wheels: Sequence[Wheel], inventory: Mapping[str, Any], base: str, made: datetime
 ) -> dict[str, Any]:
     """What the image holds: each Python package with its licence and the hash of its file, and the distribution's packages.
 

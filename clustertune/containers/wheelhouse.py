@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune.containers import lockfile
-from clustertune.containers.lockfile import Entry, Lock
+from clustertune.containers.lockfile import LockedPackage, PackageLock
 from clustertune.containers.pins import FOLDER, normal
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 
@@ -32,7 +32,7 @@ REQUIREMENTS = "requirements.txt"
 class Wheel:
     """One file of a wheelhouse."""
 
-    entry: Entry
+    entry: LockedPackage
     path: Path
     digest: str
     """SHA-256 of the file."""
@@ -40,7 +40,7 @@ class Wheel:
     """SHA-256 of the source archive that it was built from; empty: the lock names the file itself."""
 
 
-def fill(lock: Lock, folder: Path, tools: Path, say: Callable[[str], None]) -> list[Wheel]:
+def fill(lock: PackageLock, folder: Path, tools: Path, say: Callable[[str], None]) -> list[Wheel]:
     """Every wheel of the lock in ``folder``, nothing else in it but the requirements that pip installs from.
 
     What is there already and has the right hash stays. Raises UserError where a hash does not match or a package is not found.
@@ -64,7 +64,7 @@ def fill(lock: Lock, folder: Path, tools: Path, say: Callable[[str], None]) -> l
                 Problem(f"pip left no wheel for {', '.join(gone)}", str(folder), fix="remove the folder"), ExitCode.FAILED
             )
         wheels = [here[name] for name in sorted(wanted)]
-        lines = (Entry(wheel.entry.name, wheel.entry.version, (wheel.digest,)).text() for wheel in wheels)
+        lines = (LockedPackage(wheel.entry.name, wheel.entry.version, (wheel.digest,)).text() for wheel in wheels)
         text, file = "".join(lines), folder / REQUIREMENTS
         if not file.exists() or file.read_text() != text:  # another build may be reading it
             file.write_text(text)
@@ -91,13 +91,13 @@ def _tools(folder: Path, say: Callable[[str], None]) -> Path:
     return python
 
 
-def _target(lock: Lock) -> list[str]:
+def _target(lock: PackageLock) -> list[str]:
     """pip's options for another Python and platform than its own. It does not know that glibc is upward compatible."""
     tags = (word for tag in lockfile.platform_tags(lock.platform) for word in ("--platform", tag))
     return ["--implementation", "cp", "--python-version", lock.python, *tags]
 
 
-def _pip(python: Path, verb: str, entries: list[Entry], lock: Lock, options: list[str]) -> None:
+def _pip(python: Path, verb: str, entries: list[LockedPackage], lock: PackageLock, options: list[str]) -> None:
     """pip with the entries' hashes; nothing that they do not name. Its message is the error, without the index's address."""
     requested = python.parent.parent / f"asked-{os.getpid()}.txt"
     requested.write_text("".join(entry.text() for entry in entries))
@@ -117,7 +117,7 @@ def _pip(python: Path, verb: str, entries: list[Entry], lock: Lock, options: lis
         raise UserError(_explain(done.stderr, verb, lock))
 
 
-def _explain(stderr: str, verb: str, lock: Lock) -> Problem:
+def _explain(stderr: str, verb: str, lock: PackageLock) -> Problem:
     file = f"containers/{lock.name}.lock"
     plain = re.sub(r"https?://\S+|file://\S+", "<index>", stderr)
     if "DO NOT MATCH THE HASHES" in plain:
@@ -142,7 +142,7 @@ def _explain(stderr: str, verb: str, lock: Lock) -> Problem:
     )
 
 
-def _build(python: Path, entry: Entry, lock: Lock, folder: Path) -> None:
+def _build(python: Path, entry: LockedPackage, lock: PackageLock, folder: Path) -> None:
     """A wheel of plain Python from the hashed source archive, with the locked tools: compiled code would be this machine's."""
     scratch = folder / f"build-{entry.name}"
     options = ["--no-build-isolation", "--no-binary", ":all:", "--wheel-dir", str(scratch)]
@@ -159,7 +159,7 @@ def _build(python: Path, entry: Entry, lock: Lock, folder: Path) -> None:
         file.write(f"{digest} {entry.hashes[0]} {target.name}\n")
 
 
-def _keep(lock: Lock, folder: Path) -> dict[str, Wheel]:
+def _keep(lock: PackageLock, folder: Path) -> dict[str, Wheel]:
     """The wheels that are there and are the lock's; every other file is removed."""
     lines = (folder / BUILT).read_text().splitlines() if (folder / BUILT).is_file() else []
     built = dict(line.split(" ")[:2] for line in lines)

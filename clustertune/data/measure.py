@@ -34,7 +34,7 @@ SEED = 42
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredData:
     """Data as a recipe's section ``data`` names them, and what was found in them."""
 
     section: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Measured:
         return f"{BYTES_PER_TOKEN:g} bytes a token assumed"
 
 
-def measure(given: str, stated: Mapping[str, Any] | None = None) -> Measured:
+def measure(given: str, stated: Mapping[str, Any] | None = None) -> MeasuredData:
     """A file, a folder or a Hub id: its format is recognised, its conversations are counted as ``prepare`` makes them.
 
     ``stated``: what is known of the recipe's section ``data``, as ``columns``. Data of the Hub that a recipe trains on are
@@ -60,7 +60,7 @@ def measure(given: str, stated: Mapping[str, Any] | None = None) -> Measured:
         return _count({"name": _plain(path.name.split(".")[0]), "input": str(path.resolve()), **stated})
     known = {str(section["name"]): section for section in _of_recipes()}
     if given in known:
-        return Measured({key: value for key, value in known[given].items() if key not in ("bad_rows", "limit")} | stated)
+        return MeasuredData({key: value for key, value in known[given].items() if key not in ("bad_rows", "limit")} | stated)
     if not re.fullmatch(f"{NAME}/{NAME}", given):
         fix = f"give a file, a folder, or one of the Hub: {', '.join(sorted(known))}"
         raise UserError(f"there is no file {given!r}", file="command line", key="--data", fix=fix)
@@ -89,7 +89,7 @@ def _revision(name: str) -> str:
         raise UserError(f"{name} cannot be had from the Hub: {why}", file="command line", key="--data", fix=fix) from None
 
 
-def _count(section: dict[str, Any]) -> Measured:
+def _count(section: dict[str, Any]) -> MeasuredData:
     data = read_model(Data, Document("command line", section))
     if data.format is None:
         section |= _recognised(data)
@@ -108,7 +108,7 @@ def _count(section: dict[str, Any]) -> Measured:
     ]
     if rejected := sum(found["rejected"].values()):
         notes.append(f"{rejected:,} rows are left out: clustertune prepare names each")
-    return Measured(section | {"expect": {**counts, "mean_tokens": round(mean)}}, dict(tokens), tuple(notes))
+    return MeasuredData(section | {"expect": {**counts, "mean_tokens": round(mean)}}, dict(tokens), tuple(notes))
 
 
 def _tokens(example: Mapping[str, Any]) -> int:

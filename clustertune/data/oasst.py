@@ -43,7 +43,7 @@ class Message:
 
 
 @dataclass(slots=True)
-class Tree:
+class MessageTree:
     id: str
     split: str | None
     messages: dict[str, Message] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Trees:
     """Collects rows into trees, then gives one conversation for each tree that has one. All trees are held in memory."""
 
     def __init__(self, rejects: Rejects, language: str | None) -> None:
-        self.trees: dict[str, Tree] = {}
+        self.trees: dict[str, MessageTree] = {}
         self.dropped: Counter[str] = Counter()
         """Rows (``deleted``, ``review``, ``below``: under one that is out) and trees (``language``) left out by rule."""
         self.languages: Counter[str] = Counter()
@@ -85,7 +85,7 @@ class Trees:
         if identity in self._ids:
             raise BadRow("duplicate-id", f"message_id {excerpt(identity)} was there before")
         self._ids.add(identity)
-        tree = self.trees.setdefault(tree_id, Tree(tree_id, location.split))
+        tree = self.trees.setdefault(tree_id, MessageTree(tree_id, location.split))
         if tree.split != location.split:
             raise BadRow("two-splits", f"tree {excerpt(tree_id)} is in the {tree.split} split already")
         message = tree.messages[identity] = Message(identity, None, location)
@@ -110,7 +110,7 @@ class Trees:
             raise BadRow("wrong-column", f"replies is {excerpt(row['replies'])}, not a list")
         message.usable = True
 
-    def _conversation(self, tree: Tree) -> Conversation | None:
+    def _conversation(self, tree: MessageTree) -> Conversation | None:
         root = self._link(tree)
         if root is not None and root.usable and root.role != "prompter":
             root.usable = False
@@ -130,7 +130,7 @@ class Trees:
         messages = [{"role": ROLES[message.role], "content": message.text} for message in path]
         return Conversation({"messages": messages}, {"tree": tree.id}, tree.id, tree.split)
 
-    def _link(self, tree: Tree) -> Message | None:
+    def _link(self, tree: MessageTree) -> Message | None:
         """Hang every message under its parent, reject those that have none, and return the root."""
         roots: list[Message] = []
         tops: list[Message] = []
@@ -217,7 +217,7 @@ def longest_path(root: Message) -> list[Message]:
     return path[::-1]
 
 
-def find_cycles(tree: Tree, tops: list[Message]) -> list[Message]:
+def find_cycles(tree: MessageTree, tops: list[Message]) -> list[Message]:
     """The messages that are their own ancestors. ``tops`` are those that no message of the tree is above of."""
     reached: set[str] = set()
     waiting = list(tops)
@@ -240,7 +240,7 @@ def find_cycles(tree: Tree, tops: list[Message]) -> list[Message]:
     return found
 
 
-def _choose_root(tree: Tree, roots: list[Message]) -> Message | None:
+def _choose_root(tree: MessageTree, roots: list[Message]) -> Message | None:
     """The tree is named after its root; where no root has that name, the first usable one."""
     named = [root for root in roots if root.id == tree.id]
     usable = [root for root in roots if root.usable]

@@ -19,7 +19,7 @@ from clustertune.data import publish
 from clustertune.data.chats import SPECIAL, Conversation, conversations, messages_of
 from clustertune.data.oasst import Trees
 from clustertune.data.rejects import Reject, Rejects, count_words
-from clustertune.data.sources import Source, digest, find_sources
+from clustertune.data.sources import RecordSource, digest, find_sources
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import find_problems, read_manifest
 
@@ -116,7 +116,7 @@ class _Read:
     """Examples by what a chat template must know beside role and content: tools, their calls, reasoning."""
 
 
-def _make(data: Data, sources: list[tuple[DataSource, Source]], seed: int, out: Path) -> dict[str, Any]:
+def _make(data: Data, sources: list[tuple[DataSource, RecordSource]], seed: int, out: Path) -> dict[str, Any]:
     """Read everything, stage the files, return the counts. Raises UserError where the input gives no dataset."""
     read, by_part, faults = _Read(), list[dict[str, Any]](), list[Reject]()
     rejected, dropped, unused = Counter[str](), Counter[str](), set[str]()
@@ -155,7 +155,7 @@ def _make(data: Data, sources: list[tuple[DataSource, Source]], seed: int, out: 
 
 
 def _read_part(
-    data: Data, part: DataSource, source: Source, rejects: Rejects, number: int, read: _Read, spool: IO[str]
+    data: Data, part: DataSource, source: RecordSource, rejects: Rejects, number: int, read: _Read, spool: IO[str]
 ) -> Counter[str]:
     """Write the examples of one source to the spool. Returns what was left out by rule. Raises UserError."""
     assert part.format is not None
@@ -271,7 +271,7 @@ def _write_splits(
     return counts
 
 
-def _nothing(part: DataSource, source: Source, rejects: Rejects, trees: Trees) -> UserError:
+def _nothing(part: DataSource, source: RecordSource, rejects: Rejects, trees: Trees) -> UserError:
     """The input gives no conversation: say what was met instead."""
     problems = []
     if rejects.counts:

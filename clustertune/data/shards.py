@@ -31,7 +31,7 @@ Job = tuple[Path, int, int, Path]
 """A file, the first byte and the one behind the last of a shard's part of it, and the shard."""
 
 
-class Refused(Exception):
+class RefusedConversation(Exception):
     """A conversation that cannot be trained on: the byte that its line begins with, and why."""
 
 
@@ -104,13 +104,15 @@ class Encoder:
                 try:
                     list(self.encode([example]))
                 except (TemplateError, TypeError, KeyError, ValueError) as own:
-                    raise Refused(location, f"the chat template refuses it: {own}") from None
-            raise Refused(lines[0][0], f"the chat template refuses it: {error}") from None
+                    raise RefusedConversation(location, f"the chat template refuses it: {own}") from None
+            raise RefusedConversation(lines[0][0], f"the chat template refuses it: {error}") from None
         made = iter(found)
         for (location, _), example in zip(lines, examples, strict=True):
             for ids, heads in islice(made, len(_whole(example)) or 1):
                 if heads[3] == 0:
-                    raise Refused(location, "no token carries a label: the chat template marks no assistant's turns in it")
+                    raise RefusedConversation(
+                        location, "no token carries a label: the chat template marks no assistant's turns in it"
+                    )
                 yield ids, heads
 
 

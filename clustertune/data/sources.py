@@ -48,7 +48,7 @@ def _readable(name: Path) -> str:
     return os.fsencode(name).decode(errors="replace")
 
 
-class Source(Protocol):
+class RecordSource(Protocol):
     """Something that gives records."""
 
     shown: str
@@ -170,7 +170,7 @@ class LocalFiles:
                 before += size
 
 
-class Addressed(LocalFiles):
+class RemoteFiles(LocalFiles):
     """The same in an object store, or behind a web address, through fsspec, which reads them piece by piece.
 
     ``datasets`` opens such files with fsspec too. The keys are those of the storage's own tools, in the environment.
@@ -255,7 +255,7 @@ def _is_of(name: str, split: str) -> bool:
     return any(re.match(rf"{re.escape(split)}(?![A-Za-z0-9_])", part) for part in name.split("/"))
 
 
-class Hub:
+class HubDataset:
     """A dataset of the Hugging Face Hub, through ``datasets`` and its cache."""
 
     root: Path | None = None
@@ -339,7 +339,7 @@ def _has_splits(splits: set[str | None], shown: str) -> bool:
     return splits == {"train", "eval"}
 
 
-def find_sources(data: Data, recipe_folder: Path, input_path: Path | None) -> list[tuple[DataSource, Source]]:
+def find_sources(data: Data, recipe_folder: Path, input_path: Path | None) -> list[tuple[DataSource, RecordSource]]:
     """What ``--input`` says, else for each part ``input``, else the Hub. Raises UserError where a path does not exist."""
     if input_path is None:
         return [(part, _find(part, recipe_folder, key)) for key, part in data.keyed_parts()]
@@ -349,11 +349,11 @@ def find_sources(data: Data, recipe_folder: Path, input_path: Path | None) -> li
     return [(data, LocalFiles(_existing([expand_home(input_path)], "--input"), data))]
 
 
-def _find(part: DataSource, recipe_folder: Path, key: str) -> Source:
+def _find(part: DataSource, recipe_folder: Path, key: str) -> RecordSource:
     if part.input is None:
-        return Hub(part)
+        return HubDataset(part)
     if is_address(part.input):
-        return Addressed(part.input, part)
+        return RemoteFiles(part.input, part)
     path = expand_home(part.input)
     return LocalFiles(_existing([recipe_folder / path, path], f"{key}.input"), part)
 

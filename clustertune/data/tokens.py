@@ -42,7 +42,7 @@ from clustertune.data import packing
 from clustertune.data.prepare import SPLITS
 from clustertune.data.publish import KIND as DATASET
 from clustertune.data.publish import locked
-from clustertune.data.shards import RECORD, Encoder, Job, Refused, make_shard, read_shard
+from clustertune.data.shards import RECORD, Encoder, Job, RefusedConversation, make_shard, read_shard
 from clustertune.data.tokenizer import identity
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import MANIFEST, FileRecord, find_problems, new_hasher, read_manifest, record_files, seal
@@ -213,7 +213,7 @@ def _tokenise(
     try:
         with secrets.withheld():  # the tokenizer is loaded: no process of the pool asks the Hub
             cpu = _run(missing, encoder, processes)
-    except Refused as refused:
+    except RefusedConversation as refused:
         number, text = refused.args
         raise _refusal(missing, number, text) from None
     finally:

@@ -16,7 +16,7 @@ from clustertune import manifest
 from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, rule
 from clustertune.config.resolved import expand_home, is_there
 from clustertune.config.schema import is_address
-from clustertune.doctor.recipe_context import Context
+from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.doctor.recipe_model import snapshot
 from clustertune.errors import UserError
 from clustertune.evaluate import punkt
@@ -27,7 +27,7 @@ TASK = ROOT / "eval" / "ifeval" / "task.yaml"
 
 
 @rule("staged-inputs", RECIPE)
-def staged(context: Context) -> Iterator[Seen]:
+def staged(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the folder that the recipe reads model and data from
 
     Why: a recipe with staged: asks nothing of the network: what is not in that folder is nowhere
@@ -40,7 +40,7 @@ def staged(context: Context) -> Iterator[Seen]:
 
 
 @rule("dataset-absent", RECIPE)
-def dataset(context: Context) -> Iterator[Seen]:
+def dataset(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the dataset is where the recipe says
 
     Why: prepare fails, and with it every job that waits for it
@@ -89,7 +89,7 @@ def _is_absent(path: Path | None) -> bool:
 
 
 @rule("dataset-differs", RECIPE)
-def expected(context: Context) -> Iterator[Seen]:
+def expected(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: conversations found against data.expect
 
     Why: another revision or another filter gives other data: steps, loss and score are not those of the reference
@@ -111,7 +111,7 @@ def expected(context: Context) -> Iterator[Seen]:
             yield Seen(WARN, text, where=str(context.run_dir / "data"))
 
 
-def _is_scored(context: Context) -> bool:
+def _is_scored(context: RecipeContext) -> bool:
     """The recipe compares its score of the task ifeval with something."""
     recipe = context.resolved.recipe
     compared = {*recipe.expect.tasks, *recipe.eval.pass_mark}
@@ -132,7 +132,7 @@ def _benchmark() -> dict[str, Any]:
 
 
 @rule("ifeval-data", RECIPE)
-def ifeval(context: Context) -> Iterator[Seen]:
+def ifeval(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the prompts of the task ifeval, where its score is compared
 
     Why: without them the project's own 36 prompts are scored: that is no IFEval score
@@ -149,7 +149,7 @@ def ifeval(context: Context) -> Iterator[Seen]:
 
 
 @rule("eval-tasks", RECIPE)
-def tasks(context: Context) -> Iterator[Seen]:
+def tasks(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the names in eval.tasks, and their data sets
 
     Why: a name that lm-eval does not know, or a data set that is not there, ends the evaluation after the training
@@ -177,7 +177,7 @@ def tasks(context: Context) -> Iterator[Seen]:
             yield Seen(FAIL, text, fix)
 
 
-def nltk_folders(context: Context) -> list[Path]:
+def nltk_folders(context: RecipeContext) -> list[Path]:
     """Where NLTK looks for its data, in its order (nltk/data.py)."""
     given = [part for part in context.environment.get("NLTK_DATA", "").split(os.pathsep) if part]
     own = ["~/nltk_data", f"{sys.prefix}/nltk_data", f"{sys.prefix}/share/nltk_data", f"{sys.prefix}/lib/nltk_data"]
@@ -186,7 +186,7 @@ def nltk_folders(context: Context) -> list[Path]:
 
 
 @rule("punkt-data", RECIPE)
-def splitter(context: Context) -> Iterator[Seen]:
+def splitter(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: NLTK's punkt_tab for the task ifeval, where its score is compared
 
     Why: lm-eval downloads it where it is missing and fails after the last prompt without a network; a splitter trained here
@@ -207,7 +207,7 @@ def splitter(context: Context) -> Iterator[Seen]:
 
 
 @rule("wandb-mode", RECIPE)
-def tracker(context: Context) -> Iterator[Seen]:
+def tracker(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: W&B's mode against the network
 
     Why: each start waits for a server that cannot be reached; what stays offline lies in the run folder until somebody syncs

@@ -11,7 +11,7 @@ from clustertune.config.architecture import contradictions
 from clustertune.config.native_rules import show_value
 from clustertune.config.parameters import weight_bytes
 from clustertune.data.tokenizer import PADS
-from clustertune.doctor.recipe_context import Context, Lies
+from clustertune.doctor.recipe_context import FolderFileSystem, RecipeContext
 from clustertune.doctor.recipe_model import has_generation_marks
 from clustertune.doctor.recipe_plan import hours
 from clustertune.secrets import SECRET, read_env
@@ -25,7 +25,7 @@ HOME_BYTES = 10e9
 
 
 @rule("storage-silent", RECIPE)
-def silent(context: Context) -> Iterator[Seen]:
+def silent(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: folders of model, data and run answer
 
     Why: a hard NFS mount whose server is gone holds every process that looks there, and the job with it
@@ -36,24 +36,24 @@ def silent(context: Context) -> Iterator[Seen]:
         yield Seen(FAIL, f"{path} does not answer", where=str(path))
 
 
-def _remote(context: Context) -> bool:
+def _remote(context: RecipeContext) -> bool:
     recipe = context.resolved.recipe.model
     return context.is_real and recipe.path is None
 
 
-def _sees_cache(context: Context) -> bool:
+def _sees_cache(context: RecipeContext) -> bool:
     """Whether the cache of the jobs can be seen: from another machine only where a variable names it."""
     return context.is_ours or not context.home_cache
 
 
-def _is_absent(context: Context) -> bool:
+def _is_absent(context: RecipeContext) -> bool:
     """Whether a model of the Hub is not in the cache."""
     there = context.model is not None and context.model.config is not None
     return _remote(context) and not there and not context.silent and not context.staged_problems
 
 
 @rule("model-absent", RECIPE)
-def absent(context: Context) -> Iterator[Seen]:
+def absent(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the model at its commit is in the cache
 
     Why: the ranks download it while the GPUs wait, or end where there is no network
@@ -76,7 +76,7 @@ def absent(context: Context) -> Iterator[Seen]:
 
 
 @rule("gated-model", RECIPE)
-def gated(context: Context) -> Iterator[Seen]:
+def gated(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: access to a model behind a licence
 
     Why: the Hub answers 401 or 403, minutes into the job
@@ -89,7 +89,7 @@ def gated(context: Context) -> Iterator[Seen]:
         yield Seen(WARN, f"{name} may ask for an accepted licence, and no token is at hand")
 
 
-def _has_token(context: Context) -> bool:
+def _has_token(context: RecipeContext) -> bool:
     """Whether a token of the Hub is at hand; its value is never read."""
     if context.environment.get(SECRET[0]) or context.environment.get("HUGGING_FACE_HUB_TOKEN"):
         return True
@@ -100,7 +100,7 @@ def _has_token(context: Context) -> bool:
 
 
 @rule("model-incomplete", RECIPE)
-def incomplete(context: Context) -> Iterator[Seen]:
+def incomplete(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: all weight files and the tokenizer are there
 
     Why: loading ends in the middle, or draws what is missing at random with no more than a warning
@@ -129,7 +129,7 @@ def incomplete(context: Context) -> Iterator[Seen]:
 
 
 @rule("model-json", RECIPE)
-def other_size(context: Context) -> Iterator[Seen]:
+def other_size(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: model.json of the recipe against config.json of the model
 
     Why: plan, adapter shapes and merge are made for another model
@@ -144,7 +144,7 @@ def other_size(context: Context) -> Iterator[Seen]:
 
 
 @rule("model-code", RECIPE)
-def own_code(context: Context) -> Iterator[Seen]:
+def own_code(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: a model that brings its own code
 
     Why: code from a model repository is never run here: what transformers does not know itself cannot be loaded
@@ -158,14 +158,14 @@ def own_code(context: Context) -> Iterator[Seen]:
         yield Seen(WARN, text, where=str(model.path))
 
 
-def _template(context: Context) -> str | None:
+def _template(context: RecipeContext) -> str | None:
     """The template that a tokenizer will be given; empty: none; None: there is no tokenizer to look at."""
     model = context.real_model
     return (model.template or context.resolved.chat_template or "") if model and model.has_tokenizer else None
 
 
 @rule("no-chat-template", RECIPE)
-def no_template(context: Context) -> Iterator[Seen]:
+def no_template(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: a chat template for conversations and for the tasks of the evaluation
 
     Why: training refuses conversations without one; a model scored without one loses most of its points (IFEval: 28, not 83)
@@ -177,7 +177,7 @@ def no_template(context: Context) -> Iterator[Seen]:
 
 
 @rule("template-without-marks", RECIPE)
-def no_marks(context: Context) -> Iterator[Seen]:
+def no_marks(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: generation marks in the chat template, for a loss on the assistant's turns
 
     Why: no token carries a label and nothing is learnt, or the ranks end at their start
@@ -192,7 +192,7 @@ def no_marks(context: Context) -> Iterator[Seen]:
 
 
 @rule("eos-not-in-template", RECIPE)
-def no_eos(context: Context) -> Iterator[Seen]:
+def no_eos(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the chat template ends turns with the tokenizer's EOS
 
     Why: generation goes on past the answer: what was learnt at the end of a turn is not what stops it
@@ -208,7 +208,7 @@ def no_eos(context: Context) -> Iterator[Seen]:
 
 
 @rule("pad-is-eos", RECIPE)
-def padding(context: Context) -> Iterator[Seen]:
+def padding(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: a padding token that is not EOS
 
     Why: labels at padding are masked, and EOS with them: the model never learns to stop
@@ -231,7 +231,7 @@ def padding(context: Context) -> Iterator[Seen]:
 
 
 @rule("tokenizer-mismatch", RECIPE)
-def vocabulary(context: Context) -> Iterator[Seen]:
+def vocabulary(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: token ids against the rows of the embedding
 
     Why: an id beyond the last row ends the ranks with an index error or, on a GPU, with an assertion of the device
@@ -251,21 +251,21 @@ def vocabulary(context: Context) -> Iterator[Seen]:
         yield Seen(FAIL, text, where=str(model.path))
 
 
-def _weights_lie(context: Context) -> Lies | None:
+def _weights_lie(context: RecipeContext) -> FolderFileSystem | None:
     """The file system of the weights; None where they are not to be looked at."""
     if not context.is_real or context.silent or context.staged_problems:
         return None
     return context.lies_on(_real(context))
 
 
-def _unmappable(lies: Lies) -> bool:
+def _unmappable(lies: FolderFileSystem) -> bool:
     """Whether mergerfs hands out files that cannot be mapped: its page cache is off, or its options bypass the page cache."""
     options = {option.partition("=")[0]: option.partition("=")[2] for option in lies.options}
     return lies.kind == "fuse.mergerfs" and (options.get("cache.files", "") == "off" or "direct_io" in options)
 
 
 @rule("weights-on-network", RECIPE)
-def mapping(context: Context) -> Iterator[Seen]:
+def mapping(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the disk that the weights are read from
 
     Why: safetensors maps files: over NFS or FUSE a request for each page of 4 KiB, 10 to 50 times slower than in order
@@ -286,7 +286,7 @@ def mapping(context: Context) -> Iterator[Seen]:
 
 
 @rule("pool-without-mmap", RECIPE)
-def unmappable(context: Context) -> Iterator[Seen]:
+def unmappable(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: a mergerfs pool that lets files be mapped
 
     Why: with its page cache off a file on it cannot be mapped: loading ends with 'No such device'
@@ -299,7 +299,7 @@ def unmappable(context: Context) -> Iterator[Seen]:
 
 
 @rule("cache-in-home", RECIPE)
-def home(context: Context) -> Iterator[Seen]:
+def home(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: where the Hub's cache lies
 
     Why: a large model fills the quota of a home folder, and a container without it downloads everything again
@@ -312,12 +312,12 @@ def home(context: Context) -> Iterator[Seen]:
         yield Seen(WARN, f"HF_HOME is not set: {size / 1e9:,.0f} GB go to {context.hub}")
 
 
-def _copied(context: Context) -> bool:
+def _copied(context: RecipeContext) -> bool:
     """Each node copies the model to its own disk before its ranks start (clustertune/staging/node.py)."""
     return context.cluster.storage.staging is not None and context.resolved.recipe.slurm.staging is not False
 
 
-def _real(context: Context) -> Path:
+def _real(context: RecipeContext) -> Path:
     """The folder itself, links followed where it is there: caches are often a link to larger disks."""
     path = context.weights_at
     try:

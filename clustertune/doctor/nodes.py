@@ -16,7 +16,7 @@ from typing import IO
 
 from clustertune.check import report
 from clustertune.check.machine import CONTAINER_STEP, STEP, Expects, Machine
-from clustertune.check.nodes import Several
+from clustertune.check.nodes import JobNodes
 from clustertune.check.rule import Finding
 from clustertune.config.cluster_schema import Cluster, same_host
 from clustertune.doctor import wire
@@ -34,7 +34,7 @@ MAX_BYTES = 256 << 20
 
 
 @dataclass
-class Looked:
+class NodeReports:
     """What the nodes reported."""
 
     facts: dict[str, HostFacts] = field(default_factory=dict)
@@ -83,13 +83,13 @@ def step_command(cluster: Cluster, allocation: Allocation, binds: Sequence[str],
     return ["--kill-on-bad-exit=0" if word == "--kill-on-bad-exit=1" else word for word in command if word != "--unbuffered"]
 
 
-def look(cluster: Cluster, allocation: Allocation, *, binds: Sequence[str] = (), seconds: float = 20.0) -> Looked:
+def look(cluster: Cluster, allocation: Allocation, *, binds: Sequence[str] = (), seconds: float = 20.0) -> NodeReports:
     """Ask all nodes at once. A node that does not answer in time is named in ``faults``, and raises nothing.
 
     Raises UserError where the container cannot be shown a folder.
     """
     command = step_command(cluster, allocation, binds, seconds)
-    looked = Looked(asked=time.time())
+    looked = NodeReports(asked=time.time())
     # Files, not pipes: what is left of a step that was killed may hold its end of a pipe for as long as it hangs.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
@@ -143,9 +143,9 @@ def _run(command: Sequence[str], out: IO[bytes], err: IO[bytes], seconds: float)
     return False
 
 
-def findings(looked: Looked, cluster: Cluster, nodes: Sequence[str], expects: Expects) -> list[Finding]:
+def findings(looked: NodeReports, cluster: Cluster, nodes: Sequence[str], expects: Expects) -> list[Finding]:
     """What the rules find on each node, between them, and of those that did not answer."""
     silent = {name: looked.faults.get(name, "no answer") for name in nodes if name not in looked.facts}
     plain = cluster.model_dump(mode="json")
     machines = [Machine(facts, plain, expects) for facts in looked.facts.values()]
-    return report.cluster_findings(Several(machines, silent, looked.asked, looked.answered))
+    return report.cluster_findings(JobNodes(machines, silent, looked.asked, looked.answered))

@@ -40,7 +40,7 @@ _TRUE = ("1", "ON", "YES", "TRUE")
 
 
 @dataclass(frozen=True)
-class Lies:
+class FolderFileSystem:
     """The file system of a folder."""
 
     point: str
@@ -95,7 +95,7 @@ def shards_of(path: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Context:
+class RecipeContext:
     """One recipe on one cluster, as seen from this machine; made by :func:`build`."""
 
     resolved: Resolved
@@ -218,22 +218,22 @@ class Context:
         host = self.facts.hostname if self.facts else platform.node()
         return same_host(host, (node.name for node in self.cluster.nodes)) is not None
 
-    def lies_on(self, path: Path) -> Lies:
+    def lies_on(self, path: Path) -> FolderFileSystem:
         """The file system of a path: what is mounted here, or for another machine's path what the cluster file says."""
         storage = self.cluster.storage
         if not self.is_ours and not path.is_absolute():
-            return Lies("/", "unknown")
+            return FolderFileSystem("/", "unknown")
         if not self.is_ours:
             pool = storage.pool
             if pool and path.is_relative_to(pool.mount):
-                return Lies(pool.mount, "fuse.mergerfs", said=f" (by {self.cluster.source})")
+                return FolderFileSystem(pool.mount, "fuse.mergerfs", said=f" (by {self.cluster.source})")
             for brick in storage.bricks:
                 if path.is_relative_to(brick.mount):
-                    return Lies(brick.mount, f"nfs{storage.nfs_version[:1]}", said=f" (by {self.cluster.source})")
+                    return FolderFileSystem(brick.mount, f"nfs{storage.nfs_version[:1]}", said=f" (by {self.cluster.source})")
         known = mount_of(str(path), self.facts.mounts) if self.facts and path.is_absolute() else None
         if known:
-            return Lies(known.point, known.kind, tuple(known.options))
-        return Lies(*visible.filesystem(path, self.mounts))
+            return FolderFileSystem(known.point, known.kind, tuple(known.options))
+        return FolderFileSystem(*visible.filesystem(path, self.mounts))
 
     @property
     def weights_at(self) -> Path:
@@ -269,7 +269,7 @@ def build(
     environment: Mapping[str, str] | None = None,
     env_file: Path = secrets.DEFAULT,
     arch: str | None = None,
-) -> Context:
+) -> RecipeContext:
     """Everything that the rules need; what cannot be had is left out and named. Never raises for what a user can cause."""
     plan, why = _plan(resolved, cluster)
     variables = os.environ if environment is None else environment
@@ -281,7 +281,7 @@ def build(
         mounts = visible.MOUNTS.read_text()
     except OSError:
         mounts = ""
-    context = Context(
+    context = RecipeContext(
         resolved=resolved,
         cluster=cluster,
         facts=facts,

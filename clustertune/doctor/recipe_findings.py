@@ -12,7 +12,7 @@ from clustertune.check.report import BROKEN
 from clustertune.check.rule import FAIL, MACHINE, NODES, RECIPE, REFUSED, WARN, Check, Finding, Rule, Seen, checks, rule
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolved import Resolved
-from clustertune.doctor.recipe_context import Context, build
+from clustertune.doctor.recipe_context import RecipeContext, build
 from clustertune.errors import UserError
 from clustertune.host.facts import HostFacts
 
@@ -70,7 +70,7 @@ def refused(error: UserError) -> Iterator[Seen]:
 
 
 @rule("recipe-doubtful", RECIPE)
-def doubtful(context: Context) -> Iterator[Seen]:
+def doubtful(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: what resolving the recipe warns of
 
     Why: it is allowed, and probably not meant

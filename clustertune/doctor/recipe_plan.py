@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, rule
 from clustertune.config.distribution import how_to_load
-from clustertune.doctor.recipe_context import Context
+from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.errors import UserError
 from clustertune.launch import serving, shape, signal_margin
 from clustertune.plan.predict import GIB, Plan, make_plan
@@ -34,12 +34,12 @@ def hours(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds >= 5400 else f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
 
 
-def _plan_of(context: Context) -> Plan | None:
+def _plan_of(context: RecipeContext) -> Plan | None:
     return context.plan if context.is_real else None
 
 
 @rule("not-planned", RECIPE)
-def unplanned(context: Context) -> Iterator[Seen]:
+def unplanned(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: whether the planner can say anything
 
     Why: memory, time and cadence cannot be judged
@@ -50,7 +50,7 @@ def unplanned(context: Context) -> Iterator[Seen]:
 
 
 @rule("shape-refused", RECIPE)
-def refused(context: Context) -> Iterator[Seen]:
+def refused(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: nodes, GPUs, time and memory that the job asks for
 
     Why: submit refuses it: the cluster does not have what is asked for
@@ -62,7 +62,7 @@ def refused(context: Context) -> Iterator[Seen]:
 
 
 @rule("gpu-memory", RECIPE)
-def gpu_memory(context: Context) -> Iterator[Seen]:
+def gpu_memory(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: predicted memory of a GPU
 
     Why: the ranks run out of memory, often only at the first long batch or the first evaluation
@@ -81,7 +81,7 @@ def gpu_memory(context: Context) -> Iterator[Seen]:
 
 
 @rule("host-memory", RECIPE)
-def host_memory(context: Context) -> Iterator[Seen]:
+def host_memory(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: predicted RAM of the fullest node
 
     Why: the kernel kills a rank that loads, and the others wait for it until a time-out
@@ -96,7 +96,7 @@ def host_memory(context: Context) -> Iterator[Seen]:
 
 
 @rule("load-timeout", RECIPE)
-def loading(context: Context) -> Iterator[Seen]:
+def loading(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: loading against the time-out of collectives
 
     Why: ranks that wait for the one that loads end with 'wait timeout after ...ms', after a part of an hour for nothing
@@ -116,7 +116,7 @@ def loading(context: Context) -> Iterator[Seen]:
 
 
 @rule("prepare-time", RECIPE)
-def tokenising(context: Context) -> Iterator[Seen]:
+def tokenising(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: tokenising against the time limit of its job
 
     Why: the job of prepare is ended, and the training that waits for it never starts
@@ -134,7 +134,7 @@ def tokenising(context: Context) -> Iterator[Seen]:
         yield Seen(WARN, text)
 
 
-def _cadence(context: Context) -> tuple[int, float, float] | None:
+def _cadence(context: RecipeContext) -> tuple[int, float, float] | None:
     """Steps between two checkpoints, seconds of a step, and those of a stop to save; None where nothing is saved by steps."""
     plan = _plan_of(context)
     if plan is None or plan.schedule.save is None or plan.schedule.save_steps is None:
@@ -144,7 +144,7 @@ def _cadence(context: Context) -> tuple[int, float, float] | None:
 
 
 @rule("saves-seldom", RECIPE)
-def saves_seldom(context: Context) -> Iterator[Seen]:
+def saves_seldom(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: hours of work between two checkpoints
 
     Why: a node that fails costs all work since the last save, on all nodes
@@ -160,7 +160,7 @@ def saves_seldom(context: Context) -> Iterator[Seen]:
 
 
 @rule("saves-often", RECIPE)
-def saves_often(context: Context) -> Iterator[Seen]:
+def saves_often(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: time that training stands still for saves
 
     Why: all ranks stop until their state is copied, or is written where the copy does not fit or the save before still runs
@@ -178,7 +178,7 @@ def saves_often(context: Context) -> Iterator[Seen]:
 
 
 @rule("warning-lead", RECIPE)
-def warned(context: Context) -> Iterator[Seen]:
+def warned(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the warning before the time limit against a step and a save
 
     Why: a signal that comes later than a step and a save before the end saves nothing
@@ -201,7 +201,7 @@ def warned(context: Context) -> Iterator[Seen]:
 
 
 @rule("time-limit", RECIPE)
-def limit(context: Context) -> Iterator[Seen]:
+def limit(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the time limit against the predicted hours
 
     Why: the job is stopped in the middle and waits in the queue again, once for each turn
@@ -220,7 +220,7 @@ def limit(context: Context) -> Iterator[Seen]:
 
 
 @rule("much-evaluation", RECIPE)
-def evaluation(context: Context) -> Iterator[Seen]:
+def evaluation(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: time that evaluations take
 
     Why: GPU hours go into passes that train nothing
@@ -239,7 +239,7 @@ def evaluation(context: Context) -> Iterator[Seen]:
 
 
 @rule("eval-gpus", RECIPE)
-def scoring(context: Context) -> Iterator[Seen]:
+def scoring(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: GPUs, of one node or by vLLM of several, hold the merged model for its evaluation
 
     Why: lm-eval's local models run on one node: what does not fit is computed from host memory, many times slower
@@ -251,7 +251,7 @@ def scoring(context: Context) -> Iterator[Seen]:
 
 
 @rule("small-micro-batch", RECIPE)
-def micro_batch(context: Context) -> Iterator[Seen]:
+def micro_batch(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: accumulation where a larger micro batch fits
 
     Why: FSDP gathers all weights again for each micro batch: accumulating is paid in traffic

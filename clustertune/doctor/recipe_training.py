@@ -12,7 +12,7 @@ from clustertune.config.distribution import mixed_precision
 from clustertune.config.hardware import load_hardware
 from clustertune.config.values import carries_state
 from clustertune.doctor import stack_faults
-from clustertune.doctor.recipe_context import Context
+from clustertune.doctor.recipe_context import RecipeContext
 
 LORA_RATES, FULL_RATES = (1e-5, 1e-3), (1e-7, 1e-4)
 """Learning rates outside of which a fine-tuning rarely learns: TRL's guide has 2e-5 for all parameters and ten times
@@ -22,7 +22,7 @@ LONG_WARMUP = 0.5
 
 
 @rule("double-recomputation", RECIPE)
-def recomputation(context: Context) -> Iterator[Seen]:
+def recomputation(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: activation checkpointing in one place only
 
     Why: FSDP and the model both recompute: each layer is gathered and computed once more, or the ranks end with a ValueError
@@ -37,7 +37,7 @@ def recomputation(context: Context) -> Iterator[Seen]:
 
 
 @rule("nothing-saved", RECIPE)
-def unsaved(context: Context) -> Iterator[Seen]:
+def unsaved(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: checkpoints are written
 
     Why: without a checkpoint nothing can be exported, and a stop loses the whole run
@@ -50,7 +50,7 @@ def unsaved(context: Context) -> Iterator[Seen]:
 
 
 @rule("save-only-model", RECIPE)
-def only_model(context: Context) -> Iterator[Seen]:
+def only_model(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: save_only_model with sharded checkpoints
 
     Why: the first save looks for a file that sharded saving does not write; and a run without optimizer state cannot go on
@@ -63,7 +63,7 @@ def only_model(context: Context) -> Iterator[Seen]:
 
 
 @rule("single-checkpoint", RECIPE)
-def single_checkpoint(context: Context) -> Iterator[Seen]:
+def single_checkpoint(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: more than one checkpoint is kept
 
     Why: with one kept, a save that goes wrong or a node that still reads the old one leaves none
@@ -75,7 +75,7 @@ def single_checkpoint(context: Context) -> Iterator[Seen]:
 
 
 @rule("learning-rate", RECIPE)
-def learning_rate(context: Context) -> Iterator[Seen]:
+def learning_rate(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the size of the learning rate
 
     Why: LoRA wants about ten times the rate of full training: too small and nothing is learnt, too large and it diverges
@@ -90,7 +90,7 @@ def learning_rate(context: Context) -> Iterator[Seen]:
 
 
 @rule("long-warmup", RECIPE)
-def long_warmup(context: Context) -> Iterator[Seen]:
+def long_warmup(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: warm-up against the number of steps
 
     Why: most of the run is spent below the learning rate that was asked for
@@ -106,7 +106,7 @@ def long_warmup(context: Context) -> Iterator[Seen]:
 
 
 @rule("loss-on-all-tokens", RECIPE)
-def labels(context: Context) -> Iterator[Seen]:
+def labels(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: which tokens of a conversation carry a loss
 
     Why: the model learns to write the user's turns as well; losses of the two ways cannot be compared
@@ -124,7 +124,7 @@ def labels(context: Context) -> Iterator[Seen]:
 
 
 @rule("compile-shapes", RECIPE)
-def shapes(context: Context) -> Iterator[Seen]:
+def shapes(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: torch.compile with batches of one shape
 
     Why: new lengths are compiled anew, or their CUDA graphs recorded anew: what compiling gains is lost again
@@ -140,7 +140,7 @@ def shapes(context: Context) -> Iterator[Seen]:
 
 
 @rule("quantised-compute", RECIPE)
-def quantised(context: Context) -> Iterator[Seen]:
+def quantised(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: what a quantised base computes in
 
     Why: BitsAndBytesConfig's own type is float32: products run at a fraction of the speed of bfloat16
@@ -157,13 +157,13 @@ def quantised(context: Context) -> Iterator[Seen]:
         yield Seen(WARN, text)
 
 
-def _lacks_bf16(context: Context) -> bool:
+def _lacks_bf16(context: RecipeContext) -> bool:
     gpu = load_hardware().get(context.cluster.compute.gpu or "")
     return gpu is not None and gpu.bf16_tflops is None
 
 
 @rule("no-bfloat16", RECIPE)
-def no_bfloat16(context: Context) -> Iterator[Seen]:
+def no_bfloat16(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: no bfloat16 on GPUs without it
 
     Why: without tensor cores for it bfloat16 is emulated, slower than float32
@@ -176,7 +176,7 @@ def no_bfloat16(context: Context) -> Iterator[Seen]:
 
 
 @rule("no-mixed-precision", RECIPE)
-def no_mixed_precision(context: Context) -> Iterator[Seen]:
+def no_mixed_precision(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: bfloat16 on GPUs that have it
 
     Why: float32 products use no tensor cores, or a quarter of them (TF32), and weights take twice the memory
@@ -189,7 +189,7 @@ def no_mixed_precision(context: Context) -> Iterator[Seen]:
 
 
 @rule("packed-state", RECIPE)
-def packed(context: Context) -> Iterator[Seen]:
+def packed(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: packing with layers that carry a state
 
     Why: a mask keeps packed conversations apart in attention; recurrent layers (Mamba, linear attention, convolutions) hand
@@ -207,7 +207,7 @@ def packed(context: Context) -> Iterator[Seen]:
 
 
 @rule("no-evaluation", RECIPE)
-def evaluation(context: Context) -> Iterator[Seen]:
+def evaluation(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: an eval split where evaluation is asked for
 
     Why: no evaluation happens, and overfitting stays unseen
@@ -222,7 +222,7 @@ def evaluation(context: Context) -> Iterator[Seen]:
 
 
 @rule("revision-not-pinned", RECIPE)
-def pinned(context: Context) -> Iterator[Seen]:
+def pinned(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: commits of model and dataset
 
     Why: a branch moves: the next attempt trains on another model, and the cache is looked up under another name

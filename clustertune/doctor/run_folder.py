@@ -16,7 +16,7 @@ from clustertune.check.rule import FAIL, RECIPE, WARN, Seen, rule
 from clustertune.checkpoint import store
 from clustertune.config.parameters import trained_count, weight_bytes
 from clustertune.config.resolved import is_there
-from clustertune.doctor.recipe_context import Context, shards_of
+from clustertune.doctor.recipe_context import RecipeContext, shards_of
 from clustertune.doctor.recipe_model import read_json
 from clustertune.errors import UserError
 from clustertune.launch import visible
@@ -31,7 +31,7 @@ TIMES = 4.0
 """A checkpoint this many times larger than adapter and optimizer state holds something else: the base."""
 
 
-def _folder(context: Context) -> Path | None:
+def _folder(context: RecipeContext) -> Path | None:
     """The run folder, where it exists."""
     with contextlib.suppress(OSError):
         return context.run_dir if context.run_dir is not None and context.run_dir.is_dir() else None
@@ -39,7 +39,7 @@ def _folder(context: Context) -> Path | None:
 
 
 @rule("run-of-another-recipe", RECIPE)
-def owner(context: Context) -> Iterator[Seen]:
+def owner(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the run folder belongs to this recipe
 
     Why: a run is never continued with other settings: the job ends at its start
@@ -62,7 +62,7 @@ def owner(context: Context) -> Iterator[Seen]:
 
 
 @rule("run-on-one-node", RECIPE)
-def hidden(context: Context) -> Iterator[Seen]:
+def hidden(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: all nodes see the run folder
 
     Why: ranks of other nodes write their shards elsewhere: .metadata lies on one node only, and nothing can be loaded again
@@ -79,7 +79,7 @@ def hidden(context: Context) -> Iterator[Seen]:
 
 
 @rule("run-in-use", RECIPE)
-def in_use(context: Context) -> Iterator[Seen]:
+def in_use(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: nobody else works in the run folder
 
     Why: the next command ends with exit code 75
@@ -108,7 +108,7 @@ def in_use(context: Context) -> Iterator[Seen]:
 
 
 @rule("checkpoint-damaged", RECIPE)
-def damaged(context: Context) -> Iterator[Seen]:
+def damaged(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the newest checkpoints are whole
 
     Why: what came after the last whole one is computed again; a trainer that takes the newest dies, or goes on from garbage
@@ -125,7 +125,7 @@ def damaged(context: Context) -> Iterator[Seen]:
 
 
 @rule("checkpoint-without-metadata", RECIPE)
-def no_metadata(context: Context) -> Iterator[Seen]:
+def no_metadata(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: .metadata beside the shards
 
     Why: without it no shard can be loaded: it is written by one rank, on one node where the folder is not shared
@@ -142,7 +142,7 @@ def no_metadata(context: Context) -> Iterator[Seen]:
 
 
 @rule("checkpoint-of-another-world", RECIPE)
-def other_world(context: Context) -> Iterator[Seen]:
+def other_world(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: a checkpoint of as many ranks, under DeepSpeed
 
     Why: DeepSpeed keeps what each rank held: other ranks cannot load it, and the job ends at its start
@@ -156,7 +156,7 @@ def other_world(context: Context) -> Iterator[Seen]:
 
 
 @rule("checkpoint-holds-base", RECIPE)
-def with_base(context: Context) -> Iterator[Seen]:
+def with_base(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the size of a LoRA checkpoint
 
     Why: hundreds of gigabytes of frozen weights are written at each save
@@ -174,14 +174,14 @@ def with_base(context: Context) -> Iterator[Seen]:
         yield Seen(WARN, text, where=str(whole.path))
 
 
-def _adapter_size(context: Context) -> int | None:
+def _adapter_size(context: RecipeContext) -> int | None:
     """Parameters of the adapter; None without one, or where they cannot be counted."""
     lora = context.resolved.recipe.lora
     return None if lora is None else trained_count(context.resolved.architecture, lora)
 
 
 @rule("adapter-of-another-step", RECIPE)
-def stale(context: Context) -> Iterator[Seen]:
+def stale(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the exported adapter is of the newest checkpoint
 
     Why: merge and score are of an older model than the one that was trained
@@ -201,7 +201,7 @@ def stale(context: Context) -> Iterator[Seen]:
 
 
 @rule("adapter-shapes", RECIPE)
-def shapes(context: Context) -> Iterator[Seen]:
+def shapes(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: tensors of the exported adapter
 
     Why: a tensor of one dimension or of no size is a shard's rest: the adapter changes nothing, or cannot be loaded
@@ -248,7 +248,7 @@ def bad_shapes(tensors: list[Tensor]) -> Iterator[str]:
 
 
 @rule("left-overs", RECIPE)
-def left_over(context: Context) -> Iterator[Seen]:
+def left_over(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: unfinished files of former attempts
 
     Why: they take space that the next stage needs
@@ -277,7 +277,7 @@ GIT_SECONDS = 5.0
 
 
 @rule("env-file", RECIPE)
-def readable(context: Context) -> Iterator[Seen]:
+def readable(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the .env file is yours alone, and can be parsed
 
     Why: a token that others can read is theirs; a file that is refused leaves the job without its tokens
@@ -294,7 +294,7 @@ def readable(context: Context) -> Iterator[Seen]:
 
 
 @rule("env-in-git", RECIPE)
-def tracked(context: Context) -> Iterator[Seen]:
+def tracked(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: git does not have the .env file
 
     Why: what was committed once goes to everybody who clones, and stays in the history
@@ -314,7 +314,7 @@ def tracked(context: Context) -> Iterator[Seen]:
 
 
 @rule("token-in-environment", RECIPE)
-def exported(context: Context) -> Iterator[Seen]:
+def exported(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: tokens in the shell's environment
 
     Why: every process of this shell inherits them, and logs of an environment hold them; jobs of ours take them from .env
@@ -359,7 +359,7 @@ def needed(plan: Plan, run_dir: Path) -> dict[str, float]:
 
 
 @rule("disk-space", RECIPE)
-def room(context: Context) -> Iterator[Seen]:
+def room(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: room for checkpoints, adapter and merged model
 
     Why: a save that finds the disk full ends the run (exit 73); a merge ends after hours
@@ -383,7 +383,7 @@ def room(context: Context) -> Iterator[Seen]:
 
 
 @rule("local-disk", RECIPE)
-def local_disk(context: Context) -> Iterator[Seen]:
+def local_disk(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the nodes' own folder for checkpoints, save.local.path
 
     Why: nothing is saved there where it is missing or full, and shared storage in its place costs what it was to spare
@@ -406,7 +406,7 @@ def local_disk(context: Context) -> Iterator[Seen]:
         yield Seen(WARN, text, where=str(path))
 
 
-def _free(context: Context, path: Path) -> float | None:
+def _free(context: RecipeContext, path: Path) -> float | None:
     """Bytes that a user may still write where ``path`` lies: what was collected of its mount, else what the system says."""
     for mount in sorted(context.facts.mounts if context.facts else [], key=lambda m: -len(m.point)):
         if path.is_relative_to(mount.point) and mount.free_bytes is not None and mount.point != "/":
@@ -417,7 +417,7 @@ def _free(context: Context, path: Path) -> float | None:
 
 
 @rule("checkpoints-kept", RECIPE)
-def kept(context: Context) -> Iterator[Seen]:
+def kept(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: a limit on the checkpoints that are kept
 
     Why: without one every save stays, until the disk is full

@@ -16,7 +16,7 @@ from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Rule, Seen, regi
 from clustertune.config import accelerate_file as acc
 from clustertune.config import kernels, quantization
 from clustertune.config.parameters import weight_bytes
-from clustertune.doctor.recipe_context import Context
+from clustertune.doctor.recipe_context import RecipeContext
 
 COMPARE = {"<": operator.lt, "<=": operator.le, "==": operator.eq, ">": operator.gt, ">=": operator.ge}
 
@@ -36,13 +36,13 @@ def holds(version: str, ranges: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Fault:
+class ReleaseFault:
     """One fault of some releases."""
 
     package: str
     ranges: str
     """``>=1.2,<1.4``: all parts hold."""
-    when: Callable[[Context], bool]
+    when: Callable[[RecipeContext], bool]
     """Whether this recipe meets it."""
     status: str
     what: str
@@ -50,33 +50,33 @@ class Fault:
     rule: Rule
 
 
-def lora(context: Context) -> bool:
+def lora(context: RecipeContext) -> bool:
     return context.resolved.recipe.lora is not None
 
 
-def fsdp2(context: Context) -> bool:
+def fsdp2(context: RecipeContext) -> bool:
     return context.resolved.distribution.kind == "FSDP2"
 
 
-def fsdp1(context: Context) -> bool:
+def fsdp1(context: RecipeContext) -> bool:
     return context.resolved.distribution.kind == "FSDP1"
 
 
-def _mixed(context: Context) -> bool:
+def _mixed(context: RecipeContext) -> bool:
     return context.resolved.distribution.mixed_precision != "no"
 
 
-def _packs_without_flash(context: Context) -> bool:
+def _packs_without_flash(context: RecipeContext) -> bool:
     args = context.resolved.train_args
     named = str((args.get("model_init_kwargs") or {}).get("attn_implementation", "sdpa"))
     return bool(args.get("packing")) and "flash" not in named
 
 
-def _gpus(context: Context) -> bool:
+def _gpus(context: RecipeContext) -> bool:
     return context.cluster.compute.gpus > 0 and context.resolved.world_size > 1
 
 
-def _full_bf16(context: Context) -> bool:
+def _full_bf16(context: RecipeContext) -> bool:
     init = context.resolved.train_args.get("model_init_kwargs") or {}
     return fsdp2(context) and not lora(context) and _mixed(context) and str(init.get("dtype", "")) in ("bfloat16", "float16")
 
@@ -86,9 +86,17 @@ NCCL = "nccl"
 
 
 def _fault(
-    key: str, package: str, ranges: str, when: Callable[[Context], bool], status: str, what: str, why: str, fix: str, link: str
-) -> Fault:
-    return Fault(package, ranges, when, status, what, Rule(key, f"{package} {ranges}", why, link, fix))
+    key: str,
+    package: str,
+    ranges: str,
+    when: Callable[[RecipeContext], bool],
+    status: str,
+    what: str,
+    why: str,
+    fix: str,
+    link: str,
+) -> ReleaseFault:
+    return ReleaseFault(package, ranges, when, status, what, Rule(key, f"{package} {ranges}", why, link, fix))
 
 
 FAULTS = (
@@ -192,7 +200,7 @@ FAULTS = (
 """The table. A line more is a rule more: the tests take each line and need a case for it."""
 
 
-def quantized_by(context: Context) -> str | None:
+def quantized_by(context: RecipeContext) -> str | None:
     """The method that quantises the base; None: none."""
     config = quantization.of(context.resolved.train_args)
     return quantization.method(config) if config else None
@@ -209,7 +217,7 @@ _ZEROED = ">=5.7"
 
 
 @rule("stack-unseen", RECIPE)
-def unseen(context: Context) -> Iterator[Seen]:
+def unseen(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: whether the ranks' packages can be seen from here
 
     Why: the versions of the image decide, and those of this machine may be others
@@ -220,11 +228,11 @@ def unseen(context: Context) -> Iterator[Seen]:
         yield Seen(UNKNOWN, text, where=context.resolved.name)
 
 
-def _known_fault(fault: Fault) -> Callable[[Context], Iterator[Seen]]:
+def _known_fault(fault: ReleaseFault) -> Callable[[RecipeContext], Iterator[Seen]]:
     """The function that looks whether the recipe meets one fault of the table."""
     names = ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if fault.package == NCCL else (fault.package,)
 
-    def look(context: Context) -> Iterator[Seen]:
+    def look(context: RecipeContext) -> Iterator[Seen]:
         for name in names:
             version = context.version(name)
             if version is None or not holds(version, fault.ranges) or not fault.when(context):
@@ -242,7 +250,7 @@ for _known in FAULTS:
     register(_known.rule, _known_fault(_known), RECIPE)
 
 
-def _ranks_load(context: Context, version: str) -> tuple[str, str] | None:
+def _ranks_load(context: RecipeContext, version: str) -> tuple[str, str] | None:
     """Status and arithmetic of ranks that each make the whole model in RAM; None where a node has room for it."""
     weights, ranks = weight_bytes(context.resolved.architecture), context.resolved.recipe.slurm.gpus_per_node
     room = context.cluster.compute.memory_gb * GIB
@@ -256,7 +264,7 @@ def _ranks_load(context: Context, version: str) -> tuple[str, str] | None:
 
 
 @rule("versions-differ", RECIPE)
-def pinned(context: Context) -> Iterator[Seen]:
+def pinned(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: installed versions against containers/versions.env
 
     Why: what was tested together is not what runs: keys, defaults and files of another release
@@ -269,7 +277,7 @@ def pinned(context: Context) -> Iterator[Seen]:
         yield Seen(WARN, ", ".join(differ), where=context.versions_of)
 
 
-def _differences(context: Context, pins: Mapping[str, str]) -> list[str]:
+def _differences(context: RecipeContext, pins: Mapping[str, str]) -> list[str]:
     seen = {name: context.version(name) for name in pins}
     # torch 2.13.0+cpu is 2.13.0, built for another device.
     others = {name: version for name, version in seen.items() if version and version.partition("+")[0] != pins[name]}
@@ -277,7 +285,7 @@ def _differences(context: Context, pins: Mapping[str, str]) -> list[str]:
 
 
 @rule("package-missing", RECIPE)
-def missing(context: Context) -> Iterator[Seen]:
+def missing(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: packages that the recipe asks for
 
     Why: the ranks end at their start, after the queue
@@ -292,7 +300,7 @@ def missing(context: Context) -> Iterator[Seen]:
             yield Seen(FAIL, f"{key}={value} needs {named}, which is not installed", fix)
 
 
-def _wanted(context: Context) -> Iterator[tuple[str, object, tuple[str, ...]]]:
+def _wanted(context: RecipeContext) -> Iterator[tuple[str, object, tuple[str, ...]]]:
     """Key, value and the packages of which one must be there."""
     args = context.resolved.train_args
     # Without GPUs the run leaves these kernels out: clustertune/training/build.py.

@@ -53,7 +53,7 @@ class Seeds(Section):
     torch: int
 
 
-class Hub(Section):
+class PinnedPrompts(Section):
     name: Annotated[str, Field(pattern=rf"^{FORM}/{FORM}$")]
     revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
     file: Annotated[str, Field(pattern=rf"^{FORM}$")]
@@ -72,12 +72,12 @@ class TaskFile(Section):
     version: float
     generation_kwargs: Decoding
     seeds: Seeds
-    hub: Hub
+    hub: PinnedPrompts
     fallback: Fallback
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptSource:
     """Which file is scored, and under which name; the name of a file that is the benchmark is the benchmark's."""
 
     file: Path
@@ -130,17 +130,17 @@ def write_task(task: TaskFile, settings: Eval, prompts: Path, out: Path) -> dict
     return generation
 
 
-def choose_source(task: TaskFile, data: Path | None, *, benchmark: bool = True) -> Source:
+def choose_source(task: TaskFile, data: Path | None, *, benchmark: bool = True) -> PromptSource:
     """The given file; else the benchmark (where wanted) from the Hub's cache or the Hub; else the project's own prompts."""
     if data is not None:
-        return Source(data, data.name)
+        return PromptSource(data, data.name)
     cached = fetch_benchmark(task.hub) if benchmark else None
     if cached is not None:
-        return Source(cached, task.hub.name)
-    return Source(FOLDER / task.fallback.file, task.fallback.name)
+        return PromptSource(cached, task.hub.name)
+    return PromptSource(FOLDER / task.fallback.file, task.fallback.name)
 
 
-def fetch_benchmark(hub: Hub) -> Path | None:
+def fetch_benchmark(hub: PinnedPrompts) -> Path | None:
     """The benchmark's file: cached, or downloaded where the Hub answers within 5 s; None where it cannot be had."""
     import huggingface_hub
     from huggingface_hub import constants
@@ -165,7 +165,7 @@ class Inputs:
     """The prompts and the sentence splitter of one evaluation, both checked."""
 
     task: TaskFile
-    source: Source
+    source: PromptSource
     prompts: Prompts
     splitter: punkts.Punkt
 

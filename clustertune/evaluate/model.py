@@ -78,7 +78,7 @@ def check_model(
         return None, [Problem("no such folder", file=str(folder), fix="give the folder of a model in Hugging Face's layout")]
     problems = _check_config(folder) + check_weights(folder)
     with gathered(problems):
-        problems += manifest.Comparison(folder).problems  # the weights are compared while they are loaded
+        problems += manifest.DigestComparison(folder).problems  # the weights are compared while they are loaded
     tokenizer, found = _load_tokenizer(tokenizer_path, chat)
     problems += found
     if problems:

@@ -246,7 +246,7 @@ class _Run:
         _seed(self.seeds)
         folder, size = self.facts.folder, self.settings.batch_size
         with contextlib.ExitStack() as stack:
-            with manifest.Comparison(folder) as weights:
+            with manifest.DigestComparison(folder) as weights:
                 opened = backends.model_for(self.backend, self.facts, self.settings, adapter=self.adapter, device=self.device)
                 lm = stack.enter_context(opened)
                 raise_if(weights.finish())

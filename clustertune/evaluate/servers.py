@@ -52,7 +52,7 @@ _LOG_LINES = 15
 
 
 @dataclass(frozen=True)
-class Job:
+class ServingJob:
     """What every node of an evaluation must know, the same for all, to start its servers."""
 
     model: str
@@ -98,7 +98,7 @@ class Job:
         write_durably(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
-    def read(cls, path: Path) -> Job:
+    def read(cls, path: Path) -> ServingJob:
         """What :meth:`write` wrote."""
         body: dict[str, Any] = json.loads(path.read_bytes())
         lists = {key: tuple(value) for key, value in body.items() if isinstance(value, list)}
@@ -114,7 +114,7 @@ GIVEN = "CLUSTERTUNE_SERVERS"
 
 
 @dataclass(frozen=True)
-class Command:
+class ServerCommand:
     """One server's part on one node."""
 
     name: str
@@ -125,7 +125,7 @@ class Command:
     """Where it answers; None: a follower, which has no API."""
 
 
-def commands(job: Job, node: int, address: str | None = None) -> list[Command]:
+def commands(job: ServingJob, node: int, address: str | None = None) -> list[ServerCommand]:
     """What node number ``node`` starts. ``address``: its own on the cluster's network, where there are several nodes."""
     shape, several = job.shape, len(job.nodes) > 1
     both = [
@@ -155,7 +155,7 @@ def commands(job: Job, node: int, address: str | None = None) -> list[Command]:
                 environment["VLLM_HOST_IP"] = address
             if job.interface:
                 environment |= {"GLOO_SOCKET_IFNAME": job.interface, "NCCL_SOCKET_IFNAME": f"={job.interface}"}
-        found.append(Command(name, [*both, *api], environment, url if node == 0 or not several else None))
+        found.append(ServerCommand(name, [*both, *api], environment, url if node == 0 or not several else None))
     return found
 
 
@@ -164,7 +164,7 @@ def lora_rank(rank: int) -> int:
     return next((n for n in (1, 8, 16, 32, 64, 128, 256, 320, 512) if n >= rank), rank)
 
 
-def own_address(job: Job) -> str | None:
+def own_address(job: ServingJob) -> str | None:
     """This node's address on the network by which it reaches the first one; None on one node.
 
     vLLM would open a socket towards a public name server, and without a route take 0.0.0.0.
@@ -198,13 +198,13 @@ def require_program() -> str:
 class Servers:
     """The processes of one node. Use as a context: at its end none of them is left."""
 
-    job: Job
+    job: ServingJob
     node: int = 0
     program: Sequence[str] = ()
     """What stands in front of ``serve``; empty: vLLM's program on this machine."""
     dead: dict[str, str] = field(default_factory=dict)
     """Servers that ended, by name, with what is known of it."""
-    _running: list[tuple[Command, subprocess.Popen[bytes], Path]] = field(default_factory=list)
+    _running: list[tuple[ServerCommand, subprocess.Popen[bytes], Path]] = field(default_factory=list)
 
     def __enter__(self) -> Servers:
         program = list(self.program) or [self.job.program or require_program()]
@@ -318,7 +318,7 @@ def _tail(log: Path) -> str:
         return ""
 
 
-def last_words(job: Job) -> list[Problem]:
+def last_words(job: ServingJob) -> list[Problem]:
     """When each of a job's servers or nodes wrote to its log last, and what: the one that hangs is often the silent one."""
     found = []
     for log in sorted(Path(job.folder).glob("*.log")):
@@ -334,7 +334,7 @@ def run_node(folder: Path, node: int) -> None:
 
     Raises UserError (exit 1) where no server of this node is left, or its part of the one server over several nodes has ended.
     """
-    template, number = Job.read(folder / JOB), 0
+    template, number = ServingJob.read(folder / JOB), 0
     if node == 0:
         write_durably(folder / VERSION, json.dumps({"version": _version(template.program)}) + "\n")
     with contextlib.ExitStack() as stack:
@@ -346,7 +346,7 @@ def run_node(folder: Path, node: int) -> None:
                 time.sleep(POLL_SECONDS)
                 continue
             number += 1
-            with Servers(Job.read(folder / following), node) as servers:
+            with Servers(ServingJob.read(folder / following), node) as servers:
                 servers.wait()
                 if node == 0:
                     write_durably(folder / READY.format(number), "{}\n")
@@ -378,7 +378,7 @@ def _watch(servers: Servers, following: Path) -> None:
 def describe(model: ModelFacts, adapter: Path | None = None) -> Backend:
     """The servers for a model on this machine, or those of the Slurm job, before the first request. Raises UserError."""
     if named := os.environ.get(GIVEN):
-        shape, version = Job.read(Path(named) / JOB).shape, str(_await(Path(named), VERSION, START_SECONDS)["version"])
+        shape, version = ServingJob.read(Path(named) / JOB).shape, str(_await(Path(named), VERSION, START_SECONDS)["version"])
     else:
         shape, version = job_here(model, adapter).shape, _version()
     return Backend("vllm", version, dtype_of(model.folder), shape.tensor_parallel, shape.pipeline_parallel, shape.servers)
@@ -421,12 +421,12 @@ def model_for(model: ModelFacts, settings: Eval, *, adapter: Path | None = None)
             raise UserError([*error.problems, *(found.problems if found else last_words(job))], error.code) from None
 
 
-def _ask_for(folder: Path, model: ModelFacts, adapter: Path | None) -> Job:
+def _ask_for(folder: Path, model: ModelFacts, adapter: Path | None) -> ServingJob:
     """Have the Slurm job's nodes serve a model; its job, as soon as the servers answer. Raises UserError."""
     number = 1
     while (folder / ASKED.format(number)).exists():
         number += 1
-    template = Job.read(folder / JOB)
+    template = ServingJob.read(folder / JOB)
     # Other ports each time: the last ones may still be in use.
     job = replace(_of(template, model, adapter), folder=str(folder / str(number)), port=template.port + 16 * number)
     job.write(folder / ASKED.format(number))
@@ -434,7 +434,7 @@ def _ask_for(folder: Path, model: ModelFacts, adapter: Path | None) -> Job:
     return job
 
 
-def _of(job: Job, model: ModelFacts, adapter: Path | None) -> Job:
+def _of(job: ServingJob, model: ModelFacts, adapter: Path | None) -> ServingJob:
     """A job for a model."""
     shape = replace(job.shape, max_model_len=min(job.shape.max_model_len, model.max_length))
     named, rank = (str(adapter.resolve()), rank_of(adapter)) if adapter else (None, 0)
@@ -463,7 +463,7 @@ def _given_up(folder: Path) -> UserError | None:
     return UserError(problems, ExitCode(bodies[0]["exit_code"])) if bodies else None
 
 
-def job_here(model: ModelFacts, adapter: Path | None = None) -> Job:
+def job_here(model: ModelFacts, adapter: Path | None = None) -> ServingJob:
     """The servers for a model on this machine's GPUs, or its CPU. Raises UserError where it does not fit."""
     import torch
 
@@ -476,7 +476,7 @@ def job_here(model: ModelFacts, adapter: Path | None = None) -> Job:
         raise UserError(Problem(text, file=str(model.folder), fix="clustertune submit serves it over several nodes"))
     port = free_port(first_port(os.getpid(), 0))
     start = 2 * start_seconds(shape, size) if gpus else START_SECONDS
-    return _of(Job("", shape, "", "", port, "", gpus=tuple(map(str, range(gpus))), start_seconds=start), model, adapter)
+    return _of(ServingJob("", shape, "", "", port, "", gpus=tuple(map(str, range(gpus))), start_seconds=start), model, adapter)
 
 
 def dtype_of(folder: Path) -> str:

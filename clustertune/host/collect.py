@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from clustertune.host import gpus, mounts, network, packages, surroundings, system
 from clustertune.host.facts import HostFacts, Package
-from clustertune.host.sight import Sight, ask
+from clustertune.host.sight import Probe, ask
 
 if TYPE_CHECKING:  # 3.8 cannot subscript collections.abc
     from clustertune.host.sight import Ask
 
-    Reader = Callable[[Sight], dict[str, Any]]
+    Reader = Callable[[Probe], dict[str, Any]]
 
 DIRECT: tuple[Reader, ...] = (
     system.processors,
@@ -58,7 +58,7 @@ def collect(
     beside those that libraries use. ``python``: the ranks' interpreter; None: this one. ``command``: runs commands.
     Raises nothing for what a machine lacks.
     """
-    sight = Sight(Path(root), command, time.monotonic() + seconds)
+    sight = Probe(Path(root), command, time.monotonic() + seconds)
     environ = dict(os.environ) if sight.live else {}
     kind = surroundings.container(sight, environ)
     facts = HostFacts(hostname=_hostname(sight), user=surroundings.user_name() if sight.live else "", container=kind)
@@ -79,7 +79,7 @@ def collect(
     return facts
 
 
-def _result(future: Future[dict[str, Any]], sight: Sight) -> dict[str, Any]:
+def _result(future: Future[dict[str, Any]], sight: Probe) -> dict[str, Any]:
     return future.result(timeout=max(0.0, sight.deadline - time.monotonic()) + GRACE)
 
 
@@ -99,13 +99,13 @@ def _take(facts: HostFacts, reader: Any, read: Callable[[], dict[str, Any]]) -> 
             setattr(facts, key, value)
 
 
-def _hostname(sight: Sight) -> str:
+def _hostname(sight: Probe) -> str:
     return (platform.node() if sight.live else sight.read("/proc/sys/kernel/hostname") or sight.read("/etc/hostname")) or "?"
 
 
-def _storage(sight: Sight, *, names: Sequence[str], folders: Sequence[str]) -> dict[str, Any]:
+def _storage(sight: Probe, *, names: Sequence[str], folders: Sequence[str]) -> dict[str, Any]:
     environ = dict(os.environ) if sight.live else {}
-    wanted = mounts.Wanted(
+    wanted = mounts.MountQuery(
         folders=[*surroundings.probe_folders(environ), *(folder for folder in folders if folder.startswith("/"))],
         names=list(names),
         files=surroundings.files_that_matter(environ, os.getcwd()),  # noqa: PTH109 - a plain word
@@ -114,7 +114,7 @@ def _storage(sight: Sight, *, names: Sequence[str], folders: Sequence[str]) -> d
     return mounts.look(sight, wanted)
 
 
-def _stack(sight: Sight, *, python: str | None) -> dict[str, Any]:
+def _stack(sight: Probe, *, python: str | None) -> dict[str, Any]:
     """The packages of an interpreter: of this one by looking, of another one by asking it."""
     if not sight.live:
         return {}

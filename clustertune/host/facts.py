@@ -112,7 +112,7 @@ class Mount:
 
 
 @dataclass
-class Probe:
+class FolderProbe:
     """Something that was tried in a folder, with a file of the own, removed again."""
 
     folder: str
@@ -256,7 +256,7 @@ class HostFacts:
     """Where the ranks' Python looks for packages, in order."""
     exports: list[str] = field(default_factory=list)
     """Folders of /etc/exports."""
-    probes: list[Probe] = field(default_factory=list)
+    probes: list[FolderProbe] = field(default_factory=list)
     files: list[FileMode] = field(default_factory=list)
     slurm: dict[str, str] = field(default_factory=dict)
     """What ``scontrol show config`` says, the keys that rules read."""
@@ -280,7 +280,7 @@ _PARTS: dict[str, Any] = {
     "rdma": RdmaPort,
     "mounts": Mount,
     "packages": Package,
-    "probes": Probe,
+    "probes": FolderProbe,
     "files": FileMode,
 }
 

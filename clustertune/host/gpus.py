@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from clustertune.host import gpu_text, system
-from clustertune.host.sight import Sight
+from clustertune.host.sight import Probe
 
 SMI_SECONDS = 45.0
 """A driver without persistence mode wakes one GPU after the other, some seconds each."""
@@ -34,7 +34,7 @@ print(json.dumps(told))
 """Run in a process of its own: cuInit hangs where a GPU is sick, and keeps files of the driver open where it is not."""
 
 
-def driver(sight: Sight) -> dict[str, Any]:
+def driver(sight: Probe) -> dict[str, Any]:
     """What ``nvidia-smi`` says; with why it says nothing."""
     full = sight.call("nvidia-smi", "-q", "-x", seconds=SMI_SECONDS)
     if not full.present:
@@ -57,13 +57,13 @@ def driver(sight: Sight) -> dict[str, Any]:
     return found
 
 
-def topology(sight: Sight) -> dict[str, Any]:
+def topology(sight: Probe) -> dict[str, Any]:
     """How the GPUs are connected."""
     answer = sight.call("nvidia-smi", "topo", "-m", seconds=SMI_SECONDS)
     return {"topology": gpu_text.plain_topology(answer.text)} if answer.good and "GPU0" in answer.text else {}
 
 
-def cuda(sight: Sight) -> dict[str, Any]:
+def cuda(sight: Probe) -> dict[str, Any]:
     """What CUDA itself says to a process of this place: the driver may answer where CUDA does not."""
     answer = sight.call(sys.executable, "-I", "-S", "-c", _INIT, seconds=INIT_SECONDS)
     try:
@@ -79,7 +79,7 @@ def cuda(sight: Sight) -> dict[str, Any]:
     }
 
 
-def kernel_log(sight: Sight) -> dict[str, Any]:
+def kernel_log(sight: Probe) -> dict[str, Any]:
     """The driver's complaints in the kernel's log; often only root may read it."""
     for command in (("dmesg",), ("journalctl", "-k", "-b", "-q", "--no-pager", "-n", "50000", "-o", "short-monotonic")):
         answer = sight.call(*command, seconds=5.0)
@@ -88,7 +88,7 @@ def kernel_log(sight: Sight) -> dict[str, Any]:
     return {}
 
 
-def devices(sight: Sight) -> dict[str, Any]:
+def devices(sight: Probe) -> dict[str, Any]:
     """GPUs on the PCI bus and their device files, whether a driver serves them or not, and what the kernel has loaded."""
     folder = "/sys/bus/pci/devices"
     buses = sight.names(folder)
@@ -138,7 +138,7 @@ def acs_control(config: bytes) -> int | None:
     return None
 
 
-def bridges(sight: Sight) -> dict[str, Any]:
+def bridges(sight: Probe) -> dict[str, Any]:
     """Bridges that redirect traffic between their ports. Needs root: others see 64 bytes of each device."""
     folder = "/sys/bus/pci/devices"
     found: list[str] = []
@@ -159,7 +159,7 @@ def bridges(sight: Sight) -> dict[str, Any]:
     return {"acs_redirect": None if hidden and not found else found}
 
 
-def iommu(sight: Sight) -> dict[str, Any]:
+def iommu(sight: Probe) -> dict[str, Any]:
     """Whether an IOMMU translates what devices address; in passthrough (``iommu=pt``) it does not."""
     groups = sight.names("/sys/kernel/iommu_groups")
     if not groups:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clustertune.host.facts import FileMode, Mount, Probe
-from clustertune.host.sight import Sight, ask
+from clustertune.host.facts import FileMode, FolderProbe, Mount
+from clustertune.host.sight import Probe, ask
 
 SECONDS = 12.0
 """How long a file system may take to say how full it is: a server under load some seconds, one that is gone for ever."""
@@ -158,7 +158,7 @@ def parse_exports(text: str) -> list[str]:
 
 
 @dataclass
-class Wanted:
+class MountQuery:
     """What is asked of file systems that may not answer."""
 
     folders: Sequence[str] = ()
@@ -171,7 +171,7 @@ class Wanted:
     """Folders of LD_LIBRARY_PATH."""
 
 
-def look(sight: Sight, wanted: Wanted) -> dict[str, Any]:
+def look(sight: Probe, wanted: MountQuery) -> dict[str, Any]:
     """The mounts with their room, the exports, and what is wanted; what does not answer in time is silent, or missing."""
     mounts = parse_mounts(sight.read("/proc/self/mountinfo"))
     exports = parse_exports(sight.read("/etc/exports"))
@@ -214,9 +214,9 @@ def look(sight: Sight, wanted: Wanted) -> dict[str, Any]:
     return found
 
 
-def _probe(folder: str, what: str, answers: Mapping[tuple[str, ...], Any]) -> Probe:
+def _probe(folder: str, what: str, answers: Mapping[tuple[str, ...], Any]) -> FolderProbe:
     answer = answers.get((what, folder)) or {"said": "no answer in time"}
-    return Probe(folder, what, answer.get("ok"), answer.get("said") or answer.get("error", ""))
+    return FolderProbe(folder, what, answer.get("ok"), answer.get("said") or answer.get("error", ""))
 
 
 def mount_is_last(mount: Mount, mounts: Sequence[Mount]) -> bool:

@@ -13,7 +13,7 @@ import struct
 from typing import Any
 
 from clustertune.host.facts import Nic, RdmaPort
-from clustertune.host.sight import Sight
+from clustertune.host.sight import Probe
 
 _NET = "/sys/class/net"
 _IB = "/sys/class/infiniband"
@@ -45,7 +45,7 @@ def by_socket(name: str) -> list[str]:
     return []
 
 
-def interfaces(sight: Sight) -> dict[str, Any]:
+def interfaces(sight: Probe) -> dict[str, Any]:
     """All interfaces, and the kernel's range of ephemeral ports."""
     answer = sight.call("ip", "-o", "addr", seconds=5.0)
     addresses = parse_addresses(answer.text) if answer.good else None
@@ -68,7 +68,7 @@ def interfaces(sight: Sight) -> dict[str, Any]:
     return {"nics": found, "port_range": numbers if len(numbers) == 2 else None}
 
 
-def _nic(sight: Sight, name: str) -> Nic:
+def _nic(sight: Probe, name: str) -> Nic:
     folder = f"{_NET}/{name}"
     speed = sight.number(f"{folder}/speed")
     numa = sight.number(f"{folder}/device/numa_node")
@@ -92,7 +92,7 @@ def _nic(sight: Sight, name: str) -> Nic:
     )
 
 
-def _is_up(sight: Sight, folder: str) -> bool | None:
+def _is_up(sight: Probe, folder: str) -> bool | None:
     """The state that the driver tells; where it tells none (loopback, tunnels), whether it was switched on."""
     state = sight.read(f"{folder}/operstate")
     if state in ("up", "down", "lowerlayerdown", "notpresent", "dormant"):
@@ -106,7 +106,7 @@ def _is_up(sight: Sight, folder: str) -> bool | None:
 # --- RDMA --------------------------------------------------------------------------------------------------------------
 
 
-def rdma(sight: Sight) -> dict[str, Any]:
+def rdma(sight: Probe) -> dict[str, Any]:
     """Ports of RDMA adapters, the device files that this process may use, and the libraries that drive them."""
     ports = []
     for device in sight.names(_IB):
@@ -121,7 +121,7 @@ def rdma(sight: Sight) -> dict[str, Any]:
     return {"rdma": ports, "rdma_devices": _device_files(sight), **_verbs(sight)}
 
 
-def _port(sight: Sight, device: str, number: int) -> RdmaPort:
+def _port(sight: Probe, device: str, number: int) -> RdmaPort:
     folder = f"{_IB}/{device}/ports/{number}"
     state = sight.read(f"{folder}/state").partition(":")[2].strip()
     rate = re.match(r"([\d.]+)", sight.read(f"{folder}/rate"))
@@ -137,12 +137,12 @@ def _port(sight: Sight, device: str, number: int) -> RdmaPort:
     )
 
 
-def _device_files(sight: Sight) -> list[str]:
+def _device_files(sight: Probe) -> list[str]:
     names = [f"/dev/infiniband/{name}" for name in sight.names("/dev/infiniband")]
     return [name for name in names if os.access(sight.path(name), os.R_OK | os.W_OK)]
 
 
-def _verbs(sight: Sight) -> dict[str, Any]:
+def _verbs(sight: Probe) -> dict[str, Any]:
     providers = set()
     for library in _PROVIDERS:
         for pattern in ("libibverbs/lib*-rdmav*.so", "*/libibverbs/lib*-rdmav*.so"):
@@ -158,7 +158,7 @@ def _verbs(sight: Sight) -> dict[str, Any]:
     return found
 
 
-def nccl_files(sight: Sight) -> dict[str, Any]:
+def nccl_files(sight: Probe) -> dict[str, Any]:
     """Settings of NCCL that stand in files, where nobody sees them. The user's file wins over the system's, as in NCCL."""
     found: dict[str, str] = {}
     home = os.environ.get("HOME", "") if sight.live else ""

@@ -18,7 +18,7 @@ MAX_OUTPUT = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandOutput:
     """What a command printed."""
 
     text: str = ""
@@ -35,13 +35,13 @@ class Answer:
 
 
 if TYPE_CHECKING:  # 3.8 cannot subscript collections.abc
-    Ask = Callable[[Sequence[str], float], Answer]
+    Ask = Callable[[Sequence[str], float], CommandOutput]
     """A command and its time limit in seconds in, its output out."""
 
-ABSENT = Answer(present=False)
+ABSENT = CommandOutput(present=False)
 
 
-def ask(command: Sequence[str], seconds: float, text: str = "") -> Answer:
+def ask(command: Sequence[str], seconds: float, text: str = "") -> CommandOutput:
     """Run a command; ``text`` is what it reads. Raises nothing.
 
     One that hangs is killed, and left where it cannot die: a process that waits for a GPU or for a server of files that is
@@ -59,18 +59,18 @@ def ask(command: Sequence[str], seconds: float, text: str = "") -> Answer:
             start_new_session=True,
         )
     except OSError as error:
-        return Answer(fault=f"{command[0]}: {error.strerror or error}")
+        return CommandOutput(fault=f"{command[0]}: {error.strerror or error}")
     try:
         out, err = child.communicate(text.encode() or None, timeout=seconds)
     except subprocess.TimeoutExpired as late:
         with contextlib.suppress(OSError):
             os.killpg(child.pid, signal.SIGKILL)
         kept = _after_the_end(child) or late.output or b""
-        return Answer(_text(kept), f"no answer within {seconds:.0f} s")
+        return CommandOutput(_text(kept), f"no answer within {seconds:.0f} s")
     if child.returncode == 0:
-        return Answer(_text(out))
+        return CommandOutput(_text(out))
     lines = [line for line in (_text(err) + "\n" + _text(out)).splitlines() if line.strip()]
-    return Answer(_text(out), (lines or [f"exit code {child.returncode}"])[0].strip()[:300])
+    return CommandOutput(_text(out), (lines or [f"exit code {child.returncode}"])[0].strip()[:300])
 
 
 def _after_the_end(child: subprocess.Popen[bytes]) -> bytes:
@@ -92,7 +92,7 @@ def _text(data: bytes) -> str:
 
 
 @dataclass
-class Sight:
+class Probe:
     """One look at a machine."""
 
     root: Path = field(default_factory=lambda: Path("/"))
@@ -109,7 +109,7 @@ class Sight:
         """Seconds that a command may take."""
         return max(0.5, min(most, self.deadline - time.monotonic()))
 
-    def call(self, *command: str, seconds: float = 10.0) -> Answer:
+    def call(self, *command: str, seconds: float = 10.0) -> CommandOutput:
         """Run a command within the time that is left."""
         return self.ask(command, self.left(seconds))
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from clustertune.host.credentials import holds_secret
-from clustertune.host.sight import Sight
+from clustertune.host.sight import Probe
 
 _KEPT = re.compile(
     r"(SLURM|SRUN|SBATCH|NCCL|GLOO|UCX|UCC|FI|OMPI|PMI|PMIX|TORCH|TORCHINDUCTOR|PYTORCH|CUDA|NVIDIA|HF|HUGGINGFACE|TRANSFORMERS"
@@ -57,7 +57,7 @@ def has_login(text: str) -> bool:
     return "://***@" in text
 
 
-def container(sight: Sight, environ: Mapping[str, str]) -> str:
+def container(sight: Probe, environ: Mapping[str, str]) -> str:
     """What kind of container this is; empty: none."""
     if environ.get("APPTAINER_CONTAINER") or environ.get("SINGULARITY_CONTAINER") or sight.path("/.singularity.d").exists():
         return "apptainer"
@@ -105,7 +105,7 @@ def parse_nodes(text: str) -> dict[str, str]:
     return found
 
 
-def slurm(sight: Sight) -> dict[str, Any]:
+def slurm(sight: Probe) -> dict[str, Any]:
     """What the controller says. Not to be asked by every node of a job at once: it is one process for all of them."""
     config = sight.call("scontrol", "show", "config", seconds=8.0)
     if not config.present:
@@ -160,7 +160,7 @@ def user_name() -> str:
         return str(os.getuid())
 
 
-def has_slurm(sight: Sight, environ: Mapping[str, str]) -> bool:
+def has_slurm(sight: Probe, environ: Mapping[str, str]) -> bool:
     """Whether this machine belongs to a Slurm: its commands alone may be left from anything."""
     named = environ.get("SLURM_CONF", "")
     return any(sight.path(path).exists() for path in (named, "/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf") if path)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from clustertune.host.sight import Sight
+from clustertune.host.sight import Probe
 
 _STA_UNSYNC, _STA_NANO = 0x0040, 0x2000
 """linux/timex.h"""
@@ -19,7 +19,7 @@ _CGROUP_NONE = 1 << 60
 """Bytes from which a limit of cgroup v1 is none: it is the largest multiple of a page below 2^63."""
 
 
-def processors(sight: Sight) -> dict[str, Any]:
+def processors(sight: Probe) -> dict[str, Any]:
     """Hardware threads, those that this process may use, and those of each NUMA node."""
     folder = "/sys/devices/system/node"
     nodes = {name[4:]: sight.read(f"{folder}/{name}/cpulist") for name in sight.names(folder) if re.fullmatch(r"node\d+", name)}
@@ -34,7 +34,7 @@ def processors(sight: Sight) -> dict[str, Any]:
     return found
 
 
-def topology(sight: Sight) -> dict[int, tuple[int, int]]:
+def topology(sight: Probe) -> dict[int, tuple[int, int]]:
     """Package and core of each CPU that the machine tells them of."""
     folder, found = "/sys/devices/system/cpu", {}
     for name in sight.names(folder):
@@ -49,7 +49,7 @@ def parse_meminfo(text: str) -> dict[str, int]:
     return {match[1]: int(match[2]) * 1024 for match in re.finditer(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
 
 
-def memory(sight: Sight) -> dict[str, Any]:
+def memory(sight: Probe) -> dict[str, Any]:
     """Memory and swap of the machine, and the limit of this process's cgroup."""
     info = parse_meminfo(sight.read("/proc/meminfo"))
     total, free = info.get("SwapTotal"), info.get("SwapFree")
@@ -64,7 +64,7 @@ def memory(sight: Sight) -> dict[str, Any]:
     }
 
 
-def memory_limit(sight: Sight) -> int | None:
+def memory_limit(sight: Probe) -> int | None:
     """The smallest limit of the cgroups above this process, bytes; None: none, or not seen."""
     limits = []
     for line in sight.read("/proc/self/cgroup").splitlines():
@@ -88,7 +88,7 @@ def memory_limit(sight: Sight) -> int | None:
     return min(limits) if limits else None
 
 
-def limits(sight: Sight) -> dict[str, Any]:
+def limits(sight: Probe) -> dict[str, Any]:
     """Soft limits of this process; -1: unlimited."""
     if not sight.live:
         return {}
@@ -106,7 +106,7 @@ def version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in found[1].split(".")) if found else ()
 
 
-def kernel(sight: Sight) -> dict[str, Any]:
+def kernel(sight: Probe) -> dict[str, Any]:
     """Versions of kernel, distribution and C library, and since when the machine runs."""
     release = re.search(r'^PRETTY_NAME="?([^"\n]*)', sight.read("/etc/os-release"), re.MULTILINE)
     uptime = re.match(r"[\d.]+", sight.read("/proc/uptime"))
@@ -159,7 +159,7 @@ def kernel_clock() -> tuple[bool, float] | None:
     return not clock.status & _STA_UNSYNC, abs(clock.offset * unit)
 
 
-def clock(sight: Sight) -> dict[str, Any]:
+def clock(sight: Probe) -> dict[str, Any]:
     """The time, and whether something keeps it right: chrony's word, else systemd's, else the kernel's."""
     found: dict[str, Any] = {"time": time.time()}
     answer = sight.call("chronyc", "-c", "tracking", seconds=3.0)

@@ -18,7 +18,7 @@ from typing import Any
 from clustertune.errors import ExitCode, Problem
 from clustertune.events import read_object
 from clustertune.launch.heartbeat_monitor import HeartbeatMonitor
-from clustertune.launch.plan import Plan, newest_attempt
+from clustertune.launch.plan import AttemptPlan, newest_attempt
 from clustertune.manifest import write_durably
 from clustertune.process import die_with_parent, stop_signals
 
@@ -83,7 +83,7 @@ class Agent:
     """The ranks of one node of an attempt, from their start to their end."""
 
     run_path: Path
-    plan: Plan
+    plan: AttemptPlan
     node: int
     patient: bool = False
     """A signal that comes twice does not end the ranks at once: schedulers send SIGTERM to every process, again and again."""
@@ -206,7 +206,7 @@ class Agent:
             time.sleep(POLL_SECONDS)
 
 
-def monitored(run_path: Path, plan: Plan, node: int, *, of_run: bool) -> contextlib.AbstractContextManager[None]:
+def monitored(run_path: Path, plan: AttemptPlan, node: int, *, of_run: bool) -> contextlib.AbstractContextManager[None]:
     """Have this node measured while the context lasts; with ``of_run`` the run's live page is kept here, too."""
     run = str(run_path.absolute())
     programs = [["sampler", run, str(plan.attempt), str(node)], *([["live", run]] if of_run else [])]
@@ -265,7 +265,7 @@ def _record(path: Path, key: str) -> dict[str, Any]:
     return body if key in body and "code" in body else {}
 
 
-def rank_pids(folder: Path, plan: Plan, node: int) -> dict[int, int]:
+def rank_pids(folder: Path, plan: AttemptPlan, node: int) -> dict[int, int]:
     """The process id of each rank of a node that has begun: rank to id. Ids mean something on that node only."""
     found = {}
     for rank in plan.ranks_of(node):

@@ -14,7 +14,7 @@ from clustertune.config.cluster_schema import Cluster
 from clustertune.console import emit_json, say
 from clustertune.errors import UserError, raise_if, storage_error
 from clustertune.launch import slurm, visible
-from clustertune.launch.shape import Shape
+from clustertune.launch.shape import JobShape
 from clustertune.launch.submit import ahead_of_body, escape_pattern, header_line, split_script
 from clustertune.manifest import write_durably
 from clustertune.tree import ROOT
@@ -24,7 +24,7 @@ from clustertune.tree import ROOT
 class BatchJob:
     """What is submitted."""
 
-    shape: Shape
+    shape: JobShape
     script: str
     """The text of the sbatch file."""
     folder: Path
@@ -77,7 +77,7 @@ class BatchJob:
         return number
 
 
-def render(name: str, shape: Shape, note: str, source: str, *, alone: bool = True) -> str:
+def render(name: str, shape: JobShape, note: str, source: str, *, alone: bool = True) -> str:
     """The sbatch file; the job is never started again, and ``alone`` on its nodes, so that no neighbour is measured.
 
     ``note`` says from what it was derived; ``source`` is the text of its body's file.

@@ -35,7 +35,7 @@ HUB = "registry-1.docker.io"
 
 
 @dataclass(frozen=True)
-class Placed:
+class ContainerCommand:
     """A command in the container."""
 
     command: tuple[str, ...]
@@ -47,7 +47,9 @@ class Placed:
     """Variables with their values that srun exports besides."""
 
 
-def place(command: Sequence[str], cluster: Cluster, *, binds: Sequence[str | Path], gpus: bool, repo: Path = ROOT) -> Placed:
+def place(
+    command: Sequence[str], cluster: Cluster, *, binds: Sequence[str | Path], gpus: bool, repo: Path = ROOT
+) -> ContainerCommand:
     """``command``, whose first word is this machine's Python, in the cluster's container; as it stands where there is none.
 
     It sees ``binds``, the node's disks, what the cluster file binds, and the checkout, which is not baked into the image, and
@@ -56,7 +58,7 @@ def place(command: Sequence[str], cluster: Cluster, *, binds: Sequence[str | Pat
     """
     settings, storage = cluster.container, cluster.storage
     if settings.runtime == "none":
-        return Placed(tuple(command))
+        return ContainerCommand(tuple(command))
     raise_if(unbindable([repo, *binds]))
     staging = [storage.staging.path] if storage.staging else []
     code = [f"{PACKAGE}:{CODE}/{PACKAGE.name}"] if IS_INSTALLED else []
@@ -67,10 +69,10 @@ def place(command: Sequence[str], cluster: Cluster, *, binds: Sequence[str | Pat
     places = list(dict.fromkeys(named))
     launched = ("python3", *command[1:])
     if settings.runtime == "pyxis":
-        return Placed(launched, tuple(_pyxis(settings, places, work)), PYXIS_EXPORTED, ("PYTHONNOUSERSITE=1",))
+        return ContainerCommand(launched, tuple(_pyxis(settings, places, work)), PYXIS_EXPORTED, ("PYTHONNOUSERSITE=1",))
     # Apptainer and Singularity take the same arguments.
     start = (str(repo / INSIDE), settings.command, "exec")
-    return Placed((*start, *_contained(settings, gpus), *_seen(places, work), settings.image or "", *launched))
+    return ContainerCommand((*start, *_contained(settings, gpus), *_seen(places, work), settings.image or "", *launched))
 
 
 def places_of(resolved: Resolved, run_path: Path) -> list[Path]:

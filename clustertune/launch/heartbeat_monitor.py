@@ -12,7 +12,7 @@ from pathlib import Path
 
 from clustertune.errors import Problem
 from clustertune.events import read_text
-from clustertune.launch.plan import Plan
+from clustertune.launch.plan import AttemptPlan
 
 STOPPED_SECONDS = 30.0
 """A rank that the kernel holds stopped (SIGSTOP, a debugger) for so long is ended: all others wait for it in a collective."""
@@ -44,7 +44,7 @@ class HeartbeatMonitor:
     """The ranks of one node. :meth:`look` is called again and again."""
 
     folder: Path
-    plan: Plan
+    plan: AttemptPlan
     node: int
     clock: Callable[[], float] = time.monotonic
     _states: dict[int, _RankState] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from typing import Any
 from clustertune.errors import ExitCode, Problem
 from clustertune.events import read_text
 from clustertune.launch.agent import ask_anew, log_file, node_record, rank_record
-from clustertune.launch.plan import OUTCOME, Plan
+from clustertune.launch.plan import OUTCOME, AttemptPlan
 from clustertune.manifest import write_durably
 from clustertune.storage import is_full
 
@@ -46,7 +46,7 @@ class Outcome:
         write_durably(folder / OUTCOME, json.dumps(body, indent=1) + "\n")
 
 
-def judge(folder: Path, plan: Plan, *, requested: bool = False) -> Outcome:
+def judge(folder: Path, plan: AttemptPlan, *, requested: bool = False) -> Outcome:
     """The code and reason of an attempt.
 
     Decisions that all ranks took together come first; then being asked to stop; then a rank that was killed or hung; then
@@ -67,7 +67,7 @@ def judge(folder: Path, plan: Plan, *, requested: bool = False) -> Outcome:
     )
 
 
-def conclude(folder: Path, plan: Plan, *, requested: bool = False) -> Outcome:
+def conclude(folder: Path, plan: AttemptPlan, *, requested: bool = False) -> Outcome:
     """:func:`judge`, and ``outcome.json`` beside the plan: what whoever started an attempt does at its end."""
     outcome = judge(folder, plan, requested=requested)
     with contextlib.suppress(OSError):  # a full disk is what it may have to tell
@@ -75,7 +75,7 @@ def conclude(folder: Path, plan: Plan, *, requested: bool = False) -> Outcome:
     return outcome
 
 
-def any_node_failed(folder: Path, plan: Plan) -> bool:
+def any_node_failed(folder: Path, plan: AttemptPlan) -> bool:
     """Whether a node has left a record that says so: its attempt is over, whatever the others do."""
     ask_anew(folder)
     return any(node_record(folder, node).get("code") for node in range(len(plan.nodes)))
@@ -86,13 +86,13 @@ class _Traces:
     """What an attempt left behind. Each method is one way to end, or None where it was not that one."""
 
     folder: Path
-    plan: Plan
+    plan: AttemptPlan
     records: dict[int, dict[str, Any]]
     """By rank, of those that left one."""
     nodes: dict[int, dict[str, Any] | None]
 
     @classmethod
-    def read(cls, folder: Path, plan: Plan) -> _Traces:
+    def read(cls, folder: Path, plan: AttemptPlan) -> _Traces:
         ask_anew(folder)
         nodes = {node: node_record(folder, node) or None for node in range(len(plan.nodes))}
         return cls(folder, plan, _records(folder, plan), nodes)
@@ -189,7 +189,7 @@ class _Traces:
         return Outcome(ExitCode(first["code"]), _problems([first], prefix=text))
 
 
-def _records(folder: Path, plan: Plan) -> dict[int, dict[str, Any]]:
+def _records(folder: Path, plan: AttemptPlan) -> dict[int, dict[str, Any]]:
     found = ((rank, rank_record(folder, rank)) for rank in range(plan.world_size))
     return {rank: record for rank, record in found if record}
 

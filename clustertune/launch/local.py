@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clustertune.config.resolved import Resolved
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.rundir import RunDir
 
 
@@ -21,7 +21,7 @@ def accelerate_command(
     run: RunDir,
     resolved: Resolved,
     program: Sequence[str],
-    plan: Plan | None = None,
+    plan: AttemptPlan | None = None,
     node: int = 0,
     address: str = "",
     port: int = 0,
@@ -61,7 +61,7 @@ def accelerate_command(
     ]
 
 
-def local_plan(resolved: Resolved, attempt: int, from_step: int = 0) -> Plan:
+def local_plan(resolved: Resolved, attempt: int, from_step: int = 0) -> AttemptPlan:
     """All ranks on this machine."""
     here = (Node("here", "127.0.0.1"),)
-    return Plan(attempt=attempt, nodes=here, ranks_per_node=resolved.world_size, from_step=from_step)
+    return AttemptPlan(attempt=attempt, nodes=here, ranks_per_node=resolved.world_size, from_step=from_step)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem
-from clustertune.launch.plan import Plan
+from clustertune.launch.plan import AttemptPlan
 from clustertune.launch.stack import Stack
 
 KEY = "container.megatron"
@@ -63,7 +63,7 @@ def judge(seen: Stack, image: str) -> list[Problem]:
     return found
 
 
-def torchrun_command(program: Sequence[str], plan: Plan, node: int, address: str, port: int) -> list[str]:
+def torchrun_command(program: Sequence[str], plan: AttemptPlan, node: int, address: str, port: int) -> list[str]:
     """The ranks of node ``node`` by torch's own launcher: NVIDIA's image is not asked for an accelerate configuration.
 
     With several nodes the rendezvous is static: node 0 listens at ``address:port``. ``--log_dir``: as for accelerate.

@@ -13,7 +13,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import local, megatron, places, rendezvous
 from clustertune.launch.agent import Agent, leave_record
 from clustertune.launch.environment import make_own_folder
-from clustertune.launch.plan import Plan, check_fence, newest_attempt
+from clustertune.launch.plan import AttemptPlan, check_fence, newest_attempt
 from clustertune.rundir import RunDir
 
 PATIENCE_SECONDS = 60.0
@@ -21,11 +21,11 @@ PATIENCE_SECONDS = 60.0
 INTERFACES = Path("/sys/class/net")
 
 
-Around = Callable[[Path, Plan, int], contextlib.AbstractContextManager[None]]
+Around = Callable[[Path, AttemptPlan, int], contextlib.AbstractContextManager[None]]
 """Given the run folder, the plan and the node: what has to be there while the node's ranks run, such as its staged copies."""
 
 
-def _nothing(_run_path: Path, _plan: Plan, _node: int) -> contextlib.AbstractContextManager[None]:
+def _nothing(_run_path: Path, _plan: AttemptPlan, _node: int) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
@@ -67,11 +67,11 @@ def main(run_path: Path, attempt: int, node: int, *, quiet: bool, around: Around
     return int(code)
 
 
-def _read_plan(folder: Path) -> Plan:
+def _read_plan(folder: Path) -> AttemptPlan:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
-            return Plan.read(folder)
+            return AttemptPlan.read(folder)
         except UserError as error:
             if time.monotonic() > deadline:
                 fix = "is the run folder on storage that all nodes see?"
@@ -79,7 +79,7 @@ def _read_plan(folder: Path) -> Plan:
         time.sleep(0.5)
 
 
-def _check_interface(plan: Plan, node: int) -> None:
+def _check_interface(plan: AttemptPlan, node: int) -> None:
     """NCCL and gloo fail with messages of their own, minutes later, where the interface is not there."""
     if plan.interface is None or (INTERFACES / plan.interface).exists() or not INTERFACES.is_dir():
         return
@@ -88,7 +88,7 @@ def _check_interface(plan: Plan, node: int) -> None:
     raise UserError(f"{plan.nodes[node].name} has no interface {plan.interface} (it has {there})", fix=fix)
 
 
-def _meet(run_path: Path, folder: Path, plan: Plan, node: int) -> tuple[str, int]:
+def _meet(run_path: Path, folder: Path, plan: AttemptPlan, node: int) -> tuple[str, int]:
     if len(plan.nodes) == 1:
         return "", 0
     if node > 0:

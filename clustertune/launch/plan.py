@@ -33,7 +33,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttemptPlan:
     """What every process of an attempt must know, the same for all."""
 
     attempt: int
@@ -82,7 +82,7 @@ class Plan:
         write_durably(folder / PLAN, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
-    def read(cls, folder: Path) -> Plan:
+    def read(cls, folder: Path) -> AttemptPlan:
         """The plan of an attempt's folder. Raises UserError where there is none."""
         try:
             body: dict[str, Any] = json.loads((folder / PLAN).read_bytes())
@@ -95,13 +95,13 @@ class Plan:
             raise UserError(f"no plan of an attempt: {error}", file=str(folder / PLAN)) from None
 
 
-def read_attempts(run_path: Path) -> list[tuple[Path, Plan]]:
+def read_attempts(run_path: Path) -> list[tuple[Path, AttemptPlan]]:
     """The folders of the attempts that had a plan, oldest first."""
     folder, found = run_path / "attempts", []
     for path in folder.iterdir() if folder.is_dir() else []:
         if path.name.isdigit():
             with contextlib.suppress(UserError):
-                found.append((path, Plan.read(path)))
+                found.append((path, AttemptPlan.read(path)))
     return sorted(found, key=lambda attempt: int(attempt[0].name))
 
 

@@ -32,7 +32,7 @@ REQUEUED = "requeued.json"
 
 
 @dataclass(frozen=True)
-class Attempt:
+class PastAttempt:
     """One earlier attempt, as its folder tells."""
 
     number: int
@@ -45,14 +45,14 @@ class Attempt:
     """From its plan to the last sign of it."""
 
 
-def read_attempts(run_path: Path) -> list[Attempt]:
+def read_attempts(run_path: Path) -> list[PastAttempt]:
     """All attempts of a run that had a plan, oldest first."""
     found = []
     for path, plan in plans.read_attempts(run_path):
         outcome = read_object(path / OUTCOME)
         outside = not outcome or bool(outcome.get("asked") or outcome.get("nodes_gone") or outcome.get("port_taken"))
         problems = tuple(str(p.get("message")) for p in outcome.get("problems", []))
-        found.append(Attempt(int(path.name), plan.from_step, plan.job, outside, problems, _seconds(path)))
+        found.append(PastAttempt(int(path.name), plan.from_step, plan.job, outside, problems, _seconds(path)))
     return found
 
 
@@ -64,9 +64,9 @@ def _seconds(path: Path) -> float:
         return 0.0
 
 
-def without_progress(attempts: Sequence[Attempt], job: str | None, step: int) -> list[Attempt]:
+def without_progress(attempts: Sequence[PastAttempt], job: str | None, step: int) -> list[PastAttempt]:
     """The attempts of this job at the end of the list that began at the step at which the next one would begin."""
-    found: list[Attempt] = []
+    found: list[PastAttempt] = []
     for attempt in reversed(attempts):
         if attempt.job != job or attempt.from_step != step:
             break
@@ -134,7 +134,7 @@ def _mark(run_path: Path) -> list[int]:
     return [attempts, len(sizes("stages")), len(sizes("merged")), sum(sizes("eval"))]
 
 
-def _advice(attempts: Sequence[Attempt]) -> str:
+def _advice(attempts: Sequence[PastAttempt]) -> str:
     """What the messages of the attempts have in common."""
     texts = [" ".join(attempt.problems) for attempt in attempts]
     places = Counter(word for text in texts for word in set(_places(text)))

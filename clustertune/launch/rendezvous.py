@@ -11,7 +11,7 @@ from pathlib import Path
 
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.agent import read_anew
-from clustertune.launch.plan import RENDEZVOUS, Plan
+from clustertune.launch.plan import RENDEZVOUS, AttemptPlan
 from clustertune.manifest import write_durably
 
 _FIRST, _COUNT = 20_000, 12_000
@@ -82,7 +82,7 @@ def publish(folder: Path, address: str, port: int) -> None:
     write_durably(folder / RENDEZVOUS, json.dumps({"address": address, "port": port, "host": os.uname().nodename}) + "\n")
 
 
-def await_published(folder: Path, plan: Plan, give_up: Callable[[], bool], seconds: float = 300) -> tuple[str, int]:
+def await_published(folder: Path, plan: AttemptPlan, give_up: Callable[[], bool], seconds: float = 300) -> tuple[str, int]:
     """The address and port that the first node published. Raises UserError (exit 75) where it does not in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not give_up():

@@ -43,7 +43,7 @@ TINY_RANKS = 2
 
 
 @dataclass(frozen=True)
-class Shape:
+class JobShape:
     """What one job asks of Slurm."""
 
     nodes: int
@@ -122,7 +122,7 @@ def _size(resolved: Resolved, cluster: Cluster) -> tuple[int, int]:
     return requested["slurm.nodes"], requested["slurm.gpus_per_node"]
 
 
-def stage_shapes(resolved: Resolved, cluster: Cluster) -> dict[str, Shape]:
+def stage_shapes(resolved: Resolved, cluster: Cluster) -> dict[str, JobShape]:
     """The shape of each stage's job."""
     limit = _limit(cluster)
     shapes = {
@@ -139,7 +139,7 @@ def stage_shapes(resolved: Resolved, cluster: Cluster) -> dict[str, Shape]:
     }
 
 
-def train_shape(resolved: Resolved, cluster: Cluster) -> Shape:
+def train_shape(resolved: Resolved, cluster: Cluster) -> JobShape:
     """The training: the recipe's nodes and ranks, and of each node the share of cores and memory that the GPUs are."""
     nodes, ranks = _size(resolved, cluster)
     compute = cluster.compute
@@ -156,18 +156,18 @@ def train_shape(resolved: Resolved, cluster: Cluster) -> Shape:
     else:
         least = host_bytes(resolved, cluster) / GIB
         memory = _at_most_node(max(math.floor(compute.memory_gb * share), math.ceil(1.1 * least)), cluster)
-    return Shape(nodes, gpus, ranks, cpus, memory, minutes, *place_of(cluster))
+    return JobShape(nodes, gpus, ranks, cpus, memory, minutes, *place_of(cluster))
 
 
-def _helper(resolved: Resolved, cluster: Cluster, *, cpus: int, memory: float, minutes: float) -> Shape:
+def _helper(resolved: Resolved, cluster: Cluster, *, cpus: int, memory: float, minutes: float) -> JobShape:
     """A stage of one process without a GPU."""
     if resolved.tiny:
         cpus, memory, minutes = min(cpus, TINY_CPUS), min(memory, 2 * PROCESS_GB), TINY_MINUTES
     cpus = min(cpus, cluster.compute.threads)
-    return Shape(1, 0, 1, cpus, _at_most_node(memory, cluster), math.ceil(minutes), *place_of(cluster))
+    return JobShape(1, 0, 1, cpus, _at_most_node(memory, cluster), math.ceil(minutes), *place_of(cluster))
 
 
-def _prepare(resolved: Resolved, cluster: Cluster) -> Shape:
+def _prepare(resolved: Resolved, cluster: Cluster) -> JobShape:
     """Enough cores to tokenise in two minutes, and time for at least twice as long as it takes."""
     cpu_seconds = (tokens_to_prepare(resolved) or 0.0) / TOKENS_PER_CPU_S
     cpus = min(max(PREPARE_CPUS, math.ceil(cpu_seconds / PREPARE_SECONDS)), cluster.compute.threads)
@@ -193,7 +193,7 @@ def merge_seconds(resolved: Resolved) -> float:
     return 2 * (weight_bytes(resolved.architecture) or 0) / MERGE_BYTES_PER_SECOND if resolved.recipe.lora is not None else 0.0
 
 
-def _eval(resolved: Resolved, cluster: Cluster) -> Shape:
+def _eval(resolved: Resolved, cluster: Cluster) -> JobShape:
     """The GPUs of the backend, for twice the time that is foreseen; the recipe's time limit where nothing is."""
     compute, found = cluster.compute, serving.evaluation(resolved, cluster)
     if resolved.tiny and not found.serving:
@@ -207,7 +207,7 @@ def _eval(resolved: Resolved, cluster: Cluster) -> Shape:
     share = gpus / compute.gpus if compute.gpus else 1.0
     cpus = max(1, math.floor(compute.threads * share))
     memory = None if share == 1.0 else _at_most_node(compute.memory_gb * share, cluster)
-    return Shape(found.serving.nodes if found.serving else 1, gpus, 1, cpus, memory, minutes, *place_of(cluster))
+    return JobShape(found.serving.nodes if found.serving else 1, gpus, 1, cpus, memory, minutes, *place_of(cluster))
 
 
 def usable_gpu_bytes(cluster: Cluster) -> float | None:
@@ -224,7 +224,7 @@ def _at_most_node(memory: float, cluster: Cluster) -> int | None:
 
 
 def place_of(cluster: Cluster) -> tuple[str | None, str | None, tuple[str, ...], tuple[str, ...]]:
-    """The last four fields of a :class:`Shape`: what the cluster file says of all jobs."""
+    """The last four fields of a :class:`JobShape`: what the cluster file says of all jobs."""
     slurm = cluster.slurm
     return (slurm.partition, slurm.gres, slurm.site_options(), slurm.modules) if slurm else (None, None, (), ())
 

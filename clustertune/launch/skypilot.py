@@ -22,7 +22,7 @@ _PLAIN_PATH = re.compile(r"/[A-Za-z0-9._/@%+=,-]{1,1000}")
 
 
 @dataclass(frozen=True)
-class Options:
+class SkyOptions:
     """What a recipe does not say about the machines."""
 
     gpu: str = "H100"
@@ -35,14 +35,14 @@ class Options:
     """Machines that can be taken away."""
 
 
-def render(resolved: Resolved, overrides: Sequence[str] = (), options: Options | None = None) -> str:
+def render(resolved: Resolved, overrides: Sequence[str] = (), options: SkyOptions | None = None) -> str:
     """The task's YAML. ``overrides`` are the ``section.key=value`` that made ``resolved``.
 
     Raises UserError with everything that cannot be written into a task.
     """
     import jinja2
 
-    options = options or Options()
+    options = options or SkyOptions()
     problems = _problems(resolved, overrides, options)
     raise_if(problems)
     slurm = resolved.recipe.slurm
@@ -85,7 +85,7 @@ def _needs_no_gpu(resolved: Resolved) -> bool:
     return resolved.tiny or resolved.recipe.model.weights == "random"
 
 
-def _problems(resolved: Resolved, overrides: Sequence[str], options: Options) -> list[Problem]:
+def _problems(resolved: Resolved, overrides: Sequence[str], options: SkyOptions) -> list[Problem]:
     problems = []
 
     def refuse(text: str, key: str, fix: str) -> None:

@@ -22,7 +22,7 @@ UNKNOWN = "UNKNOWN"
 
 
 @dataclass(frozen=True)
-class Row:
+class StageRow:
     """One stage, or one job that runs several."""
 
     stage: str
@@ -41,10 +41,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Status:
+class StagesStatus:
     """All stages of a run."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[StageRow, ...]
     note: str | None = None
     """Why Slurm could not be asked."""
 
@@ -59,7 +59,7 @@ class Status:
         return {"stages": [vars(row) for row in self.rows], "live": self.live, "note": self.note}
 
 
-def read(run: RunDir, run_command: slurm.Run = slurm.call) -> Status:
+def read(run: RunDir, run_command: slurm.Run = slurm.call) -> StagesStatus:
     """The status of a run. Raises UserError where the folder's own files cannot be read; never for lack of Slurm."""
     newest: dict[str, Mapping[str, Any]] = {str(entry.get("stage")): entry for entry in read_jobs(run.path)["jobs"]}
     note: str | None = None
@@ -75,17 +75,19 @@ def read(run: RunDir, run_command: slurm.Run = slurm.call) -> Status:
         if found is not None and entry is not None and not is_ours(entry, found):
             found = None
         rows.append(_row(run, stage, entry, found, requested=note is None))
-    return Status(tuple(rows), note)
+    return StagesStatus(tuple(rows), note)
 
 
-def _row(run: RunDir, stage: str, entry: Mapping[str, Any] | None, found: Mapping[str, str] | None, *, requested: bool) -> Row:
+def _row(
+    run: RunDir, stage: str, entry: Mapping[str, Any] | None, found: Mapping[str, str] | None, *, requested: bool
+) -> StageRow:
     record = run.stage(stage) or {}
     training: dict[str, Any] = {}
     if stage in ("train", WHOLE):
         training = {"attempts": len(read_attempts(run.path)), "step": newest_step(run.path)}
     job = str(entry["id"]) if entry is not None else None
     if found is not None:
-        return Row(
+        return StageRow(
             stage,
             job,
             found.get("JobState", UNKNOWN),
@@ -96,11 +98,11 @@ def _row(run: RunDir, stage: str, entry: Mapping[str, Any] | None, found: Mappin
             **training,
         )
     if record:  # a controller that has forgotten a job, or is down, does not undo what the job finished
-        return Row(stage, job, "done", "", _float(record.get("seconds")), **training)
+        return StageRow(stage, job, "done", "", _float(record.get("seconds")), **training)
     if job is None:
-        return Row(stage, **training)
+        return StageRow(stage, **training)
     reason = last_words(run.path) if stage in ("train", WHOLE) else ""
-    return Row(stage, job, FORGOTTEN if requested else UNKNOWN, reason, **training)
+    return StageRow(stage, job, FORGOTTEN if requested else UNKNOWN, reason, **training)
 
 
 def _reason(value: str | None, job: str | None) -> str:

@@ -19,7 +19,7 @@ from clustertune.config.schema import NAME
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import slurm, visible
-from clustertune.launch.shape import Shape
+from clustertune.launch.shape import JobShape
 from clustertune.manifest import write_durably
 from clustertune.rundir import STAGES
 from clustertune.tree import ROOT, env_file, python_lines
@@ -41,7 +41,7 @@ class StageJob:
 
     stage: str
     """A stage, or ``chain`` for all in one job."""
-    shape: Shape
+    shape: JobShape
     script: str
     """The text of its sbatch file."""
     path: Path
@@ -76,7 +76,7 @@ def header_line(option: str) -> str:
     return f"#SBATCH {option}\n"
 
 
-def ahead_of_body(shape: Shape) -> str:
+def ahead_of_body(shape: JobShape) -> str:
     """What loads the cluster's modules, ahead of a script's body: before its ``set -u``, which their start files break.
 
     Of an installed package also the Python that has it.
@@ -87,7 +87,7 @@ def ahead_of_body(shape: Shape) -> str:
     return f"{python_lines()}\n# slurm.modules of the cluster file: module load {names}\n. launch/modules.sh {names}\n\n"
 
 
-def render(name: str, shape: Shape, signal_seconds: int, *, extra: Sequence[str] = (), source: str | None = None) -> str:
+def render(name: str, shape: JobShape, signal_seconds: int, *, extra: Sequence[str] = (), source: str | None = None) -> str:
     """An sbatch file: the header for ``shape`` and the body of launch/run.sbatch, byte for byte.
 
     ``name`` is the job's name (letters, digits, ``. _ -``); ``extra`` are further options, such as ``--array=0-3%2``;
@@ -127,7 +127,7 @@ def command_options(run_path: Path, repo: Path = ROOT) -> list[str]:
 def make_jobs(
     name: str,
     stages: Sequence[str],
-    shapes: Mapping[str, Shape],
+    shapes: Mapping[str, JobShape],
     run_path: Path,
     *,
     arguments: Sequence[str],

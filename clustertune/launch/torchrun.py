@@ -24,7 +24,7 @@ from typing import Any
 from clustertune.errors import ExitCode, UserError
 from clustertune.events import read_text
 from clustertune.launch.agent import LINGER_SECONDS, ask_anew, read_anew, record_file
-from clustertune.launch.plan import OUTCOME, Node, Plan, newest_attempt
+from clustertune.launch.plan import OUTCOME, AttemptPlan, Node, newest_attempt
 from clustertune.manifest import write_durably
 
 FOLDER = "torchrun"
@@ -216,7 +216,7 @@ class RendezvousClient:
         return UserError(text, file=str(self.run_path), fix=fix, code=ExitCode.AGAIN)
 
 
-def await_nodes(run_path: Path, plan: Plan, seconds: float = LINGER_SECONDS) -> None:
+def await_nodes(run_path: Path, plan: AttemptPlan, seconds: float = LINGER_SECONDS) -> None:
     """Wait until every node of an attempt has left its record, so that all that is to be judged is there."""
     folder = run_path / "attempts" / f"{plan.attempt:04d}"
     deadline = time.monotonic() + seconds

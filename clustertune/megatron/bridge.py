@@ -30,7 +30,7 @@ RELEASE = "0.5"
 IMAGE_FIX = "run it in the image of containers/megatron.def: container.megatron of the cluster file"
 
 
-class Watcher(Protocol):
+class LoopListener(Protocol):
     """Who receives what NVIDIA's loop reports."""
 
     def on_step(self, step: int, loss: float | None, rate: float | None, norm: float | None, memory: int) -> Path: ...
@@ -137,7 +137,7 @@ class Bridge:
             raise UserError(Problem(text, file=str(builder.train_path)))
         return Counts(*counted)
 
-    def finetune(self, config: Mapping[str, Mapping[str, Any]], watcher: Watcher) -> bool:
+    def finetune(self, config: Mapping[str, Mapping[str, Any]], watcher: LoopListener) -> bool:
         """NVIDIA's training loop. Returns whether it stopped because it was asked to (it ends with SystemExit then)."""
         container = self.container(config)
         manager = _of("megatron.bridge.training.callbacks").CallbackManager()
@@ -209,7 +209,7 @@ class Bridge:
 class _Hooks:
     """What is done at the events of NVIDIA's loop. Every rank does all of it: some parts are collective."""
 
-    def __init__(self, bridge: Bridge, container: Any, watcher: Watcher) -> None:
+    def __init__(self, bridge: Bridge, container: Any, watcher: LoopListener) -> None:
         self.bridge, self.container, self.watcher = bridge, container, watcher
 
     def on_train_step_end(self, context: Any) -> None:

@@ -38,7 +38,7 @@ TIMEOUT_MINUTES = 60
 
 
 @dataclass
-class Attempt:
+class MegatronAttempt:
     """What the launcher's side of a rank gives to its training."""
 
     run: RunDir
@@ -66,7 +66,7 @@ def set_environment(resolved: Resolved) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def train(attempt: Attempt, bridge: Bridge | None = None) -> ExitCode:
+def train(attempt: MegatronAttempt, bridge: Bridge | None = None) -> ExitCode:
     """Train from the newest whole checkpoint, or from the base. Raises UserError; OK where nothing is left to do.
 
     ``bridge``: NVIDIA's side; None: the real one.
@@ -91,7 +91,7 @@ def train(attempt: Attempt, bridge: Bridge | None = None) -> ExitCode:
     return _Training(attempt, bridge, group, store).go(latest)
 
 
-def _teller(attempt: Attempt, group: Group) -> Callable[[str], None]:
+def _teller(attempt: MegatronAttempt, group: Group) -> Callable[[str], None]:
     def tell(text: str) -> None:
         if group.rank == 0:
             attempt.out.write(f"{text}\n")
@@ -103,7 +103,7 @@ def _teller(attempt: Attempt, group: Group) -> Callable[[str], None]:
 class _Training:
     """One attempt of one rank."""
 
-    def __init__(self, attempt: Attempt, bridge: Bridge, group: Group, store: CheckpointStore) -> None:
+    def __init__(self, attempt: MegatronAttempt, bridge: Bridge, group: Group, store: CheckpointStore) -> None:
         self.attempt, self.bridge, self.group, self.store = attempt, bridge, group, store
         self.log = EventLog(attempt.run.metrics, attempt.number, attempt.fence) if group.rank == 0 else None
         self.steps: int | None = None

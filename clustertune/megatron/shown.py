@@ -10,7 +10,7 @@ from typing import Any
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolved import Resolved
 from clustertune.launch import local, megatron
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.launch.shape import train_shape
 from clustertune.megatron import inputs, program, settings
 
@@ -24,7 +24,7 @@ def document(resolved: Resolved, cluster: Cluster, run_path: Path) -> dict[str, 
     named: dict[str, str | None] = {key: str(path) for key, path in where.items()}
     named |= {"save": str(run_path.absolute() / "checkpoints"), "load": None}
     shape = train_shape(resolved, cluster)
-    plan = Plan(1, tuple(Node(f"<node {n}>", f"<node {n}>") for n in range(shape.nodes)), shape.ranks_per_node)
+    plan = AttemptPlan(1, tuple(Node(f"<node {n}>", f"<node {n}>") for n in range(shape.nodes)), shape.ranks_per_node)
     command = megatron.torchrun_command(local.rank_program(run_path, 1, quiet=False), plan, 0, ADDRESS, PORT)
     model = resolved.recipe.model
     assert resolved.recipe.megatron is not None

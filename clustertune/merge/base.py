@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError, gathered, raise_if
-from clustertune.manifest import Comparison
-from clustertune.tensorfile import Header, Tensor, read_header
+from clustertune.manifest import DigestComparison
+from clustertune.tensorfile import Tensor, TensorHeader, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -26,7 +26,7 @@ class Base:
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, Tensor]
-    headers: dict[Path, Header]
+    headers: dict[Path, TensorHeader]
     index_metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -85,12 +85,12 @@ def find_shards(folder: Path) -> tuple[list[Path], dict[str, str], dict[str, Any
     return [folder / name for name in names], weights, metadata if isinstance(metadata, dict) else {}
 
 
-def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[Path, Header], dict[str, Any]]:
+def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[Path, TensorHeader], dict[str, Any]]:
     """The tensors by name, each file's header, and the index's metadata. Raises UserError for files that are not whole."""
     shards, weights, metadata = find_shards(folder)
     problems: list[Problem] = []
     tensors: dict[str, Tensor] = {}
-    headers: dict[Path, Header] = {}
+    headers: dict[Path, TensorHeader] = {}
     for path in shards:
         try:
             header = read_header(path)
@@ -152,7 +152,7 @@ def read_base(folder: Path) -> Base:
         config = read_json(folder / "config.json")
         problems += _config_problems(config, folder / "config.json")
     try:
-        problems += Comparison(folder).problems
+        problems += DigestComparison(folder).problems
         tensors, headers, metadata = read_weights(folder)
     except UserError as error:
         problems += [p for p in error.problems if p not in problems]

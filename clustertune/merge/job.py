@@ -30,7 +30,7 @@ WORKING_MEMORY = 192 << 20
 
 
 @dataclass(frozen=True)
-class Job:
+class MergeJob:
     """One merge, planned."""
 
     base: Base
@@ -89,7 +89,7 @@ def _digest(job: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
 
 
-def prepare(base: Path, adapter: Path, out: Path, shard_size: str | int) -> Job:
+def prepare(base: Path, adapter: Path, out: Path, shard_size: str | int) -> MergeJob:
     """Check everything and plan the output. Raises UserError with every problem found; nothing is written."""
     problems: list[Problem] = []
     model: Base | None = None
@@ -107,7 +107,7 @@ def prepare(base: Path, adapter: Path, out: Path, shard_size: str | int) -> Job:
     return _plan(model, fitted, out, limit)
 
 
-def _plan(base: Base, adapter: Adapter, out: Path, shard_size: int) -> Job:
+def _plan(base: Base, adapter: Adapter, out: Path, shard_size: int) -> MergeJob:
     shards = plan_shards(list(base.tensors.values()), shard_size)
     companions = companion_files(base, adapter)
     identity = base.identity()
@@ -121,7 +121,7 @@ def _plan(base: Base, adapter: Adapter, out: Path, shard_size: int) -> Job:
             "shard_size": shard_size,
         }
     )
-    return Job(
+    return MergeJob(
         base=base,
         adapter=adapter,
         out=out,
@@ -134,7 +134,7 @@ def _plan(base: Base, adapter: Adapter, out: Path, shard_size: int) -> Job:
     )
 
 
-def check_space(job: Job) -> None:
+def check_space(job: MergeJob) -> None:
     """Raises UserError (exit 73) where what is still to be written does not fit."""
     need, free = job.missing_bytes(), free_bytes(job.out)
     if free < need:
@@ -143,7 +143,7 @@ def check_space(job: Job) -> None:
         raise UserError(Problem(message, file=str(job.out), fix=fix), ExitCode.STORAGE)
 
 
-def unchanged(job: Job) -> bool:
+def unchanged(job: MergeJob) -> bool:
     """Whether the inputs are still those that were planned with."""
     try:
         adapter = {name: hash_file(job.adapter.folder / name).sha256 for name in job.adapter.sha256}
@@ -152,7 +152,7 @@ def unchanged(job: Job) -> bool:
         return False
 
 
-def require_unchanged(job: Job) -> None:
+def require_unchanged(job: MergeJob) -> None:
     """Raises UserError where an input changed during the merge: its output may be a mixture and is not published."""
     if not unchanged(job):
         message = "base or adapter changed while they were merged"

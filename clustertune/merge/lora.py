@@ -23,7 +23,7 @@ from clustertune.merge.streams import CHUNK, read_exactly
 from clustertune.tensorfile import Tensor, read_header
 
 if TYPE_CHECKING:
-    from clustertune.training.loading_sources import Source
+    from clustertune.training.loading_sources import ParameterSource
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -356,7 +356,7 @@ def _find_experts(
     return updates, left, problems
 
 
-def _parts(source: Source, rows: int) -> list[tuple[Tensor, int | None, int]]:
+def _parts(source: ParameterSource, rows: int) -> list[tuple[Tensor, int | None, int]]:
     """The tensors of one parameter, each with its expert and its first row of that; expert None: one tensor holds all of them.
 
     Empty where a tensor of the files is no run of rows of one expert.

@@ -10,12 +10,12 @@ from typing import Any
 
 from clustertune.errors import storage_error
 from clustertune.merge.lora import Adapter, Update
-from clustertune.merge.streams import CHUNK, STEP, Output, Shard, Source
+from clustertune.merge.streams import CHUNK, STEP, InputFiles, Output, Shard
 from clustertune.tensorfile import BITS, Tensor
 
 
 @dataclass(frozen=True)
-class Copied:
+class CopiedBytes:
     """Bytes that stand in ``tensor``'s file as they are, from byte ``start`` of the tensor on."""
 
     tensor: Tensor
@@ -23,7 +23,7 @@ class Copied:
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConvertedElements:
     """Elements of a saved module, from ``start`` on, in another dtype."""
 
     tensor: Tensor
@@ -46,7 +46,7 @@ class Piece:
 
     offset: int
     size: int
-    content: bytes | Copied | Converted | Merged
+    content: bytes | CopiedBytes | ConvertedElements | Merged
 
 
 def _width(dtype: str) -> int:
@@ -64,7 +64,7 @@ def _cut_merged(tensor: Tensor, update: Update) -> Iterator[tuple[int, Merged]]:
     yield (blocks[-1][1] - blocks[0][0]) * width, Merged(tensor, update, blocks)
 
 
-def _cut_tensor(tensor: Tensor, adapter: Adapter) -> Iterator[tuple[int, Copied | Converted | Merged]]:
+def _cut_tensor(tensor: Tensor, adapter: Adapter) -> Iterator[tuple[int, CopiedBytes | ConvertedElements | Merged]]:
     update, replacement = adapter.updates.get(tensor.name), adapter.replaced.get(tensor.name)
     if update:
         for part, own in update.matrices(tensor):
@@ -72,10 +72,10 @@ def _cut_tensor(tensor: Tensor, adapter: Adapter) -> Iterator[tuple[int, Copied 
     elif replacement and replacement.dtype != tensor.dtype:
         width, step = _width(tensor.dtype), CHUNK // max(_width(tensor.dtype), _width(replacement.dtype))
         for start in range(0, tensor.size // width, step):
-            yield min(step * width, tensor.size - start * width), Converted(replacement, tensor.dtype, start)
+            yield min(step * width, tensor.size - start * width), ConvertedElements(replacement, tensor.dtype, start)
     else:
         for start in range(0, tensor.size, CHUNK):
-            yield min(CHUNK, tensor.size - start), Copied(replacement or tensor, start)
+            yield min(CHUNK, tensor.size - start), CopiedBytes(replacement or tensor, start)
 
 
 def cut(shard: Shard, adapter: Adapter) -> Iterator[Piece]:
@@ -95,18 +95,18 @@ def cut(shard: Shard, adapter: Adapter) -> Iterator[Piece]:
 class Worker:
     """One thread's buffers while it makes pieces. Reading raises UserError (exit 73), so does writing."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: InputFiles) -> None:
         self.source, self.scratch = source, Scratch()
         self._loaded: tuple[Tensor, int] | None = None
 
     def make(self, piece: Piece, view: memoryview, output: Output) -> None:
         """Fill ``view`` with the piece's bytes and write them to ``output``; they stay in ``view`` to be hashed."""
         match piece.content:
-            case Copied():
+            case CopiedBytes():
                 self._copy(piece, piece.content, view, output)
             case Merged():
                 self._merge(piece, piece.content, view, output)
-            case Converted():
+            case ConvertedElements():
                 self._convert(piece, piece.content, view, output)
             case header:
                 view[:] = header
@@ -118,7 +118,7 @@ class Worker:
         except OSError as error:
             raise storage_error(error, "writing", output.path) from error
 
-    def _copy(self, piece: Piece, copied: Copied, view: memoryview, output: Output) -> None:
+    def _copy(self, piece: Piece, copied: CopiedBytes, view: memoryview, output: Output) -> None:
         file, offset = copied.tensor.file, copied.tensor.offset + copied.start
         self.source.announce(file, offset, piece.size)
         for start in range(0, piece.size, STEP):
@@ -158,7 +158,7 @@ class Worker:
             add_update(block, a, b, update.scaling, self.scratch, rounded=update.experts > 0)
             self._write(part, piece.offset + (start - first) * width, output)
 
-    def _convert(self, piece: Piece, converted: Converted, view: memoryview, output: Output) -> None:
+    def _convert(self, piece: Piece, converted: ConvertedElements, view: memoryview, output: Output) -> None:
         """The saved module's values in the base's dtype, as PEFT's ``ModulesToSaveWrapper`` keeps them."""
         tensor, width = converted.tensor, torch_dtype(converted.tensor.dtype).itemsize
         count = piece.size // torch_dtype(converted.dtype).itemsize

@@ -23,11 +23,20 @@ from typing import Any
 from clustertune.config import quantization
 from clustertune.console import byte_progress, say
 from clustertune.errors import Problem, UserError, storage_error
-from clustertune.manifest import MANIFEST, Comparison, FileRecord, fsync_path, hash_file, read_manifest, seal, write_durably
+from clustertune.manifest import (
+    MANIFEST,
+    DigestComparison,
+    FileRecord,
+    fsync_path,
+    hash_file,
+    read_manifest,
+    seal,
+    write_durably,
+)
 from clustertune.merge.base import INDEX
-from clustertune.merge.job import Job, check_space, prepare, require_unchanged
-from clustertune.merge.pieces import Converted, Merged, Piece, Worker, cut
-from clustertune.merge.streams import BUFFERS, CHUNK, Output, Shard, Source
+from clustertune.merge.job import MergeJob, check_space, prepare, require_unchanged
+from clustertune.merge.pieces import ConvertedElements, Merged, Piece, Worker, cut
+from clustertune.merge.streams import BUFFERS, CHUNK, InputFiles, Output, Shard
 from clustertune.merge.target import (
     KIND,
     Journal,
@@ -58,7 +67,7 @@ def _damaged(records: dict[str, FileRecord], places: dict[str, Path], workers: i
         return [name for name, good in zip(records, pool.map(whole, records), strict=True) if not good]
 
 
-def _resume(job: Job, workers: int) -> Journal:
+def _resume(job: MergeJob, workers: int) -> Journal:
     """The journal to go on with: verified shards of the same inputs are kept, all else in staging is removed."""
     journal = Journal(job.staging).load()
     if journal.inputs not in (None, job.inputs):
@@ -84,7 +93,7 @@ def _resume(job: Job, workers: int) -> Journal:
     return journal
 
 
-def _check_finished(job: Job, workers: int) -> None:
+def _check_finished(job: MergeJob, workers: int) -> None:
     """Raises UserError where the finished output has been damaged since."""
     if job.finished is None:
         return
@@ -105,7 +114,7 @@ def _peak_rss() -> int:
     return 0
 
 
-def _summary(job: Job, state: str, started: float, reused: int) -> dict[str, Any]:
+def _summary(job: MergeJob, state: str, started: float, reused: int) -> dict[str, Any]:
     seconds = time.monotonic() - started
     return {
         "out": str(job.out),
@@ -123,7 +132,7 @@ def _summary(job: Job, state: str, started: float, reused: int) -> dict[str, Any
     }
 
 
-def _merge_locked(job: Job, workers: int, started: float) -> dict[str, Any]:
+def _merge_locked(job: MergeJob, workers: int, started: float) -> dict[str, Any]:
     with locked(job.staging):
         if finished_manifest(job.out, job.inputs):  # another process has finished it between the plan and the lock
             clear(job.staging)
@@ -134,7 +143,7 @@ def _merge_locked(job: Job, workers: int, started: float) -> dict[str, Any]:
             task = bar.add_task("merging", total=sum(t.size for s in todo for t in s.tensors))
             if todo:
                 # The same bytes at about the same time: the page cache takes them from storage once.
-                with Comparison(job.base.folder) as base:
+                with DigestComparison(job.base.folder) as base:
                     write_shards(job, journal, todo, job.limit_workers(workers), partial(bar.advance, task))
                     problems = base.finish()
                 if problems:
@@ -199,7 +208,7 @@ def merge(base: Path, adapter: Path, out: Path, *, shard_size: str | int = "5GB"
 # The last step: finished files move singly into the output, then its config, then its manifest.
 
 
-def _write_text(job: Job) -> dict[str, FileRecord]:
+def _write_text(job: MergeJob) -> dict[str, FileRecord]:
     """Everything but the weights, ``config.json`` last: until it is there nothing loads the folder."""
     texts = {name: path.read_bytes() for name, path in job.companions.items() if name != "config.json"}
     if len(job.shards) > 1:
@@ -219,7 +228,7 @@ def _own_version() -> str:
         return "a checkout"
 
 
-def _meta(job: Job) -> dict[str, object]:
+def _meta(job: MergeJob) -> dict[str, object]:
     return {
         "inputs": job.inputs,
         "base": {
@@ -239,7 +248,7 @@ def _trained_on(adapter: Path) -> dict[str, object]:
     return {quantization.BASE: meta[quantization.BASE]} if quantization.BASE in meta else {}
 
 
-def publish(job: Job, journal: Journal) -> None:
+def publish(job: MergeJob, journal: Journal) -> None:
     """Make ``out`` whole from the finished shards in staging, then remove staging.
 
     May be interrupted anywhere and called again. Raises UserError: 73 where the storage fails, 75 where an input changed.
@@ -272,7 +281,7 @@ class _Line:
     A buffer is taken before the piece, so the first piece that is not finished always has one, and nobody waits forever.
     """
 
-    def __init__(self, job: Job, todo: list[Shard], workers: int) -> None:
+    def __init__(self, job: MergeJob, todo: list[Shard], workers: int) -> None:
         self._workers, self._guard, self._stopped = workers, threading.Lock(), False
         self._buffers: SimpleQueue[bytearray] = SimpleQueue()
         for _ in range(BUFFERS * workers):
@@ -280,7 +289,7 @@ class _Line:
         self.outputs, self.journal_guard = list[Output](), threading.Lock()
         self._pieces = self._all(job, todo)
 
-    def _all(self, job: Job, todo: list[Shard]) -> Iterator[tuple[Output, Piece]]:
+    def _all(self, job: MergeJob, todo: list[Shard]) -> Iterator[tuple[Output, Piece]]:
         for shard in todo:
             path = job.staging / shard.name
             try:
@@ -345,7 +354,7 @@ def _torch_beside() -> Iterator[Future[int]]:
 def _work(line: _Line, worker: Worker, journal: Journal, torch: Future[int], advance: Callable[[int], None]) -> None:
     while taken := line.take():
         output, piece, buffer = taken
-        if isinstance(piece.content, Merged | Converted):
+        if isinstance(piece.content, Merged | ConvertedElements):
             torch.result()
         view = memoryview(buffer)[: piece.size]
         worker.make(piece, view, output)
@@ -360,14 +369,14 @@ def _work(line: _Line, worker: Worker, journal: Journal, torch: Future[int], adv
             advance(piece.size)
 
 
-def write_shards(job: Job, journal: Journal, todo: list[Shard], workers: int, advance: Callable[[int], None]) -> None:
+def write_shards(job: MergeJob, journal: Journal, todo: list[Shard], workers: int, advance: Callable[[int], None]) -> None:
     """Write output files into staging and note each in the journal when it is on the device.
 
     ``advance`` is called with the number of bytes of weights written. Raises UserError (exit 73) where the storage fails.
     """
     if not todo:
         return
-    line, source, failures = _Line(job, todo, workers), Source(), list[BaseException]()
+    line, source, failures = _Line(job, todo, workers), InputFiles(), list[BaseException]()
 
     def run(torch: Future[int]) -> None:
         try:

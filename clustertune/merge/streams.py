@@ -40,7 +40,7 @@ def read_exactly(fd: int, view: memoryview, offset: int) -> None:
         done += got
 
 
-class Source:
+class InputFiles:
     """The input files, opened once each for all threads. A failing read names the file."""
 
     def __init__(self) -> None:

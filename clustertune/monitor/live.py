@@ -16,7 +16,7 @@ from clustertune.report.telemetry import FOLDER
 
 if TYPE_CHECKING:
     from clustertune.config.cluster_schema import Monitor
-    from clustertune.monitor.status import Alert, Status, Watcher
+    from clustertune.monitor.status import Alert, RunStatus, Watcher
 
 FIRST_SECONDS = 10.0
 """A training that ends sooner has its page from its launcher alone: what draws it takes seconds to load."""
@@ -61,7 +61,7 @@ class Alerts:
             say(f"note: the alert did not reach the site: {type(error).__name__}")
 
 
-def write(run: Path, status: Status, site: Monitor) -> None:
+def write(run: Path, status: RunStatus, site: Monitor) -> None:
     """Write the page, and the metrics file where the site wants one. Raises OSError."""
     from clustertune.manifest import write_durably
     from clustertune.monitor import openmetrics, page

@@ -7,7 +7,7 @@ import re
 import time
 from pathlib import Path
 
-from clustertune.host.sight import Sight
+from clustertune.host.sight import Probe
 from clustertune.host.system import parse_meminfo
 
 COLUMNS = {
@@ -21,11 +21,11 @@ _DISK = re.compile(r"(sd[a-z]+|vd[a-z]+|xvd[a-z]+|nvme\d+n\d+|mmcblk\d+)$")
 """Whole disks: partitions and mapped devices count the same bytes again (Documentation/admin-guide/iostats.rst)."""
 
 
-class Machine:
+class NodeSampler:
     """One node. ``sight``: where its files are read, a recorded tree in tests; ``run``: whose storage is looked at."""
 
-    def __init__(self, run: Path, sight: Sight | None = None) -> None:
-        self.run, self.sight = run, sight or Sight()
+    def __init__(self, run: Path, sight: Probe | None = None) -> None:
+        self.run, self.sight = run, sight or Probe()
         self._before: dict[str, float] = {}
 
     def sample(self, seconds: float) -> dict[str, float | None]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from clustertune.manifest import write_durably
 from clustertune.monitor.machine import COLUMNS as NODE_COLUMNS
 from clustertune.monitor.nvml import COLUMNS as GPU_COLUMNS
-from clustertune.monitor.status import Status
+from clustertune.monitor.status import RunStatus
 
 PREFIX = "clustertune"
 _RUN = {
@@ -27,7 +27,7 @@ _RUN = {
 }  # fmt: skip
 
 
-def _values(status: Status) -> Mapping[str, float | None]:
+def _values(status: RunStatus) -> Mapping[str, float | None]:
     cost, latest = status.cost.training, status.latest
     return {
         "step": status.step, "steps": status.steps, "step_seconds": status.step_s,
@@ -46,7 +46,7 @@ def _based(column: str, value: float) -> tuple[str, float]:
     return column + "econds" if column.endswith("_s") else column, value
 
 
-def _samples(status: Status) -> Iterator[tuple[str, str, dict[str, str], float]]:
+def _samples(status: RunStatus) -> Iterator[tuple[str, str, dict[str, str], float]]:
     """Name, help, labels and value; those of one name stand together."""
     run = {"recipe": status.recipe or "", "run": status.title}
     values = _values(status)
@@ -68,7 +68,7 @@ def _samples(status: Status) -> Iterator[tuple[str, str, dict[str, str], float]]
                     yield f"gpu_{name}", f"Telemetry of a GPU: {column}.", labels, float(value)
 
 
-def render(status: Status) -> str:
+def render(status: RunStatus) -> str:
     """The whole file: gauges only, as each shows the present."""
     lines, before = [], ""
     for name, help_text, labels, value in _samples(status):
@@ -85,7 +85,7 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def write(path: Path, status: Status) -> None:
+def write(path: Path, status: RunStatus) -> None:
     """Write the file whole, readable for the collector's user. Raises OSError."""
     write_durably(path, render(status))
     path.chmod(0o644)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from clustertune.monitor.status import Node, Status
+from clustertune.monitor.status import NodeStatus, RunStatus
 from clustertune.report.content import UNKNOWN, duration, moment, number, percent, size
 from clustertune.report.cost import WARN_SHARE
 from clustertune.report.page import render, time_axis, training_plots
@@ -20,7 +20,7 @@ HOTTEST_C = 90.0
 """Where the scale of temperatures ends: data-centre GPUs slow themselves down at about that (nvidia-smi -q -d TEMPERATURE)."""
 
 
-def draw(status: Status, now: float | None = None) -> str:
+def draw(status: RunStatus, now: float | None = None) -> str:
     """The page. Plots are those of the report; what nothing was measured of is left out."""
     moment_ = time.time() if now is None else now
     alerts = len(status.alerts)
@@ -43,7 +43,7 @@ def draw(status: Status, now: float | None = None) -> str:
     return render(_TEMPLATE, values) + "\n"
 
 
-def tiles(status: Status) -> Iterator[tuple[str, str, str]]:
+def tiles(status: RunStatus) -> Iterator[tuple[str, str, str]]:
     """The figures that come first: name, value, and what it is held against."""
     cost, rates, budget = status.cost.training, status.cost.rates, status.budget
     planned = status.planned_hours
@@ -77,7 +77,7 @@ def tiles(status: Status) -> Iterator[tuple[str, str, str]]:
         yield "Budget used", f"{status.budget_used:.0%}", f"of {limits}; warns at {WARN_SHARE:.0%}"
 
 
-def _band(status: Status) -> tuple[float, float] | None:
+def _band(status: RunStatus) -> tuple[float, float] | None:
     """Tokens/s between which the plan expects four of five runs."""
     rate, step_s = status.planned_tokens_per_s, status.planned_step_s
     if not status.planned_range or not rate or not step_s:
@@ -86,7 +86,7 @@ def _band(status: Status) -> tuple[float, float] | None:
     return rate * step_s / slow, rate * step_s / fast
 
 
-def _heat(nodes: tuple[Node, ...]) -> Iterator[dict[str, Any]]:
+def _heat(nodes: tuple[NodeStatus, ...]) -> Iterator[dict[str, Any]]:
     """A line of each node: its name, what its processors do, and a cell of each GPU, with a strength from 0 to 100 a map."""
     largest = max((gpu.get("memory_gib") or 0.0 for node in nodes if node.row for gpu in node.row.gpus), default=0.0)
     for node in nodes:
@@ -116,7 +116,7 @@ def _heat(nodes: tuple[Node, ...]) -> Iterator[dict[str, Any]]:
         yield {"name": node.name, "slow": node.stragglers, "cells": cells, "node": ", ".join(facts)}
 
 
-def _parts(status: Status) -> Iterator[tuple[str, str]]:
+def _parts(status: RunStatus) -> Iterator[tuple[str, str]]:
     """Where the last logged step went, and how full the ranks were."""
     names = {"data": "waiting for data", "forward_backward": "forward and backward", "optimizer": "optimizer"}
     for key, name in names.items():
@@ -129,7 +129,7 @@ def _parts(status: Status) -> Iterator[tuple[str, str]]:
         yield "peak memory, largest of all ranks", size(peak)
 
 
-def text(status: Status) -> str:
+def text(status: RunStatus) -> str:
     """The status for a terminal."""
     lines = [f"{status.recipe or status.title}: {status.state}"]
     lines += [f"  {name:<18} {value}{f'  ({note})' if note else ''}" for name, value, note in tiles(status) if value != UNKNOWN]

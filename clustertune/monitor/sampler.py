@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 from clustertune.monitor import store
-from clustertune.monitor.machine import Machine
+from clustertune.monitor.machine import NodeSampler
 from clustertune.monitor.nvml import Gpus
-from clustertune.monitor.store import Writer
+from clustertune.monitor.store import TelemetryWriter
 from clustertune.process import die_with_parent
-from clustertune.report.telemetry import FOLDER, Row
+from clustertune.report.telemetry import FOLDER, TelemetryRow
 
 LEAST_SECONDS = 0.5
 """What a last row is written for."""
@@ -42,14 +42,14 @@ def main(run: Path, attempt: int, node: int) -> None:
     """Sample until the parent ends or sends SIGTERM. Raises OSError where the run's storage fails: the ranks do not need us."""
     listen_to_parent()
     every = float(os.environ.get("CLUSTERTUNE_SAMPLE_SECONDS", store.TIERS[0][0]))
-    gpus, machine = Gpus(), Machine(run)
+    gpus, machine = Gpus(), NodeSampler(run)
     host = os.uname().nodename
     about = {"host": host, "node": node, "cpus": os.cpu_count(), "gpus": gpus.names}
     before = time.monotonic()
     machine.sample(0.0)
     gpus.sample(0.0)
     about["energy"] = "counter" if gpus.counts_energy else "power samples" if gpus.names else None
-    writer = Writer(run / FOLDER, host, about)
+    writer = TelemetryWriter(run / FOLDER, host, about)
     ended = False
     while not ended:
         ended = is_over(every - (time.monotonic() - before))
@@ -57,7 +57,9 @@ def main(run: Path, attempt: int, node: int) -> None:
         if ended and now - before < LEAST_SECONDS:
             return
         seconds, before = now - before, now
-        writer.add(Row(time.time(), attempt, machine.sample(seconds), tuple(gpus.sample(seconds)), dict(gpus.problems)))
+        writer.add(
+            TelemetryRow(time.time(), attempt, machine.sample(seconds), tuple(gpus.sample(seconds)), dict(gpus.problems))
+        )
 
 
 if __name__ == "__main__":

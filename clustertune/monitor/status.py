@@ -14,11 +14,11 @@ from clustertune.config.schema import Budget
 from clustertune.errors import ExitCode
 from clustertune.evaluate import scores
 from clustertune.events import read_object
-from clustertune.launch.plan import OUTCOME, Plan, read_attempts
+from clustertune.launch.plan import OUTCOME, AttemptPlan, read_attempts
 from clustertune.monitor.nvml import SLOWED
 from clustertune.report import cost, telemetry
 from clustertune.report.content import get
-from clustertune.report.metrics import Metrics, Reader
+from clustertune.report.metrics import Metrics, MetricsReader
 from clustertune.rundir import RunDir
 
 SILENT_SECONDS = 120.0
@@ -47,11 +47,11 @@ class Alert:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeStatus:
     """One machine of the newest attempt."""
 
     name: str
-    row: telemetry.Row | None
+    row: telemetry.TelemetryRow | None
     """Its newest sample; None: nothing was measured."""
     stragglers: tuple[int, ...]
     """Ranks on it that the others wait for."""
@@ -63,7 +63,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Status:
+class RunStatus:
     """A run at one moment. None: this machine, or this moment, cannot say."""
 
     title: str
@@ -88,7 +88,7 @@ class Status:
     budget: Budget | None
     budget_used: float | None
     score: float | None
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeStatus, ...]
     alerts: tuple[Alert, ...]
     metrics: Metrics = field(repr=False)
     latest: Mapping[str, Any] = field(repr=False)
@@ -118,9 +118,9 @@ class Watcher:
 
     def __init__(self, path: Path) -> None:
         self.run = RunDir(path)
-        self._metrics, self._telemetry = Reader(), telemetry.Reader(path / telemetry.FOLDER)
+        self._metrics, self._telemetry = MetricsReader(), telemetry.TelemetryReader(path / telemetry.FOLDER)
 
-    def look(self, now: float | None = None) -> Status:
+    def look(self, now: float | None = None) -> RunStatus:
         """The status now. Raises UserError where the folder is no run."""
         moment = time.time() if now is None else now
         document = self.run.read()
@@ -143,11 +143,11 @@ class _Look:
 
     def __post_init__(self) -> None:
         plans = read_attempts(self.run.path)
-        self.plan: Plan | None = plans[-1][1] if plans else None
+        self.plan: AttemptPlan | None = plans[-1][1] if plans else None
         self.outcome = read_object(plans[-1][0] / OUTCOME) if plans else {}
         self.cost = cost.of_run(self.run.path, self.document, self.metrics, self.measured, self.now)
 
-    def status(self) -> Status:
+    def status(self) -> RunStatus:
         forecast = self.document.get("forecast")
         steps, step = self._steps(), self.metrics.steps[-1].step if self.metrics.steps else None
         recent = [value for value in self.metrics.steps[-RECENT:].column("seconds") if value]
@@ -158,7 +158,7 @@ class _Look:
         budget = get(self.document, "recipe", "recipe", "budget")
         limit = Budget.model_validate(budget) if budget else None
         more = eta / 3600 * ranks * rate if eta and ranks and rate else None
-        return Status(
+        return RunStatus(
             title=self.run.path.resolve().name, recipe=get(self.document, "recipe", "name"), state=state, step=step,
             steps=steps,
             step_s=statistics.median(recent) if recent else None, tokens_per_s=self.latest.get("tokens_per_second"),
@@ -218,7 +218,7 @@ class _Look:
         found = self.latest.get("stragglers")
         return {int(rank): float(times) for rank, times in found.items()} if isinstance(found, dict) else {}
 
-    def _nodes(self) -> Iterator[Node]:
+    def _nodes(self) -> Iterator[NodeStatus]:
         if self.plan is None:
             return
         by_index = {node.about.get("node"): node for node in self.measured.values() if node.last}
@@ -226,9 +226,9 @@ class _Look:
             found = by_index.get(index)
             name = str(found.about.get("host", planned.name)) if found and planned.name == "here" else planned.name
             mine = tuple(rank for rank in self._slow if rank in self.plan.ranks_of(index))
-            yield Node(name, found.last if found else None, mine)
+            yield NodeStatus(name, found.last if found else None, mine)
 
-    def _differs(self, plan: Plan, nodes: list[Node], rank: int) -> str:
+    def _differs(self, plan: AttemptPlan, nodes: list[NodeStatus], rank: int) -> str:
         """What is different where a slow rank runs; empty where nothing is."""
         node = nodes[rank // plan.ranks_per_node]
         local_rank, rows = rank % plan.ranks_per_node, [node.row for node in nodes if node.row]
@@ -281,7 +281,7 @@ class _Look:
                     yield Alert("gpu", f"{node.name}: GPU {index}: Xid {gpu['xid']:.0f}")
         yield from self._disk(nodes)
 
-    def _disk(self, nodes: list[Node]) -> Iterator[Alert]:
+    def _disk(self, nodes: list[NodeStatus]) -> Iterator[Alert]:
         sizes = [record.bytes for record in self.metrics.checkpoints if record.bytes]
         needed = max(LEAST_FREE_GIB, SAVES_AHEAD * max(sizes, default=0.0) / 2**30)
         free = [value for node in nodes if node.row and (value := node.row.node.get("disk_free_gib")) is not None]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.monitor import machine, nvml
-from clustertune.report.telemetry import Row, Values, read_rows
+from clustertune.report.telemetry import TelemetryRow, Values, read_rows
 
 TIERS = ((10, 180), (60, 360), (900, None))
 """Seconds of a row, and after how many rows a file is replaced (so that up to twice as many are kept)."""
@@ -33,7 +33,7 @@ _JOIN: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 
-def line(row: Row) -> str:
+def line(row: TelemetryRow) -> str:
     """A row as it stands in a file."""
     parts = [round(row.time, 1), row.attempt, _rounded(row.node, machine.COLUMNS)]
     parts.append([_rounded(gpu, nvml.COLUMNS) for gpu in row.gpus])
@@ -48,12 +48,12 @@ def _rounded(values: Values, columns: Mapping[str, tuple[str, int]]) -> list[flo
     return found
 
 
-def join(rows: Sequence[Row]) -> Row:
+def join(rows: Sequence[TelemetryRow]) -> TelemetryRow:
     """One row for several of one attempt, oldest first."""
     last = rows[-1]
     gpus = tuple(_joined([row.gpus[at] for row in rows if at < len(row.gpus)], nvml.COLUMNS) for at in range(len(last.gpus)))
     problems = {key: text for row in rows for key, text in row.problems.items()}
-    return Row(last.time, last.attempt, _joined([row.node for row in rows], machine.COLUMNS), gpus, problems)
+    return TelemetryRow(last.time, last.attempt, _joined([row.node for row in rows], machine.COLUMNS), gpus, problems)
 
 
 def _joined(rows: Sequence[Values], columns: Mapping[str, tuple[str, int]]) -> Values:
@@ -64,7 +64,7 @@ def _joined(rows: Sequence[Values], columns: Mapping[str, tuple[str, int]]) -> V
     return found
 
 
-class Writer:
+class TelemetryWriter:
     """Appends the rows of one node. ``about``: what the first line of its files says beside the columns. Raises OSError."""
 
     def __init__(self, folder: Path, name: str, about: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ class Writer:
         head = {"schema": SCHEMA, **about, "node_columns": list(machine.COLUMNS), "gpu_columns": list(nvml.COLUMNS)}
         self.head = json.dumps(head, separators=(",", ":")) + "\n"
         self._counts = dict.fromkeys((seconds for seconds, _ in TIERS), 0)
-        self._waiting: dict[int, list[Row]] = {seconds: [] for seconds, _ in TIERS[1:]}
+        self._waiting: dict[int, list[TelemetryRow]] = {seconds: [] for seconds, _ in TIERS[1:]}
         for seconds, _ in TIERS:
             self._counts[seconds] = self._begin(self._path(seconds))
         self._take_up()
@@ -99,11 +99,11 @@ class Writer:
                 if row.time > done:
                     self._join_later(coarse, row)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: TelemetryRow) -> None:
         """Take a row of the finest kind."""
         self._write(TIERS[0][0], row)
 
-    def _write(self, seconds: int, row: Row) -> None:
+    def _write(self, seconds: int, row: TelemetryRow) -> None:
         path, limit = self._path(seconds), dict(TIERS)[seconds]
         if limit is not None and self._counts[seconds] >= limit:
             path.replace(_old(path))
@@ -115,7 +115,7 @@ class Writer:
         if coarser is not None:
             self._join_later(coarser, row)
 
-    def _join_later(self, seconds: int, row: Row) -> None:
+    def _join_later(self, seconds: int, row: TelemetryRow) -> None:
         waiting = self._waiting[seconds]
         if waiting and (row.time // seconds != waiting[0].time // seconds or row.attempt != waiting[0].attempt):
             done, self._waiting[seconds] = join(waiting), [row]

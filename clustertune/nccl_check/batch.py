@@ -10,7 +10,7 @@ from clustertune.config.cluster_schema import Cluster
 from clustertune.config.schema import parse_minutes
 from clustertune.errors import Problem, UserError
 from clustertune.launch import batch
-from clustertune.launch.shape import Shape
+from clustertune.launch.shape import JobShape
 from clustertune.nccl_check.setup import MARGIN_SECONDS
 from clustertune.tree import ROOT
 
@@ -19,7 +19,7 @@ START_MINUTES = 5
 """For the start of the job, of containers and Python, and what is ended late."""
 
 
-def shape(cluster: Cluster, nodes: int | None, time: str | None, seconds: float) -> Shape:
+def shape(cluster: Cluster, nodes: int | None, time: str | None, seconds: float) -> JobShape:
     """Whole nodes, all of the cluster by default: a neighbour's traffic would be measured, too. Raises UserError."""
     there, problems = len(cluster.compute_nodes), []
     if cluster.slurm is None:
@@ -45,7 +45,7 @@ def shape(cluster: Cluster, nodes: int | None, time: str | None, seconds: float)
     if problems:
         raise UserError(problems)
     compute = cluster.compute
-    return Shape(
+    return JobShape(
         nodes=wanted,
         gpus_per_node=compute.gpus,
         ranks_per_node=compute.gpus or 1,
@@ -59,13 +59,13 @@ def shape(cluster: Cluster, nodes: int | None, time: str | None, seconds: float)
     )
 
 
-def render(wanted: Shape, source: str | None = None) -> str:
+def render(wanted: JobShape, source: str | None = None) -> str:
     """The sbatch file. ``source``: the text of its body's file where it was read already."""
     note = "Derived by clustertune nccl-check --submit from the cluster file."
     return batch.render("nccl-check", wanted, note, SCRIPT.read_text() if source is None else source)
 
 
-def make(wanted: Shape, folder: Path, arguments: Sequence[str]) -> batch.BatchJob:
+def make(wanted: JobShape, folder: Path, arguments: Sequence[str]) -> batch.BatchJob:
     """The job. ``arguments`` are those of the command that it runs; its folder is added."""
     job_arguments = (*arguments, "--out", str(folder.absolute()))
     return batch.BatchJob(shape=wanted, script=render(wanted), folder=folder.absolute(), arguments=job_arguments)

@@ -22,7 +22,7 @@ from clustertune.manifest import write_durably
 from clustertune.nccl_check import gather
 from clustertune.nccl_check import judge as judging
 from clustertune.nccl_check.result import SCHEMA
-from clustertune.nccl_check.setup import Case, Options, Setup
+from clustertune.nccl_check.setup import CheckOptions, CollectiveCase, Setup
 from clustertune.nccl_check.target import Target, round_folder, run_round
 from clustertune.plan.measured import SUFFIX, beside, read_measured
 
@@ -44,7 +44,7 @@ def largest_for(backend: str, nodes: int) -> int:
     return GIB if backend == "nccl" else 64 * MIB if nodes > 1 else 16 * MIB
 
 
-def make_setup(target: Target, options: Options, changes: Mapping[str, str] | None = None) -> Setup:
+def make_setup(target: Target, options: CheckOptions, changes: Mapping[str, str] | None = None) -> Setup:
     """The first round of a check. ``changes``: variables that take the place of those of training."""
     nodes, cluster = len(target.hosts), target.cluster
     settings = environment(
@@ -75,7 +75,11 @@ def make_setup(target: Target, options: Options, changes: Mapping[str, str] | No
 
 
 def measure(
-    target: Target, options: Options, folder: Path, report: Callable[[str], None], tick: Callable[[Path], None] = lambda _: None
+    target: Target,
+    options: CheckOptions,
+    folder: Path,
+    report: Callable[[str], None],
+    tick: Callable[[Path], None] = lambda _: None,
 ) -> list[gather.Round]:
     """The rounds of a check, at least one. ``said`` receives progress, ``tick`` is called with the folder of a round now and
     then. Raises OSError where the folder cannot be written.
@@ -113,7 +117,7 @@ def next_setup(found: gather.Round, left: float, most: float) -> Setup | None:
     else:
         scopes = setup.scopes
     incomplete = {id(step) for step in found.broken}
-    whole = [(Case(**step.case), step) for step in found.steps if id(step) not in incomplete]
+    whole = [(CollectiveCase(**step.case), step) for step in found.steps if id(step) not in incomplete]
     keys = {case.key for case, _ in whole}
     known = {
         (case.scope, case.collective, case.turn, case.back, case.bytes, max(float(d["median_s"]) for d in step.done.values()))
@@ -134,7 +138,7 @@ def next_setup(found: gather.Round, left: float, most: float) -> Setup | None:
     )
 
 
-def document(target: Target, options: Options, rounds: list[gather.Round], seconds: float) -> dict[str, Any]:
+def document(target: Target, options: CheckOptions, rounds: list[gather.Round], seconds: float) -> dict[str, Any]:
     """What was found, without a verdict: :mod:`clustertune.nccl_check.result` explains each key."""
     first, measured = rounds[0], gather.measurements(rounds)
     hung, problems = gather.faults(rounds)

@@ -34,7 +34,7 @@ _OTHERS = (
 
 
 @dataclass
-class Step:
+class CaseTimes:
     """One case, as one group of ranks saw it."""
 
     case: Mapping[str, Any]
@@ -63,7 +63,7 @@ class Round:
 
     folder: Path
     setup: Setup
-    steps: list[Step] = field(default_factory=list)
+    steps: list[CaseTimes] = field(default_factory=list)
     started: set[int] = field(default_factory=set)
     """Ranks whose program ran."""
     up: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -76,11 +76,11 @@ class Round:
     nodes: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
-    def broken(self) -> list[Step]:
+    def broken(self) -> list[CaseTimes]:
         """What was begun and not ended by all."""
         return [step for step in self.steps if not step.whole]
 
-    def cut_off(self, step: Step) -> bool:
+    def cut_off(self, step: CaseTimes) -> bool:
         """Whether a step was ended from outside for want of time: no rank gave it up, and none died by itself."""
         each = self.setup.ranks_per_node
         codes = [self.nodes[rank // each].get("codes") or [] for rank in step.ranks]
@@ -128,9 +128,9 @@ class Round:
 def read_round(folder: Path, setup: Setup) -> Round:
     """A round's files."""
     found = Round(folder, setup)
-    steps: dict[tuple[int, tuple[int, ...]], Step] = {}
+    steps: dict[tuple[int, tuple[int, ...]], CaseTimes] = {}
     for rank in range(setup.world_size):
-        mine: dict[int, Step] = {}
+        mine: dict[int, CaseTimes] = {}
         for event in read_events(folder / RECORDS.format(rank=rank)):
             kind, number = event.get("event"), event.get("step")
             if kind == "start":
@@ -143,7 +143,7 @@ def read_round(folder: Path, setup: Setup) -> Round:
                 found.left_out.append({key: event.get(key) for key in ("scope", "collective", "bytes", "reason")})
             elif kind == "begin" and isinstance(number, int):
                 ranks = [int(other) for other in event["ranks"]]
-                step = steps.setdefault((number, tuple(ranks)), Step(event["case"], ranks, int(event["moved"])))
+                step = steps.setdefault((number, tuple(ranks)), CaseTimes(event["case"], ranks, int(event["moved"])))
                 step.begun.add(rank)
                 mine[number] = step
             elif kind == "done" and number in mine:
@@ -170,7 +170,7 @@ def _json(path: Path) -> Any:
 # --- measurements ------------------------------------------------------------------------------------------------------
 
 
-def _figures(step: Step) -> dict[str, Any]:
+def _figures(step: CaseTimes) -> dict[str, Any]:
     """Of the slowest rank: the others wait for it, or have only handed over what they send."""
     case = step.case
     slowest = max(step.done.values(), key=lambda event: event["median_s"])
@@ -269,7 +269,7 @@ def faults(rounds: Sequence[Round]) -> tuple[list[dict[str, Any]], list[dict[str
     return hung, list(unique.values())
 
 
-def _hung(part: Round, step: Step) -> dict[str, Any]:
+def _hung(part: Round, step: CaseTimes) -> dict[str, Any]:
     """Who is to blame: a rank that went silent, or one that failed by itself; the others waited for it."""
     silent = [r for r in step.ranks if r not in step.done and r not in step.hung and r not in step.failed]
     broke = [rank for rank, text in step.failed.items() if not _of_others(text)]

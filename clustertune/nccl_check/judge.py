@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from clustertune.check.links import INTERFACES, Context, names
+from clustertune.check.links import INTERFACES, LinkContext, names
 from clustertune.check.log_found import Log
 from clustertune.check.log_read import read
-from clustertune.check.nodes import Several
+from clustertune.check.nodes import JobNodes
 from clustertune.check.report import grouped, run
 from clustertune.check.rule import FAIL, LINKS, NODES, PASS, UNKNOWN, WARN, Finding, in_order, ranked, worst
 
@@ -29,8 +29,8 @@ def judge(document: Mapping[str, Any], logs: Mapping[str, str]) -> list[Finding]
 
 def judge_log(document: Mapping[str, Any], log: Log) -> list[Finding]:
     """As :func:`judge`, of logs that were read already."""
-    context = Context(document, log)
-    several = Several(context.machines)
+    context = LinkContext(document, log)
+    several = JobNodes(context.machines)
     found: list[Finding] = []
     for one in ranked():
         if one.subject == LINKS:
@@ -50,7 +50,7 @@ def headline(document: Mapping[str, Any], log: Log, findings: Sequence[Finding])
         more = sum(item.status in (FAIL, WARN) for item in findings) - 1
         where = f" ({first.where})" if first.where and first.where not in first.found else ""
         return f"{status.upper()}: {first.found}{where}" + (f"; {more} more finding{'s' if more > 1 else ''}" if more else "")
-    context = Context(document, log)
+    context = LinkContext(document, log)
     parts = []
     if context.nodes and context.ranks:
         many = f"{context.nodes} nodes" if context.nodes > 1 else "1 node"

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import IO, Any
 
-from clustertune.check.log_found import Device, Log
+from clustertune.check.log_found import Log, LoggedDevice
 from clustertune.check.log_read import read
 from clustertune.check.report import put
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, as_json, exit_code, printable, worst
@@ -89,7 +89,7 @@ def _sorted(found: dict[str, set[str]]) -> dict[str, list[str]]:
     return {name: sorted(hosts - {""}) for name, hosts in sorted(found.items())}
 
 
-def _devices(found: dict[str, list[Device]]) -> dict[str, list[str]]:
+def _devices(found: dict[str, list[LoggedDevice]]) -> dict[str, list[str]]:
     return {host: [" ".join(device).strip() for device in devices] for host, devices in sorted(found.items())}
 
 
@@ -126,7 +126,7 @@ def show(log: Log, findings: Sequence[Finding], verdict: str) -> Iterator[str]:
     yield f"{passed} rules passed" + (f", {unknown} could not be judged" if unknown else "")
 
 
-def _grouped(found: dict[str, list[Device]]) -> Iterator[str]:
+def _grouped(found: dict[str, list[LoggedDevice]]) -> Iterator[str]:
     """Devices of hosts that have the same ones, once."""
     groups: dict[str, list[str]] = {}
     for host, devices in found.items():

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from clustertune.nccl_check.schedule import CHECKED, LEAST_ITERATIONS
-from clustertune.nccl_check.setup import Case
+from clustertune.nccl_check.setup import CollectiveCase
 
 PERIOD = 251
 """The data repeats after so many elements: a prime, so that no block of a size in use is mistaken for another."""
@@ -93,13 +93,13 @@ class Operation:
     check: Callable[[], bool]
 
 
-def bytes_of(case: Case, ranks: int, each: int) -> int:
+def bytes_of(case: CollectiveCase, ranks: int, each: int) -> int:
     """What really moves: whole elements for every rank. ``each``: ranks per node, of which all send in ``p2p`` of a pair."""
     parts = each if _one_way(case) else ranks if case.collective in ("all_gather", "reduce_scatter") else 1
     return max(1, case.bytes // WIDTH // parts) * parts * WIDTH
 
 
-def make_operation(case: Case, buffers: Buffers, group: Any, ranks: Sequence[int], rank: int, each: int) -> Operation:
+def make_operation(case: CollectiveCase, buffers: Buffers, group: Any, ranks: Sequence[int], rank: int, each: int) -> Operation:
     """The operation of this rank in its group. ``ranks`` are the group's, in order."""
     n, me = len(ranks), list(ranks).index(rank)
     count = bytes_of(case, n, each) // WIDTH
@@ -143,11 +143,13 @@ def make_operation(case: Case, buffers: Buffers, group: Any, ranks: Sequence[int
     )
 
 
-def _one_way(case: Case) -> bool:
+def _one_way(case: CollectiveCase) -> bool:
     return case.scope == "pair" and case.collective == "p2p"
 
 
-def _one_way_operation(case: Case, buffers: Buffers, group: Any, ranks: Sequence[int], me: int, each: int) -> Operation:
+def _one_way_operation(
+    case: CollectiveCase, buffers: Buffers, group: Any, ranks: Sequence[int], me: int, each: int
+) -> Operation:
     count = bytes_of(case, len(ranks), each) // WIDTH // each
     sends = (me < each) != case.back
     peer = ranks[me + each if me < each else me - each]
@@ -166,7 +168,7 @@ def _exchange(moves: Sequence[tuple[Any, torch.Tensor, int]], group: Any) -> Non
 
 
 def measure(
-    case: Case,
+    case: CollectiveCase,
     operation: Operation,
     device: torch.device,
     agree: Callable[[float], float],
@@ -197,7 +199,7 @@ def measure(
     return Timing(*summary(times), correct, iterations)
 
 
-def fitted(case: Case, each: float) -> tuple[int, int]:
+def fitted(case: CollectiveCase, each: float) -> tuple[int, int]:
     """Warm-up and iterations that are left to a case of which two were made, where one takes ``each`` seconds."""
     fitting = int(case.seconds / each) - CHECKED - 1 if case.seconds and each > 0 else case.iterations + case.warmup
     iterations = max(min(LEAST_ITERATIONS, case.iterations), min(case.iterations, fitting))

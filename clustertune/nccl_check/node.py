@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import UserError
-from clustertune.nccl_check.probe import Probe
+from clustertune.nccl_check.probe import PairProbe
 from clustertune.nccl_check.setup import FACTS, LOGS, NODE, OUTPUT, Setup, await_file, write_whole
 from clustertune.process import die_with_parent, kill_group
 
@@ -60,7 +60,7 @@ class NodeCheck:
             if not self._lacks_interface():
                 if setup.probe and setup.backend == "nccl" and setup.ranks_per_node > 1:
                     limit = max(10.0, setup.seconds / 3)
-                    probe = Probe(setup.ranks_per_node, setup.backend, environment(setup), setup.pairwise)
+                    probe = PairProbe(setup.ranks_per_node, setup.backend, environment(setup), setup.pairwise)
                     probed = [{"node": setup.hosts[self.node], **entry} for entry in probe.run(limit)]
                 if any(entry["status"] == "hung" for entry in probed):
                     # The sweep would hang as well, and tell nothing of the network.

@@ -29,7 +29,7 @@ ELEMENTS = 1 << 20
 
 
 @dataclass
-class Probe:
+class PairProbe:
     """The pairs of one node."""
 
     gpus: int

@@ -11,7 +11,7 @@ from typing import Any
 from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.nccl_check import check, gather
-from clustertune.nccl_check.setup import Options
+from clustertune.nccl_check.setup import CheckOptions
 from clustertune.nccl_check.target import Nodes
 
 FOLDER = "nccl-check"
@@ -21,7 +21,7 @@ ITERATIONS = 10
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LinkVerdict:
     """The verdict of the check before a job."""
 
     status: str
@@ -43,9 +43,9 @@ class Verdict:
         }
 
 
-def options_for(seconds: float, backend: str, why: str, ranks_per_node: int, cpus_per_node: int, nodes: int) -> Options:
+def options_for(seconds: float, backend: str, why: str, ranks_per_node: int, cpus_per_node: int, nodes: int) -> CheckOptions:
     """A check that is over, its start and a thing that hangs included, within ``seconds``."""
-    return Options(
+    return CheckOptions(
         backend=backend,
         backend_why=why,
         ranks_per_node=ranks_per_node,
@@ -63,7 +63,7 @@ def options_for(seconds: float, backend: str, why: str, ranks_per_node: int, cpu
     )
 
 
-def run(target: Nodes, options: Options, folder: Path, report: Callable[[str], None]) -> Verdict:
+def run(target: Nodes, options: CheckOptions, folder: Path, report: Callable[[str], None]) -> LinkVerdict:
     """Measure and judge into ``folder``. What breaks in the check itself is ``unknown``, never raised."""
     began, number = time.monotonic(), 1
     wanted = folder
@@ -84,18 +84,18 @@ def run(target: Nodes, options: Options, folder: Path, report: Callable[[str], N
         verdict = found["verdict"]
         if why and verdict["status"] != FAIL:
             text = f"the links could not be measured: {why} ({folder})"
-            return Verdict(UNKNOWN, text, file, time.monotonic() - began, tuple(findings))
-        return Verdict(verdict["status"], verdict["headline"], file, time.monotonic() - began, tuple(findings))
+            return LinkVerdict(UNKNOWN, text, file, time.monotonic() - began, tuple(findings))
+        return LinkVerdict(verdict["status"], verdict["headline"], file, time.monotonic() - began, tuple(findings))
     except Exception as error:  # whatever it is: the job is worth more than the check
         text = f"the check before the job could not be made: {type(error).__name__}: {str(error)[:300]}"
-        return Verdict(UNKNOWN, text, None, time.monotonic() - began)
+        return LinkVerdict(UNKNOWN, text, None, time.monotonic() - began)
 
 
 def _as_text(entry: Mapping[str, Any]) -> str:
     return str(entry["message"] or f"{entry['collective']} did not end")[:300]
 
 
-def decide(verdict: Verdict, on_fail: str) -> None:
+def decide(verdict: LinkVerdict, on_fail: str) -> None:
     """Raise UserError where a failed verdict is to stop the job.
 
     Exit 93: the recipe is right (2 would say that it is not), and on these nodes another start would end here again.

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from clustertune.errors import UserError
-from clustertune.host.sight import Sight
+from clustertune.host.sight import Probe
 from clustertune.host.system import memory
 from clustertune.launch import binding, rendezvous
 from clustertune.nccl_check import measure, schedule
-from clustertune.nccl_check.setup import MEETING, RECORDS, Case, Setup, await_file, write_whole
+from clustertune.nccl_check.setup import MEETING, RECORDS, CollectiveCase, Setup, await_file, write_whole
 
 HUNG, FAILED = 3, 4
 """Exit codes: something did not end; something failed."""
@@ -162,7 +162,7 @@ class Rank:
         kills somebody later: half of what is free stays free."""
         if self.device.type == "cuda":
             return self.setup.largest
-        found = memory(Sight())
+        found = memory(Probe())
         free = [found[key] for key in ("memory_available_bytes", "memory_limit_bytes") if found[key] is not None]
         return max(MIB, min(free, default=1 << 30) // 4 // self.setup.ranks_per_node)
 
@@ -174,17 +174,17 @@ class Rank:
 
     # --- what comes next ----------------------------------------------------------------------------------------------
 
-    def _lead(self) -> Plan:
+    def _lead(self) -> RoundPlan:
         rooms = [f"room/{rank}" for rank in range(self.setup.world_size)]
         self.store.wait(rooms, datetime.timedelta(seconds=self.setup.start_seconds))
-        return Plan(self.setup, self._deadline(), min(int(self.store.get(key)) for key in rooms))
+        return RoundPlan(self.setup, self._deadline(), min(int(self.store.get(key)) for key in rooms))
 
     def _deadline(self) -> float:
         """When nothing more is begun: with time left for one measurement that hangs, and for the last messages."""
         setup = self.setup
         return min(time.monotonic() + setup.seconds, self.began + setup.most_seconds - setup.case_seconds - 3)
 
-    def _next(self, plan: Plan | None, step: int) -> Case | None:
+    def _next(self, plan: RoundPlan | None, step: int) -> CollectiveCase | None:
         if plan is not None:
             case = plan.next()
             for entry in plan.news():
@@ -198,9 +198,9 @@ class Rank:
         self.store.wait([key], datetime.timedelta(seconds=self._others + 10))
         text = self.store.get(key).decode()
         self.watchdog.disarm()
-        return None if text == END else Case(**json.loads(text))
+        return None if text == END else CollectiveCase(**json.loads(text))
 
-    def _measure(self, case: Case, step: int, plan: Plan | None) -> None:
+    def _measure(self, case: CollectiveCase, step: int, plan: RoundPlan | None) -> None:
         limit = self.setup.case_seconds
         self.watchdog.arm(limit, step)
         ranks = schedule.members(self.setup, case.scope, case.turn, self.rank)
@@ -249,17 +249,17 @@ class Rank:
         return float(largest)
 
 
-class Plan:
+class RoundPlan:
     """Rank 0's view of what comes next."""
 
     def __init__(self, setup: Setup, deadline: float, most_bytes: int) -> None:
-        self._schedule = schedule.Schedule(setup, time.monotonic, deadline, most_bytes)
+        self._schedule = schedule.CaseSchedule(setup, time.monotonic, deadline, most_bytes)
         self._cases = self._schedule.run()
         self._told = 0
         self.median_s: Any = None
         """What the last case took; None before the first one, which is what a generator takes to begin."""
 
-    def next(self) -> Case | None:
+    def next(self) -> CollectiveCase | None:
         """The next case; None at the end."""
         try:
             return self._cases.send(self.median_s)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 
-from clustertune.nccl_check.setup import Case, Setup
+from clustertune.nccl_check.setup import CollectiveCase, Setup
 
 FIRST_BYTES = (64 << 10, 1 << 20)
 """The sizes that are tried first: the small one is over in half a second even on 1 Mbit/s; a guess from the other one is not
@@ -33,12 +33,12 @@ MOST_OF_LIMIT = 0.5
 """Of the time after which an iteration counts as hung, what a whole case is planned to take at most."""
 
 Clock = Callable[[], float]
-Cases = Generator[Case, float, None]
+Cases = Generator[CollectiveCase, float, None]
 """What is measured next; it is sent the median of the slowest rank, seconds, 0 where nothing was measured."""
 
 
 @dataclass
-class Schedule:
+class CaseSchedule:
     """The cases of a round, one after the other: ``run`` is a generator that takes what each case took."""
 
     setup: Setup
@@ -62,7 +62,7 @@ class Schedule:
         tracks = [(scope, name) for scope in shapes(setup) if scope != "pair" for name in self._collectives(scope)]
         sizes = self._sizes(tracks)
         for scope, name in tracks if sizes else []:
-            yield from self._first(Case(scope, name, 0, FIRST_ITERATIONS), sizes, seconds * FIRST_SHARE / len(tracks))
+            yield from self._first(CollectiveCase(scope, name, 0, FIRST_ITERATIONS), sizes, seconds * FIRST_SHARE / len(tracks))
         pairs = "pair" in shapes(setup) and bool(self._collectives("pair")) and bool(sizes)
         reserve = seconds * (PAIR_SHARE if self._several else ONE_PAIR_SHARE) if pairs else 0.0
         yield from self._levels(tracks, sizes[:TOP_SIZES], reserve + seconds * SMALL_SHARE)
@@ -101,7 +101,7 @@ class Schedule:
             left = max(0.0, self._left() - reserve)
             # Sizes fall by a factor: a large one may take several equal shares, and those behind it need less.
             share = min(left, 4 * left / (len(cases) - number), MOST_OF_LIMIT * self.setup.case_seconds)
-            yield from self._fitted(Case(scope, name, size, self.setup.iterations, self.setup.warmup), share)
+            yield from self._fitted(CollectiveCase(scope, name, size, self.setup.iterations, self.setup.warmup), share)
 
     def _pairs(self, sizes: list[int], seconds: float) -> Cases:
         rounds = tournament(len(self.setup.hosts))
@@ -111,7 +111,7 @@ class Schedule:
             ways = [(n, back) for n in self._collectives("pair") for back in ((False, True) if n == "p2p" else (False,))]
             until = self.clock() + share
             for number, (name, back) in enumerate(ways):
-                first = Case("pair", name, 0, FIRST_ITERATIONS, 1, turn, back)
+                first = CollectiveCase("pair", name, 0, FIRST_ITERATIONS, 1, turn, back)
                 part = max(0.0, until - self.clock()) / (len(ways) - number)
                 yield from self._first(first, sizes, part)
                 part = max(0.0, until - self.clock()) / (len(ways) - number)
@@ -122,7 +122,7 @@ class Schedule:
                 if fitting:
                     yield from self._fitted(fitting[0], part)
 
-    def _first(self, case: Case, sizes: list[int], share: float) -> Cases:
+    def _first(self, case: CollectiveCase, sizes: list[int], share: float) -> Cases:
         """A case with small sizes, each only where the one before says that it fits into a share of the time."""
         wanted = [min(max(size, self.setup.smallest), sizes[0]) for size in FIRST_BYTES]
         for size in dict.fromkeys(wanted):
@@ -130,17 +130,17 @@ class Schedule:
             if self._least(fitting) <= min(share, MOST_OF_LIMIT * self.setup.case_seconds):
                 yield from self._try(fitting)
 
-    def _least(self, case: Case) -> float:
+    def _least(self, case: CollectiveCase) -> float:
         """What the least measurement of a case takes, at most."""
         return (LEAST_ITERATIONS + CHECKED + 1) * self._each(case)
 
-    def _each(self, case: Case) -> float:
+    def _each(self, case: CollectiveCase) -> float:
         """Seconds of one iteration, at most: a larger size takes no more than in proportion, a smaller one no longer; 0 where
         nothing is known: at the first try of a track, or after one that was given up."""
         known = self._told.get((case.scope, case.collective, case.turn, case.back), {})
         return min((seconds * max(1.0, case.bytes / size) for size, seconds in known.items()), default=0.0)
 
-    def _fitted(self, case: Case, share: float) -> Cases:
+    def _fitted(self, case: CollectiveCase, share: float) -> Cases:
         """The case with as many iterations as the share of the time allows, or a word that it was left out."""
         each = self._each(case)
         allowed = min(share, self._left())
@@ -154,7 +154,7 @@ class Schedule:
         warmup = max(1, min(case.warmup, fitting - iterations + 1))
         yield from self._try(replace(case, iterations=iterations, warmup=warmup, seconds=round(allowed, 3)))
 
-    def _try(self, case: Case) -> Cases:
+    def _try(self, case: CollectiveCase) -> Cases:
         if case.key in self.setup.done or (case.scope, case.collective, case.turn) in self.setup.skip:
             return
         if self._left() <= 0:
@@ -164,7 +164,7 @@ class Schedule:
         if median_s > 0:
             self._told.setdefault((case.scope, case.collective, case.turn, case.back), {})[case.bytes] = median_s
 
-    def _leave_out(self, case: Case, why: str) -> None:
+    def _leave_out(self, case: CollectiveCase, why: str) -> None:
         entry = (case.scope, case.collective, case.bytes, why)
         if entry[:3] not in [other[:3] for other in self.left_out]:
             self.left_out.append(entry)

@@ -37,7 +37,7 @@ ENDING_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
-class Case:
+class CollectiveCase:
     """One measurement: a collective of one size over the groups of a scope."""
 
     scope: str
@@ -61,7 +61,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class CheckOptions:
     """What a check measures."""
 
     backend: str
@@ -94,7 +94,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup(Options):
+class Setup(CheckOptions):
     """One round."""
 
     hosts: tuple[str, ...]

@@ -17,7 +17,7 @@ from typing import Any
 from clustertune.config.cluster_schema import Cluster
 from clustertune.nccl_check import gather
 from clustertune.nccl_check.check import make_setup
-from clustertune.nccl_check.setup import MARGIN_SECONDS, Options
+from clustertune.nccl_check.setup import MARGIN_SECONDS, CheckOptions
 from clustertune.nccl_check.target import Target, round_folder, run_round
 
 SOCKETS = ((2, 4), (4, 4), (4, 8), (8, 4), (8, 8), (1, 1))
@@ -36,7 +36,7 @@ COLLECTIVE = "all_gather"
 
 
 @dataclass
-class Candidate:
+class TuneCandidate:
     """Some variables, and what was reached with them."""
 
     environment: dict[str, str]
@@ -98,7 +98,7 @@ def size_of(found: Mapping[str, Any], scope: str) -> int | None:
 
 def tune(
     target: Target,
-    options: Options,
+    options: CheckOptions,
     found: Mapping[str, Any],
     folder: Path,
     first: int,
@@ -112,8 +112,8 @@ def tune(
     """
     scope = "world" if found["nodes"] > 1 else "intra"
     size = size_of(found, scope)
-    wanted = [Candidate(values) for values in candidates(found, target.cluster.network.interface)]
-    baseline = Candidate({})
+    wanted = [TuneCandidate(values) for values in candidates(found, target.cluster.network.interface)]
+    baseline = TuneCandidate({})
     if size is None or not wanted:
         why = "there is nothing to try" if size else f"no {COLLECTIVE} was measured that could be repeated"
         if found["backend"] == "gloo" and size:
@@ -140,7 +140,7 @@ def tune(
     return _document(scope, size, baseline, wanted, "")
 
 
-def _try(target: Target, options: Options, candidate: Candidate, folder: Path, tick: Callable[[Path], None]) -> None:
+def _try(target: Target, options: CheckOptions, candidate: TuneCandidate, folder: Path, tick: Callable[[Path], None]) -> None:
     setup = replace(make_setup(target, options, candidate.environment), facts=False, probe=False, interface=None)
     run_round(target, folder, setup, tick)
     part = gather.read_round(folder, setup)
@@ -153,7 +153,9 @@ def _try(target: Target, options: Options, candidate: Candidate, folder: Path, t
     candidate.failed = str(text)[:300]
 
 
-def _document(scope: str, size: int | None, baseline: Candidate, wanted: Sequence[Candidate], note: str) -> dict[str, Any]:
+def _document(
+    scope: str, size: int | None, baseline: TuneCandidate, wanted: Sequence[TuneCandidate], note: str
+) -> dict[str, Any]:
     rows = [{**_row(candidate, baseline), "environment": candidate.environment} for candidate in wanted]
     better = sorted((row for row in rows if row["better"]), key=lambda row: -float(row["ratio"]))
     lines = [f"{name}={value}" for name, value in better[0]["environment"].items()] if better else []
@@ -171,7 +173,7 @@ def _document(scope: str, size: int | None, baseline: Candidate, wanted: Sequenc
     }
 
 
-def _row(candidate: Candidate, baseline: Candidate) -> dict[str, Any]:
+def _row(candidate: TuneCandidate, baseline: TuneCandidate) -> dict[str, Any]:
     """A candidate beside the baseline. It is better where each of its repeats, two at least, beats all of the baseline's."""
     ratio = candidate.median / baseline.median if baseline.median and candidate.busbw_gb_s else None
     enough = min(len(candidate.busbw_gb_s), len(baseline.busbw_gb_s)) > 1
@@ -221,7 +223,7 @@ def _numbers(row: Mapping[str, Any]) -> str:
     return f"{row['median_gb_s']:.4g} GB/s{spread}"
 
 
-def _shown(candidate: Candidate) -> str:
+def _shown(candidate: TuneCandidate) -> str:
     return f"{candidate.busbw_gb_s[-1]:.4g} GB/s" if candidate.busbw_gb_s else candidate.failed or "nothing"
 
 

@@ -8,16 +8,16 @@ from typing import Literal
 
 from clustertune.config import quantization
 from clustertune.config.cluster_schema import Cluster
-from clustertune.config.counted import Counted
+from clustertune.config.counted import ParameterCount
 from clustertune.config.distribution import Recompute
-from clustertune.config.overrides import Layout, Source, distribution, share, sizes
+from clustertune.config.overrides import RecipeSource, RequestedLayout, distribution, share, sizes
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
 from clustertune.plan.constants import Constants
 from clustertune.plan.lengths import Lengths
-from clustertune.plan.machine import Machine
+from clustertune.plan.machine import PlanMachine
 from clustertune.plan.predict import GIB, Footprint, held, make_plan, make_shape, read_strategy, real_length
-from clustertune.plan.shape import Shape
+from clustertune.plan.shape import ModelShape
 from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import Strategy
 
@@ -45,14 +45,16 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedFamily:
     """A family that the recipe cannot have here."""
 
     family: str
     why: str
 
 
-def candidates(source: Source, counted: Counted, machine: Machine, nodes: list[int]) -> Iterator[Candidate | Refused]:
+def candidates(
+    source: RecipeSource, counted: ParameterCount, machine: PlanMachine, nodes: list[int]
+) -> Iterator[Candidate | RefusedFamily]:
     """All combinations that divide: distribution, sizes, micro batch and recomputation, on each of ``nodes``.
 
     The global batch stays; of LoRA the base may be quantised.
@@ -67,7 +69,7 @@ def candidates(source: Source, counted: Counted, machine: Machine, nodes: list[i
                     changed = source.changed([*arguments, *sizes(start, 1, 1.0, layout.kind)])
                     used = read_strategy(changed)
                 except UserError as error:
-                    yield Refused(name, error.problems[0].message)
+                    yield RefusedFamily(name, error.problems[0].message)
                     continue
                 yield from _sizes(Candidate(name, used, changed, tuple(arguments), 1.0))
 
@@ -97,17 +99,19 @@ def _sizes(found: Candidate) -> Iterator[Candidate]:
             yield replace(found, strategy=changed, ratio=ratio)
 
 
-def _layouts(start: Resolved, counted: Counted, machine: Machine, nodes: int, base: str) -> Iterator[tuple[str, Layout]]:
+def _layouts(
+    start: Resolved, counted: ParameterCount, machine: PlanMachine, nodes: int, base: str
+) -> Iterator[tuple[str, RequestedLayout]]:
     """Families and distributions of one number of nodes."""
     each = start.recipe.slurm.gpus_per_node
     world, inner = nodes * each, min(machine.domain, each)
-    plain = Layout("FSDP2", nodes, base=base)
+    plain = RequestedLayout("FSDP2", nodes, base=base)
     offloaded = replace(plain, offload_params="cpu", offload_optimizer="cpu")
     if world == 1:
-        yield "one GPU", Layout("NO", nodes, base=base)
+        yield "one GPU", RequestedLayout("NO", nodes, base=base)
         yield "one GPU with CPU offload", offloaded
         return
-    yield "DDP", Layout("DDP", nodes, base=base)
+    yield "DDP", RequestedLayout("DDP", nodes, base=base)
     yield "FSDP2", plain
     yield "FSDP2 without resharding", replace(plain, reshard=False)
     yield "FSDP2 with CPU offload", offloaded
@@ -117,9 +121,9 @@ def _layouts(start: Resolved, counted: Counted, machine: Machine, nodes: int, ba
     if base == "nf4":
         return
     for stage in (1, 2):
-        yield f"ZeRO-{stage}", Layout(f"ZeRO-{stage}", nodes, base=base)
-    yield "ZeRO-3 with CPU optimizer", Layout("ZeRO-3", nodes, base=base, offload_optimizer="cpu")
-    nvme = Layout("ZeRO-3", nodes, base=base, offload_params="nvme", offload_optimizer="nvme")
+        yield f"ZeRO-{stage}", RequestedLayout(f"ZeRO-{stage}", nodes, base=base)
+    yield "ZeRO-3 with CPU optimizer", RequestedLayout("ZeRO-3", nodes, base=base, offload_optimizer="cpu")
+    nvme = RequestedLayout("ZeRO-3", nodes, base=base, offload_params="nvme", offload_optimizer="nvme")
     yield "ZeRO-3 on NVMe", nvme
     for size in (2, 4, 8):
         if size <= inner and world > size and world % size == 0:
@@ -129,11 +133,11 @@ def _layouts(start: Resolved, counted: Counted, machine: Machine, nodes: int, ba
     yield from _megatron(counted, nodes, world, inner, base)
 
 
-def _splits_heads(counted: Counted, size: int) -> bool:
+def _splits_heads(counted: ParameterCount, size: int) -> bool:
     return all(kind.attention.kv_heads % size == 0 and kind.attention.heads % size == 0 for kind in counted.layers)
 
 
-def _megatron(counted: Counted, nodes: int, world: int, inner: int, base: str) -> Iterator[tuple[str, Layout]]:
+def _megatron(counted: ParameterCount, nodes: int, world: int, inner: int, base: str) -> Iterator[tuple[str, RequestedLayout]]:
     """Megatron-Core: tensor, pipeline (plain and interleaved) and expert parallelism with the distributed optimizer."""
     layers = counted.num_layers
     experts = max((linear.copies for kind in counted.layers for linear in kind.linears), default=1)
@@ -143,7 +147,7 @@ def _megatron(counted: Counted, nodes: int, world: int, inner: int, base: str) -
             pieces = layers + 2 * ends  # 126 layers of Llama 405B, embedding and loss are 128
             if tp > inner or not _splits_heads(counted, tp) or world % shared or pieces % pp or world < shared:
                 continue
-            layout = Layout("Megatron", nodes, base=base, tp=tp, pp=pp, ends=ends)
+            layout = RequestedLayout("Megatron", nodes, base=base, tp=tp, pp=pp, ends=ends)
             if shared > 1:
                 yield f"TP {tp} x PP {pp}", layout
             for virtual in (2, 4):
@@ -160,7 +164,7 @@ Goal = Literal["time", "cost", "memory"]
 
 
 @dataclass(frozen=True)
-class Option:
+class CostedCandidate:
     """One candidate with what it would take."""
 
     candidate: Candidate
@@ -196,15 +200,15 @@ class Advice:
     """The best of each family, best first; then families of which nothing fits."""
 
     goal: Goal
-    fitting: list[Option]
-    losing: list[Option]
+    fitting: list[CostedCandidate]
+    losing: list[CostedCandidate]
     searched: int
     refused: dict[str, str] = field(default_factory=dict)
     """Families that the libraries or the recipe do not allow, with the first reason."""
 
 
 def advise(
-    source: Source, machine: Machine, constants: Constants, *, nodes: Iterable[int], goal: Goal = "time",
+    source: RecipeSource, machine: PlanMachine, constants: Constants, *, nodes: Iterable[int], goal: Goal = "time",
     lengths: Lengths | None = None,
 ) -> Advice:  # fmt: skip
     """Try every candidate at the recipe's global batch and keep the best of each family.
@@ -213,11 +217,11 @@ def advise(
     """
     shape = make_shape(source.resolved, read_strategy(source.resolved), cudnn=machine.has_cudnn_attention)
     search = _Search(shape, machine, constants, lengths, goal)
-    best: dict[str, Option] = {}
+    best: dict[str, CostedCandidate] = {}
     refused: dict[str, str] = {}
     searched = 0
     for candidate in candidates(source, search.shape.counted, machine, sorted(set(nodes))):
-        if isinstance(candidate, Refused):
+        if isinstance(candidate, RefusedFamily):
             refused.setdefault(candidate.family, candidate.why)
             continue
         searched += 1
@@ -234,7 +238,7 @@ ALIKE = 1.03
 least goes first, then the emptier GPU."""
 
 
-def _ranked(options: list[Option], goal: Goal) -> list[Option]:
+def _ranked(options: list[CostedCandidate], goal: Goal) -> list[CostedCandidate]:
     """The best first; of those that the model cannot tell from it, the plainer one, then the one with more room."""
     ordered = sorted(options, key=lambda o: (o.key(goal), o.needed))
     alike = [o for o in ordered if o.key(goal) <= ALIKE * ordered[0].key(goal)]
@@ -245,13 +249,13 @@ def _ranked(options: list[Option], goal: Goal) -> list[Option]:
 class _Search:
     """What all candidates of a search share."""
 
-    shape: Shape
-    machine: Machine
+    shape: ModelShape
+    machine: PlanMachine
     constants: Constants
     lengths: Lengths | None
     goal: Goal
 
-    def judge(self, candidate: Candidate, known: Option | None) -> Option | None:
+    def judge(self, candidate: Candidate, known: CostedCandidate | None) -> CostedCandidate | None:
         """The candidate's option where it is better than the known one of its family, else None."""
         here = replace(self.shape, strategy=real_length(candidate.strategy, self.lengths)[0])
         room = held(candidate.resolved, here, self.constants)
@@ -259,12 +263,12 @@ class _Search:
         if (refusal := self._too_large(room)) is not None:
             if known is not None and (known.fits or known.needed <= needed):
                 return None
-            return Option(candidate, float("inf"), needed, False, refusal)
+            return CostedCandidate(candidate, float("inf"), needed, False, refusal)
         one = step(here, self.machine, self.constants)
-        option = Option(candidate, one.seconds, needed, True, _spent(one), self._burdens(here))
+        option = CostedCandidate(candidate, one.seconds, needed, True, _spent(one), self._burdens(here))
         return option if known is None or not known.fits or option.key(self.goal) < known.key(self.goal) else None
 
-    def timed(self, option: Option) -> Option:
+    def timed(self, option: CostedCandidate) -> CostedCandidate:
         """The option with the hours of its whole training."""
         found = option.candidate
         plan = make_plan(
@@ -272,7 +276,7 @@ class _Search:
         )  # fmt: skip
         return replace(option, hours=plan.hours)
 
-    def _burdens(self, here: Shape) -> int:
+    def _burdens(self, here: ModelShape) -> int:
         places = (here.strategy.offload_params, here.strategy.offload_optimizer)
         return int(here.quantised and not self.shape.quantised) + int(places != ("none", "none"))
 
@@ -303,7 +307,7 @@ def _spent(one: Step) -> str:
     return text
 
 
-def reasons(advice: Advice) -> list[tuple[Option, str]]:
+def reasons(advice: Advice) -> list[tuple[CostedCandidate, str]]:
     """For each option but the winner, why it loses."""
     found = []
     for option in advice.fitting[1:]:
@@ -320,6 +324,6 @@ def reasons(advice: Advice) -> list[tuple[Option, str]]:
     return found + [(option, option.why) for option in advice.losing]
 
 
-def overrides(advice: Advice, source: Source) -> dict[str, Sequence[str]]:
+def overrides(advice: Advice, source: RecipeSource) -> dict[str, Sequence[str]]:
     """For each family that fits all the overrides that select its best, those that were given included."""
     return {o.candidate.family: source.all(o.candidate.arguments(source.resolved)) for o in advice.fitting}

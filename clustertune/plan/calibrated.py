@@ -12,8 +12,8 @@ from clustertune.errors import UserError
 from clustertune.plan import calibration
 from clustertune.plan.constants import Constants
 from clustertune.plan.document import as_json
-from clustertune.plan.machine import Machine, machine
-from clustertune.plan.measured import Measured, beside, find_measured, read_measured
+from clustertune.plan.machine import PlanMachine, machine
+from clustertune.plan.measured import MeasuredLinks, beside, find_measured, read_measured
 from clustertune.plan.predict import make_plan
 
 CALIBRATION = ".calibration.json"
@@ -24,12 +24,12 @@ class CalibratedCluster:
     """Where a plan is made for."""
 
     cluster: Cluster
-    measured: Measured | None
+    measured: MeasuredLinks | None
     calibration: Path | None
     """Where its calibration is or would be kept; None for a cluster that was found by looking."""
     constants: Constants
 
-    def machine(self, nodes: int) -> Machine:
+    def machine(self, nodes: int) -> PlanMachine:
         """The machine that a job of so many nodes gets."""
         return machine(self.cluster, measured=self.measured, nodes=nodes)
 

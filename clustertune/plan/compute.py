@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from clustertune.config.counted import LayerKind
 from clustertune.plan.constants import Constants
-from clustertune.plan.kept import Kept, Policy
-from clustertune.plan.machine import Machine
-from clustertune.plan.shape import Shape
+from clustertune.plan.kept import Policy, SavedActivations
+from clustertune.plan.machine import PlanMachine
+from clustertune.plan.shape import ModelShape
 from clustertune.plan.strategy import Strategy
 from clustertune.plan.term import SECONDS, Term, total
 
@@ -23,7 +23,7 @@ ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True)
-class Compute:
+class ComputeTime:
     """One micro batch on one rank (of a pipeline: one stage)."""
 
     forward: list[Term]
@@ -34,7 +34,7 @@ class Compute:
         return total(self.forward) + total(self.backward)
 
 
-def micro_batch(shape: Shape, machine: Machine, constants: Constants) -> Compute:
+def micro_batch(shape: ModelShape, machine: PlanMachine, constants: Constants) -> ComputeTime:
     """The parts of one micro batch, forward and backward."""
     work = _Work(shape, machine, constants)
     forward = [*work.products(1, "forward"), work.attention(1, "forward"), work.elements(1, "forward"), work.loss(1)]
@@ -59,13 +59,13 @@ def micro_batch(shape: Shape, machine: Machine, constants: Constants) -> Compute
         forward.append(work.casts(1))
         backward.append(work.casts(2 if shape.strategy.reshard else 1))
     if again:
-        name, policy = "recomputation", Policy(shape, Kept(shape, constants))
+        name, policy = "recomputation", Policy(shape, SavedActivations(shape, constants))
         backward += work.products(again * policy.products_again, name, head=False)
         backward += [work.attention(again * policy.attention_again, name), work.elements(again, name)]
-    return Compute([t for t in forward if t.value], [t for t in backward if t.value])
+    return ComputeTime([t for t in forward if t.value], [t for t in backward if t.value])
 
 
-def flops(shape: Shape, *, hardware: bool) -> float:
+def flops(shape: ModelShape, *, hardware: bool) -> float:
     """FLOPs of one optimizer step over all ranks: the model's, or with ``hardware`` also what checkpointing computes again.
     A reference's forward pass is the model's.
 
@@ -73,7 +73,7 @@ def flops(shape: Shape, *, hardware: bool) -> float:
     conversation, with ``hardware`` what a mask makes of it.
     """
     plan, counted = shape.strategy, shape.counted
-    policy = Policy(shape, Kept(shape, Constants()))
+    policy = Policy(shape, SavedActivations(shape, Constants()))
     again = plan.recompute.share if hardware else 0.0
     second = int(plan.second_forward == "reference")
     passes = (2 if plan.lora else 3) + second + again * policy.products_again
@@ -100,8 +100,8 @@ def _attention_flops(kind: LayerKind, plan: Strategy, *, masks: bool = True) -> 
 
 @dataclass(frozen=True)
 class _Work:
-    shape: Shape
-    machine: Machine
+    shape: ModelShape
+    machine: PlanMachine
     constants: Constants
 
     @property

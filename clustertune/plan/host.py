@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from clustertune.config.counted import Counted
+from clustertune.config.counted import ParameterCount
 from clustertune.config.distribution import IN_FLIGHT
 from clustertune.config.resolved import Resolved
-from clustertune.plan.shape import Shape
+from clustertune.plan.shape import ModelShape
 from clustertune.plan.term import BYTES, Term
 
 WEIGHTS = "offloaded weights"
@@ -16,7 +16,7 @@ COPY_SHARE = 0.8
 """Of a node's free memory, what copies for saves may take: page cache and data loaders need the rest. Assumed."""
 
 
-def host_parts(resolved: Resolved, shape: Shape) -> list[Term]:
+def host_parts(resolved: Resolved, shape: ModelShape) -> list[Term]:
     """What the node of rank 0 holds at most, while loading or while training, whichever is more."""
     plan = shape.strategy
     ranks = plan.ranks_per_node
@@ -29,7 +29,7 @@ def host_parts(resolved: Resolved, shape: Shape) -> list[Term]:
     return [own, *more]
 
 
-def save_copy(shape: Shape) -> Term | None:
+def save_copy(shape: ModelShape) -> Term | None:
     """The copy of trained weights and optimizer state that a save behind training takes of a node's RAM, kept from the first
     save on; None where training waits for its saves (:mod:`clustertune.checkpoint.saving`).
     """
@@ -43,7 +43,7 @@ def save_copy(shape: Shape) -> Term | None:
     return Term("copy for saves", size, BYTES, "{ranks} ranks x {count} trained x {bytes} B / {shards}", values)
 
 
-def _loading(resolved: Resolved, shape: Shape) -> Term:
+def _loading(resolved: Resolved, shape: ModelShape) -> Term:
     """Weights in host memory at once: a few parts (FSDP2 and ZeRO-3), all in one rank (FSDP1), or all in every rank."""
     plan, size = shape.strategy, 2.0 * shape.counted.total
     if plan.kind == "Megatron":
@@ -68,12 +68,12 @@ def row_bytes(resolved: Resolved) -> int:
     return 2 + 4 if resolved.distribution.is_fsdp and resolved.recipe.lora is None else 2
 
 
-def rows_in_flight(resolved: Resolved, counted: Counted, ranks: int, shards: int) -> float:
+def rows_in_flight(resolved: Resolved, counted: ParameterCount, ranks: int, shards: int) -> float:
     """Bytes that the ranks of a node hold at once while each reads its part; ``shards``: ranks that share a matrix."""
     return ranks * IN_FLIGHT * counted.largest * row_bytes(resolved) / shards
 
 
-def _offloaded(shape: Shape) -> list[Term]:
+def _offloaded(shape: ModelShape) -> list[Term]:
     """Shards of weights, gradients and optimizer state that live in host memory."""
     plan, ranks = shape.strategy, shape.strategy.ranks_per_node
     found = []

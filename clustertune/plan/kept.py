@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from clustertune.config.counted import LayerKind
 from clustertune.plan.constants import Constants
-from clustertune.plan.shape import Shape
+from clustertune.plan.shape import ModelShape
 
 HALF, FULL = 2, 4
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
@@ -19,10 +19,10 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"),
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedActivations:
     """Bytes per token, of one kind of layer, of one strategy."""
 
-    shape: Shape
+    shape: ModelShape
     constants: Constants
 
     @property
@@ -185,7 +185,7 @@ class Product:
     adapter: bool = False
 
 
-def products(shape: Shape, kind: LayerKind) -> Iterator[Product]:
+def products(shape: ModelShape, kind: LayerKind) -> Iterator[Product]:
     """The products in the order in which they run, LoRA's two after the base's (peft/tuners/lora/layer.py, forward).
 
     All experts of one name are one grouped product (transformers' grouped_mm).
@@ -206,8 +206,8 @@ def products(shape: Shape, kind: LayerKind) -> Iterator[Product]:
 class Policy:
     """A strategy's policy on one model."""
 
-    shape: Shape
-    kept: Kept
+    shape: ModelShape
+    kept: SavedActivations
 
     @property
     def save(self) -> tuple[str, ...]:

@@ -13,10 +13,10 @@ from typing import Literal
 from clustertune.config.cluster import known_clusters
 from clustertune.config.cluster_checks import ABOVE
 from clustertune.config.cluster_schema import Cluster
-from clustertune.config.hardware import HARDWARE, Gpu, LinkFacts, read_hardware
+from clustertune.config.hardware import HARDWARE, GpuModel, LinkFacts, read_hardware
 from clustertune.config.load import did_you_mean
 from clustertune.errors import Problem, raise_if
-from clustertune.plan.measured import Measured
+from clustertune.plan.measured import MeasuredLinks
 
 GB = 1e9
 LOW = 0.25
@@ -41,7 +41,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Machine:
+class PlanMachine:
     """A cluster as a plan sees it: bytes, seconds and FLOP/s."""
 
     name: str
@@ -87,7 +87,7 @@ class Machine:
 _WITH_CUDNN = ("hopper", "blackwell")
 
 
-def _generation(gpu: Gpu) -> str:
+def _generation(gpu: GpuModel) -> str:
     return "blackwell-gddr" if gpu.compute_capability.startswith("12.") else gpu.generation
 
 
@@ -97,7 +97,7 @@ def has_cudnn_attention(cluster: Cluster) -> bool:
     return known is not None and _generation(known) in _WITH_CUDNN
 
 
-def machine(cluster: Cluster, *, measured: Measured | None = None, nodes: int | None = None) -> Machine:
+def machine(cluster: Cluster, *, measured: MeasuredLinks | None = None, nodes: int | None = None) -> PlanMachine:
     """The machine of a cluster.
 
     ``measured``: the result of an nccl-check on it. ``nodes``: how many the plan uses, all by default; a network that nobody
@@ -110,7 +110,7 @@ def machine(cluster: Cluster, *, measured: Measured | None = None, nodes: int | 
     gpu = hardware.gpus[compute.gpu or ""]
     host = hardware.host_links[gpu.host_link]
     read, write, storage_note = _storage(cluster)
-    return Machine(
+    return PlanMachine(
         name=cluster.name,
         gpu=compute.gpu or "",
         nodes=len(cluster.compute_nodes),
@@ -138,7 +138,7 @@ def _domain(cluster: Cluster) -> int:
     return cluster.compute.nvlink_domain or cluster.compute.gpus
 
 
-def _notes(name: str, gpu: Gpu, measured: Measured | None) -> Iterator[str]:
+def _notes(name: str, gpu: GpuModel, measured: MeasuredLinks | None) -> Iterator[str]:
     if gpu.bf16_tflops is None:
         yield f"{name} has no bfloat16: the figures are fp16's; what is trained in, float32 (train.bf16=false), is slower"
     if measured and measured.backend != "nccl":
@@ -156,7 +156,7 @@ def _storage(cluster: Cluster) -> tuple[float, float, str]:
     return read, write, ", ".join(parts)
 
 
-def _spans(cluster: Cluster, measured: Measured) -> bool:
+def _spans(cluster: Cluster, measured: MeasuredLinks) -> bool:
     """Whether a check over all its nodes went through the network, not only through an NVLink domain."""
     return measured.world > _domain(cluster)
 
@@ -176,7 +176,7 @@ def _of(gb_s: float, nominal: float, transport: str) -> str:
     return f"{went}, {100 * share:.0f} % of nominal" + (": see nccl-check" if share < LOW else "")
 
 
-def _intra(cluster: Cluster, measured: Measured | None) -> Link:
+def _intra(cluster: Cluster, measured: MeasuredLinks | None) -> Link:
     compute = cluster.compute
     if _domain(cluster) == 1:
         return Link(0.0, 0.0, "nominal", "one GPU in a node: there is no link inside it", 0.0)
@@ -207,7 +207,7 @@ def _network_nominal(cluster: Cluster) -> float:
     return (cluster.network.gbit or 0.0) * cluster.network.ports / 8
 
 
-def _inter(cluster: Cluster, measured: Measured | None) -> Link:
+def _inter(cluster: Cluster, measured: MeasuredLinks | None) -> Link:
     network, nominal = cluster.network, _network_nominal(cluster)
     facts = read_hardware().networks.get(network.kind)
     latency = facts.latency_us if facts else 0.0
@@ -223,7 +223,7 @@ def _inter(cluster: Cluster, measured: Measured | None) -> Link:
     return Link(speed * GB, nominal * GB, "nominal", _hinted(note, facts.hint), latency / 1e6)
 
 
-def _problems(cluster: Cluster, measured: Measured | None, nodes: int) -> Iterator[Problem]:
+def _problems(cluster: Cluster, measured: MeasuredLinks | None, nodes: int) -> Iterator[Problem]:
     """Everything that keeps a plan from computing."""
     compute, known = cluster.compute, read_hardware().gpus
     if not cluster.compute_nodes:
@@ -250,7 +250,7 @@ def _problems(cluster: Cluster, measured: Measured | None, nodes: int) -> Iterat
         yield Problem(message, file=cluster.source, key="network.gbit", fix=fix)
 
 
-def _measured_problems(cluster: Cluster, measured: Measured | None) -> Iterator[Problem]:
+def _measured_problems(cluster: Cluster, measured: MeasuredLinks | None) -> Iterator[Problem]:
     """A result of another cluster, or one that the links of this one cannot carry."""
     if measured is None:
         return

@@ -47,13 +47,13 @@ Text = Annotated[str, Field(max_length=1000)]
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "p2p"]
 
 
-class Strict(Section):
+class StrictSection(Section):
     """Values must have their own type: a program wrote them, and ``"8"`` is another program's."""
 
     model_config = ConfigDict(strict=True, defer_build=True)  # most plans have no check to read
 
 
-class Result(Strict):
+class CollectiveResult(StrictSection):
     """One size of one collective."""
 
     scope: Literal["intra", "inter", "world"]
@@ -70,21 +70,21 @@ class Result(Strict):
     correct: bool | None = None
 
 
-class OfNode(Result):
+class NodeResult(CollectiveResult):
     """The same of one node by itself."""
 
     scope: Literal["intra"] = "intra"
     node: Text
 
 
-class OfPair(Result):
+class PairResult(CollectiveResult):
     """The same between two nodes."""
 
     scope: Literal["inter"] = "inter"
     nodes: Annotated[list[Text], Field(min_length=2, max_length=2)]
 
 
-class CheckFile(Strict):
+class CheckFile(StrictSection):
     """The file."""
 
     schema_: Annotated[Literal["clustertune.nccl-check/1"], Field(alias="schema")]
@@ -95,15 +95,15 @@ class CheckFile(Strict):
     backend: Literal["nccl", "gloo"]
     transport: Annotated[str, Field(max_length=200)]
     """How the bytes went, as NCCL's log says it: ``NET/IB``, ``NET/Socket``, ``P2P/CUMEM``."""
-    results: Annotated[list[Result], Field(min_length=1, max_length=10_000)]
+    results: Annotated[list[CollectiveResult], Field(min_length=1, max_length=10_000)]
     backend_why: Text | None = None
     interface: Text | None = None
     hosts: list[Text] | None = None
     seconds: Seconds | None = None
     connect_s: dict[str, Seconds] | None = None
     not_judged: Text | None = None
-    per_node: Annotated[list[OfNode], Field(max_length=1_000_000)] | None = None
-    per_pair: Annotated[list[OfPair], Field(max_length=1_000_000)] | None = None
+    per_node: Annotated[list[NodeResult], Field(max_length=1_000_000)] | None = None
+    per_pair: Annotated[list[PairResult], Field(max_length=1_000_000)] | None = None
     p2p_probe: list[dict[str, Any]] | None = None
     hung: list[dict[str, Any]] | None = None
     left_out: list[dict[str, Any]] | None = None
@@ -119,7 +119,7 @@ class CheckFile(Strict):
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLinks:
     """What a plan takes from a check."""
 
     cluster: str
@@ -141,14 +141,14 @@ class Measured:
         return self.nodes * self.gpus_per_node
 
 
-def read_measured(path: str | Path) -> Measured:
+def read_measured(path: str | Path) -> MeasuredLinks:
     """The result in a file. Raises UserError with every problem in it."""
     shown = str(path)
     data = parse_json(read_text(Path(path), shown), shown, "run nccl-check again")
     if not isinstance(data, dict):
         raise UserError(Problem("holds no nccl-check result", file=shown, fix=f"give a file with schema {SCHEMA}"))
     check = read_model(CheckFile, Document(shown, data), _contradictions)
-    return Measured(
+    return MeasuredLinks(
         cluster=check.cluster,
         date=check.date,
         nodes=check.nodes,
@@ -161,7 +161,7 @@ def read_measured(path: str | Path) -> Measured:
     )
 
 
-def find_measured(cluster: Cluster) -> Measured | None:
+def find_measured(cluster: Cluster) -> MeasuredLinks | None:
     """The result that lies beside the cluster's file; None where there is none. Raises UserError where it cannot be read."""
     path = beside(cluster)
     return read_measured(path) if path is not None and path.is_file() else None
@@ -175,7 +175,7 @@ def beside(cluster: Cluster, suffix: str = SUFFIX) -> Path | None:
     return folder / f"{file.stem}{suffix}" if file.suffix in (".yaml", ".yml") else None
 
 
-def _bandwidth(results: Sequence[Result], scopes: Sequence[str]) -> float | None:
+def _bandwidth(results: Sequence[CollectiveResult], scopes: Sequence[str]) -> float | None:
     """The bus bandwidth of an all-gather in the first scope that has one: the median of its largest sizes, GB/s."""
     for scope in scopes:
         sizes = {item.bytes: item.busbw_gb_s for item in results if (item.scope, item.collective) == (scope, "all_gather")}

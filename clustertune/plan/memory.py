@@ -12,8 +12,8 @@ from functools import cached_property
 
 from clustertune.config.counted import LayerKind
 from clustertune.plan.constants import Constants
-from clustertune.plan.kept import FULL, HALF, Kept, Policy
-from clustertune.plan.shape import Shape
+from clustertune.plan.kept import FULL, HALF, Policy, SavedActivations
+from clustertune.plan.shape import ModelShape
 from clustertune.plan.term import BYTES, Term, total
 
 TILE_TOKENS, TILE_ENTRIES = 4096, 32768
@@ -33,7 +33,7 @@ class Moment:
         return total(self.parts)
 
 
-def moments(shape: Shape, constants: Constants) -> list[Moment]:
+def moments(shape: ModelShape, constants: Constants) -> list[Moment]:
     """The moments at which memory can be largest, in the order of a step."""
     memory = _Memory(shape, constants)
     resting = [memory.weights(), memory.reference(), memory.trained_copy(), memory.states()]
@@ -62,12 +62,12 @@ def reserved(peak: float, constants: Constants) -> list[Term]:
 
 @dataclass(frozen=True)
 class _Memory:
-    shape: Shape
+    shape: ModelShape
     constants: Constants
 
     @cached_property
-    def kept(self) -> Kept:
-        return Kept(self.shape, self.constants)
+    def kept(self) -> SavedActivations:
+        return SavedActivations(self.shape, self.constants)
 
     @cached_property
     def policy(self) -> Policy:

@@ -15,10 +15,10 @@ from clustertune.plan.compute import flops
 from clustertune.plan.constants import Constants
 from clustertune.plan.host import COPY_SHARE, host_parts, save_copy
 from clustertune.plan.lengths import Lengths, known_lengths
-from clustertune.plan.machine import Machine
+from clustertune.plan.machine import PlanMachine
 from clustertune.plan.saves import with_saves
 from clustertune.plan.schedule import Schedule, schedule
-from clustertune.plan.shape import Shape
+from clustertune.plan.shape import ModelShape
 from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import DEFAULT_MAX_LENGTH, FUSED_LOSS, WHOLE_LOGITS, Strategy, strategy
 from clustertune.plan.term import Term, total
@@ -32,7 +32,7 @@ class Footprint:
     """What a recipe holds in memory. Bytes."""
 
     resolved: Resolved
-    shape: Shape
+    shape: ModelShape
     moments: list[memory.Moment]
     """Of the fullest GPU."""
     beside: list[Term]
@@ -64,7 +64,7 @@ class Footprint:
 class Plan(Footprint):
     """One recipe on one machine. Seconds, bytes, parameters."""
 
-    machine: Machine
+    machine: PlanMachine
     constants: Constants
     step: Step
     schedule: Schedule
@@ -126,7 +126,7 @@ class Plan(Footprint):
 
 
 def make_plan(
-    resolved: Resolved, machine: Machine, constants: Constants | None = None, *, lengths: Lengths | None = None,
+    resolved: Resolved, machine: PlanMachine, constants: Constants | None = None, *, lengths: Lengths | None = None,
     chosen: Strategy | None = None, sure: bool = True,
 ) -> Plan:  # fmt: skip
     """Plan a recipe. ``chosen`` replaces the recipe's own strategy; without ``sure`` the range is left out (for searches).
@@ -170,7 +170,7 @@ def footprint(
     return held(resolved, make_shape(resolved, used, cudnn=cudnn), constants), notes
 
 
-def held(resolved: Resolved, shape: Shape, constants: Constants) -> Footprint:
+def held(resolved: Resolved, shape: ModelShape, constants: Constants) -> Footprint:
     """The memory of a counted and divided model."""
     found = memory.moments(shape, constants)
     beside = memory.reserved(max(moment.bytes for moment in found), constants)
@@ -231,7 +231,7 @@ def read_strategy(resolved: Resolved, distribution: Distribution | None = None) 
     return replace(used, fused_optimizer="fused" in str(resolved.train_args.get("optim", "adamw_torch_fused")))
 
 
-def make_shape(resolved: Resolved, used: Strategy, *, cudnn: bool = False) -> Shape:
+def make_shape(resolved: Resolved, used: Strategy, *, cudnn: bool = False) -> ModelShape:
     """Count the model and divide it. ``cudnn``: sdpa may take cuDNN's kernel under a mask.
 
     Raises UserError where the architecture is none that can be counted exactly.
@@ -255,7 +255,7 @@ def make_shape(resolved: Resolved, used: Strategy, *, cudnn: bool = False) -> Sh
     rank, dropout = int((lora or {}).get("r", 8)), float((lora or {}).get("lora_dropout", 0.0))
     wrapped = tuple(sorted({linear.name for _, linear in adapted_experts(resolved.architecture, lora or {})}))
     trained = adapters if lora is not None else counted.total
-    return Shape(counted, used, trained, adapters, rank, names, wrapped, dropout, cudnn)
+    return ModelShape(counted, used, trained, adapters, rank, names, wrapped, dropout, cudnn)
 
 
 def _all_linear(counted: Any) -> tuple[str, ...]:
@@ -292,7 +292,7 @@ def _packed_length(used: Strategy, lengths: Lengths | None) -> tuple[Strategy, l
     return replace(used, conversation=around), [text]
 
 
-def check_room(resolved: Resolved, used: Strategy, machine: Machine) -> None:
+def check_room(resolved: Resolved, used: Strategy, machine: PlanMachine) -> None:
     """More ranks than GPUs, and more nodes than the cluster has, are refused."""
     problems = []
     if used.nodes > machine.nodes:
@@ -320,7 +320,7 @@ QUANTILE = 1.28
 """Of the normal distribution: 80 % lie within."""
 
 
-def step_range(shape: Shape, machine: Machine, constants: Constants, one: Step) -> tuple[float, float]:
+def step_range(shape: ModelShape, machine: PlanMachine, constants: Constants, one: Step) -> tuple[float, float]:
     """Shares of a step's seconds: each part moved by its own uncertainty, the effects added as independent."""
     seconds, plan = one.seconds, shape.strategy
     experts = any(linear.copies > 1 for kind in shape.counted.layers for linear in kind.linears)
@@ -341,7 +341,7 @@ def step_range(shape: Shape, machine: Machine, constants: Constants, one: Step) 
     return max(0.05, 1 - QUANTILE * math.sqrt(down)), 1 + QUANTILE * math.sqrt(up)
 
 
-def _offloading(shape: Shape, one: Step) -> float:
+def _offloading(shape: ModelShape, one: Step) -> float:
     """Seconds of a step that wait for host memory or NVMe."""
     copies = (one.offload.forward_s + one.offload.backward_s) * shape.strategy.accumulation
     return min(copies, one.exposed.value) + (one.offload.optimizer.value if one.offload.optimizer is not None else 0.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config import overrides
-from clustertune.config.overrides import Layout, Source
+from clustertune.config.overrides import RecipeSource, RequestedLayout
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
 from clustertune.plan.predict import Plan, make_plan
@@ -38,7 +38,7 @@ def remedies(plan: Plan, given: tuple[str, ...] = ()) -> list[Remedy]:
 
     ``given``: the overrides with which the plan's recipe was resolved.
     """
-    source = Source(plan.resolved, given)
+    source = RecipeSource(plan.resolved, given)
     changes = list(_changes(plan))
     alone = [(change, _tried(plan, source, change)) for change in changes]
     found = [remedy for change, remedy in alone if remedy is not None and change.same]
@@ -47,7 +47,7 @@ def remedies(plan: Plan, given: tuple[str, ...] = ()) -> list[Remedy]:
     return found if any(remedy.arguments for remedy in found) else [*_pairs(plan, source, changes), *found]
 
 
-def _tried(plan: Plan, source: Source, change: _Change) -> Remedy | None:
+def _tried(plan: Plan, source: RecipeSource, change: _Change) -> Remedy | None:
     """The change where it is allowed and enough."""
     try:
         tried = _planned(plan, source.changed(change.arguments))
@@ -60,7 +60,7 @@ def _planned(plan: Plan, resolved: Resolved) -> Plan:
     return make_plan(resolved, plan.machine, plan.constants, lengths=plan.lengths, sure=False)
 
 
-def _pairs(plan: Plan, source: Source, changes: list[_Change]) -> list[Remedy]:
+def _pairs(plan: Plan, source: RecipeSource, changes: list[_Change]) -> list[Remedy]:
     """Two changes together, the first that is enough with each other one."""
     found: list[Remedy] = []
     for index, one in enumerate(changes):
@@ -101,17 +101,17 @@ def _sharded(plan: Plan) -> Iterator[_Change]:
     used, start = plan.strategy, plan.resolved
     nodes = start.recipe.slurm.nodes
     if used.kind in ("FSDP2", "FSDP1") and not used.reshard and used.weight_shards > 1:
-        layout = Layout("FSDP2", nodes, used.replicas, used.tp, cp=used.cp, offload_params=used.offload_params)
+        layout = RequestedLayout("FSDP2", nodes, used.replicas, used.tp, cp=used.cp, offload_params=used.offload_params)
         yield _Change("give the weights back after forward", overrides.distribution(start, layout))
     elif used.kind in ("DDP", "ZeRO-0", "ZeRO-1", "ZeRO-2") and used.world_size > 1:
-        arguments = overrides.distribution(start, Layout("FSDP2", nodes))
+        arguments = overrides.distribution(start, RequestedLayout("FSDP2", nodes))
         yield _Change("FSDP2, which splits the weights over the ranks", arguments)
     elif used.replicas > 1:
-        arguments = overrides.distribution(start, Layout("FSDP2", nodes, tp=used.tp, cp=used.cp, reshard=used.reshard))
+        arguments = overrides.distribution(start, RequestedLayout("FSDP2", nodes, tp=used.tp, cp=used.cp, reshard=used.reshard))
         yield _Change("one copy of the weights over all nodes", arguments)
 
 
-def _nodes(plan: Plan, source: Source) -> Remedy | None:
+def _nodes(plan: Plan, source: RecipeSource) -> Remedy | None:
     """The fewest nodes on which it fits; without arguments where the cluster has not as many."""
     used = plan.strategy
     for count in range(used.nodes + 1, MOST_NODES + 1):

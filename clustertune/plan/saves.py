@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from clustertune.config.resolved import Resolved
 from clustertune.config.schema import parse_minutes, seconds_of
-from clustertune.plan.machine import Machine
+from clustertune.plan.machine import PlanMachine
 from clustertune.plan.schedule import Schedule, every_steps
 from clustertune.plan.term import SECONDS, Term
 
@@ -47,7 +47,7 @@ def given_seconds(every: str | int) -> float | None:
     return seconds_of(every) if isinstance(every, str) and every != "auto" else None
 
 
-def with_saves(around: Schedule, resolved: Resolved, machine: Machine, step: float, copy: Term | None) -> Schedule:
+def with_saves(around: Schedule, resolved: Resolved, machine: PlanMachine, step: float, copy: Term | None) -> Schedule:
     """The schedule with what saves take of a training, by the seconds of a step, and how many there are.
 
     ``copy``: of a node's ranks to its memory; None where training waits for its saves.

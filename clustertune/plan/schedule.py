@@ -9,8 +9,8 @@ from clustertune.config.resolved import Resolved
 from clustertune.plan.compute import micro_batch
 from clustertune.plan.constants import Constants
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths
-from clustertune.plan.machine import Machine
-from clustertune.plan.shape import Shape
+from clustertune.plan.machine import PlanMachine
+from clustertune.plan.shape import ModelShape
 from clustertune.plan.strategy import DEFAULT_MAX_LENGTH
 from clustertune.plan.term import SECONDS, Term, total
 from clustertune.plan.traffic import traffic
@@ -56,7 +56,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """Sequences of the two splits after packing; None where nothing is known."""
 
     train: float | None
@@ -64,12 +64,12 @@ class Rows:
     why: str
 
 
-def rows(resolved: Resolved, lengths: Lengths | None) -> Rows:
+def rows(resolved: Resolved, lengths: Lengths | None) -> PackedRows:
     """How many sequences training and one evaluation have."""
     data, longest = resolved.recipe.data, int(resolved.train_args.get("max_length") or DEFAULT_MAX_LENGTH)
     counts = data.expect
     if counts is None or counts.train is None:
-        return Rows(
+        return PackedRows(
             None, None if counts is None else counts.eval, "data.expect.train does not say how many conversations there are"
         )
     train, held = float(counts.train), counts.eval
@@ -78,18 +78,18 @@ def rows(resolved: Resolved, lengths: Lengths | None) -> Rows:
     packing = bool(resolved.train_args.get("packing"))
     packs_eval = bool(resolved.train_args.get("eval_packing", packing))
     if not packing:
-        return Rows(
+        return PackedRows(
             train, _packed(held, lengths, longest) if packs_eval else held, f"{counts.train:,} conversations, a sequence each"
         )
     if lengths is None:
-        return Rows(
+        return PackedRows(
             None, None, "packed, and the conversations' lengths are not known: give data.expect.mean_tokens or --lengths FILE"
         )
     sequences = _packed(train, lengths, longest)
     mean = lengths.mean(longest)
     tokens = f"{counts.train:,} conversations x {mean:,.0f} tokens ({lengths.source})"
     why = f"{tokens} / ({longest} x {PACKED_SHARE}) = {sequences:,.0f} sequences"
-    return Rows(sequences, _packed(held, lengths, longest) if packs_eval else float(held), why)
+    return PackedRows(sequences, _packed(held, lengths, longest) if packs_eval else float(held), why)
 
 
 def tokens_to_prepare(resolved: Resolved) -> float | None:
@@ -109,7 +109,9 @@ def _packed(count: float, lengths: Lengths | None, longest: int) -> float:
     return count if lengths is None else math.ceil(count * lengths.mean(longest) / (longest * PACKED_SHARE))
 
 
-def schedule(resolved: Resolved, shape: Shape, machine: Machine, constants: Constants, lengths: Lengths | None) -> Schedule:
+def schedule(
+    resolved: Resolved, shape: ModelShape, machine: PlanMachine, constants: Constants, lengths: Lengths | None
+) -> Schedule:
     """Everything around the steps."""
     found = rows(resolved, lengths)
     steps, why = steps_of(resolved, found)
@@ -144,7 +146,7 @@ def late_warmup(resolved: Resolved) -> list[str]:
     return [f"{text}; write a share of all steps, such as 0.03"]
 
 
-def steps_of(resolved: Resolved, found: Rows) -> tuple[int | None, str]:
+def steps_of(resolved: Resolved, found: PackedRows) -> tuple[int | None, str]:
     """Optimizer steps of a training, and how they are known."""
     args, batch = resolved.train_args, int(resolved.recipe.train["global_batch_size"])
     most = int(args.get("max_steps") or -1)
@@ -183,7 +185,9 @@ def every_steps(args: dict[str, object], what: str, steps: int | None) -> int | 
     return max(1, int(value))
 
 
-def _evaluation(args: dict[str, object], shape: Shape, machine: Machine, constants: Constants, found: Rows) -> Term:
+def _evaluation(
+    args: dict[str, object], shape: ModelShape, machine: PlanMachine, constants: Constants, found: PackedRows
+) -> Term:
     """Forward passes over the eval split; each gathers the weights once."""
     plan = shape.strategy
     batch = int(args.get("per_device_eval_batch_size") or DEFAULT_EVAL_BATCH)  # type: ignore[call-overload]
@@ -198,14 +202,14 @@ def _evaluation(args: dict[str, object], shape: Shape, machine: Machine, constan
     return Term("evaluation", passes * max(forward, moved), SECONDS, text, values)
 
 
-def _checkpoint_bytes(shape: Shape) -> float:
+def _checkpoint_bytes(shape: ModelShape) -> float:
     """Adapter or weights in the type they are trained in, and the optimizer's state."""
     plan = shape.strategy
     count = float(shape.adapters if plan.lora else shape.counted.total)
     return count * ((4 if plan.lora else plan.weight_bytes) + plan.state_bytes)
 
 
-def _start(resolved: Resolved, shape: Shape, machine: Machine) -> Term:
+def _start(resolved: Resolved, shape: ModelShape, machine: PlanMachine) -> Term:
     """Loading: the weights come from storage once, and where ranks read rows once for each replica of them."""
     # The ranks of a tp group are in one node: rows that several of them read come from storage once.
     parted = shape.strategy.weight_shards * shape.strategy.tp

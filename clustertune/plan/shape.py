@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from clustertune.config.counted import Counted, LayerKind
+from clustertune.config.counted import LayerKind, ParameterCount
 from clustertune.plan.strategy import Strategy
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """The model over one strategy. Counts are parameters, of the rank that has most of them, before any data-parallel split."""
 
-    counted: Counted
+    counted: ParameterCount
     strategy: Strategy
     trained: int
     """Trained parameters of the whole model."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clustertune.plan.compute import Compute, micro_batch
+from clustertune.plan.compute import ComputeTime, micro_batch
 from clustertune.plan.constants import Constants
-from clustertune.plan.machine import Machine
-from clustertune.plan.shape import Shape
+from clustertune.plan.machine import PlanMachine
+from clustertune.plan.shape import ModelShape
 from clustertune.plan.term import SECONDS, Term, total
 from clustertune.plan.traffic import Collective, Traffic, traffic
 
@@ -43,7 +43,7 @@ class Offload:
     """Where the weights come from, as a phrase."""
 
 
-def offload(shape: Shape, machine: Machine) -> Offload:
+def offload(shape: ModelShape, machine: PlanMachine) -> Offload:
     """Times of one rank; zeros where nothing is offloaded."""
     plan = shape.strategy
     link = machine.host_link_bytes_per_s
@@ -78,7 +78,7 @@ def offload(shape: Shape, machine: Machine) -> Offload:
 
 
 @dataclass(frozen=True)
-class Wire:
+class TimedCollective:
     """A collective with its time."""
 
     collective: Collective
@@ -95,7 +95,7 @@ class Step:
     """Communication that is not hidden behind computing."""
     bubble: Term
     optimizer: Term
-    wires: list[Wire]
+    wires: list[TimedCollective]
     """Every collective of the step, hidden or not."""
     offload: Offload
 
@@ -110,7 +110,7 @@ class Step:
         return sum(wire.term.value for wire in self.wires)
 
 
-def step(shape: Shape, machine: Machine, constants: Constants) -> Step:
+def step(shape: ModelShape, machine: PlanMachine, constants: Constants) -> Step:
     """Predict one optimizer step."""
     plan = shape.strategy
     compute = micro_batch(shape, machine, constants)
@@ -139,7 +139,7 @@ def step(shape: Shape, machine: Machine, constants: Constants) -> Step:
     )
 
 
-def _passes(compute: Compute, moved: Traffic, copies: Offload, timer: _Timer, constants: Constants) -> tuple[float, float]:
+def _passes(compute: ComputeTime, moved: Traffic, copies: Offload, timer: _Timer, constants: Constants) -> tuple[float, float]:
     """Seconds beyond computing of a micro batch, and of the last one of a step."""
     forward, backward = total(compute.forward), total(compute.backward)
     wire_forward = max(timer.all(moved.forward), copies.forward_s)
@@ -155,7 +155,7 @@ def _beyond(busy: float, wire: float, constants: Constants) -> float:
     return max(0.0, wire - busy) + constants.overlap_loss * min(busy, wire)
 
 
-def _together(compute: Compute) -> list[Term]:
+def _together(compute: ComputeTime) -> list[Term]:
     """Forward and backward parts that have one name, such as the cross-entropy, as one."""
     found: dict[str, Term] = {}
     for term in [*compute.forward, *compute.backward]:
@@ -169,7 +169,7 @@ def _together(compute: Compute) -> list[Term]:
     return list(found.values())
 
 
-def _bubble(shape: Shape, micro: float) -> Term:
+def _bubble(shape: ModelShape, micro: float) -> Term:
     """Idle time of a stage while the pipeline fills and drains: (pp - 1) / virtual micro batches (1F1B and its interleaved
     form, https://arxiv.org/abs/2104.04473, 2.2)."""
     plan = shape.strategy
@@ -178,7 +178,7 @@ def _bubble(shape: Shape, micro: float) -> Term:
     return Term("pipeline bubble", value, SECONDS, "({pp} - 1) / {virtual} x {micro} s of a micro batch", values)
 
 
-def _optimizer(shape: Shape, machine: Machine, constants: Constants) -> Term:
+def _optimizer(shape: ModelShape, machine: PlanMachine, constants: Constants) -> Term:
     """Clipping and AdamW on the rank's share: bytes over memory bandwidth."""
     plan = shape.strategy
     count = shape.local_trained / plan.state_shards
@@ -193,7 +193,7 @@ def _optimizer(shape: Shape, machine: Machine, constants: Constants) -> Term:
 class _Timer:
     """Seconds of collectives on one machine."""
 
-    machine: Machine
+    machine: PlanMachine
     constants: Constants
 
     def one(self, collective: Collective) -> float:
@@ -202,14 +202,14 @@ class _Timer:
     def all(self, collectives: list[Collective]) -> float:
         return sum(map(self.one, collectives))
 
-    def wires(self, moved: Traffic, micro_batches: int) -> list[Wire]:
+    def wires(self, moved: Traffic, micro_batches: int) -> list[TimedCollective]:
         """All collectives of a step with their times; those of one name together."""
         found: dict[str, tuple[Collective, float]] = {}
         each = [(c, micro_batches) for c in (*moved.forward, *moved.backward, *moved.exposed)]
         for collective, count in [*each, *((c, 1) for c in (*moved.last, *moved.after))]:
             known = found.get(collective.name, (collective, 0.0))
             found[collective.name] = (collective, known[1] + count)
-        return [Wire(c, self._term(c, count)) for c, count in found.values() if c.group.size > 1]
+        return [TimedCollective(c, self._term(c, count)) for c, count in found.values() if c.group.size > 1]
 
     def _term(self, collective: Collective, count: float) -> Term:
         one, latency = self.one(collective), collective.latency(self.machine)

@@ -13,7 +13,7 @@ from rich.text import Text
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.hardware import Price
 from clustertune.plan import explanation
-from clustertune.plan.advise import ALIKE, Advice, Option, reasons
+from clustertune.plan.advise import ALIKE, Advice, CostedCandidate, reasons
 from clustertune.plan.calibration import Fit, unexplained
 from clustertune.plan.document import cost, memory_parts
 from clustertune.plan.predict import GIB, Plan
@@ -183,7 +183,7 @@ def advice(
         console.print(Text("Nothing that is started here fits: try more nodes (--nodes), or another GPU."))
 
 
-def _cost(option: Option, price: Price | None) -> float | None:
+def _cost(option: CostedCandidate, price: Price | None) -> float | None:
     """Money of an option's training, on demand where that is offered."""
     rate = None if price is None else price.spot if price.on_demand is None else price.on_demand
     return None if rate is None or option.hours is None else option.hours * option.strategy.world_size * rate
@@ -193,7 +193,7 @@ def _hours(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _worth(option: Option, plan: Plan, price: Price | None) -> str:
+def _worth(option: CostedCandidate, plan: Plan, price: Price | None) -> str:
     """An option's hours and money, and what it saves of the recipe's."""
     seconds, spent, before = option.step_s, _cost(option, price), cost(plan, price)
     worth = f"{quantity(seconds, 's')} a step" if option.hours is None else f"{_hours(option.hours)} h"

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clustertune.plan.machine import Machine
-from clustertune.plan.shape import Shape
+from clustertune.plan.machine import PlanMachine
+from clustertune.plan.shape import ModelShape
 
 # --- process groups on the machine, and how long a collective over one takes ------------------------------------------
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """``size`` ranks, ``stride`` apart."""
 
     size: int
     stride: int = 1
 
-    def inside(self, machine: Machine) -> bool:
+    def inside(self, machine: PlanMachine) -> bool:
         """Whether all members are joined by the fast link."""
         return self.size * self.stride <= machine.domain or self.size == 1
 
-    def bandwidth(self, machine: Machine, intra_scale: float = 1.0, inter_scale: float = 1.0) -> float:
+    def bandwidth(self, machine: PlanMachine, intra_scale: float = 1.0, inter_scale: float = 1.0) -> float:
         """Bytes per second of a ring over the group, per member.
 
         A ring that leaves the node (or the NVLink domain) crosses its border once in each direction; all groups that have
@@ -40,7 +40,7 @@ class Group:
         inter = machine.inter.bytes_per_s * inter_scale * nodes / max(1, sharing)
         return min(intra, inter) if members > 1 else inter
 
-    def latency(self, machine: Machine) -> float:
+    def latency(self, machine: PlanMachine) -> float:
         """Seconds of one step from a member to the next, the slowest."""
         return machine.intra.latency_s if self.inside(machine) else machine.inter.latency_s
 
@@ -52,13 +52,13 @@ class Collective:
     name: str
     kind: str
     """``gather`` (all-gather and reduce-scatter move as much), ``reduce`` (all-reduce), ``exchange`` (all-to-all), ``send``."""
-    group: Group
+    group: RankGroup
     size: float
     """Bytes of the whole tensor (of what one rank sends, for ``exchange`` and ``send``) of all calls together."""
     calls: float
     """How many calls that is, for the latency."""
 
-    def seconds(self, machine: Machine, intra_scale: float = 1.0, inter_scale: float = 1.0) -> float:
+    def seconds(self, machine: PlanMachine, intra_scale: float = 1.0, inter_scale: float = 1.0) -> float:
         """Time on the wire: a ring's (nccl-tests' definition of the bus bandwidth), and its latency."""
         members = self.group.size
         if members == 1 or self.size == 0:
@@ -69,12 +69,12 @@ class Collective:
         bandwidth = self.group.bandwidth(machine, intra_scale, inter_scale)
         return self.size * share / bandwidth + self.latency(machine)
 
-    def latency(self, machine: Machine) -> float:
+    def latency(self, machine: PlanMachine) -> float:
         """Seconds of all calls that no bandwidth shortens: a ring has a step less than members."""
         steps = 1 if self.kind in ("send", "exchange") else self.group.size - 1
         return self.calls * steps * self.group.latency(machine)
 
-    def _exchange(self, machine: Machine, intra_scale: float, inter_scale: float) -> float:
+    def _exchange(self, machine: PlanMachine, intra_scale: float, inter_scale: float) -> float:
         """All-to-all: every rank of a node sends at once what goes to other nodes through the node's network cards."""
         members, near = self.group.size, self.group.size
         latency = self.latency(machine)
@@ -113,11 +113,11 @@ class Traffic:
     """After the optimizer step."""
 
 
-def traffic(shape: Shape) -> Traffic:
+def traffic(shape: ModelShape) -> Traffic:
     """All collectives of a step. Sizes follow the tensors; see each part's comment for where it is from."""
     plan = shape.strategy
     result = Traffic([], [], [], [], [])
-    shards = Group(plan.weight_shards, plan.tp)
+    shards = RankGroup(plan.weight_shards, plan.tp)
     if plan.weight_shards > 1:
         gathered = Collective(_gather_name(shape), "gather", shards, shape.gathered, shape.layers + 1)
         result.forward.extend([gathered, gathered] if plan.second_forward else [gathered])
@@ -129,16 +129,16 @@ def traffic(shape: Shape) -> Traffic:
     _experts(shape, result)
     if plan.pp > 1:
         sent = shape.tokens * shape.counted.hidden * ACTIVATION_BYTES / (plan.tp if plan.sequence_parallel else 1)
-        stages = Group(plan.pp, plan.world_size // plan.pp)
+        stages = RankGroup(plan.pp, plan.world_size // plan.pp)
         result.exposed.append(Collective("pipeline send", "send", stages, 2 * sent * plan.virtual, 2 * plan.virtual))
     return result
 
 
-def _gather_name(shape: Shape) -> str:
+def _gather_name(shape: ModelShape) -> str:
     return "all-gather of the weights" if shape.strategy.kind != "Megatron" else "all-gather of the updated weights"
 
 
-def _gradients(shape: Shape, result: Traffic) -> None:
+def _gradients(shape: ModelShape, result: Traffic) -> None:
     """Reduce-scatter where gradients are split, all-reduce where each rank keeps them; HSDP both, one after the other.
 
     transformers' Trainer holds the reduction back until a step's last micro batch (no_sync) but under DeepSpeed, whose stages 2
@@ -150,35 +150,35 @@ def _gradients(shape: Shape, result: Traffic) -> None:
     when = result.backward if every else result.last
     layers = shape.layers + 1
     if plan.gradient_shards > 1:
-        group = Group(plan.gradient_shards, plan.tp)
+        group = RankGroup(plan.gradient_shards, plan.tp)
         when.append(Collective("reduce-scatter of the gradients", "gather", group, size, layers))
         size /= plan.gradient_shards
     elif plan.state_shards > 1 and plan.weight_shards == 1:
         # ZeRO-1 and Megatron's distributed optimizer keep whole gradients, but each rank needs the sum of its share only.
-        group = Group(plan.state_shards, plan.tp)
+        group = RankGroup(plan.state_shards, plan.tp)
         when.append(Collective("reduce-scatter of the gradients", "gather", group, size, layers))
     elif plan.data_parallel_size * plan.cp // plan.replicas > 1 and plan.weight_shards == 1:
-        group = Group(plan.data_parallel_size * plan.cp // plan.replicas, plan.tp)
+        group = RankGroup(plan.data_parallel_size * plan.cp // plan.replicas, plan.tp)
         when.append(Collective("all-reduce of the gradients", "reduce", group, size, layers))
     if plan.replicas > 1:
-        group = Group(plan.replicas, plan.tp * plan.data_parallel_size * plan.cp // plan.replicas)
+        group = RankGroup(plan.replicas, plan.tp * plan.data_parallel_size * plan.cp // plan.replicas)
         when.append(Collective("all-reduce of the gradients between replicas", "reduce", group, size, layers))
     if plan.state_shards > 1 and plan.weight_shards == 1:
         # ZeRO-1, ZeRO-2 and Megatron's distributed optimizer: each rank updates its share, then all need all of it.
         updated = shape.local_trained * ACTIVATION_BYTES
         result.after.append(
-            Collective("all-gather of the updated weights", "gather", Group(plan.state_shards, plan.tp), updated, 1)
+            Collective("all-gather of the updated weights", "gather", RankGroup(plan.state_shards, plan.tp), updated, 1)
         )
 
 
-def _tensor(shape: Shape, result: Traffic) -> None:
+def _tensor(shape: ModelShape, result: Traffic) -> None:
     """Two all-reduces of a layer's output in forward and two in backward (https://arxiv.org/abs/1909.08053, 3); with sequence
     parallelism an all-gather and a reduce-scatter each, which move as much. Recomputation repeats the forward ones."""
     plan = shape.strategy
     if plan.tp == 1:
         return
     size = shape.tokens * shape.counted.hidden * ACTIVATION_BYTES
-    group, name = Group(plan.tp), "tensor-parallel all-reduce"
+    group, name = RankGroup(plan.tp), "tensor-parallel all-reduce"
     if plan.overlap_tp:
         forward, backward = 2 * shape.layers, shape.layers * (2 + 2 * plan.recompute.share)
         result.forward.append(Collective(name, "reduce", group, forward * size, forward))
@@ -188,13 +188,13 @@ def _tensor(shape: Shape, result: Traffic) -> None:
     result.exposed.append(Collective(name, "reduce", group, calls * size, calls))
 
 
-def _context(shape: Shape, result: Traffic) -> None:
+def _context(shape: ModelShape, result: Traffic) -> None:
     """Ring attention: keys and values of all other ranks pass by, their gradients in backward as well
     (https://arxiv.org/abs/2310.01889)."""
     plan = shape.strategy
     if plan.cp == 1:
         return
-    group = Group(plan.cp, plan.tp)
+    group = RankGroup(plan.cp, plan.tp)
     width = (
         sum(k.count * k.attention.kv_heads * (k.attention.qk_dim + k.attention.v_dim) for k in shape.counted.layers) / plan.pp
     )
@@ -207,7 +207,7 @@ def _context(shape: Shape, result: Traffic) -> None:
     )
 
 
-def _experts(shape: Shape, result: Traffic) -> None:
+def _experts(shape: ModelShape, result: Traffic) -> None:
     """Each token goes to its experts and comes back, in forward and in backward."""
     plan = shape.strategy
     if plan.ep == 1:
@@ -221,4 +221,6 @@ def _experts(shape: Shape, result: Traffic) -> None:
     )
     rounds = 4 + 2 * plan.recompute.share
     calls = rounds * shape.layers
-    result.exposed.append(Collective("all-to-all of the experts", "exchange", Group(plan.ep, plan.tp), rounds * size, calls))
+    result.exposed.append(
+        Collective("all-to-all of the experts", "exchange", RankGroup(plan.ep, plan.tp), rounds * size, calls)
+    )

@@ -9,7 +9,7 @@ from clustertune.evaluate.paired import BETTER, SAME, WORSE
 from clustertune.evaluate.scores import shown
 from clustertune.report import content
 from clustertune.report.content import UNKNOWN, duration, get, number
-from clustertune.report.cost import Cost, Spent
+from clustertune.report.cost import Cost, Expense
 from clustertune.report.metrics import Metrics
 
 FINISHED = ("finished", "trained")
@@ -93,7 +93,7 @@ COLUMNS = ["", "#time", "#GPU-hours", "#US dollars", "#kWh", "#kg CO2"]
 def cost_rows(cost: Cost) -> list[list[str]]:
     """Of each stage, each attempt at training, and of all; what was lost last."""
 
-    def row(name: str, spent: Spent) -> list[str]:
+    def row(name: str, spent: Expense) -> list[str]:
         values = (_hours(spent.gpu_hours), _money(spent.usd), number(spent.kwh, 3), number(spent.co2_kg, 3))
         return [name, duration(spent.seconds), *values]
 

@@ -36,7 +36,7 @@ OF_THE_SOURCE = (
 
 
 @dataclass
-class Entry:
+class ComparedRun:
     """One run. None: not known."""
 
     name: str
@@ -59,7 +59,7 @@ _RATES = ("approx_tokens_per_s_per_rank", STEADY)
 class Comparison:
     """The columns in the order in which they were given."""
 
-    entries: list[Entry]
+    entries: list[ComparedRun]
     notes: list[str]
 
     def as_dict(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ MUST_AGREE = ("recipe", "overrides", "model", "dataset", "gpu0", "torch", "bf16"
 
 def compare(paths: Sequence[Path]) -> Comparison:
     """Read all of them. Raises UserError for what is none of the kinds, and where no two have a figure."""
-    entries, problems = list[Entry](), list[Problem]()
+    entries, problems = list[ComparedRun](), list[Problem]()
     if len(paths) < 2:
         fix = "clustertune compare RUN RUN..."
         raise UserError(Problem(f"{len(paths)} given, two are the least", file="command line", key="RUN_OR_JSON", fix=fix))
@@ -136,7 +136,7 @@ def compare(paths: Sequence[Path]) -> Comparison:
     return Comparison(entries, [*(f"{e.name}: {note}" for e in entries for note in e.notes), *_differences(entries)])
 
 
-def _name_apart(entries: list[Entry]) -> None:
+def _name_apart(entries: list[ComparedRun]) -> None:
     seen: dict[str, int] = {}
     for entry in entries:
         seen[entry.name] = seen.get(entry.name, 0) + 1
@@ -144,7 +144,7 @@ def _name_apart(entries: list[Entry]) -> None:
             entry.name = f"{entry.name} ({seen[entry.name]})"
 
 
-def _against_the_first(entries: list[Entry]) -> None:
+def _against_the_first(entries: list[ComparedRun]) -> None:
     """Rates relative to the first column that has one, of the same kind."""
     for key in (STEADY, "approx_tokens_per_s_per_rank"):
         have = [e for e in entries if e.values.get(key)]
@@ -154,7 +154,7 @@ def _against_the_first(entries: list[Entry]) -> None:
             return
 
 
-def _differences(entries: Sequence[Entry]) -> Iterator[str]:
+def _differences(entries: Sequence[ComparedRun]) -> Iterator[str]:
     for key in MUST_AGREE:
         values = {str(e.values[key]): e.name for e in entries if e.values.get(key) is not None}
         if len(values) > 1:
@@ -168,7 +168,7 @@ def _differences(entries: Sequence[Entry]) -> Iterator[str]:
 # --- one of them -------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> Entry:
+def read(path: Path) -> ComparedRun:
     """A run folder, a bench result or a metrics JSON. Raises UserError."""
     if path.is_dir():
         return _run(path)
@@ -200,9 +200,9 @@ def _figure(value: Any) -> float | None:
     return float(value) if forms.is_number(value) and value > 0 else None
 
 
-def _metrics(path: Path, body: Mapping[str, Any]) -> Entry:
+def _metrics(path: Path, body: Mapping[str, Any]) -> ComparedRun:
     """The source's own object, or a run's."""
-    entry = Entry(_shown(path), "metrics")
+    entry = ComparedRun(_shown(path), "metrics")
     entry.values = {key: body.get(key) for key in (*FIELDS, STEADY)}
     for key in (*FIELDS[:4], STEADY):
         entry.values[key] = _figure(body.get(key))
@@ -216,7 +216,7 @@ def _metrics(path: Path, body: Mapping[str, Any]) -> Entry:
     return entry
 
 
-def _all_ranks(entry: Entry) -> None:
+def _all_ranks(entry: ComparedRun) -> None:
     rate, world, wall = (entry.values.get(key) for key in (STEADY, "world_size", "wall_time_s"))
     if wall and world and "hours" not in entry.values:
         entry.values |= {"hours": wall / 3600, "gpu_hours": wall / 3600 * world}
@@ -227,9 +227,9 @@ def _all_ranks(entry: Entry) -> None:
         entry.values["warm_up_share"] = max(0.0, 1 - tokens / rate / wall)
 
 
-def _run(path: Path) -> Entry:
+def _run(path: Path) -> ComparedRun:
     """A run folder, whole or not."""
-    entry = Entry(_shown(path), "run")
+    entry = ComparedRun(_shown(path), "run")
     file = path / "run.json"
     try:
         run = json.loads(file.read_bytes())
@@ -261,7 +261,7 @@ def _run(path: Path) -> Entry:
             "step_s": steady_step(metrics.steps), "steps": last.step, "loss": last.loss,
             "peak_gib": max(peaks) / 2**30 if peaks else None,
         }  # fmt: skip
-    nodes_measured = telemetry.Reader(path / telemetry.FOLDER).read()
+    nodes_measured = telemetry.TelemetryReader(path / telemetry.FOLDER).read()
     spent = cost.of_run(path, run, metrics, nodes_measured, time.time()).training
     if spent.seconds:
         entry.values |= {"hours": spent.seconds / 3600, "gpu_hours": spent.gpu_hours, "usd": spent.usd, "kwh": spent.kwh}
@@ -271,7 +271,7 @@ def _run(path: Path) -> Entry:
     return entry
 
 
-def _of_a_run(run: Mapping[str, Any], metrics: Metrics, entry: Entry) -> Iterator[str]:
+def _of_a_run(run: Mapping[str, Any], metrics: Metrics, entry: ComparedRun) -> Iterator[str]:
     if not metrics.steps:
         yield "has no step in metrics.jsonl: nothing was trained, or the file is gone"
     elif entry.values.get(STEADY) is None:
@@ -310,10 +310,10 @@ def _overrides(given: Any) -> str | None:
     return None if given is None else ", ".join(map(str, given)) or "none"
 
 
-def _bench(path: Path, body: Mapping[str, Any]) -> Entry:
+def _bench(path: Path, body: Mapping[str, Any]) -> ComparedRun:
     """A result of ``clustertune bench``: its rates are steady by themselves."""
     raise_if(forms.find_problems(body, forms.BENCH, str(path), "leave it out, or measure again"))
-    entry = Entry(_shown(path), "bench")
+    entry = ComparedRun(_shown(path), "bench")
     ours = body.get("ours") or {}
     steps, warm = get(ours, "step_s", "n"), get(ours, "warmup_s") or []
     mean, rate = _figure(get(ours, "step_s", "mean")), _figure(get(ours, "computed_tokens_per_s_per_gpu"))
@@ -395,7 +395,7 @@ def drawings(found: Comparison) -> list[plots.Plot]:
     return made
 
 
-def _strategy(entry: Entry) -> str:
+def _strategy(entry: ComparedRun) -> str:
     kind = entry.values.get("distribution") or ("FSDP" if entry.values.get("fsdp") else None)
     world = entry.values.get("world_size")
     return " on ".join(part for part in (kind, f"{world} rank{'s' if world != 1 else ''}" if world else None) if part) or "run"

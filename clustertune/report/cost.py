@@ -12,7 +12,7 @@ from clustertune.config.hardware import Price, price, recognise
 from clustertune.config.schema import Budget
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.events import read_object
-from clustertune.launch.plan import OUTCOME, Plan, read_attempts
+from clustertune.launch.plan import OUTCOME, AttemptPlan, read_attempts
 from clustertune.report.content import get
 from clustertune.report.metrics import Metrics
 from clustertune.report.telemetry import NodeTelemetry
@@ -23,7 +23,7 @@ WARN_SHARE = 0.8
 
 
 @dataclass(frozen=True)
-class Spent:
+class Expense:
     """What something took. None: not known."""
 
     seconds: float | None = None
@@ -36,10 +36,10 @@ class Spent:
     """Of the GPUs."""
     co2_kg: float | None = None
 
-    def __add__(self, other: Spent) -> Spent:
+    def __add__(self, other: Expense) -> Expense:
         """The sum of what is known."""
         pairs = {key: [v for v in (value, getattr(other, key)) if v is not None] for key, value in vars(self).items()}
-        return Spent(**{key: sum(known) if known else None for key, known in pairs.items()})
+        return Expense(**{key: sum(known) if known else None for key, known in pairs.items()})
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Rates:
         """US dollars of a GPU-hour, on demand; None without such a price."""
         return self.price.on_demand if self.price is not None and self.price.currency == "USD" else None
 
-    def spent(self, seconds: float, gpus: int | None, kwh: float | None = None) -> Spent:
+    def spent(self, seconds: float, gpus: int | None, kwh: float | None = None) -> Expense:
         """Of some seconds on so many GPUs. Without a GPU there is no price."""
         hours = None if gpus is None else seconds / 3600 * gpus
         usd = hours * self.usd if hours is not None and gpus and self.usd is not None else None
-        return Spent(seconds, hours, usd, kwh, kwh * self.co2 if kwh is not None and self.co2 else None)
+        return Expense(seconds, hours, usd, kwh, kwh * self.co2 if kwh is not None and self.co2 else None)
 
 
 @dataclass(frozen=True)
@@ -94,21 +94,21 @@ class Cost:
     """A run so far."""
 
     attempts: tuple[AttemptCost, ...]
-    by_attempt: tuple[Spent, ...]
-    training: Spent
+    by_attempt: tuple[Expense, ...]
+    training: Expense
     """The sum of the attempts: what a budget counts."""
-    lost: Spent
+    lost: Expense
     """Of the training, on steps that were done again. Its energy is the attempts' by the share of their time."""
-    stages: Mapping[str, Spent]
+    stages: Mapping[str, Expense]
     """By stage, in the order in which they began; ``train`` is the training. What has no end yet is left out."""
     energy_from: str | None
     """``counter`` or ``power samples``."""
     rates: Rates
 
     @property
-    def total(self) -> Spent:
+    def total(self) -> Expense:
         """Of all stages."""
-        return sum(self.stages.values(), Spent())
+        return sum(self.stages.values(), Expense())
 
     @property
     def all_energy(self) -> bool:
@@ -155,10 +155,10 @@ def of_run(
         for one in attempts
         if one.lost_seconds
     ]
-    training = sum(by_attempt, Spent(0.0, 0.0))
+    training = sum(by_attempt, Expense(0.0, 0.0))
     evaluated = [value / 3.6e6 for attempt, value in joules.items() if attempt < 0]
     listed = any(record.stage == "train" for record in metrics.stages)
-    stages: dict[str, Spent] = {"train": training} if attempts and not listed else {}
+    stages: dict[str, Expense] = {"train": training} if attempts and not listed else {}
     for record in metrics.stages:
         alone = get(document, "jobs", "eval", "nodes") in (None, 1)  # of several nodes only the first is measured
         kwh = sum(evaluated) if record.stage == "eval" and evaluated and alone else None
@@ -167,7 +167,7 @@ def of_run(
         elif record.seconds is not None and record.stage != "report":  # it is not over while its page is written
             stages[record.stage] = rates.spent(record.seconds, _gpus_of(document, record.stage), kwh)
     energy = next((str(head["energy"]) for head in heads if head.get("energy")), None) if joules else None
-    return Cost(tuple(attempts), by_attempt, training, sum(lost, Spent()), stages, energy, rates)
+    return Cost(tuple(attempts), by_attempt, training, sum(lost, Expense()), stages, energy, rates)
 
 
 def _gpus_of(document: Mapping[str, Any], stage: str) -> int | None:
@@ -198,7 +198,7 @@ def of_attempts(
     return found
 
 
-def _last_sign(folder: Path, plan: Plan) -> float:
+def _last_sign(folder: Path, plan: AttemptPlan) -> float:
     """When a rank of an attempt last wrote something, Unix seconds."""
     newest = plan.begun
     for path in folder.glob("rank-*"):

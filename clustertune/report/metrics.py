@@ -223,7 +223,7 @@ class StartupRecord:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class AttemptMetrics:
     """One start of the training."""
 
     attempt: int
@@ -256,7 +256,7 @@ class Metrics:
     """In file order, removals included."""
     stages: list[StageRecord] = field(default_factory=list)
     """By first appearance."""
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[AttemptMetrics] = field(default_factory=list)
     """By number."""
     startups: list[StartupRecord] = field(default_factory=list)
     """By number of the attempt."""
@@ -271,13 +271,13 @@ def read_metrics(path: Path) -> Metrics:
     whether or not the new attempt has come as far again, and wherever in the file it stands: the last lines of an attempt
     on a node that was cut off may come after the first ones of the next. Raises OSError where the file cannot be read.
     """
-    reader = Reader()
+    reader = MetricsReader()
     if path.exists():
         reader.take(reader.follow(path))
     return reader.result()
 
 
-class Reader:
+class MetricsReader:
     """Collects events in file order. :meth:`follow` may be called again while the file grows."""
 
     def __init__(self) -> None:
@@ -321,7 +321,7 @@ class Reader:
             evals=[self.evals[step] for step in sorted(self.evals)],
             checkpoints=self.checkpoints,
             stages=list(self.stages.values()),
-            attempts=[Attempt(number, **self.attempts[number]) for number in sorted(self.attempts)],
+            attempts=[AttemptMetrics(number, **self.attempts[number]) for number in sorted(self.attempts)],
             startups=[self.startups[number] for number in sorted(self.startups)],
             unreadable_lines=self.unreadable,
         )

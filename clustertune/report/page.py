@@ -71,7 +71,7 @@ class _Run:
         self.run, self.document, self.resolved = run, document, document.get("recipe")
         self.metrics = read_metrics(run.metrics)
         self.history = telemetry.History()
-        nodes = telemetry.Reader(run.path / telemetry.FOLDER, self.history).read()
+        nodes = telemetry.TelemetryReader(run.path / telemetry.FOLDER, self.history).read()
         self.cost = cost.of_run(run.path, document, self.metrics, nodes, time.time())
         self.stages = read_stages(run, self.metrics)
         self.status = content.status_of(self.metrics, self.stages)

@@ -16,7 +16,7 @@ Values = Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
-class Row:
+class TelemetryRow:
     """What one node measured at one time."""
 
     time: float
@@ -34,7 +34,7 @@ class NodeTelemetry:
     """What a reader keeps of one node."""
 
     about: dict[str, Any] = field(default_factory=dict)
-    last: Row | None = None
+    last: TelemetryRow | None = None
     """Of a training."""
     joules: dict[int, float] = field(default_factory=dict)
     """By attempt, of all GPUs together."""
@@ -51,7 +51,7 @@ class History:
         self._width = 10.0
         self._found: dict[int, dict[str, tuple[float, int, float]]] = {}
 
-    def add(self, row: Row) -> None:
+    def add(self, row: TelemetryRow) -> None:
         """Take a row of any node, in any order."""
         if row.attempt < 0:
             return
@@ -82,7 +82,7 @@ class History:
         ]
 
 
-class Reader:
+class TelemetryReader:
     """Follows ``telemetry/``: each :meth:`read` takes what was appended since the one before, and keeps little of it."""
 
     def __init__(self, folder: Path, history: History | None = None) -> None:
@@ -110,7 +110,7 @@ class Reader:
                 self._take(node, row)
             self._places[path] = (found.st_ino, lines.tell())
 
-    def _take(self, node: NodeTelemetry, row: Row) -> None:
+    def _take(self, node: NodeTelemetry, row: TelemetryRow) -> None:
         if self.history is not None:
             self.history.add(row)
         if row.attempt >= 0 and (node.last is None or row.time >= node.last.time):
@@ -124,14 +124,14 @@ def _node_of(path: Path) -> str:
     return re.sub(r"\.\d+s(\.old)?\.jsonl$", "", path.name)
 
 
-def read_rows(paths: Sequence[Path]) -> Iterator[Row]:
+def read_rows(paths: Sequence[Path]) -> Iterator[TelemetryRow]:
     """The rows of files, in their order; of a file that is not there none."""
     for path in paths:
         with contextlib.suppress(OSError), path.open("rb") as lines:
             yield from parse(lines, {})
 
 
-def parse(lines: Any, about: dict[str, Any]) -> Iterator[Row]:
+def parse(lines: Any, about: dict[str, Any]) -> Iterator[TelemetryRow]:
     """The rows of lines, each by the columns of the head before it; ``about`` takes the newest head."""
     for line in iter(lines.readline, b""):
         if not line.endswith(b"\n"):  # it is being written, or its writer was killed
@@ -145,4 +145,4 @@ def parse(lines: Any, about: dict[str, Any]) -> Iterator[Row]:
                 columns = about["gpu_columns"]
                 gpus = tuple(dict(zip(columns, gpu, strict=False)) for gpu in body[3])
                 node = dict(zip(about["node_columns"], body[2], strict=False))
-                yield Row(float(body[0]), int(body[1]), node, gpus, body[4] if len(body) > 4 else {})
+                yield TelemetryRow(float(body[0]), int(body[1]), node, gpus, body[4] if len(body) > 4 else {})

@@ -35,7 +35,7 @@ SPARE = 64 << 20
 
 
 @dataclass(frozen=True)
-class Tree:
+class CachedTree:
     """What lies in the cache under one key."""
 
     key: str
@@ -59,7 +59,7 @@ class StagingCache:
     def lock_file(self, key: str) -> Path:
         return self.root / f"{key}.lock"
 
-    def trees(self) -> list[Tree]:
+    def trees(self) -> list[CachedTree]:
         """All trees, the one that was used longest ago first."""
         found = []
         for path in self.root.iterdir():
@@ -69,17 +69,17 @@ class StagingCache:
                 used = self.lock_file(path.name).stat().st_mtime
             except OSError:
                 used = 0.0
-            found.append(Tree(path.name, tree_bytes(path), used, (path / MANIFEST).exists()))
+            found.append(CachedTree(path.name, tree_bytes(path), used, (path / MANIFEST).exists()))
         return sorted(found, key=lambda tree: tree.used)
 
-    def shared(self, key: str, *, wait: Callable[[str], None]) -> Lock:
+    def shared(self, key: str, *, wait: Callable[[str], None]) -> TreeLock:
         """Share a tree with all who read from it. ``wait``: called once with who fills or removes it."""
         taken = _take(self.lock_file(key), fcntl.LOCK_SH, wait)
         assert taken is not None
         return taken
 
     @contextlib.contextmanager
-    def alone(self, key: str, *, wait: Callable[[str], None] | None) -> Iterator[Lock | None]:
+    def alone(self, key: str, *, wait: Callable[[str], None] | None) -> Iterator[TreeLock | None]:
         """Hold a tree alone. ``wait``: called once with who holds it; None: gives None at once where somebody has it."""
         taken = _take(self.lock_file(key), fcntl.LOCK_EX, wait)
         try:
@@ -88,7 +88,7 @@ class StagingCache:
             if taken is not None:
                 taken.close()
 
-    def make_room(self, key: str, size: int, say: Callable[[str], None]) -> list[Tree]:
+    def make_room(self, key: str, size: int, say: Callable[[str], None]) -> list[CachedTree]:
         """Promise ``size`` bytes to a tree; what was used longest ago goes. Returns what went.
 
         Call with the tree's own lock held. Raises UserError: more than the limit, or no room (exit 73).
@@ -97,7 +97,7 @@ class StagingCache:
             text = f"{amount(size)} do not fit into the {amount(self.limit)} that may be kept there"
             fix = "raise storage.staging.gb in the cluster file, or slurm.staging=false reads from the shared storage"
             raise UserError(text, file=str(self.root), fix=fix, code=ExitCode.STORAGE)
-        removed: list[Tree] = []
+        removed: list[CachedTree] = []
         with self.alone("", wait=lambda _holder: None):  # one at a time counts and promises room
             others = [tree for tree in self.trees() if tree.key != key]
             there = tree_content(self.folder(key))
@@ -126,7 +126,7 @@ class StagingCache:
         fix = "free space there, or slurm.staging=false reads from the shared storage"
         return UserError(text, file=str(self.root), fix=fix, code=ExitCode.STORAGE)
 
-    def remove(self, key: str, tree: Tree, say: Callable[[str], None], why: str) -> bool:
+    def remove(self, key: str, tree: CachedTree, say: Callable[[str], None], why: str) -> bool:
         """Remove a tree that nobody uses; False where somebody does. The manifest goes first: half a tree is never whole."""
         with self.alone(key, wait=None) as taken:
             if taken is None:
@@ -138,7 +138,7 @@ class StagingCache:
 
 
 @dataclass
-class Lock:
+class TreeLock:
     """An open lock of a tree."""
 
     path: Path
@@ -218,10 +218,10 @@ def ago(used: float) -> str:
     return "just now"
 
 
-def _take(path: Path, how: int, wait: Callable[[str], None] | None) -> Lock | None:
+def _take(path: Path, how: int, wait: Callable[[str], None] | None) -> TreeLock | None:
     """Lock a file that is made where it is absent; None where somebody has it and nothing waits. Raises OSError."""
     fd = lock.take(path, how, wait, in_cache=True)
-    return None if isinstance(fd, str) else Lock(path, fd)
+    return None if isinstance(fd, str) else TreeLock(path, fd)
 
 
 def _journal_line(name: str, record: FileRecord) -> str:

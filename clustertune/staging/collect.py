@@ -33,7 +33,7 @@ from clustertune.staging.worker import Bounds
 
 
 @dataclass
-class Part:
+class BundlePart:
     """One thing that goes into the folder."""
 
     what: str
@@ -70,9 +70,9 @@ class Collector:
         self._resolved, self._cluster, self._out, self._ifeval, self._bounds = resolved, cluster, out, ifeval, bounds
         self.notes: list[str] = []
 
-    def plan(self) -> list[Part]:
+    def plan(self) -> list[BundlePart]:
         """What goes in, and from where. Raises UserError with everything that cannot be had."""
-        parts: list[Part] = []
+        parts: list[BundlePart] = []
         problems: list[Problem] = []
         for find in (self._model, self._data, self._benchmark, self._task_data, self._nltk, self._container, self._recipe):
             try:
@@ -82,7 +82,7 @@ class Collector:
         raise_if(problems)
         return parts
 
-    def _model(self) -> list[Part]:
+    def _model(self) -> list[BundlePart]:
         model = self._resolved.recipe.model
         if model.weights == "random":
             self.notes.append(f"model {model.name}: the run makes it itself, nothing is staged")
@@ -91,10 +91,10 @@ class Collector:
             name = Path(model.path).name
             files = self._survey(Path(model.path), "model")
             target = f"{bundle.MODEL}/{name}"
-            return [Part("model", model.name, target, Path(model.path), files, revision=model.revision, path=target)]
+            return [BundlePart("model", model.name, target, Path(model.path), files, revision=model.revision, path=target)]
         return [self._repository("model", model.name, model.revision)]
 
-    def _repository(self, kind: str, name: str, revision: str | None) -> Part:
+    def _repository(self, kind: str, name: str, revision: str | None) -> BundlePart:
         """A repository of the Hub: from the cache of this machine where it is whole there, else from the network."""
         plural = f"{kind}s"
         revision = revision or "main"
@@ -106,12 +106,12 @@ class Collector:
             with contextlib.suppress(UserError):
                 files = self._survey(root, kind)
                 if kind != "model" or any(file.name.endswith((".safetensors", ".bin")) for file in files):
-                    return Part(what, name, target, root, files, revision=revision, path=path)
+                    return BundlePart(what, name, target, root, files, revision=revision, path=path)
         names = hub.list_files(kind, name, revision)
         fetch = partial(hub.download, kind, name, revision, names)
-        return Part(what, name, target, names=names, revision=revision, path=path, fetch=fetch)
+        return BundlePart(what, name, target, names=names, revision=revision, path=path, fetch=fetch)
 
-    def _data(self) -> list[Part]:
+    def _data(self) -> list[BundlePart]:
         data, source = self._resolved.recipe.data, self._resolved.inputs.get("data.input")
         if data.sources or (data.input is not None and source is None):
             key, what = ("data.sources", "a mixture") if data.sources else ("data.input", "an address")
@@ -124,16 +124,18 @@ class Collector:
         folder = Path(self._resolved.folder)
         if source.is_relative_to(folder):  # goes with the recipe
             path = f"{bundle.RECIPES}/{folder.name}/{source.relative_to(folder).as_posix()}"
-            return [Part("data", data.name, f"{bundle.RECIPES}/{folder.name}", folder, path=path)]
+            return [BundlePart("data", data.name, f"{bundle.RECIPES}/{folder.name}", folder, path=path)]
         if source.is_file():
-            return [Part("data", data.name, bundle.DATA, source.parent, [_one(source)], path=f"{bundle.DATA}/{source.name}")]
+            return [
+                BundlePart("data", data.name, bundle.DATA, source.parent, [_one(source)], path=f"{bundle.DATA}/{source.name}")
+            ]
         target = f"{bundle.DATA}/{source.name}"
-        return [Part("data", data.name, target, source, self._survey(source, "data"), path=target)]
+        return [BundlePart("data", data.name, target, source, self._survey(source, "data"), path=target)]
 
-    def _benchmark(self) -> list[Part]:
+    def _benchmark(self) -> list[BundlePart]:
         if (path := self._ifeval) is not None:
             target = f"{bundle.EVAL}/{path.name}"
-            return [Part("benchmark", path.name, bundle.EVAL, path.parent, [_one(path)], path=target)]
+            return [BundlePart("benchmark", path.name, bundle.EVAL, path.parent, [_one(path)], path=target)]
         if not self._scores_ifeval:
             return []
         if self._resolved.recipe.model.weights == "random":
@@ -146,9 +148,9 @@ class Collector:
             text = f"{source.name} cannot be had from the Hub or its cache: the project's own prompts would be scored"
             self.notes.append(f"warning: {text} -> --ifeval FILE names a copy of its {source.file}")
             return []
-        return [Part("benchmark", source.name, target, found.parent, [_one(found)], revision=source.revision)]
+        return [BundlePart("benchmark", source.name, target, found.parent, [_one(found)], revision=source.revision)]
 
-    def _task_data(self) -> list[Part]:
+    def _task_data(self) -> list[BundlePart]:
         """The data sets of lm-eval's other tasks, from the Hub or its cache."""
         found = []
         for name in sorted(set(data_sets(self._resolved.recipe.eval.tasks).values())):
@@ -160,7 +162,7 @@ class Collector:
     def _scores_ifeval(self) -> bool:
         return tasks.NAME in self._resolved.recipe.eval.tasks
 
-    def _nltk(self) -> list[Part]:
+    def _nltk(self) -> list[BundlePart]:
         if not self._scores_ifeval:
             return []
         target = (Path(bundle.NLTK) / punkt.FOLDER).as_posix()
@@ -168,16 +170,16 @@ class Collector:
         if site is not None:
             root = site / punkt.FOLDER
             files = [_one(root / name) for name in punkt.FILES if (root / name).is_file()]
-            return [Part("nltk", "punkt_tab", target, root, files)]
+            return [BundlePart("nltk", "punkt_tab", target, root, files)]
 
         def fetch(_out: Path) -> None:
             if not hub.fetch_punkt(self._out / bundle.NLTK):
                 text = "NLTK's punkt_tab cannot be had: answers will be scored with a splitter trained here"
                 self.notes.append(f"warning: {text} -> NLTK_DATA=DIR names a folder that has it")
 
-        return [Part("nltk", "punkt_tab", target, names=list(punkt.FILES), fetch=fetch)]
+        return [BundlePart("nltk", "punkt_tab", target, names=list(punkt.FILES), fetch=fetch)]
 
-    def _container(self) -> list[Part]:
+    def _container(self) -> list[BundlePart]:
         settings = self._cluster.container
         if settings.runtime == "none" or settings.image is None:
             return []
@@ -193,21 +195,23 @@ class Collector:
         path = Path(settings.image)
         beside = path.with_name(path.name + ".sha256")
         files = [_one(path), *([_one(beside)] if beside.is_file() else [])]
-        return [Part("container", path.name, bundle.CONTAINER, path.parent, files, path=f"{bundle.CONTAINER}/{path.name}")]
+        return [
+            BundlePart("container", path.name, bundle.CONTAINER, path.parent, files, path=f"{bundle.CONTAINER}/{path.name}")
+        ]
 
-    def _recipe(self) -> list[Part]:
+    def _recipe(self) -> list[BundlePart]:
         folder = Path(self._resolved.folder)
-        found = [Part("recipe", folder.name, f"{bundle.RECIPES}/{folder.name}", folder, self._survey(folder, "recipe"))]
+        found = [BundlePart("recipe", folder.name, f"{bundle.RECIPES}/{folder.name}", folder, self._survey(folder, "recipe"))]
         recipe = self._resolved.recipe
         for path in find_elsewhere(folder, recipe.base or (), recipe.model.model_dump()):
             target = f"{bundle.RECIPES}/{path.parent.name}"
-            found.append(Part("recipe", f"{path.parent.name}/{path.name}", target, path.parent, [_one(path)]))
+            found.append(BundlePart("recipe", f"{path.parent.name}/{path.name}", target, path.parent, [_one(path)]))
         return found
 
     def _survey(self, root: Path, what: str) -> list[SourceFile]:
         return worker.survey(root, what, self._bounds)
 
-    def go(self, parts: Sequence[Part], overrides: Sequence[str]) -> dict[str, Any]:
+    def go(self, parts: Sequence[BundlePart], overrides: Sequence[str]) -> dict[str, Any]:
         """Fill the folder and seal it; what an earlier try has left whole is kept. Raises UserError."""
         began = time.perf_counter()
         try:
@@ -255,7 +259,7 @@ class Collector:
             cache.write_journal(out, {name: record for name, record in found.files.items() if name != bundle.SUMS})
             (out / manifest.MANIFEST).unlink()
 
-    def _kept(self, parts: Sequence[Part]) -> dict[str, FileRecord]:
+    def _kept(self, parts: Sequence[BundlePart]) -> dict[str, FileRecord]:
         """What an earlier try has left, hashed again."""
         wanted = {f"{part.target}/{file.name}": file for part in parts for file in part.files}
         loaded = {f"{part.target}/{name}" for part in parts for name in part.names}
@@ -266,14 +270,14 @@ class Collector:
 
         return cache.keep_whole(self._out, self._bounds, fits, lambda name: name in before and f"/{hub.DOWNLOADS}/" not in name)
 
-    def _check_room(self, parts: Sequence[Part], kept: dict[str, FileRecord]) -> None:
+    def _check_room(self, parts: Sequence[BundlePart], kept: dict[str, FileRecord]) -> None:
         needed = sum(f.size for part in parts for f in part.files if f"{part.target}/{f.name}" not in kept)
         free = shutil.disk_usage(self._out).free
         if needed + SPARE > free:
             text = f"{worker.amount(needed)} are needed, {worker.amount(free)} are free"
             raise UserError(text, file=str(self._out), fix="free space, or give another --to", code=ExitCode.STORAGE)
 
-    def _collect(self, part: Part, records: dict[str, FileRecord], add: Callable[[str, FileRecord], None]) -> None:
+    def _collect(self, part: BundlePart, records: dict[str, FileRecord], add: Callable[[str, FileRecord], None]) -> None:
         target = self._out / part.target
         if part.root is not None:
             wanted = [file for file in part.files if f"{part.target}/{file.name}" not in records]
@@ -290,7 +294,9 @@ class Collector:
             kind = "models" if part.what == "model" else "datasets"
             hub.note_revision(self._out / bundle.HUB, kind, part.name, part.revision)
 
-    def _load(self, part: Part, target: Path, records: dict[str, FileRecord], add: Callable[[str, FileRecord], None]) -> None:
+    def _load(
+        self, part: BundlePart, target: Path, records: dict[str, FileRecord], add: Callable[[str, FileRecord], None]
+    ) -> None:
         """From the network, each file compared with the Hub's own digest of it."""
         missing = [name for name in part.names if f"{part.target}/{name}" not in records]
         if missing and part.fetch is not None:
@@ -312,7 +318,7 @@ class Collector:
             add(f"{part.target}/{name}", FileRecord(answer[0], answer[1]))
         hub.tidy(target)
 
-    def _seal(self, parts: Sequence[Part], records: dict[str, FileRecord], overrides: Sequence[str]) -> None:
+    def _seal(self, parts: Sequence[BundlePart], records: dict[str, FileRecord], overrides: Sequence[str]) -> None:
         """What lies there and is none of the parts', as NLTK's other languages, goes with them; then sums and manifest."""
         (self._out / JOURNAL).unlink(missing_ok=True)
         (self._out / bundle.SUMS).unlink(missing_ok=True)

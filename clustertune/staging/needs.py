@@ -12,7 +12,7 @@ from clustertune.launch import visible
 from clustertune.manifest import MANIFEST
 from clustertune.rundir import RunDir
 from clustertune.staging import bundle
-from clustertune.staging.tree import Source
+from clustertune.staging.tree import SourceFolder
 
 
 def hub_cache(environ: Mapping[str, str] = os.environ) -> Path:
@@ -53,7 +53,7 @@ def model_source(run: RunDir, resolved: Resolved) -> tuple[str, str | None]:
     return resolved.recipe.model.path or resolved.recipe.model.name, resolved.recipe.model.revision
 
 
-def sources(resolved: Resolved, run: RunDir | None) -> tuple[list[Source], list[str]]:
+def sources(resolved: Resolved, run: RunDir | None) -> tuple[list[SourceFolder], list[str]]:
     """What the ranks of a run read, and a note for each thing that is not there yet."""
     found, notes = [], []
     recipe = resolved.recipe
@@ -62,9 +62,9 @@ def sources(resolved: Resolved, run: RunDir | None) -> tuple[list[Source], list[
     if root is None or (made and not (root / MANIFEST).is_file()):
         notes.append(f"{recipe.model.name} is made by the run itself, which has not prepared it yet: clustertune prepare")
     else:
-        found.append(Source("model", recipe.model.name.rsplit("/", 1)[-1], root, recipe.model.revision))
+        found.append(SourceFolder("model", recipe.model.name.rsplit("/", 1)[-1], root, recipe.model.revision))
     if run is not None and recipe.megatron is None and (run.tokens / MANIFEST).is_file():
-        found.append(Source("data", "data", run.tokens))
+        found.append(SourceFolder("data", "data", run.tokens))
     elif recipe.megatron is not None:
         notes.append("Megatron-Bridge reads its data from the run folder")
     else:

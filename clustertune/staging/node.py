@@ -21,11 +21,11 @@ from clustertune.errors import UserError
 from clustertune.events import read_object
 from clustertune.launch import visible
 from clustertune.launch.agent import ask_anew, node_record
-from clustertune.launch.plan import Plan, newest_attempt
+from clustertune.launch.plan import AttemptPlan, newest_attempt
 from clustertune.manifest import write_durably
 from clustertune.rundir import RunDir
 from clustertune.staging import cache, needs, worker
-from clustertune.staging.tree import Source, Staged, Stager
+from clustertune.staging.tree import SourceFolder, StagedTree, Stager
 from clustertune.staging.worker import Bounds
 
 BEAT_SECONDS = 5.0
@@ -44,12 +44,12 @@ def beat_file(folder: Path, node: int) -> Path:
 
 
 @contextlib.contextmanager
-def staged(run_path: Path, plan: Plan, node: int) -> Iterator[None]:
+def staged(run_path: Path, plan: AttemptPlan, node: int) -> Iterator[None]:
     """Around the ranks of one node: its copies are there, and nobody removes them meanwhile.
 
     Never raises for what goes wrong with a copy: the ranks read the shared storage then, and the record says why.
     """
-    run, leases = RunDir(run_path), list[Staged]()
+    run, leases = RunDir(run_path), list[StagedTree]()
     folder = run.attempt(plan.attempt)
     resolved, cluster = run.resolved(), cluster_of(run)
     if cluster is None or cluster.storage.staging is None or resolved.recipe.slurm.staging is False:
@@ -86,7 +86,7 @@ def cluster_of(run: RunDir) -> Cluster | None:
         return None
 
 
-def _stage(run: RunDir, resolved: Resolved, cluster: Cluster, leases: list[Staged]) -> list[str]:
+def _stage(run: RunDir, resolved: Resolved, cluster: Cluster, leases: list[StagedTree]) -> list[str]:
     """Fill ``leases``; returns messages on what could not be copied."""
     bounds, warnings = Bounds(), []
     mounts = visible.mounts_here()
@@ -105,7 +105,7 @@ def _stage(run: RunDir, resolved: Resolved, cluster: Cluster, leases: list[Stage
     return warnings
 
 
-def _stage_one(stager: Stager, source: Source) -> Staged:
+def _stage_one(stager: Stager, source: SourceFolder) -> StagedTree:
     found = stager.stage(source)
     if found.copied:
         rate = found.copied / max(found.seconds, 1e-9) / 1e9
@@ -135,7 +135,7 @@ def _beating(path: Path) -> Iterator[None]:
         thread.join(1)
 
 
-def _await_peers(run_path: Path, folder: Path, plan: Plan, node: int) -> None:
+def _await_peers(run_path: Path, folder: Path, plan: AttemptPlan, node: int) -> None:
     """Until every node has staged: ranks that start before the others' are taken for hung, or give up at the rendezvous.
 
     A peer that shows no sign for :data:`PEER_SECONDS`, or has failed, is not waited for: the rendezvous tells that better.

@@ -32,7 +32,7 @@ MADE_PARAMETERS = 200e6
 """A model that the run makes itself is made up to this size."""
 
 
-class Lacking(Exception):
+class MissingInput(Exception):
     """A step that has nothing to work on, for one before it has failed: that one is reported, and once is enough."""
 
 
@@ -50,7 +50,7 @@ class Rehearsal:
     @property
     def resolved(self) -> Resolved:
         if self._resolved is None:
-            raise Lacking("left out, for want of the recipe")
+            raise MissingInput("left out, for want of the recipe")
         return self._resolved
 
     def go(self) -> None:
@@ -62,7 +62,7 @@ class Rehearsal:
             found = ""
             try:
                 found = getattr(self, name)()
-            except Lacking as error:
+            except MissingInput as error:
                 found = str(error)
             except UserError as error:
                 problems = [asdict(problem) for problem in error.problems]
@@ -156,7 +156,7 @@ class Rehearsal:
     def tokenizer(self) -> str:
         """Loaded, and the chat template renders a conversation of the data."""
         if self._model is None:
-            raise Lacking("left out, for want of the model")
+            raise MissingInput("left out, for want of the model")
         from clustertune.data import shards
         from clustertune.data.chats import messages_of
         from clustertune.data.tokenizer import load_tokenizer

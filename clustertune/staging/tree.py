@@ -19,13 +19,13 @@ from clustertune.console import say
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import FileRecord
 from clustertune.staging import cache, worker
-from clustertune.staging.cache import JOURNAL, KIND, PLANNED, Lock, StagingCache
+from clustertune.staging.cache import JOURNAL, KIND, PLANNED, StagingCache, TreeLock
 from clustertune.staging.survey import SourceFile
 from clustertune.staging.worker import Bounds
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFolder:
     """A folder that a recipe needs."""
 
     what: str
@@ -38,10 +38,10 @@ class Source:
 
 
 @dataclass
-class Staged:
+class StagedTree:
     """A tree that is whole, and leased until :meth:`release`."""
 
-    source: Source
+    source: SourceFolder
     path: Path
     """The folder to read from."""
     bytes: int
@@ -51,7 +51,7 @@ class Staged:
     seconds: float
     """What copying and verifying took."""
     removed: list[str] = field(default_factory=list)
-    lease: Lock | None = None
+    lease: TreeLock | None = None
 
     def release(self) -> None:
         """Let the tree be removed again."""
@@ -77,7 +77,7 @@ class Staged:
         }
 
 
-def key_of(source: Source, files: Sequence[SourceFile]) -> str:
+def key_of(source: SourceFolder, files: Sequence[SourceFile]) -> str:
     """A tree's name: another one for another content. A file without a known digest counts with its time."""
     body = [[file.name, file.size, file.digest or [str(source.root.absolute()), file.mtime_ns]] for file in files]
     digest = hashlib.sha256(json.dumps([source.what, source.name, body]).encode()).hexdigest()[:16]
@@ -91,7 +91,7 @@ class Stager:
         """``deep``: hash a tree that is there, byte for byte; else look only whether it was written to since."""
         self._cache, self._bounds, self._deep, self._tell = on, bounds, deep, tell
 
-    def plan(self, source: Source) -> dict[str, Any]:
+    def plan(self, source: SourceFolder) -> dict[str, Any]:
         """What :meth:`stage` would do. Raises UserError."""
         files = worker.survey(source.root, source.what, self._bounds)
         key = key_of(source, files)
@@ -103,7 +103,7 @@ class Stager:
             **{"bytes": size, "files": len(files), "there": there},
         }
 
-    def stage(self, source: Source) -> Staged:
+    def stage(self, source: SourceFolder) -> StagedTree:
         """The tree of ``source``: as it is there, or copied now. Waits where another process is copying it.
 
         Raises UserError: the source is not whole, changes, or hangs; no room, or the disk is full (exit 73). Nothing that
@@ -121,7 +121,7 @@ class Stager:
                 if wrong == []:
                     lease.touch()
                     seconds = time.perf_counter() - began
-                    return Staged(source, folder / source.name, size, len(files), copied, seconds, removed, lease)
+                    return StagedTree(source, folder / source.name, size, len(files), copied, seconds, removed, lease)
                 lease.close()
                 with self._alone(key, folder, damaged=bool(wrong)):
                     if wrong or self._find_wrong(folder, source, files, deep=False) != []:
@@ -133,7 +133,7 @@ class Stager:
             raise storage_error(error, "cannot hold the copy", error.filename or folder) from error
 
     @contextlib.contextmanager
-    def _alone(self, key: str, folder: Path, *, damaged: bool) -> Iterator[Lock]:
+    def _alone(self, key: str, folder: Path, *, damaged: bool) -> Iterator[TreeLock]:
         """Hold the tree alone, to fill or fix it. Raises UserError where a job reads from what has to be fixed."""
         wait = None if damaged else lambda holder: self._waits(holder, folder)
         with self._cache.alone(key, wait=wait) as lock:
@@ -149,7 +149,7 @@ class Stager:
         self._cache.folder(key).mkdir(mode=0o700, exist_ok=True)
         return [str(self._cache.folder(tree.key)) for tree in self._cache.make_room(key, size, self._tell)]
 
-    def _find_wrong(self, folder: Path, source: Source, files: Sequence[SourceFile], *, deep: bool) -> list[str] | None:
+    def _find_wrong(self, folder: Path, source: SourceFolder, files: Sequence[SourceFile], *, deep: bool) -> list[str] | None:
         """The files of a tree that are not as they were sealed; None where there is no tree. Changes nothing."""
         if not (folder / manifest.MANIFEST).exists():
             return None
@@ -181,7 +181,7 @@ class Stager:
             cache.write_journal(folder, {name: record for name, record in files.items() if name not in wrong})
         (folder / manifest.MANIFEST).unlink()
 
-    def _fill(self, folder: Path, source: Source, files: Sequence[SourceFile]) -> int:
+    def _fill(self, folder: Path, source: SourceFolder, files: Sequence[SourceFile]) -> int:
         """Copy what is missing, and seal the tree. Returns the bytes that were copied."""
         whole = self._kept_from_before(folder, source, files)
         wanted = [file for file in files if f"{source.name}/{file.name}" not in whole]
@@ -203,7 +203,7 @@ class Stager:
             raise
         return size
 
-    def _check_source(self, source: Source, files: Sequence[SourceFile]) -> None:
+    def _check_source(self, source: SourceFolder, files: Sequence[SourceFile]) -> None:
         """The source is now what it was before the first byte: nothing was added, replaced or removed meanwhile."""
         if worker.survey(source.root, source.what, self._bounds) != list(files):
             fix = "run the same command again when nobody writes there any more"
@@ -215,7 +215,7 @@ class Stager:
             with contextlib.suppress(OSError):
                 cache.discard(folder)
 
-    def _kept_from_before(self, folder: Path, source: Source, files: Sequence[SourceFile]) -> dict[str, FileRecord]:
+    def _kept_from_before(self, folder: Path, source: SourceFolder, files: Sequence[SourceFile]) -> dict[str, FileRecord]:
         """The files that a killed copy has left whole: each is hashed again, and all others are removed."""
         expected = {f"{source.name}/{file.name}": file for file in files}
 
@@ -225,7 +225,7 @@ class Stager:
 
         return cache.keep_whole(folder, self._bounds, fits, lambda _name: True)
 
-    def _seal(self, folder: Path, source: Source, whole: Mapping[str, FileRecord]) -> None:
+    def _seal(self, folder: Path, source: SourceFolder, whole: Mapping[str, FileRecord]) -> None:
         meta = {
             "source": str(source.root),
             "revision": source.revision,

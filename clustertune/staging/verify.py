@@ -41,7 +41,7 @@ _KEPT = (
 
 
 @dataclass
-class Verdict:
+class Verification:
     """What a verification found."""
 
     files: int = 0
@@ -63,13 +63,13 @@ class Verdict:
 
 def verify(
     folder: Path, recipe: str | None, overrides: Sequence[str], *, tiny: bool, bounds: Bounds, tell: Callable[[str], None]
-) -> Verdict:
+) -> Verification:
     """Check an offline bundle. Problems are in the verdict; raises UserError where the folder is none.
 
     ``recipe``: another one than the copy in the bundle.
     """
     folder = folder.absolute()
-    verdict = Verdict()
+    verdict = Verification()
     found = bundle.read(folder)
     _check_sums(folder, found, verdict, bounds)
     if verdict.problems:
@@ -87,7 +87,7 @@ def verify(
     return verdict
 
 
-def _check_sums(folder: Path, found: manifest.Manifest, verdict: Verdict, bounds: Bounds) -> None:
+def _check_sums(folder: Path, found: manifest.Manifest, verdict: Verification, bounds: Bounds) -> None:
     """Every file by its SHA-256, several at once, and nothing beside them that a library would read."""
     names = sorted(found.files)
     total = sum(record.size for record in found.files.values())
@@ -117,7 +117,7 @@ def no_namespace() -> str | None:
     return None if done.returncode == 0 else done.stderr.strip() or "unshare failed"
 
 
-def _rehearse(order: Mapping[str, Any], scratch: Path, verdict: Verdict, tell: Callable[[str], None]) -> None:
+def _rehearse(order: Mapping[str, Any], scratch: Path, verdict: Verification, tell: Callable[[str], None]) -> None:
     log, errors = scratch / "netwatch.jsonl", scratch / "stderr.txt"
     environment = _environment(Path(order["folder"]), scratch, log)
     command = [sys.executable, "-m", "clustertune.staging.rehearsal"]

@@ -243,7 +243,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Range:
+class SettingRange:
     """One setting whose values are drawn from an interval."""
 
     key: str
@@ -286,9 +286,9 @@ def split_values(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def parse_axes(arguments: Sequence[str]) -> list[Axis | Range]:
+def parse_axes(arguments: Sequence[str]) -> list[Axis | SettingRange]:
     """The axes of ``key=value,value`` and ``key=log:1e-6..1e-4`` arguments. Raises UserError with everything that is wrong."""
-    axes: list[Axis | Range] = []
+    axes: list[Axis | SettingRange] = []
     problems: list[Problem] = []
     for word in arguments:
         key, equals, text = word.partition("=")
@@ -312,7 +312,7 @@ def parse_axes(arguments: Sequence[str]) -> list[Axis | Range]:
     return axes
 
 
-def _axis(key: str, text: str) -> Axis | Range:
+def _axis(key: str, text: str) -> Axis | SettingRange:
     found = _RANGE.fullmatch(text.strip())
     if found:
         return _range(key, found)
@@ -328,7 +328,7 @@ def _axis(key: str, text: str) -> Axis | Range:
     return Axis(key, tuple(values))
 
 
-def _range(key: str, found: re.Match[str]) -> Range:
+def _range(key: str, found: re.Match[str]) -> SettingRange:
     kind = found[1]
     try:
         low, high = float(found[2]), float(found[3])
@@ -340,10 +340,10 @@ def _range(key: str, found: re.Match[str]) -> Range:
         raise ValueError(f"{found[0]!r}: both ends must be above 0")
     if kind == "int" and not (low.is_integer() and high.is_integer()):
         raise ValueError(f"{found[0]!r}: the ends must be whole numbers")
-    return Range(key, kind, low, high)
+    return SettingRange(key, kind, low, high)
 
 
-def combinations(axes: Sequence[Axis | Range], draws: int | None = None, seed: int = 0) -> list[tuple[str, ...]]:
+def combinations(axes: Sequence[Axis | SettingRange], draws: int | None = None, seed: int = 0) -> list[tuple[str, ...]]:
     """The values of every point, in the order of ``axes``: the whole grid, or ``draws`` different ones drawn with ``seed``.
 
     The first N of more draws are the same as N draws. Raises UserError where there are too many points, too few different
@@ -351,7 +351,7 @@ def combinations(axes: Sequence[Axis | Range], draws: int | None = None, seed: i
     """
     if draws is not None:
         return _draw(axes, draws, seed)
-    ranges = [axis.key for axis in axes if isinstance(axis, Range)]
+    ranges = [axis.key for axis in axes if isinstance(axis, SettingRange)]
     if ranges:
         problem = "a range has no grid"
         raise UserError([Problem(problem, file=COMMAND_LINE, key=key, fix="--random N draws from it") for key in ranges])
@@ -364,7 +364,7 @@ def combinations(axes: Sequence[Axis | Range], draws: int | None = None, seed: i
     return list(itertools.product(*(axis.values for axis in axes if isinstance(axis, Axis))))
 
 
-def _draw(axes: Sequence[Axis | Range], draws: int, seed: int) -> list[tuple[str, ...]]:
+def _draw(axes: Sequence[Axis | SettingRange], draws: int, seed: int) -> list[tuple[str, ...]]:
     size = math.prod(axis.size for axis in axes)
     if not 1 <= draws <= MAX_POINTS:
         raise UserError(f"{draws} draws: 1 to {MAX_POINTS} are possible", file=COMMAND_LINE, key="--random")

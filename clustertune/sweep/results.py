@@ -29,7 +29,7 @@ DONE, FAILED, OPEN, WAITING = "done", "failed", "unfinished", "waiting"
 
 
 @dataclass(frozen=True)
-class Result:
+class PointResult:
     """One point and what it reached."""
 
     index: int
@@ -59,12 +59,12 @@ def check_metric(metric: str) -> None:
         raise UserError(f"there is no metric {metric!r}", file="command line", key="--metric", fix=fix)
 
 
-def collect(sweep: Sweep, metric: str) -> list[Result]:
+def collect(sweep: Sweep, metric: str) -> list[PointResult]:
     """The results of all points, the best first; then the unfinished ones, and the failed ones last."""
     found = [_result(sweep, point) for point in sweep.points]
     order = {DONE: 0, OPEN: 1, WAITING: 2, FAILED: 3}
 
-    def key(result: Result) -> tuple[int, bool, float, int]:
+    def key(result: PointResult) -> tuple[int, bool, float, int]:
         value = result.value(metric)
         signed = 0.0 if value is None else value if LOWER.get(metric) else -value
         return (order[result.status], value is None, signed, result.index)
@@ -72,7 +72,7 @@ def collect(sweep: Sweep, metric: str) -> list[Result]:
     return sorted(found, key=key)
 
 
-def as_json(sweep: Sweep, metric: str, results: Sequence[Result]) -> dict[str, Any]:
+def as_json(sweep: Sweep, metric: str, results: Sequence[PointResult]) -> dict[str, Any]:
     """The ``--json`` form."""
     counts = {status: sum(r.status == status for r in results) for status in (DONE, OPEN, WAITING, FAILED)}
     best = next((r.index for r in results if r.status == DONE and r.value(metric) is not None), None)
@@ -87,16 +87,16 @@ def as_json(sweep: Sweep, metric: str, results: Sequence[Result]) -> dict[str, A
     }
 
 
-def _result(sweep: Sweep, point: Point) -> Result:
+def _result(sweep: Sweep, point: Point) -> PointResult:
     run = RunDir(point.run_dir)
     try:
         metrics = read_metrics(run.metrics)
     except OSError as error:
         problem = f"metrics.jsonl cannot be read: {error.strerror or error}"
-        return Result(point.index, point.values, FAILED, problem, None, None, {}, str(point.run_dir))
+        return PointResult(point.index, point.values, FAILED, problem, None, None, {}, str(point.run_dir))
     status, reason = _status(sweep, point, metrics)
     seconds = [stage.seconds for stage in metrics.stages if stage.seconds is not None]
-    return Result(
+    return PointResult(
         index=point.index,
         values=point.values,
         status=status,
@@ -165,14 +165,14 @@ _MAX_SHOWN = 60
 """Dots and curves on the page; the table has all points."""
 
 
-def columns(metric: str, results: Sequence[Result]) -> list[str]:
+def columns(metric: str, results: Sequence[PointResult]) -> list[str]:
     """The metrics to show: the one that sorts, then those that any point has."""
     there = dict.fromkeys(name for result in results for name in result.metrics)
     order = [*(name for name in LOWER if name in there), *(name for name in there if name not in LOWER)]
     return [metric, *(name for name in order if name not in (metric, f"ifeval.{metric}"))]
 
 
-def rows(sweep: Sweep, names: Sequence[str], results: Sequence[Result]) -> list[list[str]]:
+def rows(sweep: Sweep, names: Sequence[str], results: Sequence[PointResult]) -> list[list[str]]:
     """One row a point: rank, number, settings, metrics, step, time, state."""
     found, rank = [], 0
     for result in results:
@@ -192,7 +192,7 @@ def heads(sweep: Sweep, names: Sequence[str]) -> list[str]:
     return ["", "#point", *(f"#{key}" for key in sweep.keys), *(f"#{name}" for name in names), "#step", "#time", "state"]
 
 
-def lines(sweep: Sweep, metric: str, results: Sequence[Result]) -> list[str]:
+def lines(sweep: Sweep, metric: str, results: Sequence[PointResult]) -> list[str]:
     """The table for a terminal: one line a point, never broken, the metric that sorts alone of all."""
     table = [heads(sweep, [metric]), *rows(sweep, [metric], results)]
     right = [at for at, head in enumerate(table[0]) if head.startswith("#")]
@@ -200,7 +200,7 @@ def lines(sweep: Sweep, metric: str, results: Sequence[Result]) -> list[str]:
     return aligned(table, right)
 
 
-def build(sweep: Sweep, metric: str, results: Sequence[Result], out: Path | None = None) -> Path:
+def build(sweep: Sweep, metric: str, results: Sequence[PointResult], out: Path | None = None) -> Path:
     """Write the page to ``out`` (the sweep's ``report.html`` by default) and return the path; the same results, the same bytes.
 
     Raises UserError (exit 73) where it cannot be written.
@@ -215,7 +215,7 @@ def build(sweep: Sweep, metric: str, results: Sequence[Result], out: Path | None
     return target
 
 
-def _page_values(sweep: Sweep, metric: str, results: Sequence[Result]) -> dict[str, Any]:
+def _page_values(sweep: Sweep, metric: str, results: Sequence[PointResult]) -> dict[str, Any]:
     names = columns(metric, results)
     ranked = [result for result in results if result.status == DONE and result.value(metric) is not None]
     counts = {status: sum(r.status == status for r in results) for status in (DONE, OPEN, WAITING, FAILED)}
@@ -243,7 +243,7 @@ def _page_values(sweep: Sweep, metric: str, results: Sequence[Result]) -> dict[s
     }
 
 
-def _means(sweep: Sweep, metric: str, ranked: Sequence[Result]) -> list[list[str]]:
+def _means(sweep: Sweep, metric: str, ranked: Sequence[PointResult]) -> list[list[str]]:
     """For each value of each setting the mean of the metric over the finished points that have it, where several share it."""
     found = []
     for key in sweep.keys:
@@ -257,7 +257,7 @@ def _means(sweep: Sweep, metric: str, ranked: Sequence[Result]) -> list[list[str
     return found
 
 
-def _curves(sweep: Sweep, ranked: Sequence[Result]) -> plots.Plot | None:
+def _curves(sweep: Sweep, ranked: Sequence[PointResult]) -> plots.Plot | None:
     """The eval loss over steps: the best point in colour, the others behind it."""
     lines: list[plots.Line] = []
     for position, result in enumerate(ranked[:_MAX_SHOWN]):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch.plan import Plan
+from clustertune.launch.plan import AttemptPlan
 
 _PEER = timedelta(hours=24)
 """How long a rank's thread waits for the others' threads. A thread that hangs is found by the heartbeat of its rank."""
@@ -67,7 +67,7 @@ class Group:
 FIX = "every node must be given the same rendezvous address, and its own node rank; look at the node-N.log files"
 
 
-def check_world(group: Group, world_size: int, plan: Plan | None) -> None:
+def check_world(group: Group, world_size: int, plan: AttemptPlan | None) -> None:
     """Raise UserError (exit 1) where the process group is not the one that was planned; called before 800 GB are loaded.
 
     ``world_size`` is the recipe's; ``plan`` is None where the launcher left none.
@@ -85,7 +85,7 @@ def check_world(group: Group, world_size: int, plan: Plan | None) -> None:
         raise UserError(problems, ExitCode.FAILED)
 
 
-def _node_problems(group: Group, plan: Plan) -> list[Problem]:
+def _node_problems(group: Group, plan: AttemptPlan) -> list[Problem]:
     """Ranks that sit on other nodes than planned, by the variables that their launchers set (torchrun, accelerate, Ray)."""
     found = group.gather((os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")))
     if plan.launcher == "ray" or any(local is None for local, _ in found):  # Ray's plan names a place for each rank

@@ -34,7 +34,7 @@ from clustertune.manifest import agree
 from clustertune.training import loading_quantised as quantised
 from clustertune.training import loading_zero as zero
 from clustertune.training.collectives import Group
-from clustertune.training.loading_files import Reader, survey
+from clustertune.training.loading_files import RowReader, survey
 from clustertune.training.loading_place import (
     broadcast,
     clean,
@@ -47,7 +47,7 @@ from clustertune.training.loading_place import (
     rows,
     span,
 )
-from clustertune.training.loading_sources import SHOWN, Source, Sources, Unfollowed, find
+from clustertune.training.loading_sources import SHOWN, ParameterSource, Sources, Unfollowed, find
 from clustertune.training.startup import Startup
 
 THREADS = IN_FLIGHT - 1
@@ -70,7 +70,7 @@ class Loading:
         self._unfit = ""
         self._is_split = distribution.tp > 1
         self.startup, self._group = startup, group or Group()
-        self._reader = Reader()
+        self._reader = RowReader()
         self._model: Any = None
         self._sources: Sources | None = None
         self._undo: list[tuple[Any, str, Any]] = []
@@ -167,7 +167,7 @@ class Loading:
         wanted = {name: sources.by_name[name] for name in likes}
         problems: list[Problem] = []
 
-        def part(name: str, source: Source, like: Any) -> torch.Tensor:
+        def part(name: str, source: ParameterSource, like: Any) -> torch.Tensor:
             return zero.read(name, source, like, self._reader, model)
 
         try:
@@ -303,7 +303,7 @@ class Loading:
         problems = [Problem("no weight file holds it", key=n) for n in likes if n not in sources]
         made: dict[int, Any] = {}
 
-        def part(name: str, source: Source, like: Any) -> Any:
+        def part(name: str, source: ParameterSource, like: Any) -> Any:
             try:
                 if name in packed:
                     return quantised.read(source, plain(name), like, packed[name], self._reader, self._model)
@@ -328,7 +328,7 @@ class Loading:
             put(module, own, made[id(likes[name])])
         self._count()
 
-    def _by_parameter(self, empty: Mapping[str, Any], shared: Mapping[str, int]) -> dict[str, Source]:
+    def _by_parameter(self, empty: Mapping[str, Any], shared: Mapping[str, int]) -> dict[str, ParameterSource]:
         """The source of every entry of the state dict that the files hold, under whichever of a tied parameter's names."""
         assert self._sources is not None
         found = {name: source for name in empty if (source := self._sources.by_name.get(plain(name))) is not None}
@@ -337,7 +337,7 @@ class Loading:
         return {name: source for name, source in either.items() if source is not None}
 
     def _read(
-        self, sources: Mapping[str, Source], empty: Mapping[str, Any], part: Callable[[str, Source, Any], Any]
+        self, sources: Mapping[str, ParameterSource], empty: Mapping[str, Any], part: Callable[[str, ParameterSource, Any], Any]
     ) -> Iterator[tuple[str, Any]]:
         """This rank's part of each parameter, in order, read a few at a time so that memory stays at a few parts."""
         with ThreadPoolExecutor(THREADS) as pool:
@@ -355,7 +355,7 @@ class Loading:
                 for _, future in waiting:
                     future.cancel()
 
-    def _part(self, name: str, source: Source, like: torch.Tensor) -> torch.Tensor:
+    def _part(self, name: str, source: ParameterSource, like: torch.Tensor) -> torch.Tensor:
         if not isinstance(like, DTensor):
             return source.read(plain(name), self._reader, self._model, 0, source.shape[0] if source.shape else 1)
         begin, end = span(like)
@@ -364,7 +364,7 @@ class Loading:
         return kept[(slice(None), *region(like)[1:])].contiguous() if kept.dim() > 1 else kept
 
 
-def _without_values(model: Any, name: str, source: Source) -> tuple[torch.nn.Module, str, Any]:
+def _without_values(model: Any, name: str, source: ParameterSource) -> tuple[torch.nn.Module, str, Any]:
     """A parameter or buffer of the model, as it is to be but without storage; with its module and its name there."""
     parent, _, own = name.rpartition(".")
     module = model.get_submodule(parent)

@@ -70,7 +70,7 @@ def survey(paths: Iterable[Path], index: Mapping[str, str] | None = None) -> dic
     return found
 
 
-class Reader:
+class RowReader:
     """Reads rows and counts bytes; files stay open until :meth:`close`. May be used by several threads."""
 
     def __init__(self) -> None:

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from clustertune.training.loading_files import Reader
+from clustertune.training.loading_files import RowReader
 from clustertune.training.loading_place import empty_storage, is_empty_storage, plain, put, span
-from clustertune.training.loading_sources import Source, Unfollowed
+from clustertune.training.loading_sources import ParameterSource, Unfollowed
 
 NESTED_BLOCK = 256
 """Scales to one scale of theirs (bitsandbytes/functional.py, quantize_4bit)."""
@@ -82,7 +82,7 @@ def to_meta(model: Any, names: Collection[str]) -> list[tuple[str, torch.nn.Modu
 
 
 @dataclass
-class Part:
+class QuantisedPart:
     """What this rank makes of one weight."""
 
     values: torch.Tensor
@@ -91,7 +91,7 @@ class Part:
     """float32, of the blocks that begin in its rows."""
 
 
-def read(source: Source, name: str, like: DTensor, parameter: Any, reader: Reader, model: Any) -> torch.Tensor:
+def read(source: ParameterSource, name: str, like: DTensor, parameter: Any, reader: RowReader, model: Any) -> torch.Tensor:
     """The elements of the weight that :func:`quantise` needs, on the CPU: this rank's, out to the ends of their blocks."""
     begin, end = blocks(source, like, parameter)
     if source.converter is None:
@@ -106,7 +106,7 @@ def _elements(like: DTensor, parameter: Any) -> tuple[int, int]:
     return first * each, last * each
 
 
-def blocks(source: Source, like: DTensor, parameter: Any) -> tuple[int, int]:
+def blocks(source: ParameterSource, like: DTensor, parameter: Any) -> tuple[int, int]:
     """Elements from the begin of the first block to the end of the last one that hold any of this rank's."""
     first, last = _elements(like, parameter)
     if first >= last:
@@ -115,7 +115,7 @@ def blocks(source: Source, like: DTensor, parameter: Any) -> tuple[int, int]:
     return first // block * block, min(-(-last // block) * block, math.prod(source.shape))
 
 
-def quantise(elements: torch.Tensor, source: Source, like: DTensor, parameter: Any) -> Part:
+def quantise(elements: torch.Tensor, source: ParameterSource, like: DTensor, parameter: Any) -> QuantisedPart:
     """Quantise what :func:`read` gave, on the device where it lies."""
     from bitsandbytes import functional
 
@@ -123,16 +123,16 @@ def quantise(elements: torch.Tensor, source: Source, like: DTensor, parameter: A
     first, last = _elements(like, parameter)
     begin, _ = blocks(source, like, parameter)
     if first >= last:
-        return Part(torch.empty((0, 1), dtype=storage, device=elements.device), torch.empty(0, device=elements.device))
+        return QuantisedPart(torch.empty((0, 1), dtype=storage, device=elements.device), torch.empty(0, device=elements.device))
     whole, state = functional.quantize_4bit(
         elements, blocksize=block, compress_statistics=False, quant_type=parameter.quant_type, quant_storage=torch.uint8
     )
     values = whole.reshape(-1)[(first - begin) // 2 : (last - begin) // 2].clone().view(storage).reshape(-1, 1)
     mine, after = (-(-edge // block) for edge in (first, last))
-    return Part(values, state.absmax[mine - begin // block : after - begin // block].clone())
+    return QuantisedPart(values, state.absmax[mine - begin // block : after - begin // block].clone())
 
 
-def state_of(scales: torch.Tensor, source: Source, like: DTensor, parameter: Any) -> Any:
+def state_of(scales: torch.Tensor, source: ParameterSource, like: DTensor, parameter: Any) -> Any:
     """bitsandbytes' ``QuantState`` of the whole weight, from every rank's own scales. A collective of the shard's group."""
     import bitsandbytes.functional as bnb
 

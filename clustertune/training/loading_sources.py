@@ -16,7 +16,7 @@ import torch
 
 from clustertune.errors import Problem, UserError
 from clustertune.tensorfile import Tensor
-from clustertune.training.loading_files import DTYPES, FETCH, Reader
+from clustertune.training.loading_files import DTYPES, FETCH, RowReader
 
 SHOWN = 3
 """Names of tensors that a note shows; an error shows all."""
@@ -27,7 +27,7 @@ class Unfollowed(Exception):
 
 
 @dataclass(eq=False)
-class Source:
+class ParameterSource:
     """Where the values of one parameter come from."""
 
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class Source:
         along = type(merge).__name__ == "MergeModulelist" and merge.dim == 0
         return flat and along and all(type(op).__name__ == "Concatenate" and op.dim > 0 for op in rest)
 
-    def read(self, name: str, reader: Reader, model: Any, begin: int, end: int) -> torch.Tensor:
+    def read(self, name: str, reader: RowReader, model: Any, begin: int, end: int) -> torch.Tensor:
         """Rows ``begin`` to ``end`` of the parameter ``name``, on the CPU, as :attr:`dtype`.
 
         Reads no more than these where the files allow it; a tensor that is split or turned while loading is read whole.
@@ -66,7 +66,7 @@ class Source:
         whole = self.convert([(p, reader.rows(t).to(self.dtype)) for p, _, t in self.parts], model)[name]
         return whole[begin:end].clone()
 
-    def elements(self, name: str, reader: Reader, model: Any, begin: int, end: int) -> torch.Tensor:
+    def elements(self, name: str, reader: RowReader, model: Any, begin: int, end: int) -> torch.Tensor:
         """Elements ``begin`` to ``end`` of the parameter, counted through all its dimensions; otherwise as :meth:`read`."""
         if self.converter is None:
             return reader.flat(self.parts[0][2], begin, end).to(self.dtype)
@@ -105,7 +105,7 @@ class Source:
 class Sources:
     """The whole answer for one model."""
 
-    by_name: dict[str, Source]
+    by_name: dict[str, ParameterSource]
     missing: set[str]
     """Names of the model that no file holds; tied ones among them."""
     extra: list[Tensor]
@@ -128,7 +128,7 @@ def find(model: Any, tensors: Mapping[str, Tensor], load_config: Any, wanted: Ma
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix = model.base_model_prefix
-    found: dict[str, Source] = {}
+    found: dict[str, ParameterSource] = {}
     extra = []
     for original in sorted(tensors, key=dot_natural_key):
         name, pattern = rename_source_key(original, renamings, converters, prefix, wanted)
@@ -140,7 +140,7 @@ def find(model: Any, tensors: Mapping[str, Tensor], load_config: Any, wanted: Ma
         if name not in found:
             dtype = _dtype(name, wanted[name], load_config.dtype_plan or {})
             rule = deepcopy(by_pattern[pattern]) if pattern is not None else None
-            found[name] = Source(dtype, tuple(wanted[name].shape), [], rule, name)
+            found[name] = ParameterSource(dtype, tuple(wanted[name].shape), [], rule, name)
         found[name].parts.append((pattern or original, original, tensors[original]))
     problems = _misshapen(found, wanted, model)
     missing = set(wanted) - set(found)
@@ -164,7 +164,7 @@ def _dtype(name: str, parameter: torch.Tensor, planned: Mapping[str, torch.dtype
     return parameter.dtype
 
 
-def _misshapen(found: dict[str, Source], wanted: Mapping[str, torch.Tensor], model: Any) -> list[Problem]:
+def _misshapen(found: dict[str, ParameterSource], wanted: Mapping[str, torch.Tensor], model: Any) -> list[Problem]:
     """Parameters that the files would fill with another shape; what a converter makes beside its first one is added."""
     problems = []
     for first, source in list(found.items()):
@@ -183,11 +183,11 @@ def _misshapen(found: dict[str, Source], wanted: Mapping[str, torch.Tensor], mod
                 fix = "take config.json and weights from the same copy of the model"
                 problems.append(Problem(message, file=str(source.parts[0][2].file), key=source.parts[0][1], fix=fix))
             if name != first:
-                found[name] = Source(source.dtype, shape, source.parts, source.converter, first)
+                found[name] = ParameterSource(source.dtype, shape, source.parts, source.converter, first)
     return problems
 
 
-def _dry(source: Source, model: Any) -> dict[str, tuple[int, ...]]:
+def _dry(source: ParameterSource, model: Any) -> dict[str, tuple[int, ...]]:
     """Shapes that a converter makes of the files' shapes."""
     empty = [
         (pattern, torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta")) for pattern, _, tensor in source.parts

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from clustertune.training.loading_files import Reader
-from clustertune.training.loading_sources import Source
+from clustertune.training.loading_files import RowReader
+from clustertune.training.loading_sources import ParameterSource
 
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 
@@ -49,7 +49,7 @@ def kept(parameter: Any) -> tuple[int, int]:
     return begin, min(begin + size, parameter.ds_numel)
 
 
-def read(name: str, source: Source, like: Any, reader: Reader, model: Any) -> torch.Tensor:
+def read(name: str, source: ParameterSource, like: Any, reader: RowReader, model: Any) -> torch.Tensor:
     """This rank's part of a parameter, flat and on the CPU, or all of a buffer, which ZeRO-3 does not split."""
     if not hasattr(like, "ds_tensor"):
         return source.read(name, reader, model, 0, source.shape[0] if source.shape else 1)
@@ -104,7 +104,7 @@ def send_nothing_empty() -> Callable[[], None]:
     return undo
 
 
-def likes(model: torch.nn.Module, sources: Mapping[str, Source]) -> dict[str, Any]:
+def likes(model: torch.nn.Module, sources: Mapping[str, ParameterSource]) -> dict[str, Any]:
     """The parameters and buffers that the files hold, each once, by the first of its names."""
     named = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}

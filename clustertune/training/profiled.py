@@ -19,7 +19,7 @@ METHOD_CPU = "torch.profiler on rank 0: time in which gloo exchanged and no torc
 
 
 @dataclass(frozen=True)
-class Span:
+class OperationTime:
     """One operation, microseconds."""
 
     name: str
@@ -50,21 +50,21 @@ def stop(running: Any, steps: int) -> dict[str, Any]:
     return summarise(list(_gpu_spans(running.events()) if gpu else _cpu_spans(running.events())), steps, gpu=gpu)
 
 
-def _gpu_spans(events: Iterable[Any]) -> Iterator[Span]:
+def _gpu_spans(events: Iterable[Any]) -> Iterator[OperationTime]:
     from torch.autograd import DeviceType
 
     for event in events:
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
-            yield Span(event.name, event.time_range.start, event.time_range.end, "nccl" in event.name.lower())
+            yield OperationTime(event.name, event.time_range.start, event.time_range.end, "nccl" in event.name.lower())
 
 
-def _cpu_spans(events: Iterable[Any]) -> Iterator[Span]:
+def _cpu_spans(events: Iterable[Any]) -> Iterator[OperationTime]:
     for event in events:
         span = event.time_range.start, event.time_range.end
         if event.name.startswith("gloo:"):
-            yield Span(event.name, *span, True)
+            yield OperationTime(event.name, *span, True)
         elif event.name.startswith("aten::") and not _exchanges(event):
-            yield Span(event.name, *span, False, float(event.self_cpu_time_total))
+            yield OperationTime(event.name, *span, False, float(event.self_cpu_time_total))
 
 
 def _exchanges(event: Any) -> bool:
@@ -100,7 +100,7 @@ def common(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, floa
     return result
 
 
-def summarise(spans: Sequence[Span], steps: int, *, gpu: bool) -> dict[str, Any]:
+def summarise(spans: Sequence[OperationTime], steps: int, *, gpu: bool) -> dict[str, Any]:
     """Seconds a step in which ranks exchanged data, in which nothing hid that, and the operations that took longest.
 
     ``seconds`` is the time from the first operation to the last: a profiled step is slower than a timed one, so that the

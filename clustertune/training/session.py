@@ -19,7 +19,7 @@ from clustertune.config.resolved import Resolved
 from clustertune.data import sequences
 from clustertune.data.tokenizer import check_labels, load_tokenizer
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch.plan import Plan
+from clustertune.launch.plan import AttemptPlan
 from clustertune.rundir import RunDir
 from clustertune.training import base_model, build, deepspeed, figures, kernels, packing, recompute, sharding, tracker
 from clustertune.training.collectives import Group, check_world
@@ -28,7 +28,14 @@ from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.loading import Loading
 from clustertune.training.startup import Startup, StartupWatch
 from clustertune.training.stop import StopFlag
-from clustertune.training.trainer import NothingLeft, PreferenceTrainer, RankTrainer, Saved, Store, Trainer
+from clustertune.training.trainer import (
+    CheckpointFolders,
+    NothingLeft,
+    PreferenceTrainer,
+    RankTrainer,
+    SavedCheckpoint,
+    Trainer,
+)
 from clustertune.training.watch import Watch
 
 NEVER = 10**9
@@ -69,7 +76,7 @@ class Attempt:
     """What a rank knows of the attempt that it is part of."""
 
     number: int
-    plan: Plan | None
+    plan: AttemptPlan | None
     """None where whoever started the ranks left none."""
     stop: StopFlag
     heartbeat: Heartbeat
@@ -94,7 +101,7 @@ class Session:
     startup: Startup
     log: EventLog | None = None
     console: TrainingConsole | None = None
-    _weights: manifest.Comparison | None = None
+    _weights: manifest.DigestComparison | None = None
 
     @classmethod
     def build(cls, run_path: Path, resolved: Resolved, attempt: Attempt, notes: list[str]) -> Session:
@@ -141,7 +148,7 @@ class Session:
 
     def make_trainer(
         self,
-        store: Store,
+        store: CheckpointFolders,
         source: tuple[str, str | None],
         data: Path,
         describe: Callable[[Path], None],
@@ -159,7 +166,7 @@ class Session:
 
     def _make_trainer(
         self,
-        store: Store,
+        store: CheckpointFolders,
         source: tuple[str, str | None],
         data: Path,
         describe: Callable[[Path], None],
@@ -225,7 +232,7 @@ class Session:
         problems: list[Problem] = []
         rank, size = manifest.sharers(base, self.group)
         try:
-            self._weights = manifest.Comparison(base, rank, size)
+            self._weights = manifest.DigestComparison(base, rank, size)
             problems = self._weights.problems
         except UserError as error:
             problems = error.problems
@@ -278,7 +285,7 @@ class Session:
         if not on:
             self.args.report_to = [name for name in self.args.report_to if name != "wandb"]
 
-    def _on_checkpoint(self, saved: Saved) -> None:
+    def _on_checkpoint(self, saved: SavedCheckpoint) -> None:
         name = str(saved.path) if saved.local else str(saved.path.relative_to(self.run_path))
         if self.log:
             self.log.write(

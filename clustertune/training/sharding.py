@@ -22,7 +22,7 @@ TP_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundSharding:
     """How this run is distributed, as found in the wrapped model."""
 
     type: str
@@ -201,7 +201,7 @@ def _replicas(model: Any, accelerator: Any, kind: str, gather: Any) -> str | Non
     return "equal" if all(len(found) == 1 for found in groups.values()) else "different"
 
 
-def inspect(model: Any, accelerator: Any, gather: Any = None) -> Found:
+def inspect(model: Any, accelerator: Any, gather: Any = None) -> FoundSharding:
     """Look at the wrapped model of this rank. ``gather`` takes a value and gives every rank's (:class:`Group`'s)."""
     kind = str(accelerator.distributed_type.value)
     version = (2 if accelerator.is_fsdp2 else 1) if kind == "FSDP" else None
@@ -209,7 +209,7 @@ def inspect(model: Any, accelerator: Any, gather: Any = None) -> Found:
     if kind == "DEEPSPEED":
         parts = _zero_parts(model)
     config = getattr(getattr(accelerator.unwrap_model(model), "config", None), "_attn_implementation", None)
-    return Found(
+    return FoundSharding(
         type=kind,
         version=version,
         world_size=accelerator.num_processes,
@@ -249,7 +249,7 @@ def _mesh(accelerator: Any, kind: str) -> dict[str, int]:
     return {axis: int(found[axis]) for axis in acc.AXES if found.get(axis, 1) > 1}
 
 
-def check(found: Found, distribution: Distribution) -> None:
+def check(found: FoundSharding, distribution: Distribution) -> None:
     """Raise UserError where the run is not what the recipe asked for."""
     problems = []
     wanted, world_size = distribution.type, distribution.world_size
@@ -271,7 +271,7 @@ def check(found: Found, distribution: Distribution) -> None:
         raise UserError(problems, ExitCode.FAILED)
 
 
-def _fsdp_problems(found: Found, distribution: Distribution) -> list[Problem]:
+def _fsdp_problems(found: FoundSharding, distribution: Distribution) -> list[Problem]:
     version, problems, world_size = int(distribution.kind.removeprefix("FSDP")), [], distribution.world_size
     if found.version != version:
         problems.append(Problem(f"FSDP{found.version}, the file asks for FSDP{version}", key=acc.key_of("version")))
@@ -298,7 +298,7 @@ def _fsdp_problems(found: Found, distribution: Distribution) -> list[Problem]:
     return problems
 
 
-def _placement_problems(found: Found, mesh: Mapping[str, int]) -> list[Problem]:
+def _placement_problems(found: FoundSharding, mesh: Mapping[str, int]) -> list[Problem]:
     """Parameters that lie otherwise than FSDP2 on this mesh lays them."""
     if found.version != 2 or not found.placements:
         return []

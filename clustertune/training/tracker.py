@@ -21,7 +21,7 @@ FINISH_SECONDS = 30.0
 """How long a rank waits at its end for what is not uploaded yet; it stays in the run folder and can be synced later."""
 
 
-class Guarded:
+class GuardedCallback:
     """A tracker's callback that is left out from its first failure on (wandb's service died, its socket was closed)."""
 
     def __init__(self, callback: Any, tell: Callable[[str], None]) -> None:
@@ -49,7 +49,7 @@ class Guarded:
 
 def guard(callbacks: list[Any], tell: Callable[[str], None]) -> None:
     """Wrap the trackers among a Trainer's callbacks, in place."""
-    callbacks[:] = [Guarded(c, tell) if type(c).__name__ in MIRRORS else c for c in callbacks]
+    callbacks[:] = [GuardedCallback(c, tell) if type(c).__name__ in MIRRORS else c for c in callbacks]
 
 
 def start_wandb(key: str | None) -> tuple[bool, list[str]]:

@@ -33,7 +33,16 @@ from trl.trainer import dpo_trainer
 from clustertune.checkpoint import restricted, values
 from clustertune.checkpoint.cadence import Cadence
 from clustertune.checkpoint.local import LocalTier
-from clustertune.checkpoint.saving import NotFinite, NotSaved, State, StateWriter, Written, collected, digest, words
+from clustertune.checkpoint.saving import (
+    NotFinite,
+    NotSaved,
+    RankState,
+    StateWriter,
+    WrittenCheckpoint,
+    collected,
+    digest,
+    words,
+)
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.manifest import SHA256, XXH3_128, FileRecord
 from clustertune.storage import free_bytes, is_full, storage_cause
@@ -170,7 +179,7 @@ def local(parameter: Any) -> torch.Tensor:
     return found.detach()
 
 
-class Store(Protocol):
+class CheckpointFolders(Protocol):
     """Where checkpoints go; implemented by :mod:`clustertune.checkpoint.store`."""
 
     @property
@@ -186,7 +195,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint that is whole on disk."""
 
     step: int
@@ -213,7 +222,7 @@ class _Saving:
 
     step: int
     final: bool
-    future: Future[Written]
+    future: Future[WrittenCheckpoint]
     behind: bool
     """Training goes on meanwhile."""
     began: float
@@ -272,9 +281,9 @@ class RankTrainer(ZeroTrainer):
     def __init__(
         self,
         *args: Any,
-        store: Store,
+        store: CheckpointFolders,
         stop: StopFlag,
-        on_checkpoint: Callable[[Saved], None],
+        on_checkpoint: Callable[[SavedCheckpoint], None],
         on_removed: Callable[[Path], None],
         checkpoint_extra: Callable[[Path], None],
         heartbeat: Heartbeat,
@@ -499,7 +508,7 @@ class RankTrainer(ZeroTrainer):
             self.tier = self.tier and self.tier.on(ranks)
         return self._writer
 
-    def _start(self, folder: Path | None, meta: Mapping[str, Any], state: State, began: float, *, local: bool) -> _Saving:
+    def _start(self, folder: Path | None, meta: Mapping[str, Any], state: RankState, began: float, *, local: bool) -> _Saving:
         """Copy the state where training goes on, and have it written."""
         writer, copied = self.writer, 0.0
         for cadence in (None if local else self.cadence, self.local_cadence):
@@ -559,7 +568,7 @@ class RankTrainer(ZeroTrainer):
         place: Any = self.tier if saving.local else self.store
         every = cadence.seconds() if cadence is not None else None
         figures = (time.perf_counter() - saving.began, saving.copy, saving.stall, written.seconds, every, saving.local)
-        self.on_checkpoint(Saved(step, place.path(step), written.bytes, saving.final, *figures))
+        self.on_checkpoint(SavedCheckpoint(step, place.path(step), written.bytes, saving.final, *figures))
         for gone in written.removed:
             self.on_removed(gone)
         self.heartbeat("train", self.state.global_step)
@@ -594,10 +603,10 @@ class RankTrainer(ZeroTrainer):
             ExitCode.STORAGE if stored else ExitCode.FAILED,
         )
 
-    def _collect(self, folder: Path | None) -> State:
+    def _collect(self, folder: Path | None) -> RankState:
         """What this rank puts into a checkpoint. DeepSpeed writes its own part into ``folder``; small files are bytes here."""
         parts = state_parts(self.model, self.optimizer)
-        found = State({}, parts, sum(p.requires_grad for p in self.model.parameters()))
+        found = RankState({}, parts, sum(p.requires_grad for p in self.model.parameters()))
         with tempfile.TemporaryDirectory() as made:
             aside = folder or Path(made)
             if self.is_fsdp_enabled:

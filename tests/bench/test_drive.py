@@ -17,7 +17,7 @@ from clustertune.bench.preparation import BenchRequest
 from clustertune.config.cluster import load_cluster
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.judge import Outcome
-from clustertune.launch.plan import Plan
+from clustertune.launch.plan import AttemptPlan
 from clustertune.training.bench_schedule import GONE, BenchSchedule, read, result_file
 
 PEER = """
@@ -46,7 +46,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(name)
         self.run.finish_stage(name, 1.0)
 
-    def attempt(self: chain.Chain, plan: Plan) -> Outcome:
+    def attempt(self: chain.Chain, plan: AttemptPlan) -> Outcome:
         seen.append("ours")
         assert not self.run.checkpoints.exists(), "a round goes on from no other one's checkpoint"
         assert read(self.run.path) == BenchSchedule(1, 3, 1)
@@ -85,7 +85,7 @@ def made(tmp_path: Path, **more: Any) -> preparation.Bench:
 
 
 def against(program: str, seen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def command(_made: Any, order: Path, _plan: Plan) -> list[str]:
+    def command(_made: Any, order: Path, _plan: AttemptPlan) -> list[str]:
         seen.append("theirs")
         return [sys.executable, "-c", program, str(order)]
 
@@ -166,10 +166,10 @@ def test_two_peers_each_in_turn_with_ours(tmp_path: Path, told: list[str], monke
     words = iter(["trl", "trl-defaults"])
     attempt = chain.Chain.run_attempt
 
-    def command(_made: Any, order: Path, _plan: Plan) -> list[str]:
+    def command(_made: Any, order: Path, _plan: AttemptPlan) -> list[str]:
         return [sys.executable, "-c", TAKING_TURNS, str(order), next(words)]
 
-    def watched(self: chain.Chain, plan: Plan) -> Outcome:
+    def watched(self: chain.Chain, plan: AttemptPlan) -> Outcome:
         schedule = read(self.run.path)
         assert schedule is not None and schedule.turns is not None and Path(schedule.turns).is_dir()
         seen.append(schedule.turns)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clustertune.training import profiled
-from clustertune.training.profiled import Span
+from clustertune.training.profiled import OperationTime
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from clustertune.training.profiled import Span
 )
 def test_what_is_not_hidden(talk: list[tuple[float, float]], work: list[tuple[float, float]], exposed: float) -> None:
     """Overlapping spans count once, and only time without any computing is exposed."""
-    spans = [Span("n", *pair, True) for pair in talk] + [Span("c", *pair, False) for pair in work]
+    spans = [OperationTime("n", *pair, True) for pair in talk] + [OperationTime("c", *pair, False) for pair in work]
     found = profiled.summarise(spans, 1, gpu=True)
     assert found["exposed_s"] == pytest.approx(exposed / 1e6)
     assert found["communication_s"] == pytest.approx(profiled.length(profiled.merged(talk)) / 1e6)
@@ -30,7 +30,7 @@ def test_what_is_not_hidden(talk: list[tuple[float, float]], work: list[tuple[fl
 
 def test_figures_are_per_step_and_the_longest_come_first() -> None:
     """Two profiled steps must not look like one that is twice as slow."""
-    spans = [Span("gemm", 0, 6, False), Span("gemm", 6, 12, False), Span("ncclKernel", 12, 16, True)]
+    spans = [OperationTime("gemm", 0, 6, False), OperationTime("gemm", 6, 12, False), OperationTime("ncclKernel", 12, 16, True)]
     found = profiled.summarise(spans, 2, gpu=True)
     assert found["seconds"] == pytest.approx(8e-6) and found["exposed_share"] == pytest.approx(0.25)
     assert found["top"][0] == {"name": "gemm", "seconds": pytest.approx(6e-6), "calls": 1.0}

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from clustertune import manifest
 from clustertune.checkpoint import restricted, saving, shards, store
-from clustertune.checkpoint.saving import NotFinite, NotSaved, State, StateWriter, Written
+from clustertune.checkpoint.saving import NotFinite, NotSaved, RankState, StateWriter, WrittenCheckpoint
 from clustertune.checkpoint.store import CheckpointStore
 from tests.checkpoint.test_store import OneRank
 
@@ -34,8 +34,8 @@ def make(folder: Path) -> StateWriter:
     return StateWriter(CheckpointStore(folder, 1, None, OneRank(), str), OneRank(), None)
 
 
-def save(folder: Path, found: dict[str, Any], **more: Any) -> Written:
-    return make(folder).start(2, State(found, parts(found), 1, **more), {"step": 2}).result()
+def save(folder: Path, found: dict[str, Any], **more: Any) -> WrittenCheckpoint:
+    return make(folder).start(2, RankState(found, parts(found), 1, **more), {"step": 2}).result()
 
 
 def test_each_file_is_hashed_on_its_way_and_the_checkpoint_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_what_was_saved_is_loaded(old: bool, tmp_path: Path) -> None:
         "values": {f"v{at}": one for at, one in enumerate(kept)},
         "tensors": {f"t{at}": one for at, one in enumerate(tensors)},
     }
-    writer = dcp.FileSystemWriter(tmp_path) if old else shards.Writer(tmp_path)
+    writer = dcp.FileSystemWriter(tmp_path) if old else shards.ShardWriter(tmp_path)
     dcp.save(state, storage_writer=writer, planner=None if old else shards.Planner(), no_dist=True)
     read = {
         "values": dict.fromkeys(state["values"]),
@@ -113,7 +113,7 @@ def test_an_index_that_is_none_is_refused(key: str, value: object) -> None:
 def test_a_shard_that_is_cut_short_is_said(tmp_path: Path) -> None:
     restricted.install()
     found = states()["model_0"]
-    dcp.save(found, storage_writer=shards.Writer(tmp_path), planner=shards.Planner(), no_dist=True)
+    dcp.save(found, storage_writer=shards.ShardWriter(tmp_path), planner=shards.Planner(), no_dist=True)
     file = tmp_path / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointException, match="cut short"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from clustertune.cluster.cluster import Cluster, Failed
+from clustertune.cluster.cluster import ClusterFailed, ThrowawayCluster
 from tests.command import REPO
 from tests.slurm import LONG, make, need_slurm, slurm, slurm_session, wait_for
 
@@ -28,11 +28,11 @@ def script(folder: Path, body: str, name: str = "job.sh", head: str = HEAD) -> P
     return folder / name
 
 
-def submit(cluster: Cluster, folder: Path, body: str, *options: str) -> int:
+def submit(cluster: ThrowawayCluster, folder: Path, body: str, *options: str) -> int:
     return cluster.submit(script(folder, body), options=[f"--output={folder}/out.txt", *options], cwd=folder)
 
 
-def sleepers(cluster: Cluster, index: int, seconds: int = 1000) -> list[int]:
+def sleepers(cluster: ThrowawayCluster, index: int, seconds: int = 1000) -> list[int]:
     """Processes of a node that are ``sleep SECONDS`` and nothing else: a shell's line may hold the words too."""
     lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in cluster.processes(index, f"sleep {seconds}")}
     return [pid for pid, line in lines.items() if Path(line.decode().split("\0")[0]).name == "sleep"]
@@ -49,7 +49,7 @@ def left(root: Path) -> list[str]:
     return found
 
 
-def test_a_job_on_two_nodes(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_job_on_two_nodes(slurm: ThrowawayCluster, tmp_path: Path) -> None:
     """Each task on a host of its own name, which the other can resolve, with its GPU and this file system."""
     body = "srun bash -c 'echo $SLURM_PROCID $(hostname) $CUDA_VISIBLE_DEVICES $(getent hosts node1 | cut -d\" \" -f1) $PWD'"
     assert slurm.wait(submit(slurm, tmp_path, body))["JobState"] == "COMPLETED"
@@ -57,16 +57,16 @@ def test_a_job_on_two_nodes(slurm: Cluster, tmp_path: Path) -> None:
     assert lines == [f"{i} node{i + 1} 0 10.99.0.1 {tmp_path}" for i in (0, 1)]
 
 
-def test_what_does_not_fit_is_refused(slurm: Cluster, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(slurm: ThrowawayCluster, tmp_path: Path) -> None:
     """GPUs, nodes and memory are counted: a job script with the wrong size must not pass here and fail on the real one."""
     job = script(tmp_path, "true\n")
     for option in ("--gpus-per-node=2", "--nodes=3", "--gpus-per-node=h100:1", "--mem=5000G", "--partition=none"):
-        with pytest.raises(Failed):
+        with pytest.raises(ClusterFailed):
             slurm.run(["sbatch", "--test-only", option, job])
     slurm.run(["sbatch", "--test-only", job])
 
 
-def test_power_loss_requeues_and_the_node_comes_back(slurm: Cluster, tmp_path: Path) -> None:
+def test_power_loss_requeues_and_the_node_comes_back(slurm: ThrowawayCluster, tmp_path: Path) -> None:
     """Nothing of the lost node goes on, and the job starts again with a higher count."""
     # srun may see its broken connection before the controller misses the node: a script that ended then would have failed.
     body = "srun bash -c 'echo $SLURM_RESTART_COUNT; [ $SLURM_RESTART_COUNT ] || sleep 1000' || sleep 500\n"
@@ -82,7 +82,7 @@ def test_power_loss_requeues_and_the_node_comes_back(slurm: Cluster, tmp_path: P
     assert (tmp_path / "out.txt").read_text().split("\n").count("1") == 2
 
 
-def test_a_killed_slurmd_takes_no_job_with_it(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_killed_slurmd_takes_no_job_with_it(slurm: ThrowawayCluster, tmp_path: Path) -> None:
     """The daemon may be upgraded or crash while a job trains."""
     job = submit(slurm, tmp_path, f"srun bash -c 'until [ -e {tmp_path}/go ]; do sleep 0.1; done'\n")
     wait_for(lambda: slurm.processes(2, "until"), "the step runs on node2")
@@ -105,7 +105,7 @@ def test_a_killed_slurmd_takes_no_job_with_it(slurm: Cluster, tmp_path: Path) ->
     assert (record["JobState"], record["Restarts"]) == ("COMPLETED", "0")
 
 
-def test_a_cut_link_loses_the_node_but_not_its_processes(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_cut_link_loses_the_node_but_not_its_processes(slurm: ThrowawayCluster, tmp_path: Path) -> None:
     """The split brain: the job is requeued while its old processes still write to the shared folder."""
     job = submit(slurm, tmp_path, "srun sleep 1000\n")
     [pid] = wait_for(lambda: sleepers(slurm, 2), "the step runs on node2")
@@ -116,7 +116,7 @@ def test_a_cut_link_loses_the_node_but_not_its_processes(slurm: Cluster, tmp_pat
     slurm.wait_node(2)
 
 
-def test_preemption_warns_and_requeues(slurm: Cluster, tmp_path: Path) -> None:
+def test_preemption_warns_and_requeues(slurm: ThrowawayCluster, tmp_path: Path) -> None:
     """A job in the urgent partition takes the nodes; the other gets the signal that it asked for first."""
     body = (
         "trap 'echo warned; scontrol requeue $SLURM_JOB_ID' USR1\n[ $SLURM_RESTART_COUNT ] && exit\nsleep 1000 & wait; wait\n"
@@ -130,7 +130,7 @@ def test_preemption_warns_and_requeues(slurm: Cluster, tmp_path: Path) -> None:
     assert "warned" in (tmp_path / "out.txt").read_text()
 
 
-def test_links_are_as_slow_as_asked(slurm: Cluster) -> None:
+def test_links_are_as_slow_as_asked(slurm: ThrowawayCluster) -> None:
     """16 Mbit/s carry 2 MB in a second; without the limit it takes none. Only the order of magnitude is asserted."""
     send = "import socket,sys,time\ns=socket.create_connection((sys.argv[1], 9000))\nt=time.time()\ns.sendall(bytes(2**21))\n"
     send += "s.shutdown(1)\ns.recv(1)\nprint(time.time()-t)"
@@ -151,7 +151,7 @@ def test_links_are_as_slow_as_asked(slurm: Cluster) -> None:
     assert slow > 0.8 > fast or slow > 5 * fast
 
 
-def test_a_command_that_takes_too_long_is_ended(slurm: Cluster) -> None:
+def test_a_command_that_takes_too_long_is_ended(slurm: ThrowawayCluster) -> None:
     """nsenter's child would go on without its parent, and keep the pipe of who waits for its output open."""
     with pytest.raises(subprocess.TimeoutExpired):
         slurm.run(["sleep", "1234"], timeout=1)
@@ -160,7 +160,7 @@ def test_a_command_that_takes_too_long_is_ended(slurm: Cluster) -> None:
 
 @pytest.mark.parametrize("variable", ["SLURM_CONF", "SLURM_JOB_ID", "SBATCH_PARTITION"])
 def test_a_job_or_a_user_around_it_does_not_steer_it(
-    slurm: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str
+    slurm: ThrowawayCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str
 ) -> None:
     """The suite may itself run in a job of a real Slurm."""
     monkeypatch.setenv(variable, "3")
@@ -195,7 +195,7 @@ def test_power_loss_without_namespaces(tmp_path: Path) -> None:
         cluster.release(job)
         cluster.wait(job, {"RUNNING"})
         [pid] = wait_for(lambda: sleepers(cluster, 1), "the step runs again")
-        with pytest.raises(Failed, match="share this machine's network"):
+        with pytest.raises(ClusterFailed, match="share this machine's network"):
             cluster.link(1, up=False)
     assert left(cluster.root) == [] and not psutil.pid_exists(pid)
 
@@ -226,7 +226,7 @@ def test_an_owner_that_is_killed_leaves_nothing(isolation: str, tmp_path: Path) 
     wait_for(lambda: not left(Path(root)) and not any(psutil.pid_exists(pid) for pid in steps), "all of it ends", LONG)
 
 
-def test_two_side_by_side(slurm: Cluster, tmp_path: Path) -> None:
+def test_two_side_by_side(slurm: ThrowawayCluster, tmp_path: Path) -> None:
     """Same names, same addresses, same ports, and neither sees the other."""
     with make() as other:
         job = submit(other, tmp_path, "srun hostname\n")
@@ -239,10 +239,10 @@ def test_two_side_by_side(slurm: Cluster, tmp_path: Path) -> None:
 
 def test_a_start_that_fails_says_why_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason stands in the log of a daemon, in a folder that is removed."""
-    from clustertune.cluster.files import Layout
+    from clustertune.cluster.files import ClusterFolder
 
     cluster = make()
-    monkeypatch.setattr(Layout, "gres_conf", lambda self: "NodeName=node1 Name=gpu File=/nowhere\n")
-    with pytest.raises(Failed, match=r"(?s)did not start.*nowhere"):
+    monkeypatch.setattr(ClusterFolder, "gres_conf", lambda self: "NodeName=node1 Name=gpu File=/nowhere\n")
+    with pytest.raises(ClusterFailed, match=r"(?s)did not start.*nowhere"):
         cluster.start(timeout=6)
     assert left(cluster.root) == []

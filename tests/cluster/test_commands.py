@@ -17,7 +17,7 @@ import pytest
 
 from clustertune.cluster import keeper
 from clustertune.cluster.rehearsal import rehearse
-from clustertune.cluster.spec import Spec
+from clustertune.cluster.spec import ClusterSpec
 from clustertune.errors import UserError
 from tests.cluster.test_cluster import left
 from tests.command import REPO, Done, run
@@ -61,7 +61,7 @@ def test_up_run_status_down(name: str, tmp_path: Path) -> None:
 
 def test_input_reaches_the_command(name: str) -> None:
     """A script may be piped into sbatch."""
-    keeper.up(name, Spec(nodes=1, gpus=0))
+    keeper.up(name, ClusterSpec(nodes=1, gpus=0))
     command = [sys.executable, "-m", "clustertune", "cluster", "run", "--name", name, "cat"]
     done = subprocess.run(command, input=b"a\n", cwd=REPO, capture_output=True, check=True, timeout=120)
     assert done.stdout == b"a\n"
@@ -69,22 +69,22 @@ def test_input_reaches_the_command(name: str) -> None:
 
 def test_a_keeper_that_is_killed(name: str) -> None:
     """Its cluster ends with it; every command says so, and up starts a new one."""
-    state = keeper.up(name, Spec(nodes=1, gpus=0))
+    state = keeper.up(name, ClusterSpec(nodes=1, gpus=0))
     os.kill(state.keeper, signal.SIGKILL)
     wait_for(lambda: not left(Path(state.root)), "all of it ends")
     shown = cluster("status")
     assert shown.code == 1 and "was killed" in shown.err and "cluster up" in shown.err
     refused = cluster("run", "--", "true")
     assert refused.code == 2 and "was killed" in refused.err
-    assert keeper.up(name, Spec(nodes=1, gpus=0)).alive
+    assert keeper.up(name, ClusterSpec(nodes=1, gpus=0)).alive
 
 
 def test_two_by_name(name: str) -> None:
     """Each with its own daemons, and a wrong name says which there are."""
-    keeper.up(name, Spec(nodes=1, gpus=0))
+    keeper.up(name, ClusterSpec(nodes=1, gpus=0))
     other = f"{name}.b"
     try:
-        keeper.up(other, Spec(nodes=("x",), gpus=0))
+        keeper.up(other, ClusterSpec(nodes=("x",), gpus=0))
         assert cluster("run", "--", "sinfo", "-h", "-o", "%N", name=other).out.split()[0] == "x"
         assert cluster("run", "--", "sinfo", "-h", "-o", "%N").out.split()[0] == "node1"
         wrong = cluster("run", "--", "true", name="nobody")
@@ -128,7 +128,7 @@ def test_a_rehearsal(body: str, state: str, code: int, tmp_path: Path, capfd: py
     script.write_text(f"{SCRIPT}{body}\n")
     run_dir.parent.mkdir()
     run_dir.with_name("100%j x.log").write_text("of an earlier one\n")
-    ended = rehearse(Spec(nodes=2, gpus=3), script, ["a b", "c=$HOME;#"], run_dir)
+    ended = rehearse(ClusterSpec(nodes=2, gpus=3), script, ["a b", "c=$HOME;#"], run_dir)
     assert (ended.state, ended.code, ended.log) == (state, code, tmp_path / "runs" / "100%j x.log")
     shown = capfd.readouterr().err
     assert "  | 2 3 a b c=$HOME;#" in shown and "of an earlier one" not in shown and f"job {ended.job}: {state}" in shown
@@ -156,7 +156,7 @@ def test_ctrl_c_ends_a_rehearsal(tmp_path: Path, restored_sigint: None) -> None:
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        rehearse(Spec(nodes=1), script, [], tmp_path / "run")
+        rehearse(ClusterSpec(nodes=1), script, [], tmp_path / "run")
     thread.join()
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 

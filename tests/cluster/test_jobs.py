@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.cluster.rehearsal import Tail, describe
+from clustertune.cluster.rehearsal import AddedLines, describe
 from clustertune.launch.slurm import parse_jobs
 
 RECORD = """\
@@ -68,7 +68,7 @@ def test_a_state_in_words(record: dict[str, str], words: str) -> None:
 def test_the_lines_that_are_added(tmp_path: Path) -> None:
     """Half a line waits for its rest, a file that begins anew is read from its begin, an absent one is empty."""
     path = tmp_path / "log"
-    tail = Tail(path)
+    tail = AddedLines(path)
     assert list(tail.lines()) == []
     path.write_bytes(b"one\ntw")
     assert list(tail.lines()) == ["one"]
@@ -78,4 +78,4 @@ def test_the_lines_that_are_added(tmp_path: Path) -> None:
     assert list(tail.lines(rest=True)) == ["three \N{REPLACEMENT CHARACTER}"]
     path.write_bytes(b"new\n")
     assert list(tail.lines()) == ["new"]
-    assert list(Tail(path, 4).lines()) == []
+    assert list(AddedLines(path, 4).lines()) == []

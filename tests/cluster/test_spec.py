@@ -8,41 +8,43 @@ from pathlib import Path
 import pytest
 
 from clustertune.cluster import spec
-from clustertune.cluster.cluster import Cluster
-from clustertune.cluster.files import Layout
-from clustertune.cluster.spec import Spec
+from clustertune.cluster.cluster import ThrowawayCluster
+from clustertune.cluster.files import ClusterFolder
+from clustertune.cluster.spec import ClusterSpec
 from clustertune.errors import UserError
 
 
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        (Spec(nodes=0), "0 nodes"),
-        (Spec(nodes=17), "17 nodes"),
-        (Spec(nodes=("a", "A")), "two nodes of one name"),
-        (Spec(nodes=("ctl",)), "'ctl' cannot be"),
-        (Spec(nodes=("DEFAULT",)), "'DEFAULT' cannot be"),
-        (Spec(nodes=("a b",)), "'a b' cannot be"),
-        (Spec(nodes=("a\nPartitionName=x",)), "cannot be a node's name"),
-        (Spec(nodes=("n[1-3]",)), "cannot be"),
-        (Spec(nodes=("n" * 49,)), "cannot be"),
-        (Spec(nodes=("n" + "1" * 12,)), "ten digits"),
-        (Spec(nodes=("",)), "cannot be"),
-        (Spec(gpus=-1), "-1 GPUs"),
-        (Spec(gpu_type="a b"), "'a b'"),
-        (Spec(isolation="vm"), "'vm'"),
-        (Spec(cpus=0), "0 is too small"),
-        (Spec(kill_wait=0), "0 is too small"),
-        (Spec(grace=-1), "-1 is too small"),
+        (ClusterSpec(nodes=0), "0 nodes"),
+        (ClusterSpec(nodes=17), "17 nodes"),
+        (ClusterSpec(nodes=("a", "A")), "two nodes of one name"),
+        (ClusterSpec(nodes=("ctl",)), "'ctl' cannot be"),
+        (ClusterSpec(nodes=("DEFAULT",)), "'DEFAULT' cannot be"),
+        (ClusterSpec(nodes=("a b",)), "'a b' cannot be"),
+        (ClusterSpec(nodes=("a\nPartitionName=x",)), "cannot be a node's name"),
+        (ClusterSpec(nodes=("n[1-3]",)), "cannot be"),
+        (ClusterSpec(nodes=("n" * 49,)), "cannot be"),
+        (ClusterSpec(nodes=("n" + "1" * 12,)), "ten digits"),
+        (ClusterSpec(nodes=("",)), "cannot be"),
+        (ClusterSpec(gpus=-1), "-1 GPUs"),
+        (ClusterSpec(gpu_type="a b"), "'a b'"),
+        (ClusterSpec(isolation="vm"), "'vm'"),
+        (ClusterSpec(cpus=0), "0 is too small"),
+        (ClusterSpec(kill_wait=0), "0 is too small"),
+        (ClusterSpec(grace=-1), "-1 is too small"),
     ],
 )
-def test_a_shape_that_cannot_be(shape: Spec, words: str) -> None:
+def test_a_shape_that_cannot_be(shape: ClusterSpec, words: str) -> None:
     """slurmctld would end with a fatal error in a log, or read a line of its file that nobody meant."""
     assert any(words in str(problem) and problem.fix for problem in shape.problems())
 
 
-@pytest.mark.parametrize("shape", [Spec(), Spec(nodes=16, gpus=0, cpus=7), Spec(nodes=("a-1", "b.x", "n" * 48))])
-def test_a_shape_that_can_be(shape: Spec) -> None:
+@pytest.mark.parametrize(
+    "shape", [ClusterSpec(), ClusterSpec(nodes=16, gpus=0, cpus=7), ClusterSpec(nodes=("a-1", "b.x", "n" * 48))]
+)
+def test_a_shape_that_can_be(shape: ClusterSpec) -> None:
     """The limits themselves."""
     assert shape.problems() == []
 
@@ -51,7 +53,7 @@ def test_all_that_is_wrong_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     """With the line that installs what is missing."""
     monkeypatch.setattr(spec.shutil, "which", lambda program, path: None if program in ("slurmd", "munged") else program)
     with pytest.raises(UserError) as error:
-        Cluster(Spec(nodes=99, gpus=-1))
+        ThrowawayCluster(ClusterSpec(nodes=99, gpus=-1))
     assert len(error.value.problems) == 3
     assert "apt-get install --no-install-recommends munge slurmd" in str(error.value)
 
@@ -62,12 +64,12 @@ def test_where_namespaces_are_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(spec, "can_isolate", lambda: None)
     monkeypatch.setattr(spec, "has_address", lambda: True)
     with pytest.raises(UserError, match=r"namespaces.*run it as root, or allow user namespaces"):
-        spec.choose(Spec(isolation="netns"))
-    assert spec.choose(Spec()) is None
+        spec.choose(ClusterSpec(isolation="netns"))
+    assert spec.choose(ClusterSpec()) is None
     monkeypatch.setattr(spec, "has_address", lambda: False)
     for isolation in ("auto", "none"):
         with pytest.raises(UserError, match="no network address but loopback"):
-            spec.choose(Spec(isolation=isolation))
+            spec.choose(ClusterSpec(isolation=isolation))
 
 
 def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,14 +81,14 @@ def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec, "missing", lambda *, isolated=False: {})
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     with pytest.raises(UserError, match="/etc/passwd"):
-        spec.choose(Spec())
+        spec.choose(ClusterSpec())
 
 
 def test_the_files_of_a_cluster(tmp_path: Path) -> None:
     """The settings that the behaviour rests on, and only the owner can read the key and whatever a job leaves here."""
     root = tmp_path / "ct"
     root.mkdir(mode=0o700)
-    Layout(root, Spec(nodes=("a", "b.x"), gpus=2, cpus=6, grace=7), True).write()
+    ClusterFolder(root, ClusterSpec(nodes=("a", "b.x"), gpus=2, cpus=6, grace=7), True).write()
     conf = (root / "slurm.conf").read_text()
     assert "Sockets=1 CoresPerSocket=6 ThreadsPerCore=1" in conf and "GraceTime=7" in conf
     assert "NodeName=b.x NodeAddr=10.99.0.2 " in conf and "Nodes=a,b.x" in conf
@@ -94,12 +96,12 @@ def test_the_files_of_a_cluster(tmp_path: Path) -> None:
     assert (root / "munge.key").stat().st_mode & 0o777 == 0o400
     hosts = [line for line in (root / "nsswitch.conf").read_text().splitlines() if line.strip().startswith("hosts:")]
     assert hosts == ["hosts: files"]
-    assert "Gres" not in Layout(root, Spec(gpus=0), True).slurm_conf()
+    assert "Gres" not in ClusterFolder(root, ClusterSpec(gpus=0), True).slurm_conf()
 
 
 def test_without_namespaces_names_resolve_and_ports_differ(tmp_path: Path) -> None:
     """Loopback addresses are the only names that every machine knows without a line in /etc/hosts."""
-    conf = Layout(tmp_path, Spec(nodes=3), False).slurm_conf()
+    conf = ClusterFolder(tmp_path, ClusterSpec(nodes=3), False).slurm_conf()
     ports = {word for line in conf.splitlines() for word in line.split() if word.startswith(("Port=", "SlurmctldPort="))}
     assert len({port.partition("=")[2] for port in ports}) == 4
     assert all(f"NodeName=127.0.0.{i} NodeAddr=127.0.0.1 NodeHostname=localhost" in conf for i in (1, 2, 3))

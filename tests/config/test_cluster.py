@@ -18,7 +18,7 @@ from rich.console import Console
 from clustertune.config import cluster as module
 from clustertune.config.cluster import load_cluster
 from clustertune.config.cluster_checks import read_cluster
-from clustertune.config.cluster_look import Seen
+from clustertune.config.cluster_look import LocalMachine
 from clustertune.config.cluster_schema import Cluster, same_host
 from clustertune.config.cluster_show import as_json, render
 from clustertune.config.yamlfile import parse_yaml, read_yaml
@@ -336,8 +336,8 @@ def clusters(tmp_path: Path, repo: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return folder
 
 
-def nothing() -> Seen:
-    return Seen(hostname="elsewhere", memory_kb=2**21)
+def nothing() -> LocalMachine:
+    return LocalMachine(hostname="elsewhere", memory_kb=2**21)
 
 
 @pytest.mark.parametrize("host", ["rno-it-gpu0006-1", "RNO-IT-GPU0008-1", "rno-it-gpu0008-1.example.org"])
@@ -351,8 +351,8 @@ def test_the_file_that_names_all_of_slurms_nodes_is_taken(clusters: Path, monkey
     """From a login node that the file does not name. One unknown node, and it is another cluster."""
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
     two = "NodeName=rno-it-gpu0007-1 Partitions=gpu\nNodeName=rno-it-gpu0008-1 Partitions=gpu\n"
-    assert load_cluster(None, look=lambda: Seen(nodes=two)).name == "rno-rtxpro6000"
-    assert load_cluster(None, look=lambda: Seen(nodes=two + "NodeName=other Partitions=gpu\n")).name == "local"
+    assert load_cluster(None, look=lambda: LocalMachine(nodes=two)).name == "rno-rtxpro6000"
+    assert load_cluster(None, look=lambda: LocalMachine(nodes=two + "NodeName=other Partitions=gpu\n")).name == "local"
     assert load_cluster(None, look=nothing).source == "this machine (elsewhere)"
 
 

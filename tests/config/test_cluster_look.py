@@ -10,19 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clustertune.config import cluster_look
-from clustertune.config.cluster_look import Seen, fields, gpus_of, judge
+from clustertune.config.cluster_look import LocalMachine, fields, gpus_of, judge
 from clustertune.errors import ExitCode, UserError
 from clustertune.host import system
-from clustertune.host.sight import Sight
+from clustertune.host.sight import Probe
 
 RECORDED = Path(__file__).parent / "recorded"
 EIGHT = (RECORDED / "nvidia-smi-8-gpus.txt").read_text()
 
 
-def recorded(version: str, hostname: str = "login1") -> Seen:
+def recorded(version: str, hostname: str = "login1") -> LocalMachine:
     """What scontrol of a Slurm release said. 22.05 is of a real test cluster; later ones are written after their forms."""
     texts = {key: (RECORDED / f"slurm-{version}-{key}.txt").read_text() for key in ("nodes", "partition", "config")}
-    return Seen(hostname=hostname, nodes=texts["nodes"], partitions=texts["partition"], config=texts["config"])
+    return LocalMachine(hostname=hostname, nodes=texts["nodes"], partitions=texts["partition"], config=texts["config"])
 
 
 def test_a_test_cluster_of_22_05() -> None:
@@ -70,9 +70,9 @@ def test_a_compute_node_tells_its_gpus_and_their_numa_nodes() -> None:
     """Slurm does not say which GPU lies at which socket; the kernel does, where one looks on a compute node."""
     told = {gpu: gpu // 4 for gpu in range(8)}
     seen = recorded("22.05", "node2")
-    found = judge(Seen(**{**vars(seen), "gpus": EIGHT, "gpu_numa": told, "numa_cpus": NUMA}))
+    found = judge(LocalMachine(**{**vars(seen), "gpus": EIGHT, "gpu_numa": told, "numa_cpus": NUMA}))
     assert found.compute.numa_gpus == ((0, 1, 2, 3), (4, 5, 6, 7)) and found.compute.numa_cpus == tuple(NUMA.values())
-    elsewhere = judge(Seen(**{**vars(seen), "hostname": "ctl", "gpus": EIGHT, "gpu_numa": told, "numa_cpus": NUMA}))
+    elsewhere = judge(LocalMachine(**{**vars(seen), "hostname": "ctl", "gpus": EIGHT, "gpu_numa": told, "numa_cpus": NUMA}))
     assert elsewhere.compute.numa_gpus == ()
 
 
@@ -88,18 +88,18 @@ def test_a_compute_node_tells_its_gpus_and_their_numa_nodes() -> None:
 def test_a_numa_map_is_whole_or_none(gpus: str, told: dict[int, int]) -> None:
     """Half of a map binds some ranks and not others; a map of a job's GPUs is not the node's."""
     seen = recorded("22.05", "node1")
-    assert judge(Seen(**{**vars(seen), "gpus": gpus, "gpu_numa": told, "numa_cpus": NUMA})).compute.numa_gpus == ()
+    assert judge(LocalMachine(**{**vars(seen), "gpus": gpus, "gpu_numa": told, "numa_cpus": NUMA})).compute.numa_gpus == ()
 
 
 def test_a_machine_without_slurm() -> None:
     """A laptop, or a server with GPUs that nobody schedules."""
-    laptop = judge(Seen(hostname="box", topology={0: (0, 0), 1: (0, 0), 2: (0, 1), 3: (0, 1)}, memory_kb=16 * 2**20))
+    laptop = judge(LocalMachine(hostname="box", topology={0: (0, 0), 1: (0, 0), 2: (0, 1), 3: (0, 1)}, memory_kb=16 * 2**20))
     assert laptop.slurm is None and [host.name for host in laptop.compute_nodes] == ["box"]
     assert (laptop.compute.cores, laptop.compute.threads, laptop.compute.memory_gb, laptop.compute.gpus) == (2, 4, 16, 0)
-    server = judge(Seen(hostname="gpu box", gpus=EIGHT, gpu_numa={gpu: gpu // 4 for gpu in range(8)}, numa_cpus=NUMA))
+    server = judge(LocalMachine(hostname="gpu box", gpus=EIGHT, gpu_numa={gpu: gpu // 4 for gpu in range(8)}, numa_cpus=NUMA))
     assert server.compute.gpu == "rtx-pro-6000-blackwell-server" and len(server.compute.numa_gpus) == 2
     assert server.nodes[0].name == "localhost"
-    unknown = judge(Seen(hostname="box", gpus="0, NVIDIA T400 4GB, 00000000:01:00.0, 4096 MiB"))
+    unknown = judge(LocalMachine(hostname="box", gpus="0, NVIDIA T400 4GB, 00000000:01:00.0, 4096 MiB"))
     assert unknown.compute.gpu is None and "NVIDIA T400 4GB" in unknown.notes[0]
 
 
@@ -132,11 +132,13 @@ def test_no_default_partition_and_several_types_are_said() -> None:
     nodes = (
         "NodeName=n1 CPUTot=8 Sockets=1 CoresPerSocket=4 ThreadsPerCore=2 RealMemory=1 Gres=gpu:a:1,gpu:b:1 Partitions=p,q\n"
     )
-    found = judge(Seen(hostname="n1", nodes=nodes, partitions="PartitionName=p Default=NO\nPartitionName=q Default=NO\n"))
+    found = judge(
+        LocalMachine(hostname="n1", nodes=nodes, partitions="PartitionName=p Default=NO\nPartitionName=q Default=NO\n")
+    )
     assert found.slurm and found.slurm.partition == "p" and found.slurm.gres is None
     assert [word in " ".join(found.notes) for word in ("no default partition", "several types", "RealMemory")] == [True] * 3
     only = judge(
-        Seen(
+        LocalMachine(
             nodes="NodeName=n1 CPUTot=6 Sockets=6 CoresPerSocket=4 ThreadsPerCore=2 Partitions=p", partitions="PartitionName=p"
         )
     )
@@ -150,7 +152,7 @@ def test_no_default_partition_and_several_types_are_said() -> None:
 def test_whatever_was_said_is_judged(text: str, where: str) -> None:
     """A release that words things anew must not end in a traceback."""
     seen = recorded("22.05", "node1")
-    assert judge(Seen(**{**vars(seen), where: text})).name == "local"
+    assert judge(LocalMachine(**{**vars(seen), where: text})).name == "local"
 
 
 def test_looking_on_this_machine_raises_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -198,6 +200,6 @@ def test_the_kernel_is_read(tmp_path: Path) -> None:
         file = tmp_path / "sys" / path
         file.parent.mkdir(parents=True)
         file.write_text(text + "\n")
-    sight = Sight(tmp_path)
+    sight = Probe(tmp_path)
     assert cluster_look._gpu_numa(EIGHT, sight) == {0: 0, 7: 1}
     assert system.processors(sight)["numa_cpus"] == {"0": "0-1", "10": "4"}

@@ -32,17 +32,17 @@ GEMMA = {
 
 
 @pytest.fixture(scope="module")
-def many() -> draft.Where:
+def many() -> draft.PlanTarget:
     """Up to 64 nodes of 8 H200."""
     return draft.where("64x8xh200-sxm", None)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_a_known_model_shows_and_plans(name: str, many: draft.Where, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_model_shows_and_plans(name: str, many: draft.PlanTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """LoRA on modules that it has, on the fewest nodes on which it fits, with hours; and two layers of it."""
     monkeypatch.setattr("clustertune.plan.advise.MICRO", (1,))
     monkeypatch.setattr("clustertune.plan.advise.RATIOS", (1.0,))
-    at = draft.Where(many.place, (1, 2, 8, 32), 8, many.words)
+    at = draft.PlanTarget(many.place, (1, 2, 8, 32), 8, many.words)
     with draft.drafted("some-recipe", find_model(name), "lora", None, at) as (made, folder):
         resolved = resolve(folder)
         document = show.as_json(resolved)

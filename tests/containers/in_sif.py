@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from clustertune.cluster.cluster import Cluster
+from clustertune.cluster.cluster import ThrowawayCluster
 from tests.slurm_job import RECIPE, SETTINGS, Job
 
 
-def cluster_file(folder: Path, slurm: Cluster, *, image: Path, program: str, options: Sequence[str], extra: str = "") -> Path:
+def cluster_file(
+    folder: Path, slurm: ThrowawayCluster, *, image: Path, program: str, options: Sequence[str], extra: str = ""
+) -> Path:
     """``insif.yaml``: the nodes as they are, and the container."""
     hosts = "".join(
         f"  - {{name: {name}, address: {name}, roles: [compute{', slurmctld, login' if index == 0 else ''}]}}\n"
@@ -26,6 +28,6 @@ def cluster_file(folder: Path, slurm: Cluster, *, image: Path, program: str, opt
     return file
 
 
-def job(slurm: Cluster, run: Path, file: Path, *, to: str = "export") -> Job:
+def job(slurm: ThrowawayCluster, run: Path, file: Path, *, to: str = "export") -> Job:
     """The tiny recipe as a job of two nodes in the container."""
     return Job(slurm, run, words=[RECIPE, "--tiny", "--cluster", str(file), "--to", to, *SETTINGS])

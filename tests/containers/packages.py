@@ -8,7 +8,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-from clustertune.containers.lockfile import Entry, Lock
+from clustertune.containers.lockfile import LockedPackage, PackageLock
 
 
 def digest(path: Path) -> str:
@@ -46,11 +46,11 @@ def sdist(folder: Path, name: str, version: str = "1.0", setup: str = "") -> Pat
     return path
 
 
-def lock_of(*files: Path) -> Lock:
+def lock_of(*files: Path) -> PackageLock:
     """A lock of these files."""
     entries = {}
     for path in files:
         name, version = path.name.removesuffix(".tar.gz").split("-")[:2]
-        entries[name] = Entry(name, version, (digest(path),))
+        entries[name] = LockedPackage(name, version, (digest(path),))
     sources = tuple(sorted(path.name.partition("-")[0] for path in files if path.suffix == ".gz"))
-    return Lock("train", "3.12", "x86_64-manylinux_2_28", "2030-01-31", entries, sources)
+    return PackageLock("train", "3.12", "x86_64-manylinux_2_28", "2030-01-31", entries, sources)

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from clustertune.containers import build, engines, lockfile, pins, standin
-from clustertune.containers.build import Base, BuildRequest
-from clustertune.containers.lockfile import Entry, Lock
+from clustertune.containers.build import BaseImage, BuildRequest
+from clustertune.containers.lockfile import LockedPackage, PackageLock
 from clustertune.errors import UserError
 from tests import tree
 from tests.slurm import wait_for
@@ -131,7 +131,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_TOKEN", "planted")
     monkeypatch.setattr(build, "WORK", tmp_path / "work")
     monkeypatch.setattr(engines, "WORK", tmp_path / "work")
-    monkeypatch.setattr(engines, "locked", lambda _: Lock("train", "3.12", "any", "2030-01-31", {}))
+    monkeypatch.setattr(engines, "locked", lambda _: PackageLock("train", "3.12", "any", "2030-01-31", {}))
     house = tmp_path / "house"
     house.mkdir()
     (house / "requirements.txt").write_text("")
@@ -235,9 +235,9 @@ def test_a_registry_that_does_not_answer_is_told_first(
 
     monkeypatch.setattr(build.urllib.request, "urlopen", urlopen)
     said: list[str] = []
-    build.look_for_registry(Base(f"{name}@sha256:{'a' * 64}"), said.append)
+    build.look_for_registry(BaseImage(f"{name}@sha256:{'a' * 64}"), said.append)
     assert [told in line for line in said] == ([True] if told else []), said
-    build.look_for_registry(Base("stand-in", Path("x.tar")), said.append)
+    build.look_for_registry(BaseImage("stand-in", Path("x.tar")), said.append)
     assert len(said) == bool(told)
 
 
@@ -297,10 +297,10 @@ def test_a_layer_that_moves_a_version_is_refused(monkeypatch: pytest.MonkeyPatch
     """As the lock that is checked here, a hand-edited layer is."""
     real = lockfile.read
 
-    def read(path: Path) -> Lock:
+    def read(path: Path) -> PackageLock:
         found = real(path)
         return (
-            found.with_layer(Lock("", "", "", "", {"torch": Entry("torch", "0.1", ("a" * 64,))}))
+            found.with_layer(PackageLock("", "", "", "", {"torch": LockedPackage("torch", "0.1", ("a" * 64,))}))
             if "ray" in path.name
             else found
         )
@@ -363,4 +363,4 @@ def test_a_base_is_told_by_name_not_by_path(tmp_path: Path) -> None:
     """Labels and the bill of materials travel with the image."""
     archive = tmp_path / "own.tar"
     archive.write_text("")
-    assert build.base_of(BuildRequest("build-sif", base=str(archive)), "3.12", lambda _: None) == Base("own.tar", archive)
+    assert build.base_of(BuildRequest("build-sif", base=str(archive)), "3.12", lambda _: None) == BaseImage("own.tar", archive)

@@ -10,7 +10,7 @@ import pytest
 
 from clustertune.containers import lock, lockfile, pins
 from clustertune.containers.lock import ANY, ARM, SPECS, X86
-from clustertune.containers.lockfile import Entry, Lock
+from clustertune.containers.lockfile import LockedPackage, PackageLock
 from clustertune.errors import UserError
 from tests import tree
 
@@ -18,7 +18,7 @@ PINS = pins.read()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=[spec.name for spec in SPECS])
-def test_the_locks_hold_to_the_pins(spec: lock.Spec) -> None:
+def test_the_locks_hold_to_the_pins(spec: lock.LockSpec) -> None:
     """A version that is moved in one place only: the image would run another stack than the tests."""
     assert lock.held_to_pins(spec, lockfile.read(spec.path), PINS) == []
     assert spec.path.read_text() == lockfile.read(spec.path).text()
@@ -100,9 +100,10 @@ def test_what_has_no_wheel_is_built_from_source() -> None:
         ]
     }
     entries, sources = lock.entries_of(answer, "3.12", X86)
-    assert entries == {"a-b": Entry("a-b", "1", ("A.b-1-py3-none-any.whl",)), "c": Entry("c", "2", ("t",))} and sources == (
-        "c",
-    )
+    assert entries == {
+        "a-b": LockedPackage("a-b", "1", ("A.b-1-py3-none-any.whl",)),
+        "c": LockedPackage("c", "2", ("t",)),
+    } and sources == ("c",)
     with pytest.raises(UserError, match=r"no file for Python 3\.12"):
         lock.entries_of({"packages": [package("d", "1", "d-1-cp39-cp39-win32.whl")]}, "3.12", X86)
 
@@ -114,9 +115,9 @@ def test_the_cpu_variant_has_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) ->
     names = ("torch", "nvidia-cublas", "cuda-bindings", "triton", "nvidia-ml-py", "tritonclient")
     monkeypatch.setattr(lock, "uv_resolve", lambda *_: {"packages": [package(name, "1", wheel) for name in names]})
     spec = next(spec for spec in SPECS if spec.name == "train-cpu")
-    present = Lock("train-cpu", "3.11", X86, "", {"torch": Entry("torch", torch, ("h",))})
+    present = PackageLock("train-cpu", "3.11", X86, "", {"torch": LockedPackage("torch", torch, ("h",))})
     made = lock.make(spec, PINS, {"train-cpu": present})
-    assert set(made.entries) == {"torch", "nvidia-ml-py", "tritonclient"} and made.entries["torch"] == Entry(
+    assert set(made.entries) == {"torch", "nvidia-ml-py", "tritonclient"} and made.entries["torch"] == LockedPackage(
         "torch", torch, ("h",)
     )
 
@@ -130,11 +131,17 @@ def test_a_layer_holds_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"packages": [package(name, "1", "x-1-py3-none-any.whl") for name in ("kiln", "pan")]}
 
     monkeypatch.setattr(lock, "uv_resolve", answer)
-    below = Lock("train", "3.12", X86, "", {"kiln": Entry("kiln", "1", ("h",))})
+    below = PackageLock("train", "3.12", X86, "", {"kiln": LockedPackage("kiln", "1", ("h",))})
     spec = next(spec for spec in SPECS if spec.name == "extra-ray")
     assert set(lock.make(spec, PINS, {"train": below}).entries) == {"pan"}
     assert asked == {"requirements": [f"ray=={PINS['DEV']['ray']}"], "constraints": ["kiln==1"]}
-    present = Lock("extra-ray", "3.12", X86, "", {"pan": Entry("pan", "1", ("h",)), "torch": Entry("torch", "2+cpu", ("h",))})
+    present = PackageLock(
+        "extra-ray",
+        "3.12",
+        X86,
+        "",
+        {"pan": LockedPackage("pan", "1", ("h",)), "torch": LockedPackage("torch", "2+cpu", ("h",))},
+    )
     lock.make(spec, PINS, {"train": below, "extra-ray": present}, keep=True)
     assert asked["constraints"] == ["pan==1", "kiln==1"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from clustertune.containers import lockfile
-from clustertune.containers.lockfile import Entry, Lock
+from clustertune.containers.lockfile import LockedPackage, PackageLock
 from clustertune.errors import UserError
 
 A, B = "a" * 64, "b" * 64
-LOCK = Lock(
+LOCK = PackageLock(
     "train", "3.12", "x86_64-manylinux_2_28", "2030-01-31",
-    {"kiln": Entry("kiln", "1.0", (A, B)), "oven-x": Entry("oven-x", "2+cpu", (B,))}, ("kiln",),
+    {"kiln": LockedPackage("kiln", "1.0", (A, B)), "oven-x": LockedPackage("oven-x", "2+cpu", (B,))}, ("kiln",),
 )  # fmt: skip
 
 
@@ -53,9 +53,13 @@ def test_an_empty_file_is_no_lock() -> None:
 
 def test_a_layer_adds_and_never_changes() -> None:
     """Else an extra would move the version that the image was tested with."""
-    layer = Lock("extra-pan", "3.12", LOCK.platform, LOCK.before, {"pan": Entry("pan", "1", (A,))}, ("pan",), "train")
+    layer = PackageLock(
+        "extra-pan", "3.12", LOCK.platform, LOCK.before, {"pan": LockedPackage("pan", "1", (A,))}, ("pan",), "train"
+    )
     whole = LOCK.with_layer(layer)
     assert set(whole.entries) == {"kiln", "oven-x", "pan"} and whole.from_source == ("kiln", "pan")
-    other = Lock("extra-kiln", "3.12", LOCK.platform, LOCK.before, {"kiln": Entry("kiln", "2.0", (A,))}, (), "train")
+    other = PackageLock(
+        "extra-kiln", "3.12", LOCK.platform, LOCK.before, {"kiln": LockedPackage("kiln", "2.0", (A,))}, (), "train"
+    )
     with pytest.raises(UserError, match=r"kiln is 2\.0 here and 1\.0"):
         LOCK.with_layer(other)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from clustertune.containers import sbom
-from clustertune.containers.lockfile import Entry, Lock
+from clustertune.containers.lockfile import LockedPackage, PackageLock
 from clustertune.containers.wheelhouse import Wheel
 
-LOCK = Lock("train", "3.12", "x86_64-manylinux_2_28", "2030-01-31", {})
+LOCK = PackageLock("train", "3.12", "x86_64-manylinux_2_28", "2030-01-31", {})
 WHEELS = [
-    Wheel(Entry("kiln", "2.0+cpu", ("a" * 64,)), Path("k.whl"), "a" * 64),
-    Wheel(Entry("pan", "1", ("c" * 64,)), Path("p.whl"), "b" * 64, "c" * 64),
+    Wheel(LockedPackage("kiln", "2.0+cpu", ("a" * 64,)), Path("k.whl"), "a" * 64),
+    Wheel(LockedPackage("pan", "1", ("c" * 64,)), Path("p.whl"), "b" * 64, "c" * 64),
 ]
 INVENTORY = {
     "python": [

@@ -14,11 +14,15 @@ import pytest
 
 from clustertune.containers import __main__ as commands
 from clustertune.containers import lockfile
-from clustertune.containers.lockfile import Entry, Known, Lock, NoDatabase
+from clustertune.containers.lockfile import LockedPackage, NoDatabase, PackageLock, Vulnerability
 from clustertune.errors import UserError
 
-LOCK = Lock(
-    "x", "3.12", "any", "", {name: Entry(name, version, ("h",)) for name, version in (("kiln", "1.0"), ("oven", "2.0+cpu"))}
+LOCK = PackageLock(
+    "x",
+    "3.12",
+    "any",
+    "",
+    {name: LockedPackage(name, version, ("h",)) for name, version in (("kiln", "1.0"), ("oven", "2.0+cpu"))},
 )
 
 
@@ -52,7 +56,7 @@ def test_what_is_known_is_told_once() -> None:
     """With the version that is locked, without torch's mark of a build, which the database does not know."""
     with database({"results": [{}, {"vulns": [{"id": "PYSEC-1"}, {"id": "GHSA-2"}]}]}) as (address, asked):
         known = lockfile.ask([LOCK, LOCK], address)
-    assert known == [Known("oven", "2.0", "PYSEC-1"), Known("oven", "2.0", "GHSA-2")]
+    assert known == [Vulnerability("oven", "2.0", "PYSEC-1"), Vulnerability("oven", "2.0", "GHSA-2")]
     ((path, question),) = asked
     assert path == "/v1/querybatch"
     assert question["queries"] == [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.containers import wheelhouse
-from clustertune.containers.lockfile import Entry, Lock
+from clustertune.containers.lockfile import LockedPackage, PackageLock
 from clustertune.containers.wheelhouse import Wheel
 from clustertune.errors import UserError
 from tests.containers.packages import digest, lock_of, sdist, wheel
@@ -36,7 +36,7 @@ def served(tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return folder
 
 
-def fill(lock: Lock, tmp_path: Path) -> list[Wheel]:
+def fill(lock: PackageLock, tmp_path: Path) -> list[Wheel]:
     return wheelhouse.fill(lock, tmp_path / "house", tmp_path / "tools", lambda _: None)
 
 
@@ -82,7 +82,7 @@ def test_an_altered_hash_ends_the_build(kind: str, served: Path, tmp_path: Path)
     """In the lock, or of the file: one of the two is not what was reviewed. Also where the right file is there already."""
     lock = lock_of(wheel(served, "kiln") if kind == "wheel" else sdist(served, "kiln"))
     fill(lock, tmp_path)
-    altered = replace(lock, entries={"kiln": Entry("kiln", "1.0", ("0" * 64,))})
+    altered = replace(lock, entries={"kiln": LockedPackage("kiln", "1.0", ("0" * 64,))})
     with pytest.raises(UserError) as caught:
         fill(altered, tmp_path)
     (problem,) = caught.value.problems
@@ -126,7 +126,7 @@ def test_compiled_code_is_not_built_here(served: Path, tmp_path: Path) -> None:
 
 def test_what_pip_does_not_find_is_told_without_the_index(served: Path, tmp_path: Path) -> None:
     """The address of an index may hold a password."""
-    lock = replace(lock_of(wheel(served, "kiln")), entries={"kiln": Entry("kiln", "9+cpu", ("0" * 64,))})
+    lock = replace(lock_of(wheel(served, "kiln")), entries={"kiln": LockedPackage("kiln", "9+cpu", ("0" * 64,))})
     with pytest.raises(UserError) as caught:
         fill(lock, tmp_path)
     (problem,) = caught.value.problems

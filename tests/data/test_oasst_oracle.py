@@ -119,7 +119,7 @@ def test_every_row_is_used_or_accounted_for(rows):
     )
 
 
-def _alive_from_root(tree: oasst.Tree) -> list[oasst.Message]:
+def _alive_from_root(tree: oasst.MessageTree) -> list[oasst.Message]:
     roots = [m for m in tree.messages.values() if m.parent is None and m.usable]
     named = [m for m in tree.messages.values() if m.parent is None and m.id == tree.id]
     waiting = [m for m in (named or roots)[:1] if m.usable and m.role == "prompter"]

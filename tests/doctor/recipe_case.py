@@ -99,7 +99,7 @@ class Case:
         body = {**json.loads(path.read_text()), **changes}
         path.write_text(json.dumps({key: value for key, value in body.items() if value is not None}))
 
-    def context(self) -> recipe_context.Context:
+    def context(self) -> recipe_context.RecipeContext:
         (self.folder / "recipe.yaml").write_text(yaml.safe_dump(self.recipe))
         resolved = self.change(resolve(self.folder, self.overrides))
         packages = [Package(name, version, "") for name, version in self.versions.items()]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from clustertune.config.cluster import load_cluster
-from clustertune.config.cluster_look import Seen, judge
+from clustertune.config.cluster_look import LocalMachine, judge
 from clustertune.config.cluster_schema import ClusterFile, expand_hosts, expand_nodes, shorten_hosts
 from clustertune.doctor.cluster_file import draft
 from clustertune.errors import UserError
@@ -29,7 +29,7 @@ NODE = (
     "NodeName={0} NodeAddr={0} CPUTot=192 Sockets=2 CoresPerSocket=48 ThreadsPerCore=2 RealMemory=2063937"
     " Gres=gpu:h100:8 Partitions=gpu"
 )
-SEEN = Seen(
+SEEN = LocalMachine(
     hostname="head",
     nodes="\n".join(NODE.format(f"gpu{number:02d}") for number in range(1, 33)),
     partitions="PartitionName=gpu Default=YES MaxTime=1-00:00:00",

@@ -6,7 +6,7 @@ import pytest
 
 from clustertune.check import report
 from clustertune.check.machine import Machine
-from clustertune.check.nodes import Several
+from clustertune.check.nodes import JobNodes
 from clustertune.check.rule import FAIL, NODES, PASS, WARN, Finding, checks
 from tests.doctor.machine_cases import GOOD, Patch, machine
 
@@ -51,7 +51,7 @@ def several(odd: Patch) -> list[Machine]:
 
 
 def between(machines: list[Machine]) -> list[Finding]:
-    return list(report.run(checks(NODES), Several(machines)))
+    return list(report.run(checks(NODES), JobNodes(machines)))
 
 
 def test_nodes_that_are_alike_pass() -> None:
@@ -100,14 +100,14 @@ def test_a_brick_is_local_on_its_own_node() -> None:
 )
 def test_clocks_are_judged_by_the_times_of_asking(told: float, status: str, words: str) -> None:
     """Asked at 1000, answered at 1003: what lies between is no skew that could be known."""
-    job = Several([machine({"time": told}), machine({"hostname": "gpu02", "time": 1001.0})], asked=1000.0, answered=1003.0)
+    job = JobNodes([machine({"time": told}), machine({"hostname": "gpu02", "time": 1001.0})], asked=1000.0, answered=1003.0)
     found = [item for item in report.run(checks(NODES), job) if item.rule == "nodes-clock"]
     assert [(item.status, words in item.found) for item in found] == [(status, True)]
 
 
 def test_a_silent_node_fails() -> None:
     """With the reason that is known."""
-    job = Several([], {"gpu01": "no answer", "gpu02": "no answer within 80 s"})
+    job = JobNodes([], {"gpu01": "no answer", "gpu02": "no answer within 80 s"})
     found = list(report.run(checks(NODES), job))
     assert [(item.rule, item.status, item.where) for item in found] == [
         ("node-silent", FAIL, "gpu01"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from clustertune.check.rule import FAIL, Finding
-from clustertune.cluster.cluster import Cluster
+from clustertune.cluster.cluster import ThrowawayCluster
 from clustertune.config.cluster import load_cluster
 from clustertune.doctor import nodes, preflight, wire
 from clustertune.errors import ExitCode, UserError
@@ -45,7 +45,7 @@ def cluster_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def odd(slurm: Cluster) -> Iterator[Cluster]:
+def odd(slurm: ThrowawayCluster) -> Iterator[ThrowawayCluster]:
     """A Slurm whose second node has smaller frames and a small /dev/shm."""
     slurm.run(["ip", "link", "set", "eth0", "mtu", "1400"], node=2)
     slurm.run(["mount", "-o", "remount,size=48m", "/dev/shm"], node=2)
@@ -54,7 +54,7 @@ def odd(slurm: Cluster) -> Iterator[Cluster]:
     slurm.run(["mount", "-o", "remount,size=50%", "/dev/shm"], node=2)
 
 
-def in_a_job(cluster: Cluster, tmp_path: Path, *words: str) -> tuple[str, str]:
+def in_a_job(cluster: ThrowawayCluster, tmp_path: Path, *words: str) -> tuple[str, str]:
     """What ``clustertune doctor WORDS`` says in a batch script of two nodes, and its exit code."""
     script, log = tmp_path / "job.sbatch", tmp_path / "job.log"
     command = " ".join([PYTHON, "-m", "clustertune", "doctor", *words])
@@ -65,7 +65,7 @@ def in_a_job(cluster: Cluster, tmp_path: Path, *words: str) -> tuple[str, str]:
     return text, code
 
 
-def test_nodes_that_are_alike_are_well(slurm: Cluster, cluster_file: Path, tmp_path: Path) -> None:
+def test_nodes_that_are_alike_are_well(slurm: ThrowawayCluster, cluster_file: Path, tmp_path: Path) -> None:
     """Two nodes of one machine: nothing is said against them, each was looked at in its step."""
     text, code = in_a_job(slurm, tmp_path, "--cluster", str(cluster_file), "--json")
     document = json.loads(text)
@@ -76,7 +76,7 @@ def test_nodes_that_are_alike_are_well(slurm: Cluster, cluster_file: Path, tmp_p
     assert {("nodes-packages", ""), ("nodes-network", ""), ("cores-in-step", "node1")} <= passed
 
 
-def test_the_odd_node_is_found(odd: Cluster, cluster_file: Path, tmp_path: Path) -> None:
+def test_the_odd_node_is_found(odd: ThrowawayCluster, cluster_file: Path, tmp_path: Path) -> None:
     """One node's frames and shared memory differ, for real: which node, and by what."""
     text, code = in_a_job(odd, tmp_path, "--cluster", str(cluster_file), "--json")
     bad = {(item["rule"], item["status"]): item for item in json.loads(text)["findings"] if item["status"] in ("warn", "fail")}
@@ -89,7 +89,7 @@ def test_the_odd_node_is_found(odd: Cluster, cluster_file: Path, tmp_path: Path)
 
 
 @pytest.mark.jobs
-def test_a_job_does_not_start_its_ranks_on_nodes_that_fail(odd: Cluster, cluster_file: Path, tmp_path: Path) -> None:
+def test_a_job_does_not_start_its_ranks_on_nodes_that_fail(odd: ThrowawayCluster, cluster_file: Path, tmp_path: Path) -> None:
     """The words stand in the job's log, the exit code keeps it out of the queue; a rule that is left out stops nothing."""
     job = Job(odd, tmp_path / "run", ["recipes/tiny-oasst2", "--tiny", "--to", "train", "--cluster", str(cluster_file)])
     job.options = ["--nodes=2", "--gpus-per-node=0", "--cpus-per-task=2", "--mem=2G", "--time=01:00:00"]
@@ -102,7 +102,7 @@ def test_a_job_does_not_start_its_ranks_on_nodes_that_fail(odd: Cluster, cluster
 
 
 @pytest.mark.jobs
-def test_a_rule_that_is_left_out_stops_no_job(odd: Cluster, cluster_file: Path, tmp_path: Path) -> None:
+def test_a_rule_that_is_left_out_stops_no_job(odd: ThrowawayCluster, cluster_file: Path, tmp_path: Path) -> None:
     """The same nodes, and a cluster file that says so."""
     cluster_file.write_text(CLUSTER + "doctor: {ignore: [nodes-network]}\n")
     words = ["recipes/tiny-oasst2", "--tiny", "--to", "train", "train.max_steps=2", "--cluster", str(cluster_file)]
@@ -112,7 +112,7 @@ def test_a_rule_that_is_left_out_stops_no_job(odd: Cluster, cluster_file: Path, 
     assert "ignored: nodes-network" in job.text and [e["verdict"] for e in events(job.run, "doctor")] == ["warn"]
 
 
-def test_as_a_job(slurm: Cluster, cluster_file: Path, tmp_path: Path) -> None:
+def test_as_a_job(slurm: ThrowawayCluster, cluster_file: Path, tmp_path: Path) -> None:
     """``--submit`` on the login node: a job of all nodes, whose log has what was found."""
     words = [PYTHON, "-m", "clustertune", "doctor", "--submit", "--cluster", cluster_file, "--json", "--time", "5"]
     told = json.loads(slurm.run(words, cwd=tmp_path).stdout)
@@ -223,7 +223,7 @@ def test_a_node_that_is_gone_may_come_back(
     monkeypatch: pytest.MonkeyPatch, cluster_file: Path, rules: list[str], code: ExitCode
 ) -> None:
     """A lost node sends the job back into the queue, as everywhere; what a person has to fix does not."""
-    monkeypatch.setattr(nodes, "look", lambda *_, **__: nodes.Looked())
+    monkeypatch.setattr(nodes, "look", lambda *_, **__: nodes.NodeReports())
     monkeypatch.setattr(
         nodes, "findings", lambda *_: [Finding(rule, FAIL, "node2", "bad", "look", "why", "link") for rule in rules]
     )

@@ -69,7 +69,7 @@ class TestSource:
 
     def test_a_given_file_is_taken_without_a_look_elsewhere(self) -> None:
         with forbid_network() as attempts:
-            assert room.choose_source(room.read_task_file(), Path("x/mine.jsonl")) == room.Source(
+            assert room.choose_source(room.read_task_file(), Path("x/mine.jsonl")) == room.PromptSource(
                 Path("x/mine.jsonl"), "mine.jsonl"
             )
         assert attempts == []
@@ -77,7 +77,7 @@ class TestSource:
     def test_without_a_network_our_own(self) -> None:
         with forbid_network() as attempts:
             found = room.choose_source(room.read_task_file(), None)
-        assert found == room.Source(room.FOLDER / "prompts.jsonl", "clustertune-ifeval-smoke")
+        assert found == room.PromptSource(room.FOLDER / "prompts.jsonl", "clustertune-ifeval-smoke")
         assert attempts  # it did ask
 
     @pytest.mark.parametrize("variable", ["hub", "datasets"])
@@ -99,7 +99,9 @@ class TestSource:
 
         monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", find)
         with forbid_network() as attempts:
-            assert room.choose_source(room.read_task_file(), None) == room.Source(tmp_path / "cached.jsonl", "google/IFEval")
+            assert room.choose_source(room.read_task_file(), None) == room.PromptSource(
+                tmp_path / "cached.jsonl", "google/IFEval"
+            )
         assert attempts == []
         assert asked == [("google/IFEval", GIVEN["hub"]["file"], GIVEN["hub"]["revision"], "dataset")]
 

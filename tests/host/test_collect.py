@@ -19,7 +19,7 @@ from clustertune.host.collect import collect
 from clustertune.host.facts import from_dict
 from clustertune.host.network import nccl_files
 from clustertune.host.packages import parse_torch_version
-from clustertune.host.sight import ABSENT, Answer, Sight, ask
+from clustertune.host.sight import ABSENT, CommandOutput, Probe, ask
 from clustertune.host.system import format_cpu_list, readable_cpus
 
 REPO = Path(__file__).resolve().parents[2]
@@ -108,9 +108,9 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def recorded(command: Sequence[str], seconds: float) -> Answer:
+def recorded(command: Sequence[str], seconds: float) -> CommandOutput:
     text = ANSWERS.get(command[0])
-    return ABSENT if text is None else Answer(text)
+    return ABSENT if text is None else CommandOutput(text)
 
 
 def test_the_users_nccl_file_wins_over_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,10 +121,10 @@ def test_the_users_nccl_file_wins_over_the_systems(tmp_path: Path, monkeypatch: 
     ):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(Sight, "live", True)
+    monkeypatch.setattr(Probe, "live", True)
     monkeypatch.setenv("HOME", "/users/me")
     monkeypatch.delenv("NCCL_CONF_FILE", raising=False)
-    found = nccl_files(Sight(root=tmp_path))["nccl_conf"]
+    found = nccl_files(Probe(root=tmp_path))["nccl_conf"]
     assert found == {"NCCL_ALGO": "Ring (/users/me/.nccl.conf)", "NCCL_DEBUG": "INFO (/etc/nccl.conf)"}
 
 
@@ -203,7 +203,7 @@ def test_files_full_of_nonsense(tree: Path, junk: str) -> None:
     """A kernel of the future, a disk that is dying: facts or none, no exception."""
     for name in FILES:
         (tree / name).write_text(junk, errors="surrogateescape")
-    f = collect(root=str(tree), command=lambda command, seconds: Answer(junk))
+    f = collect(root=str(tree), command=lambda command, seconds: CommandOutput(junk))
     assert [line for line in f.unread if not line.startswith("stack")] == []
 
 
@@ -238,7 +238,7 @@ def test_an_iommu_that_translates(tmp_path: Path, types: list[str], cmdline: str
     (tmp_path / "sys/kernel").mkdir(parents=True, exist_ok=True)
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cmdline").write_text(f"root=/dev/sda {cmdline}\n")
-    assert gpus.iommu(Sight(tmp_path)) == {"iommu": on}
+    assert gpus.iommu(Probe(tmp_path)) == {"iommu": on}
 
 
 def test_limits_of_either_cgroup(tmp_path: Path) -> None:
@@ -252,9 +252,9 @@ def test_limits_of_either_cgroup(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert system.memory_limit(Sight(tmp_path)) == 4096
+    assert system.memory_limit(Probe(tmp_path)) == 4096
     (tmp_path / "proc/self/cgroup").unlink()
-    assert system.memory_limit(Sight(tmp_path)) is None
+    assert system.memory_limit(Probe(tmp_path)) is None
 
 
 def test_small_texts() -> None:
@@ -356,7 +356,7 @@ def test_a_command_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_commands_that_cannot_be_asked() -> None:
     """Absent, failing, silent, without a right to run."""
     assert ask(["no-such-program-x"], 1) == ABSENT
-    assert ask(["sh", "-c", "echo out; echo 'why not' >&2; exit 3"], 5) == Answer("out\n", "why not")
+    assert ask(["sh", "-c", "echo out; echo 'why not' >&2; exit 3"], 5) == CommandOutput("out\n", "why not")
     assert ask(["sh", "-c", "exit 3"], 5).fault == "exit code 3"
     assert ask(["cat"], 5, "text").text == "text"
 
@@ -443,7 +443,7 @@ def test_a_damaged_inforom_is_no_silent_driver(tmp_path: Path) -> None:
     """nvidia-smi ends with 14 then, after a whole answer."""
     text = "<?xml version='1.0' ?>\n<nvidia_smi_log><driver_version>580.95.05</driver_version><gpu id='00000000:18:00.0'/>"
     text += "</nvidia_smi_log>\nWARNING: infoROM is corrupted at gpu 0000:18:00.0\n"
-    sight = Sight(tmp_path, lambda *_args: Answer(text, "<?xml version='1.0' ?>"))
+    sight = Probe(tmp_path, lambda *_args: CommandOutput(text, "<?xml version='1.0' ?>"))
     found = gpus.driver(sight)
     assert (found["nvidia_smi"], found["driver"], len(found["gpus"])) == ("", "580.95.05", 1)
 
@@ -457,8 +457,8 @@ def test_a_file_system_whose_server_is_gone_may_answer(monkeypatch: pytest.Monke
         ("space", "/dev/shm"): {"total_bytes": 9, "free_bytes": 8},
     }
     monkeypatch.setattr(mounts, "answers", lambda *_args: told)
-    monkeypatch.setattr(Sight, "read", lambda _self, path: table if path.endswith("mountinfo") else "")
-    found = mounts.look(Sight(), mounts.Wanted())
+    monkeypatch.setattr(Probe, "read", lambda _self, path: table if path.endswith("mountinfo") else "")
+    found = mounts.look(Probe(), mounts.MountQuery())
     assert [(m.fault, m.silent) for m in found["mounts"]] == [("Transport endpoint is not connected", False), ("", False)]
     assert (found["shm_bytes"], found["shm_free_bytes"]) == (9, 8), "a folder that is no mount serves as well"
 

@@ -18,11 +18,11 @@ from clustertune.launch import agent as agents
 from clustertune.launch import heartbeat_monitor
 from clustertune.launch.agent import Agent, launcher_pid_file, record_file
 from clustertune.launch.judge import Outcome, judge
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 
 
 def agent_of(run: Path, ranks: int = 1, *, patient: bool = False, stall: float | None = None) -> Agent:
-    plan = Plan(attempt=1, nodes=(Node("here", "127.0.0.1"),), ranks_per_node=ranks, stall_seconds=stall)
+    plan = AttemptPlan(attempt=1, nodes=(Node("here", "127.0.0.1"),), ranks_per_node=ranks, stall_seconds=stall)
     agent = Agent(run, plan, node=0, patient=patient)
     agent.folder.mkdir(parents=True)
     return agent
@@ -144,7 +144,7 @@ def test_a_newer_attempt_ends_the_ranks_of_an_older_one(tmp_path: Path) -> None:
 def test_ranks_do_not_outlive_a_node_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait for a peer that never joins; their agent ends them, so that every node has a record and the reason shows."""
     monkeypatch.setattr(agents, "PEER_SECONDS", 0.5)
-    plan = Plan(attempt=1, nodes=(Node("a", "a"), Node("b", "b")), ranks_per_node=1, launcher="slurm")
+    plan = AttemptPlan(attempt=1, nodes=(Node("a", "a"), Node("b", "b")), ranks_per_node=1, launcher="slurm")
     agent = Agent(tmp_path, plan, node=0, patient=True)
     agent.folder.mkdir(parents=True)
     record_file(agent.folder, 1).write_text(json.dumps({"node": 1, "code": 1, "launcher": 1, "asked": [], "problems": []}))
@@ -155,7 +155,7 @@ def test_ranks_do_not_outlive_a_node_that_failed(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(("launcher", "asked"), [("slurm", []), ("torchrun", ["SIGTERM"])])
 def test_sigterm_in_a_slurm_step_is_no_wish_of_a_person(tmp_path: Path, launcher: str, asked: list[str]) -> None:
     """srun sends it to what is left of a step of which a node failed: the next attempt must begin, not the queue."""
-    plan = Plan(attempt=1, nodes=(Node("a", "a"),), ranks_per_node=2, launcher=launcher)
+    plan = AttemptPlan(attempt=1, nodes=(Node("a", "a"),), ranks_per_node=2, launcher=launcher)
     agent = Agent(tmp_path, plan, node=0, patient=True)
     agent.folder.mkdir(parents=True)
     when(launcher_pid_file(agent.folder, 0).exists, to_this(signal.SIGTERM))
@@ -186,7 +186,7 @@ def test_a_silent_rank_is_ended(tmp_path: Path) -> None:
 def test_patience_follows_the_pace(tmp_path: Path) -> None:
     """Loading and saving may take an hour; under way five times the longest silence, 300 s at least."""
     now = [0.0]
-    plan = Plan(attempt=1, nodes=(Node("here", "here"),), ranks_per_node=1)
+    plan = AttemptPlan(attempt=1, nodes=(Node("here", "here"),), ranks_per_node=1)
     look = heartbeat_monitor.HeartbeatMonitor(tmp_path, plan, 0, clock=lambda: now[0])
 
     def at(seconds: float, heartbeat: str | None = None) -> bool:
@@ -208,7 +208,7 @@ def test_patience_follows_the_pace(tmp_path: Path) -> None:
 def test_a_small_models_pace_has_its_floor(tmp_path: Path) -> None:
     """Steps of a second: whoever says nothing for five minutes hangs."""
     now = [0.0]
-    plan = Plan(attempt=1, nodes=(Node("here", "here"),), ranks_per_node=1)
+    plan = AttemptPlan(attempt=1, nodes=(Node("here", "here"),), ranks_per_node=1)
     look = heartbeat_monitor.HeartbeatMonitor(tmp_path, plan, 0, clock=lambda: now[0])
     for count in range(5):
         now[0] = float(count)
@@ -225,7 +225,7 @@ def test_what_other_nodes_left_is_asked_of_the_server(tmp_path: Path, monkeypatc
     asked: list[Path] = []
     monkeypatch.setattr(agents, "ask_anew", asked.append)
     monkeypatch.setattr(agents, "LINGER_SECONDS", 0.1)
-    plan = Plan(attempt=1, nodes=(Node("a", "a"), Node("b", "b")), ranks_per_node=1)
+    plan = AttemptPlan(attempt=1, nodes=(Node("a", "a"), Node("b", "b")), ranks_per_node=1)
     agent = Agent(tmp_path, plan, node=0)
     assert not agent._peer_failed() and asked == [agent.folder]
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.cluster.cluster import Cluster
+from clustertune.cluster.cluster import ThrowawayCluster
 from tests.command import REPO
 from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures
 from tests.slurm_job import SETTINGS, SHAPE, Job
@@ -96,7 +96,7 @@ def dry_run(checkout: Path, *words: str | Path, **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def submitted(slurm_session: Cluster, checkout: Path) -> Iterator[tuple[Job, str, list[dict[str, str]], Path]]:  # noqa: F811
+def submitted(slurm_session: ThrowawayCluster, checkout: Path) -> Iterator[tuple[Job, str, list[dict[str, str]], Path]]:  # noqa: F811
     """``submit --one-job`` on a cluster whose file gives folders, by a variable of this shell; paths have blanks."""
     big = checkout.parent / "big disk"
     big.mkdir()
@@ -149,7 +149,7 @@ def test_a_submitted_job_leaves_nothing_in_the_checkout(
     assert left_in(checkout) == []
 
 
-def test_by_hand(slurm: Cluster, checkout: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_by_hand(slurm: ThrowawayCluster, checkout: Path, tmp_path: Path) -> None:  # noqa: F811
     """``sbatch launch/run.sbatch`` takes over HF_HOME as exported; the log goes to the run's others, the header's is gone."""
     file = cluster_file(tmp_path, f"caches: {tmp_path}/unused, runs: {tmp_path}/runs")
     exported = {"HF_HOME": str(tmp_path / "mine"), "CANARY": "canary-78"}

@@ -11,13 +11,13 @@ import pytest
 from clustertune.errors import ExitCode
 from clustertune.launch import judge as room
 from clustertune.launch.judge import Outcome, judge
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 
 NAMES = ("gpu-a", "gpu-b")
 
 
-def plan(ranks: int, nodes: int = 1) -> Plan:
-    return Plan(attempt=1, nodes=tuple(Node(name, name) for name in NAMES[:nodes]), ranks_per_node=ranks // nodes)
+def plan(ranks: int, nodes: int = 1) -> AttemptPlan:
+    return AttemptPlan(attempt=1, nodes=tuple(Node(name, name) for name in NAMES[:nodes]), ranks_per_node=ranks // nodes)
 
 
 def leave(folder: Path, rank: int, code: int, at: float = 1.0, message: str = "why") -> None:

@@ -11,7 +11,7 @@ import pytest
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import progress
 from clustertune.launch.judge import Outcome
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 
 KILLED = Problem("rank 3 on gpu-b failed first: killed (SIGKILL: out of memory, kill -9, or a node fault)")
 
@@ -19,7 +19,7 @@ KILLED = Problem("rank 3 on gpu-b failed first: killed (SIGKILL: out of memory, 
 def attempt(run: Path, number: int, step: int, outcome: Outcome | None, job: str = "7", minutes: float = 0) -> None:
     folder = run / "attempts" / f"{number:04d}"
     folder.mkdir(parents=True)
-    Plan(attempt=number, nodes=(Node("gpu-b", "gpu-b"),), ranks_per_node=4, job=job, from_step=step).write(folder)
+    AttemptPlan(attempt=number, nodes=(Node("gpu-b", "gpu-b"),), ranks_per_node=4, job=job, from_step=step).write(folder)
     if outcome:
         outcome.write(folder)
     log = folder / "rank-0.log"

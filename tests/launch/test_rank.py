@@ -21,13 +21,13 @@ from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.judge import judge
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.process import STOP_SIGNALS
 from clustertune.rundir import RunDir
 from clustertune.training import accelerate_env, tracker
 from tests.command import REPO
 
-ONE_RANK = Plan(attempt=1, nodes=(Node("here", "here"),), ranks_per_node=1)
+ONE_RANK = AttemptPlan(attempt=1, nodes=(Node("here", "here"),), ranks_per_node=1)
 ORPHAN = """
 import os, sys, time
 from pathlib import Path
@@ -184,7 +184,9 @@ def test_the_plan_s_variables_go_first_and_are_told_where_they_change_one(monkey
     monkeypatch.setattr(os, "environ", {"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": "1", "RANK": "3", "LOCAL_RANK": "1"})
     nodes = (Node("a", "a"), Node("b", "b"))
     values = {"NCCL_DEBUG": "WARN", "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "bond0"}
-    plan = Plan(attempt=1, nodes=nodes, ranks_per_node=2, environment=values, numa_gpus=((0,), (1,)), numa_cpus=("0", "1"))
+    plan = AttemptPlan(
+        attempt=1, nodes=nodes, ranks_per_node=2, environment=values, numa_gpus=((0,), (1,)), numa_cpus=("0", "1")
+    )
     notes = rank._follow_plan(plan)
     assert values.items() <= os.environ.items()
     assert notes == [
@@ -198,7 +200,7 @@ def test_the_plan_s_variables_go_first_and_are_told_where_they_change_one(monkey
 def test_the_node_of_a_rank_is_its_plan_s(tmp_path: Path) -> None:
     """Each node's agent leaves its own pid file: another node's process of the same number is no parent."""
     assert rank._node_of(5, tmp_path) == 0
-    Plan(attempt=1, nodes=(Node("a", "a"), Node("b", "b")), ranks_per_node=4).write(tmp_path)
+    AttemptPlan(attempt=1, nodes=(Node("a", "a"), Node("b", "b")), ranks_per_node=4).write(tmp_path)
     assert [rank._node_of(number, tmp_path) for number in (0, 3, 4, 7)] == [0, 0, 1, 1]
     assert launcher_pid_file(tmp_path, 1).name == "node-1.pid"
 

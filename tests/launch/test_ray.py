@@ -20,7 +20,7 @@ from clustertune import raytrain
 from clustertune.commands import launchers
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.judge import Outcome
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.rundir import RunDir
 from tests.command import REPO, SHORT, Done, rank_pid
 
@@ -49,8 +49,8 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-def plan(run: RunDir, ranks: int = 1) -> Plan:
-    found = Plan(run.new_attempt(), tuple(Node(f"n{i}", "127.0.0.1") for i in range(ranks)), 1, launcher="ray", job="j")
+def plan(run: RunDir, ranks: int = 1) -> AttemptPlan:
+    found = AttemptPlan(run.new_attempt(), tuple(Node(f"n{i}", "127.0.0.1") for i in range(ranks)), 1, launcher="ray", job="j")
     found.write(run.attempt(found.attempt))
     return found
 
@@ -65,7 +65,7 @@ def alive(pid: int) -> bool:
 class Worker(threading.Thread):
     """A rank as a worker of Ray starts it: from a thread."""
 
-    def __init__(self, run: RunDir, made: Plan, stop: Path) -> None:
+    def __init__(self, run: RunDir, made: AttemptPlan, stop: Path) -> None:
         super().__init__(daemon=True)
         self.agent, self.stop = raytrain.RankAgent(run.path, made, 0), stop
         self.code: ExitCode | None = None
@@ -125,13 +125,13 @@ def test_every_restart_is_a_new_attempt_until_nothing_moves(tmp_path: Path) -> N
     config = {"attempt": run.new_attempt(), "job": "j", "stop": str(tmp_path / "stop")}
     for number in (1, 2, 3):
         assert raytrain._begin(run, config) == number
-        made = Plan(number, (Node("n", "a"),), 1, launcher="ray", job="j")
+        made = AttemptPlan(number, (Node("n", "a"),), 1, launcher="ray", job="j")
         made.write(run.attempt(number))
         Outcome(ExitCode.FAILED).write(run.attempt(number))
     assert raytrain._begin(run, config) is None
     config["job"] = "the next call"
     assert raytrain._begin(run, config) == 4
-    Plan(4, (Node("n", "a"),), 1, launcher="ray", job="j").write(run.attempt(4))
+    AttemptPlan(4, (Node("n", "a"),), 1, launcher="ray", job="j").write(run.attempt(4))
     (tmp_path / "stop").touch()  # asked to, while Ray was about to start the workers anew
     assert raytrain._begin(run, config) is None
 
@@ -212,7 +212,7 @@ def test_ray_starts_a_killed_rank_anew(tmp_path: Path, finished: tuple[Path, Don
     done = end(call)
     assert done.code == 0, done
     assert done.json["stages"]["train"]["status"] == "done"
-    first: Any = Plan.read(run / "attempts" / "0001")
+    first: Any = AttemptPlan.read(run / "attempts" / "0001")
     assert first.launcher == "ray" and sorted(path.name for path in (run / "attempts").iterdir()) == ["0001", "0002"]
     problems = json.loads((run / "attempts" / "0001" / "outcome.json").read_text())["problems"]
     assert "rank 1 on " in problems[0]["message"] and "SIGKILL" in problems[0]["message"]

@@ -10,9 +10,9 @@ import pytest
 
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch import rendezvous
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 
-PLAN = Plan(attempt=1, nodes=(Node("a", "a"), Node("b", "b")), ranks_per_node=1)
+PLAN = AttemptPlan(attempt=1, nodes=(Node("a", "a"), Node("b", "b")), ranks_per_node=1)
 
 
 def test_jobs_search_from_different_ports() -> None:

@@ -16,7 +16,7 @@ from tests.launch.test_fit import with_distribution
 def test_the_reference_shape() -> None:
     """Two whole nodes for the training; what needs no GPU takes none, and leaves them to others."""
     shapes = shape.stage_shapes(resolve("llama405b-oasst2"), machine())
-    assert shapes["train"] == shape.Shape(2, 8, 8, 256, None, 1440, "gpu", "rtx_pro_6000")
+    assert shapes["train"] == shape.JobShape(2, 8, 8, 256, None, 1440, "gpu", "rtx_pro_6000")
     assert {stage for stage in STAGES if shapes[stage].gpus_per_node} == {"train", "eval"}
     assert {stage for stage in STAGES if shapes[stage].nodes == 2} == {"train", "eval"}
     assert shapes["merge"].memory_gb == shape.PROCESS_GB + 2 * shape.MERGE_SHARD_GB
@@ -24,12 +24,12 @@ def test_the_reference_shape() -> None:
 
 def test_options() -> None:
     """The words of sbatch; GPUs by one option only: Slurm refuses --gres and --gpus-per-node together."""
-    options = shape.Shape(2, 8, 8, 64, None, 90, "gpu", "h100").options()
+    options = shape.JobShape(2, 8, 8, 64, None, 90, "gpu", "h100").options()
     assert options == [
         "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=h100:8", "--cpus-per-task=64", "--mem=0", "--time=01:30:00",
         "--partition=gpu",
     ]  # fmt: skip
-    assert shape.Shape(1, 0, 1, 4, 16, 30).options() == [
+    assert shape.JobShape(1, 0, 1, 4, 16, 30).options() == [
         "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=4", "--mem=16G", "--time=00:30:00",
     ]  # fmt: skip
 

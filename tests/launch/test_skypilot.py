@@ -17,7 +17,7 @@ import yaml
 from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
 from clustertune.launch import skypilot
-from clustertune.launch.skypilot import Options, render
+from clustertune.launch.skypilot import SkyOptions, render
 from tests.command import REPO, run
 from tests.launch.machines import OURS
 
@@ -63,7 +63,7 @@ def _fields(found: Mapping[str, Any], known: Mapping[str, type | tuple[type, ...
     return faults
 
 
-def task(recipe: str, *overrides: str, tiny: bool = False, options: Options | None = None) -> dict[str, Any]:
+def task(recipe: str, *overrides: str, tiny: bool = False, options: SkyOptions | None = None) -> dict[str, Any]:
     text = render(resolve(recipe, overrides, tiny=tiny), overrides, options)
     assert check(text) == []
     found: dict[str, Any] = yaml.safe_load(text)
@@ -117,7 +117,7 @@ def test_what_a_user_gives_stays_one_argument(text: str, tmp_path: Path) -> None
 
 def test_what_cannot_stand_in_a_task_is_refused_at_once(tmp_path: Path) -> None:
     """All of it in one message."""
-    options = Options(gpu="H100: {x", volume="a b", runs="../x y")
+    options = SkyOptions(gpu="H100: {x", volume="a b", runs="../x y")
     with pytest.raises(UserError) as caught:
         render(resolve("tiny-oasst2"), ["data.name=a\nrm: x", "--tiny"], options)
     keys = [problem.key for problem in caught.value.problems]
@@ -135,11 +135,11 @@ def test_what_cannot_stand_in_a_task_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_a_shared_folder_takes_the_volume_s_place() -> None:
-    found = task("llama405b-oasst2", options=Options(gpu="A100-80GB", runs="/fsx/runs/", spot=True))
+    found = task("llama405b-oasst2", options=SkyOptions(gpu="A100-80GB", runs="/fsx/runs/", spot=True))
     assert "volumes" not in found and found["resources"]["use_spot"] is True
     assert found["resources"]["accelerators"] == {"A100-80GB": 8}
     assert "--run-dir /fsx/runs/llama405b-oasst2/" in found["run"]
-    assert task("llama405b-oasst2", options=Options(volume="pvc-1"))["volumes"] == {"/clustertune-runs": "pvc-1"}
+    assert task("llama405b-oasst2", options=SkyOptions(volume="pvc-1"))["volumes"] == {"/clustertune-runs": "pvc-1"}
 
 
 def test_another_setting_is_another_run_folder() -> None:

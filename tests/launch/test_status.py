@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.cluster.cluster import Cluster as Throwaway
+from clustertune.cluster.cluster import ThrowawayCluster as Throwaway
 from clustertune.commands import submit as command
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import slurm, status
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.rundir import RunDir
 from tests.launch.job_record import job_record
 from tests.launch.test_submit import Recorder, cluster_call, jobs_for, sender
@@ -49,7 +49,7 @@ def away(words: Sequence[str]) -> str:
     raise slurm.Unreachable(Problem("scontrol: Unable to contact slurm controller"), ExitCode.AGAIN)
 
 
-def states(found: status.Status) -> dict[str, str]:
+def states(found: status.StagesStatus) -> dict[str, str]:
     return {row.stage: row.state for row in found.rows}
 
 
@@ -80,7 +80,7 @@ def test_forgotten_without_a_record(tmp_path: Path) -> None:
     run = submitted(tmp_path)
     attempt = tmp_path / "attempts" / "0001"
     attempt.mkdir(parents=True)
-    Plan(1, (Node("n1", "n1"),), 1).write(attempt)
+    AttemptPlan(1, (Node("n1", "n1"),), 1).write(attempt)
     (attempt / "outcome.json").write_text(json.dumps({"code": 75, "problems": [{"message": "rank 3 failed first"}]}))
     (tmp_path / "attempts" / "0002").mkdir()  # taken by a restarted job, which never planned it
     for name, whole in (("step-000020", True), ("step-000040.a2", True), ("step-000060", False)):
@@ -120,7 +120,7 @@ def test_a_damaged_outcome_is_passed_over(tmp_path: Path, text: str) -> None:
     """A status is asked for when something went wrong: it must not fall over what went wrong."""
     attempt = tmp_path / "attempts" / "0001"
     attempt.mkdir(parents=True)
-    Plan(1, (Node("n1", "n1"),), 1).write(attempt)
+    AttemptPlan(1, (Node("n1", "n1"),), 1).write(attempt)
     (attempt / "outcome.json").write_text(text)
     assert status.last_words(tmp_path) == ""
 

@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from clustertune.cluster.cluster import Cluster as Throwaway
+from clustertune.cluster.cluster import ThrowawayCluster as Throwaway
 from clustertune.commands import submit as command
 from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode, Problem, UserError
@@ -27,7 +27,7 @@ from tests.slurm import slurm_session
 
 __all__ = ["slurm_cluster", "slurm_session"]
 
-SMALL = shape.Shape(1, 0, 1, 1, 1, 5, "gpu")
+SMALL = shape.JobShape(1, 0, 1, 1, 1, 5, "gpu")
 STAND_IN = '#!/bin/bash\n#SBATCH --nodes=2\nprintf "%s\\n" "$@"\n[[ $* != *fail* ]]\n'
 
 
@@ -67,7 +67,7 @@ def test_the_body_has_one_home() -> None:
     header, body = submit.split_script(text)
     assert header + body == text
     assert "#SBATCH" not in body
-    rendered = submit.render("x-train", shape.Shape(2, 8, 8, 64, None, 60, "gpu"), 120)
+    rendered = submit.render("x-train", shape.JobShape(2, 8, 8, 64, None, 60, "gpu"), 120)
     found_header, found_body = submit.split_script(rendered)
     assert found_body == body
     assert signal_margin.given_in(found_header) == 120

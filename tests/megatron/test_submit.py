@@ -13,7 +13,7 @@ import pytest
 from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
 from clustertune.launch import megatron
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.launch.stack import Stack
 from tests.command import REPO, Done, run
 
@@ -98,7 +98,7 @@ def test_torchrun_parses_the_command(nodes: int) -> None:
     """Its own parser takes every word."""
     from torch.distributed.run import get_args_parser
 
-    plan = Plan(1, tuple(Node(f"n{n}", f"n{n}") for n in range(nodes)), 8)
+    plan = AttemptPlan(1, tuple(Node(f"n{n}", f"n{n}") for n in range(nodes)), 8)
     command = megatron.torchrun_command(["train", "--run-dir", "/r", "--attempt", "1"], plan, 3 % nodes, "10.0.0.1", 29512)
     found = get_args_parser().parse_args(command[3:])
     assert found.nnodes == str(nodes) and found.nproc_per_node == "8" and found.module and found.max_restarts == 0

@@ -16,7 +16,7 @@ from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode
 from clustertune.launch import node
 from clustertune.launch.agent import Agent
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.megatron import inputs, program
 from clustertune.rundir import RunDir
 from clustertune.training.heartbeat import Heartbeat
@@ -28,7 +28,7 @@ from tests.megatron.standin import Loop
 def planned(run: RunDir) -> RunDir:
     """The run with the plan of its first attempt."""
     run.attempt(1).mkdir(parents=True)
-    Plan(1, (Node("here", "127.0.0.1"),), 4, environment={"NCCL_DEBUG": "WARN"}).write(run.attempt(1))
+    AttemptPlan(1, (Node("here", "127.0.0.1"),), 4, environment={"NCCL_DEBUG": "WARN"}).write(run.attempt(1))
     return run
 
 
@@ -52,9 +52,9 @@ def test_a_node_starts_the_ranks_by_torchrun(planned: RunDir, monkeypatch: pytes
 
 def test_a_rank_runs_the_program(planned: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its signals, its fence, the base model and the tokens."""
-    given: list[program.Attempt] = []
+    given: list[program.MegatronAttempt] = []
 
-    def train(attempt: program.Attempt) -> ExitCode:
+    def train(attempt: program.MegatronAttempt) -> ExitCode:
         given.append(attempt)
         return ExitCode.AGAIN
 

@@ -27,7 +27,7 @@ from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
 from clustertune.merge import merge, pieces, streaming, streams
 from clustertune.merge.base import Base
-from clustertune.merge.job import WORKING_MEMORY, Job
+from clustertune.merge.job import WORKING_MEMORY, MergeJob
 from clustertune.merge.lora import Adapter, Update, read_settings
 from clustertune.merge.streams import Output, Shard
 from clustertune.merge.target import staging_folder
@@ -151,7 +151,7 @@ def test_a_base_that_cannot_be_read(base: Path, adapter: Path, tmp_path: Path, m
 def test_a_base_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"12345")
     with pytest.raises(UserError, match="ends at byte 5"):
-        streams.Source().read(tmp_path / "x", memoryview(bytearray(9)), 0)
+        streams.InputFiles().read(tmp_path / "x", memoryview(bytearray(9)), 0)
 
 
 @given(cuts=st.sets(st.integers(1, 4999), max_size=12), seed=st.integers(0, 2**32))
@@ -304,7 +304,7 @@ def test_fewer_workers_where_their_buffers_would_not_fit(monkeypatch: pytest.Mon
     weight = tensor("w.weight", 16384, 53248)
     update = Update(tensor("a", 256, 53248), tensor("b", 16384, 256), 1.0, weight)
     settings = read_settings({"peft_type": "LORA", "target_modules": ["w"]}, Path("x"))
-    job = Job(
+    job = MergeJob(
         base=Base(Path(), {}, {weight.name: weight}, {}),
         adapter=Adapter(Path(), settings, {weight.name: update}, {}, {}),
         out=Path("out"),

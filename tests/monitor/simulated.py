@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.config.resolve import resolve
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.monitor import machine, nvml
-from clustertune.monitor.store import Writer
-from clustertune.report.telemetry import FOLDER, Row
+from clustertune.monitor.store import TelemetryWriter
+from clustertune.report.telemetry import FOLDER, TelemetryRow
 from clustertune.rundir import SCHEMA, RunDir
 
 GPU = "NVIDIA H100 80GB HBM3"
@@ -45,7 +45,7 @@ def make(
         folder = run.attempt(number)
         folder.mkdir(parents=True)
         names = tuple(Node(f"node{index}", f"node{index}") for index in range(nodes))
-        Plan(number, names, gpus, launcher="slurm", begun=start).write(folder)
+        AttemptPlan(number, names, gpus, launcher="slurm", begun=start).write(folder)
         at = now - steps + first
         events.append({"event": "start", "time": at, "attempt": number, "step": first, "world_size": world})
         events += _steps(number, range(first + 1, last + 1), now - steps, slow)
@@ -91,7 +91,7 @@ def _steps(attempt: int, numbers: range, zero: float, slow: int | None) -> Itera
 def _sample(folder: Path, index: int, attempt: int, now: float, gpus: int, slow: int | None, lost: int | None) -> None:
     """Five minutes of one node: 700 W of each GPU by its counter."""
     head = {"host": f"node{index}", "node": index, "gpus": [GPU] * gpus, "energy": "counter"}
-    writer = Writer(folder, f"node{index}", head)
+    writer = TelemetryWriter(folder, f"node{index}", head)
     for ago in range(300, -1, -10):
         values = []
         for gpu in range(gpus):
@@ -101,4 +101,4 @@ def _sample(folder: Path, index: int, attempt: int, now: float, gpus: int, slow:
             values.append(dict.fromkeys(nvml.COLUMNS) if gpu == lost else dict(zip(nvml.COLUMNS, told, strict=True)))
         node = dict(zip(machine.COLUMNS, [0.21, 9.3, 310.5, 91234.5, 1, 2, 3, 4, 5210, 5190, 0.4], strict=True))
         problems = {str(lost): "GPU is lost"} if lost is not None else {}
-        writer.add(Row(now - ago, attempt, node, tuple(values), problems))
+        writer.add(TelemetryRow(now - ago, attempt, node, tuple(values), problems))

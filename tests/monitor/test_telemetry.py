@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.host.sight import Sight
+from clustertune.host.sight import Probe
 from clustertune.monitor import machine, nvml, store
-from clustertune.monitor.machine import Machine
-from clustertune.monitor.store import Writer
+from clustertune.monitor.machine import NodeSampler
+from clustertune.monitor.store import TelemetryWriter
 from clustertune.report import telemetry
-from clustertune.report.telemetry import Row
+from clustertune.report.telemetry import TelemetryRow
 
 HERE = Path(__file__).parent
 
@@ -56,11 +56,11 @@ class Sampler:
         part.write_text(" ".join(map(str, self.state.values())))
         part.replace(self.file)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TelemetryRow]:
         files = list((self.run / "telemetry").glob("*.10s.jsonl"))
         return list(telemetry.read_rows(files))
 
-    def wait(self, more: int) -> Row:
+    def wait(self, more: int) -> TelemetryRow:
         """The newest row, once so many have been added."""
         wanted, deadline = len(self.rows()) + more, time.monotonic() + 60
         while len(self.rows()) < wanted:
@@ -88,7 +88,7 @@ def test_a_driver_is_read_whole(tmp_path: Path, library: Path) -> None:
     assert [gpu["xid"] for gpu in row.gpus] == [None, 79]
     assert any((row.gpus[0]["nvlink_tx_mb_s"] or 0) > (row.gpus[0]["pcie_tx_mb_s"] or 0) > 0 for row in sampler.rows())
     sampler.end()
-    (node,) = telemetry.Reader(tmp_path / "telemetry").read().values()
+    (node,) = telemetry.TelemetryReader(tmp_path / "telemetry").read().values()
     assert node.about["gpus"] == ["NVIDIA H100 80GB HBM3"] * 2 and node.about["energy"] == "counter"
     assert node.joules == {3: 6000.0}
 
@@ -109,7 +109,7 @@ def test_without_a_counter_energy_is_the_power_samples(tmp_path: Path, library: 
     sampler = Sampler(tmp_path, library, energy=-1)
     rows = [sampler.wait(4), *sampler.rows()]
     sampler.end()
-    (node,) = telemetry.Reader(tmp_path / "telemetry").read().values()
+    (node,) = telemetry.TelemetryReader(tmp_path / "telemetry").read().values()
     assert node.about["energy"] == "power samples"
     first, last = rows[1], sampler.rows()[-1]
     seconds = last.time - first.time
@@ -135,7 +135,7 @@ def test_a_signal_to_every_process_is_for_the_ranks(tmp_path: Path, library: Pat
     sampler.end()
 
 
-def recorded(root: Path, ticks: str, rx: int, sectors: int, words: int) -> Sight:
+def recorded(root: Path, ticks: str, rx: int, sectors: int, words: int) -> Probe:
     files = {
         "proc/stat": f"cpu  {ticks} 0 0 0\ncpu0 1",
         "proc/meminfo": "MemTotal: 2097152 kB\nMemAvailable: 1048576 kB\n",
@@ -149,12 +149,12 @@ def recorded(root: Path, ticks: str, rx: int, sectors: int, words: int) -> Sight
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    return Sight(root)
+    return Probe(root)
 
 
 def test_the_kernel_s_counters_by_hand(tmp_path: Path) -> None:
     """In 2 s: 30 of 40 jiffies busy, 4 MB in, 1,000 sectors, 500,000 words of RDMA; loopback and partitions are left out."""
-    look = Machine(tmp_path, recorded(tmp_path, "10 0 10 60 20 0 0 0", 1_000_000, 1000, 10))
+    look = NodeSampler(tmp_path, recorded(tmp_path, "10 0 10 60 20 0 0 0", 1_000_000, 1000, 10))
     assert look.sample(0.0)["cpu"] is None
     recorded(tmp_path, "30 0 20 65 25 0 0 0", 5_000_000, 2000, 500_010)
     found = look.sample(2.0)
@@ -165,20 +165,20 @@ def test_the_kernel_s_counters_by_hand(tmp_path: Path) -> None:
     assert look.sample(2.0)["net_rx_mb_s"] is None, "a counter that began anew is no rate"
 
 
-def wide_row(at: float) -> Row:
+def wide_row(at: float) -> TelemetryRow:
     """As long as rows of a busy node get."""
     gpu = dict(
         zip(nvml.COLUMNS, [100, 79.11, 1000, 88, 1980, 72, 0, 0, 1_234_567_890, 61234, 61234, 412345, 412345], strict=True)
     )
     node = dict(zip(machine.COLUMNS, [0.123, 123.4, 1234.56, 123456.7, *[12345.6] * 6, 12345.67], strict=True))
-    return Row(1.7e9 + at, 12, node, (gpu,) * 8)
+    return TelemetryRow(1.7e9 + at, 12, node, (gpu,) * 8)
 
 
 def test_a_month_of_64_nodes_stays_below_200_mb(tmp_path: Path) -> None:
     """One node's month, sample by sample every ten minutes and in full for the last day; what a node may keep, times 64."""
-    writer = Writer(tmp_path, "node1", {"node": 0})
+    writer = TelemetryWriter(tmp_path, "node1", {"node": 0})
     month = 30 * 86400
-    whole = Writer(tmp_path, "whole", {"node": 1})
+    whole = TelemetryWriter(tmp_path, "whole", {"node": 1})
     for at in range(0, 3 * 86400, 10):
         writer.add(wide_row(at))
     sizes = {path.name: path.stat().st_size for path in tmp_path.glob("node1*")}
@@ -193,11 +193,11 @@ def test_a_month_of_64_nodes_stays_below_200_mb(tmp_path: Path) -> None:
 def test_thinning_keeps_means_peaks_and_the_energy(tmp_path: Path) -> None:
     """And a sampler that was killed goes on where it was: the quarter of an hour that it had begun is not lost."""
     for start in (0, 450):
-        writer = Writer(tmp_path, "n", {"node": 0})
+        writer = TelemetryWriter(tmp_path, "n", {"node": 0})
         for at in range(start, start + 450, 10):
             row = wide_row(at + 100)  # 1.7e9 + 100 is a multiple of 900
             gpus = ({**row.gpus[0], "power_w": 100 + at, "temperature_c": at / 10, "energy_j": 5.0 * at},)
-            writer.add(Row(row.time, 1, {"cpu": 0.5}, gpus))
+            writer.add(TelemetryRow(row.time, 1, {"cpu": 0.5}, gpus))
     for at in (2000, 2100):
         writer.add(wide_row(at))
     (joined,) = [row for row in telemetry.read_rows([tmp_path / "n.900s.jsonl"]) if row.attempt == 1]
@@ -207,15 +207,15 @@ def test_thinning_keeps_means_peaks_and_the_energy(tmp_path: Path) -> None:
 
 
 def test_a_reader_follows_files_that_grow_tear_and_are_replaced(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "n", {"node": 0})
-    reader = telemetry.Reader(tmp_path)
+    writer = TelemetryWriter(tmp_path, "n", {"node": 0})
+    reader = telemetry.TelemetryReader(tmp_path)
     writer.add(wide_row(0))
     assert reader.read()["n"].last == wide_row(0)
     with (tmp_path / "n.10s.jsonl").open("a") as out:
         out.write("[1700000500.0,12,[")
     assert reader.read()["n"].last == wide_row(0), "a line that is being written is read when it is whole"
     for at in range(1, 400):
-        Writer(tmp_path, "n", {"node": 0}).add(wide_row(at)) if at == 1 else writer.add(wide_row(at))
+        TelemetryWriter(tmp_path, "n", {"node": 0}).add(wide_row(at)) if at == 1 else writer.add(wide_row(at))
     assert reader.read()["n"].last == wide_row(399)
 
 
@@ -226,12 +226,12 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "n.10s.jsonl").symlink_to(other)
     with pytest.raises(OSError):
-        Writer(tmp_path / "t", "n", {}).add(wide_row(0))
+        TelemetryWriter(tmp_path / "t", "n", {}).add(wide_row(0))
     assert other.read_text() == "kept"
 
 
 def test_heads_name_the_columns(tmp_path: Path) -> None:
     """A reader of a later release knows what a row of this one holds."""
-    Writer(tmp_path, "n/../x", {"node": 0})
+    TelemetryWriter(tmp_path, "n/../x", {"node": 0})
     head = json.loads((tmp_path / "n-..-x.900s.jsonl").read_text())
     assert head["schema"] == store.SCHEMA and head["gpu_columns"] == list(nvml.COLUMNS)

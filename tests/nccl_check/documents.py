@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clustertune.nccl_check.setup import FACTS, NODE, RECORDS, Case, Setup
+from clustertune.nccl_check.setup import FACTS, NODE, RECORDS, CollectiveCase, Setup
 
 SETUP = Setup(
     hosts=("n1", "n2"),
@@ -80,14 +80,14 @@ class Files:
         (self.folder / NODE.format(node=number)).write_text(json.dumps(record))
         (self.folder / FACTS.format(node=number)).write_text(json.dumps({"hostname": f"other-name-{number}"}))
 
-    def begin(self, step: int, case: Case, ranks: list[int], moved: int | None = None) -> None:
+    def begin(self, step: int, case: CollectiveCase, ranks: list[int], moved: int | None = None) -> None:
         for rank in ranks:
             self.say(rank, "begin", step=step, case=vars(case), ranks=ranks, moved=moved or case.bytes)
 
     def done(self, step: int, rank: int, median: float, *, spread: float = 0.1, correct: bool = True) -> None:
         self.say(rank, "done", step=step, median_s=median, spread=spread, correct=correct)
 
-    def whole(self, step: int, case: Case, medians: dict[int, float], moved: int | None = None) -> None:
+    def whole(self, step: int, case: CollectiveCase, medians: dict[int, float], moved: int | None = None) -> None:
         """A step that all ended: rank to seconds."""
         self.begin(step, case, list(medians), moved)
         for rank, median in medians.items():

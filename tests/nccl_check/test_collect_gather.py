@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.nccl_check import check, gather
-from clustertune.nccl_check.setup import Case
+from clustertune.nccl_check.setup import CollectiveCase
 from tests.nccl_check.documents import Files, setup
 
 MIB = 1 << 20
@@ -16,7 +16,7 @@ MIB = 1 << 20
 def test_the_slowest_rank_counts(tmp_path: Path) -> None:
     """A rank that only hands its data over is done before anything has arrived."""
     files = Files(tmp_path, setup(2))
-    files.whole(1, Case("world", "all_gather", MIB, 20), {0: 0.001, 1: 0.004})
+    files.whole(1, CollectiveCase("world", "all_gather", MIB, 20), {0: 0.001, 1: 0.004})
     part = gather.read_round(tmp_path, files.setup)
     (entry,) = gather.measurements([part])["results"]
     assert entry["algbw_gb_s"] == pytest.approx(MIB / 0.004 / 1e9, rel=1e-5)
@@ -27,7 +27,7 @@ def test_the_slowest_rank_counts(tmp_path: Path) -> None:
 def test_inside_the_nodes_the_slowest_node_counts(tmp_path: Path) -> None:
     """``results`` is what a job on all nodes sees, ``per_node`` says whose fault it is."""
     files = Files(tmp_path, setup(2, 2))
-    case = Case("intra", "all_reduce", MIB, 20)
+    case = CollectiveCase("intra", "all_reduce", MIB, 20)
     files.whole(1, case, {0: 0.001, 1: 0.001})
     files.whole(1, case, {2: 0.010, 3: 0.002})
     found = gather.measurements([gather.read_round(tmp_path, files.setup)])
@@ -38,8 +38,8 @@ def test_inside_the_nodes_the_slowest_node_counts(tmp_path: Path) -> None:
 def test_both_ways_of_a_pair(tmp_path: Path) -> None:
     """The sending node stands first, and all ranks of a node count together."""
     files = Files(tmp_path, setup(2, 2))
-    files.whole(1, Case("pair", "p2p", MIB, 20), dict.fromkeys(range(4), 0.001))
-    files.whole(2, Case("pair", "p2p", MIB, 20, back=True), dict.fromkeys(range(4), 0.002))
+    files.whole(1, CollectiveCase("pair", "p2p", MIB, 20), dict.fromkeys(range(4), 0.001))
+    files.whole(2, CollectiveCase("pair", "p2p", MIB, 20, back=True), dict.fromkeys(range(4), 0.002))
     found = gather.measurements([gather.read_round(tmp_path, files.setup)])["per_pair"]
     assert [(e["nodes"], e["median_s"]) for e in found] == [(["n1", "n2"], 0.001), (["n2", "n1"], 0.002)]
     assert found[0]["busbw_gb_s"] == pytest.approx(MIB / 0.001 / 1e9, rel=1e-5)
@@ -48,8 +48,8 @@ def test_both_ways_of_a_pair(tmp_path: Path) -> None:
 def test_a_second_look_with_more_iterations_counts(tmp_path: Path) -> None:
     """The first try of a size is made to learn how long it takes."""
     files = Files(tmp_path, setup(2))
-    files.whole(1, Case("world", "p2p", MIB, 3), {0: 0.9, 1: 0.9})
-    files.whole(2, Case("world", "p2p", MIB, 20), {0: 0.1, 1: 0.1})
+    files.whole(1, CollectiveCase("world", "p2p", MIB, 3), {0: 0.9, 1: 0.9})
+    files.whole(2, CollectiveCase("world", "p2p", MIB, 20), {0: 0.1, 1: 0.1})
     (entry,) = gather.measurements([gather.read_round(tmp_path, files.setup)])["results"]
     assert (entry["iterations"], entry["median_s"]) == (20, 0.1)
 
@@ -57,7 +57,7 @@ def test_a_second_look_with_more_iterations_counts(tmp_path: Path) -> None:
 def test_a_wrong_value_on_one_rank_is_wrong(tmp_path: Path) -> None:
     """One is enough to ruin a model."""
     files = Files(tmp_path, setup(2))
-    files.begin(1, Case("world", "all_reduce", MIB, 20), [0, 1])
+    files.begin(1, CollectiveCase("world", "all_reduce", MIB, 20), [0, 1])
     files.done(1, 0, 0.1)
     files.done(1, 1, 0.1, correct=False)
     (entry,) = gather.measurements([gather.read_round(tmp_path, files.setup)])["results"]
@@ -67,8 +67,8 @@ def test_a_wrong_value_on_one_rank_is_wrong(tmp_path: Path) -> None:
 def test_the_silent_rank_is_named(tmp_path: Path) -> None:
     """Those that wait say that they waited; the stopped one says nothing. What was measured before is kept."""
     files = Files(tmp_path, setup(3))
-    files.whole(1, Case("world", "all_gather", MIB, 20), dict.fromkeys(range(3), 0.1))
-    files.begin(2, Case("world", "all_reduce", MIB, 20), [0, 1, 2])
+    files.whole(1, CollectiveCase("world", "all_gather", MIB, 20), dict.fromkeys(range(3), 0.1))
+    files.begin(2, CollectiveCase("world", "all_reduce", MIB, 20), [0, 1, 2])
     for rank in (0, 2):
         files.say(rank, "hung", step=2, seconds=10.02)
     for node, codes in enumerate(([3], [None], [3])):
@@ -95,7 +95,7 @@ def test_the_silent_rank_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
     """Its peers only see that the connection closed."""
     files = Files(tmp_path, setup(3))
-    files.begin(1, Case("world", "broadcast", MIB, 20), [0, 1, 2])
+    files.begin(1, CollectiveCase("world", "broadcast", MIB, 20), [0, 1, 2])
     for rank in (0, 1):
         files.say(rank, "failed", step=1, message="RuntimeError: [pair.cc:547] Connection closed by peer [10.0.0.3]:4711")
     for node, codes in enumerate(([4], [4], [-9])):
@@ -108,7 +108,7 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_says_why_is_believed(tmp_path: Path) -> None:
     """Its own fault, not what the others see of it."""
     files = Files(tmp_path, setup(2))
-    files.begin(1, Case("world", "broadcast", MIB, 20), [0, 1])
+    files.begin(1, CollectiveCase("world", "broadcast", MIB, 20), [0, 1])
     files.say(0, "failed", step=1, message="RuntimeError: Connection reset by peer")
     files.say(1, "failed", step=1, message="AcceleratorError: CUDA error: uncorrectable ECC error encountered")
     (entry,), _ = gather.faults([gather.read_round(tmp_path, files.setup)])
@@ -118,7 +118,7 @@ def test_a_rank_that_says_why_is_believed(tmp_path: Path) -> None:
 def test_a_rank_that_says_why_comes_before_the_silent(tmp_path: Path) -> None:
     """NCCL's other ranks wait in their kernels and are killed without a word."""
     files = Files(tmp_path, setup(3))
-    files.begin(1, Case("world", "broadcast", MIB, 20), [0, 1, 2])
+    files.begin(1, CollectiveCase("world", "broadcast", MIB, 20), [0, 1, 2])
     files.say(1, "failed", step=1, message="AcceleratorError: CUDA error: unspecified launch failure")
     for node, codes in enumerate(([None], [4], [None])):
         files.node(node, codes)
@@ -129,7 +129,7 @@ def test_a_rank_that_says_why_comes_before_the_silent(tmp_path: Path) -> None:
 def test_the_end_of_the_time_is_no_hang(tmp_path: Path) -> None:
     """Nobody gave up and nobody died: the launcher ended it. That is left out, not a fault of a link."""
     files = Files(tmp_path, setup(2))
-    files.begin(1, Case("world", "broadcast", MIB, 20), [0, 1])
+    files.begin(1, CollectiveCase("world", "broadcast", MIB, 20), [0, 1])
     files.node(0, [None])
     files.node(1, [None])
     part = gather.read_round(tmp_path, files.setup)
@@ -170,7 +170,7 @@ def test_a_node_that_reached_nobody(tmp_path: Path) -> None:
 def test_a_torn_line_loses_itself_only(tmp_path: Path, torn: str) -> None:
     """A killed rank's last line, or a block of zeros after a power loss."""
     files = Files(tmp_path, setup(2))
-    files.whole(1, Case("world", "p2p", MIB, 20), {0: 0.1, 1: 0.1})
+    files.whole(1, CollectiveCase("world", "p2p", MIB, 20), {0: 0.1, 1: 0.1})
     files.cut(1, torn)
     assert len(gather.measurements([gather.read_round(tmp_path, files.setup)])["results"]) == 1
 
@@ -194,7 +194,7 @@ def test_facts_have_the_names_that_all_else_has(tmp_path: Path) -> None:
 def test_what_a_smaller_group_rounds_is_not_left_out(tmp_path: Path) -> None:
     """Three ranks move whole elements only, a few bytes less than asked for."""
     files = Files(tmp_path, setup(3))
-    files.whole(1, Case("world", "all_gather", MIB, 20), dict.fromkeys(range(3), 0.1), moved=MIB - 4)
+    files.whole(1, CollectiveCase("world", "all_gather", MIB, 20), dict.fromkeys(range(3), 0.1), moved=MIB - 4)
     files.say(0, "left_out", scope="world", collective="all_gather", bytes=MIB, reason="no time was left")
     files.say(0, "left_out", scope="world", collective="all_gather", bytes=4 * MIB, reason="no time was left")
     part = gather.read_round(tmp_path, files.setup)
@@ -204,9 +204,9 @@ def test_what_a_smaller_group_rounds_is_not_left_out(tmp_path: Path) -> None:
 def test_pairs_that_hang_again_are_given_up(tmp_path: Path) -> None:
     """A node that hangs with one hangs with all: each would cost the whole limit."""
     files = Files(tmp_path, setup(4, skip=(("pair", "p2p", 0),)))
-    files.begin(1, Case("pair", "p2p", MIB, 20, turn=1), [0, 3])
+    files.begin(1, CollectiveCase("pair", "p2p", MIB, 20, turn=1), [0, 3])
     files.say(0, "hung", step=1, seconds=10.0)
-    files.whole(1, Case("pair", "p2p", MIB, 20, turn=1), {1: 0.1, 2: 0.1})
+    files.whole(1, CollectiveCase("pair", "p2p", MIB, 20, turn=1), {1: 0.1, 2: 0.1})
     part = gather.read_round(tmp_path, files.setup)
     assert [entry["nodes"] for entry in gather.measurements([part])["per_pair"]] == [["n2", "n3"]]
     following = check.next_setup(part, 100.0, 160.0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clustertune.check import log_found
-from clustertune.check.log_found import Device, Log
+from clustertune.check.log_found import Log, LoggedDevice
 from clustertune.check.log_read import Record, read, records
 from clustertune.nccl_check.judge import headline, judge, judge_log
 from tests.nccl_check.log_maker import PREFIXES, Job, lines, text
@@ -39,7 +39,7 @@ def test_every_version_is_read(version: str) -> None:
     assert set(log.transports) == {"P2P/CUMEM", "NET/IB/GDRDMA"}
     assert log.between().keys() == {"IB"} and set(log.networks) == {"IB"}
     assert {device.name for device in log.adapters["node1"]} == {f"mlx5_{n}:1" for n in range(8)}
-    assert log.bootstrap["node2"] == [Device("eth0", "10.0.0.2")]
+    assert log.bootstrap["node2"] == [LoggedDevice("eth0", "10.0.0.2")]
     assert log.counts["coll"] == 16 and log.counts["p2p"] == 16 and log.rings == 2 and log.trees
     assert "AllGather Ring Simple" in log.algorithms
     assert {edge.device for edge in log.edges} == set(range(8)) and sorted(log.channels) == list(range(8))

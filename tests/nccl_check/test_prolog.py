@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Rule, finding
-from clustertune.cluster.cluster import Cluster
+from clustertune.cluster.cluster import ThrowawayCluster
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.allocation import Allocation
 from clustertune.nccl_check import check, gather, prolog
-from clustertune.nccl_check.setup import Options
+from clustertune.nccl_check.setup import CheckOptions
 from clustertune.nccl_check.target import LocalNode, Nodes
 from tests.command import events
 from tests.launch.machines import machine
@@ -30,11 +30,11 @@ RULE = Rule("a-rule", "something", "it hurts", "https://example.org")
 FAILED = finding(RULE, FAIL, "eth0 is down", "plug it in", where="n2")
 
 
-def verdict(status: str) -> prolog.Verdict:
-    return prolog.Verdict(status, "the headline", Path("x/result.json"), 3.0, (FAILED,) if status == FAIL else ())
+def verdict(status: str) -> prolog.LinkVerdict:
+    return prolog.LinkVerdict(status, "the headline", Path("x/result.json"), 3.0, (FAILED,) if status == FAIL else ())
 
 
-def options(seconds: float, **changes: Any) -> Options:
+def options(seconds: float, **changes: Any) -> CheckOptions:
     return prolog.options_for(seconds, "gloo", "a test", 2, 2, 1, **changes)
 
 
@@ -161,7 +161,7 @@ def test_the_parts_of_its_time_fit(seconds: int) -> None:
 # --- in a job ----------------------------------------------------------------------------------------------------------
 
 
-def job(slurm: Cluster, folder: Path, on_fail: str, gbit: float) -> Job:  # noqa: F811
+def job(slurm: ThrowawayCluster, folder: Path, on_fail: str, gbit: float) -> Job:  # noqa: F811
     """A training whose cluster file asks for the check."""
     file = cluster_file(folder, f"nccl_check: {{seconds: 60, on_fail: {on_fail}}}\n")
     file.write_text(file.read_text().replace("gbit: 1}", f"gbit: {gbit:g}}}"))
@@ -181,7 +181,7 @@ def job(slurm: Cluster, folder: Path, on_fail: str, gbit: float) -> Job:  # noqa
 
 @pytest.mark.jobs
 @pytest.mark.timeout(900)
-def test_a_job_stops_on_a_failed_check(slurm: Cluster, tmp_path: Path) -> None:  # noqa: F811
+def test_a_job_stops_on_a_failed_check(slurm: ThrowawayCluster, tmp_path: Path) -> None:  # noqa: F811
     """A link at a hundredth of what the file says: exit 93 before any rank trains, and it is not started again."""
     slurm.limit("100mbit")
     try:
@@ -199,7 +199,7 @@ def test_a_job_stops_on_a_failed_check(slurm: Cluster, tmp_path: Path) -> None: 
 
 @pytest.mark.jobs
 @pytest.mark.timeout(900)
-def test_a_job_that_is_only_warned_trains(slurm: Cluster, tmp_path: Path) -> None:  # noqa: F811
+def test_a_job_that_is_only_warned_trains(slurm: ThrowawayCluster, tmp_path: Path) -> None:  # noqa: F811
     """The same link under ``warn``: told, and then trained; the report shows it."""
     slurm.limit("100mbit")
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.check.rule import EXIT
-from clustertune.cluster.cluster import Cluster
+from clustertune.cluster.cluster import ThrowawayCluster
 from clustertune.commands import nccl_check
 from clustertune.errors import UserError
 from clustertune.nccl_check import batch
@@ -88,7 +88,7 @@ def cluster_file(folder: Path, extra: str = "") -> Path:
 
 @pytest.mark.jobs
 @pytest.mark.timeout(900)
-def test_on_two_nodes_of_a_real_slurm(slurm: Cluster, tmp_path: Path) -> None:  # noqa: F811
+def test_on_two_nodes_of_a_real_slurm(slurm: ThrowawayCluster, tmp_path: Path) -> None:  # noqa: F811
     """``--submit`` as a user calls it: ranks by srun on both nodes, the verdict and the result on the first."""
     file, out = cluster_file(tmp_path), tmp_path / "out"
     slurm.limit("200mbit")

@@ -15,8 +15,8 @@ import torch
 
 from clustertune.nccl_check import gather, measure
 from clustertune.nccl_check.node import NodeCheck
-from clustertune.nccl_check.probe import Probe
-from clustertune.nccl_check.setup import Case, Setup
+from clustertune.nccl_check.probe import PairProbe
+from clustertune.nccl_check.setup import CollectiveCase, Setup
 from tests.command import REPO
 from tests.nccl_check.documents import setup
 
@@ -58,7 +58,7 @@ def test_every_collective_is_measured_and_right(swept: gather.Round) -> None:
 
 def test_a_wrong_result_is_told() -> None:
     """Whatever the time that it took."""
-    case = Case("world", "all_reduce", KIB, iterations=2)
+    case = CollectiveCase("world", "all_reduce", KIB, iterations=2)
     for right in (True, False):
         operation = measure.Operation(run=lambda: None, fill=lambda: None, check=lambda right=right: right)
         assert measure.measure(case, operation, torch.device("cpu"), agree=float).correct is right
@@ -115,7 +115,7 @@ def test_elements_that_changed_places_are_noticed(a: int, b: int) -> None:
 def test_a_collective_that_did_nothing_is_noticed() -> None:
     """The buffer must not hold the answer from the measurement before."""
     buffers = measure.Buffers.make(1024, torch.device("cpu"))
-    made = measure.make_operation(Case("world", "all_gather", 1024), buffers, None, [0, 1], 0, 1)
+    made = measure.make_operation(CollectiveCase("world", "all_gather", 1024), buffers, None, [0, 1], 0, 1)
     for rank in (0, 1):
         buffers.fill(buffers.second[128 * rank : 128 * (rank + 1)], rank + 1)
     assert made.check(), "this is the answer"
@@ -125,10 +125,10 @@ def test_a_collective_that_did_nothing_is_noticed() -> None:
 
 def test_sizes_are_those_of_nccl_tests() -> None:
     """The whole buffer of an all-gather; what each rank has of an all-reduce; all that a node sends of a pair."""
-    assert measure.bytes_of(Case("world", "all_gather", 1000), 3, 1) == 996
-    assert measure.bytes_of(Case("world", "all_reduce", 1000), 3, 1) == 1000
-    assert measure.bytes_of(Case("pair", "p2p", 1000), 4, 2) == 1000
-    assert measure.bytes_of(Case("world", "reduce_scatter", 4), 64, 8) == 256, "one element for each at least"
+    assert measure.bytes_of(CollectiveCase("world", "all_gather", 1000), 3, 1) == 996
+    assert measure.bytes_of(CollectiveCase("world", "all_reduce", 1000), 3, 1) == 1000
+    assert measure.bytes_of(CollectiveCase("pair", "p2p", 1000), 4, 2) == 1000
+    assert measure.bytes_of(CollectiveCase("world", "reduce_scatter", 4), 64, 8) == 256, "one element for each at least"
 
 
 def test_median_and_spread() -> None:
@@ -152,7 +152,7 @@ def test_median_and_spread() -> None:
 )
 def test_what_is_slower_than_thought_gets_fewer_iterations(each: float, seconds: float, made: tuple[int, int]) -> None:
     """A machine that is busy, or caches that are too small: the time of a case is kept, and nothing is called hung."""
-    assert measure.fitted(Case("world", "all_gather", KIB, 20, 5, seconds=seconds), each) == made
+    assert measure.fitted(CollectiveCase("world", "all_gather", KIB, 20, 5, seconds=seconds), each) == made
 
 
 def test_ranks_agree_on_how_often() -> None:
@@ -166,7 +166,7 @@ def test_ranks_agree_on_how_often() -> None:
         return 1.0
 
     alive: list[int] = []
-    case = Case("world", "all_gather", KIB, 20, 5, seconds=7.5)
+    case = CollectiveCase("world", "all_gather", KIB, 20, 5, seconds=7.5)
     timing = measure.measure(case, operation, torch.device("cpu"), agree, lambda: alive.append(len(made)))
     assert timing.iterations == 5
     assert len(made) == 1 + 1 + 5
@@ -203,7 +203,7 @@ def test_an_interface_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
 @pytest.mark.jobs
 def test_the_probe_of_two_is_right() -> None:
     """The same program that two GPUs run, on gloo."""
-    (entry,) = Probe(2, "gloo", os.environ, pairwise=False).run(60.0)
+    (entry,) = PairProbe(2, "gloo", os.environ, pairwise=False).run(60.0)
     assert (entry["gpus"], entry["status"], entry["message"]) == ([0, 1], "ok", "")
 
 
@@ -213,7 +213,7 @@ def test_a_probe_that_hangs_is_ended(tmp_path: Path) -> None:
     (tmp_path / "torch" / "__init__.py").write_text(
         f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, f'pid-{{os.getpid()}}').touch()\ntime.sleep(600)\n"
     )
-    probe = Probe(4, "gloo", {**os.environ, "PYTHONPATH": str(tmp_path)}, pairwise=True, seconds=3.0)
+    probe = PairProbe(4, "gloo", {**os.environ, "PYTHONPATH": str(tmp_path)}, pairwise=True, seconds=3.0)
     found = probe.run(60.0)
     assert [entry["status"] for entry in found] == ["hung"] * 2 + ["skipped"] * 4
     assert sorted(tuple(entry["gpus"]) for entry in found) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
@@ -226,7 +226,7 @@ def test_a_probe_that_fails_says_how(tmp_path: Path) -> None:
     """The last line of what it said."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('CUDA error: peer access is not supported')\n")
-    (entry,) = Probe(2, "gloo", {**os.environ, "PYTHONPATH": str(tmp_path)}, pairwise=False).run(60.0)
+    (entry,) = PairProbe(2, "gloo", {**os.environ, "PYTHONPATH": str(tmp_path)}, pairwise=False).run(60.0)
     assert entry["status"] == "failed"
     assert "peer access is not supported" in entry["message"]
 

@@ -9,19 +9,19 @@ import pytest
 
 from clustertune.nccl_check import schedule
 from clustertune.nccl_check.result import COLLECTIVES, bus_factor
-from clustertune.nccl_check.schedule import Schedule, members, shapes, tournament
-from clustertune.nccl_check.setup import Case, Setup
+from clustertune.nccl_check.schedule import CaseSchedule, members, shapes, tournament
+from clustertune.nccl_check.setup import CollectiveCase, Setup
 from tests.nccl_check.documents import setup
 
 MIB = 1 << 20
 
 
 def play(
-    wanted: Setup, gb_s: Callable[[Case], float], *, seconds: float = 60.0, latency: float = 1e-4, room: int = 1 << 40
-) -> tuple[list[Case], list[tuple[str, str, int, str]], float]:
+    wanted: Setup, gb_s: Callable[[CollectiveCase], float], *, seconds: float = 60.0, latency: float = 1e-4, room: int = 1 << 40
+) -> tuple[list[CollectiveCase], list[tuple[str, str, int, str]], float]:
     """The cases of a round on links of a rate; what was left out; and the time that it took."""
     now = [0.0]
-    made = Schedule(wanted, lambda: now[0], seconds, room)
+    made = CaseSchedule(wanted, lambda: now[0], seconds, room)
     cases, run = [], made.run()
     try:
         case = next(run)
@@ -34,7 +34,7 @@ def play(
         return cases, made.left_out, now[0]
 
 
-def even(rate: float) -> Callable[[Case], float]:
+def even(rate: float) -> Callable[[CollectiveCase], float]:
     return lambda _case: rate
 
 

@@ -10,7 +10,7 @@ import pytest
 from clustertune.config.cluster import load_cluster
 from clustertune.launch.environment import environment
 from clustertune.nccl_check import tune
-from clustertune.nccl_check.tune import Candidate
+from clustertune.nccl_check.tune import TuneCandidate
 from tests.command import REPO
 from tests.launch.machines import machine
 from tests.nccl_check.test_result import document
@@ -25,8 +25,8 @@ def nic(name: str, **more: Any) -> dict[str, Any]:
 
 def made(baseline: list[float], *others: list[float], failed: str = "") -> dict[str, Any]:
     """The part of a document, of repeats."""
-    tried = [Candidate({"NCCL_X": str(n)}, values, failed) for n, values in enumerate(others)]
-    return tune._document("world", 1 << 20, Candidate({}, baseline), tried, "")
+    tried = [TuneCandidate({"NCCL_X": str(n)}, values, failed) for n, values in enumerate(others)]
+    return tune._document("world", 1 << 20, TuneCandidate({}, baseline), tried, "")
 
 
 def test_sockets_are_tried_within_nccls_limit() -> None:

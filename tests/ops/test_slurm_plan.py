@@ -24,7 +24,7 @@ from clustertune.ops.slurm import applying
 from clustertune.ops.slurm.applying import apply_plan
 from clustertune.ops.slurm.judge import RULES, judge
 from clustertune.ops.slurm.node import NodeFacts, PathState
-from clustertune.ops.slurm.planning import Plan, make_plan
+from clustertune.ops.slurm.planning import SlurmPlan, make_plan
 from clustertune.ops.slurm.reading import entries, hide, losses
 from clustertune.ops.slurm.texts import MUNGE_KEY, Version
 from tests.command import REPO, run
@@ -39,7 +39,7 @@ def rno() -> Cluster:
     return load_cluster(RNO)
 
 
-def plan(cluster: Cluster, root: Path, node: str = NODE, **more: Any) -> Plan:
+def plan(cluster: Cluster, root: Path, node: str = NODE, **more: Any) -> SlurmPlan:
     return make_plan(cluster, choose_node(cluster, node), root=root, **more)
 
 
@@ -556,7 +556,7 @@ def test_the_password_of_a_foreign_slurmdbd_is_not_shown(rno: Cluster, tmp_path:
 # --- the steps ------------------------------------------------------------------------------------------------------------
 
 
-def commands(made: Plan) -> list[str]:
+def commands(made: SlurmPlan) -> list[str]:
     return [line for step in made.steps() for line in step.commands]
 
 

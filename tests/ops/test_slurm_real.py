@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.cluster.cluster import Failed
+from clustertune.cluster.cluster import ClusterFailed
 from clustertune.cluster.rehearsal import shape, try_out
 from clustertune.cluster.spec import search_path
 from clustertune.config.cluster import load_cluster
@@ -77,7 +77,7 @@ def test_a_job_with_every_gpu_of_both_nodes(reference: Slurm, tmp_path: Path) ->
 @pytest.mark.parametrize("options", [["--gpus-per-node=9"], ["--gpus-per-node=h100:1"], ["--mem=3823G"], ["--nodes=3"]])
 def test_what_can_never_run_is_refused_at_once(options: list[str], reference: Slurm, tmp_path: Path) -> None:
     """EnforcePartLimits: a job that waits for ever looks like a busy cluster."""
-    with pytest.raises(Failed):
+    with pytest.raises(ClusterFailed):
         reference.submit(script(tmp_path, "true"), options=options)
 
 

@@ -12,9 +12,9 @@ import pytest
 from clustertune.check.rule import FAIL, PASS, STORAGE, UNKNOWN, WARN, checks, exit_code
 from clustertune.config.cluster import load_cluster
 from clustertune.ops.storage import judge
-from clustertune.ops.storage.layout import Layout, layout
+from clustertune.ops.storage.layout import StorageLayout, layout
 from clustertune.ops.storage.look import Facts, MountState
-from clustertune.ops.storage.points import Point
+from clustertune.ops.storage.points import MountPoint
 from tests import tree
 
 TIB = 1 << 40
@@ -43,7 +43,7 @@ def place(path: str, **more: Any) -> MountState:
     return replace(found, **more)
 
 
-def wanted() -> Layout:
+def wanted() -> StorageLayout:
     return layout(load_cluster("rno-rtxpro6000"), "rno-it-gpu0007-1")
 
 
@@ -62,7 +62,7 @@ def healthy() -> Facts:
         pool=place("/pool", fstype="fuse.mergerfs", source="pool"),
         xattrs=dict(XATTRS),
         servers={"10.21.133.39": "ok"},
-        points=[Point(mount.target, "folder", (), True, mounted=True) for mount in of.mounts],
+        points=[MountPoint(mount.target, "folder", (), True, mounted=True) for mount in of.mounts],
         folders={f"/pool/{name}": {"mode": 0o1777, "group": "root"} for name in of.names},
         serves=True,
         etab=ETAB,
@@ -166,11 +166,16 @@ FAULTS: list[tuple[Callable[[Facts], Any], str, str, str]] = [
     (xattr("minfreespace", "4G"), "pool-options", WARN, "minfreespace is 4G"),
     (xattr("moveonenospc", "false"), "pool-options", WARN, "moveonenospc is false"),
     (xattr("category.create", "ff"), "pool-options", WARN, "category.create is ff"),
-    (lambda facts: facts.points.append(Point("/x", "folder", (), False)), "mount-point-immutable", WARN, "root can write"),
-    (lambda facts: facts.points.append(Point("/x", "folder", ("a",), True, True)), "mount-point-immutable", WARN, "hidden now"),
-    (lambda facts: facts.points.append(Point("/x", "absent")), "mount-point-immutable", WARN, "absent"),
-    (lambda facts: facts.points.append(Point("/x", "link", leads="/y")), "mount-point-immutable", WARN, "leads to /y"),
-    (lambda facts: facts.points.append(Point("/x", "unknown")), "mount-point-immutable", UNKNOWN, "only root"),
+    (lambda facts: facts.points.append(MountPoint("/x", "folder", (), False)), "mount-point-immutable", WARN, "root can write"),
+    (
+        lambda facts: facts.points.append(MountPoint("/x", "folder", ("a",), True, True)),
+        "mount-point-immutable",
+        WARN,
+        "hidden now",
+    ),
+    (lambda facts: facts.points.append(MountPoint("/x", "absent")), "mount-point-immutable", WARN, "absent"),
+    (lambda facts: facts.points.append(MountPoint("/x", "link", leads="/y")), "mount-point-immutable", WARN, "leads to /y"),
+    (lambda facts: facts.points.append(MountPoint("/x", "unknown")), "mount-point-immutable", UNKNOWN, "only root"),
     (lambda facts: facts.folders.update({"/pool/logs": {"mode": 0o755, "group": "root"}}), "shared-folders", WARN, "mode 0755"),
     (lambda facts: facts.folders.update({"/pool/logs": {"errno": "ENOENT"}}), "shared-folders", FAIL, "does not exist"),
     (lambda facts: facts.stale.append("/etc/fstab is not what"), "files-current", WARN, "/etc/fstab"),

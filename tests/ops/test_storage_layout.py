@@ -13,14 +13,14 @@ import pytest
 from clustertune.config.cluster import load_cluster
 from clustertune.errors import UserError
 from clustertune.ops.storage import etab, plan
-from clustertune.ops.storage.layout import Layout, layout
+from clustertune.ops.storage.layout import StorageLayout, layout
 from tests.ops.node import cluster_file, node
 
 GIB = 1 << 30
 RNO = ("rno-it-gpu0006-1", "rno-it-gpu0007-1", "rno-it-gpu0008-1")
 
 
-def lines(of: Layout) -> list[str]:
+def lines(of: StorageLayout) -> list[str]:
     return [mount.line for mount in of.mounts]
 
 
@@ -44,7 +44,7 @@ def made(
     network: dict[str, Any] | None = None,
     compute: dict[str, Any] | None = None,
     **storage: Any,
-) -> Layout:
+) -> StorageLayout:
     """The layout of the machine "two" of a cluster in which each of two has a brick, with some facts changed."""
     bricks = bricks or TWO
     owners = {brick["node"] for brick in bricks}
@@ -215,7 +215,7 @@ def test_a_cluster_without_bricks(tmp_path: Path) -> None:
 # --- what systemd says -------------------------------------------------------------------------------------------------
 
 
-def asked(text: str, of: Layout, old: str = "") -> list[str]:
+def asked(text: str, of: StorageLayout, old: str = "") -> list[str]:
     said = plan.complaints(old.encode(), text.encode(), of.mounts)
     if said is None:
         pytest.skip("needs systemd-fstab-generator and systemd-analyze")

@@ -14,13 +14,13 @@ import pytest
 
 from clustertune.config.cluster import load_cluster
 from clustertune.config.cluster_schema import Container
-from clustertune.config.overrides import Source, share
+from clustertune.config.overrides import RecipeSource, share
 from clustertune.config.resolve import resolve
 from clustertune.plan import advise as advisor
 from clustertune.plan.advise import Advice, Candidate, Goal, advise, candidates
 from clustertune.plan.constants import Constants
 from clustertune.plan.lengths import Lengths
-from clustertune.plan.machine import Machine, machine
+from clustertune.plan.machine import PlanMachine, machine
 from clustertune.plan.predict import make_plan, make_shape, read_strategy
 from clustertune.plan.strategy import Strategy
 from clustertune.plan.tables import ROWS
@@ -67,7 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def where(tmp_path: Path) -> Callable[[int], Machine]:
+def where(tmp_path: Path) -> Callable[[int], PlanMachine]:
     """The machine of so many nodes of a cluster of 4 with 8 H100 each."""
     cluster = load_cluster(str(write_cluster(tmp_path / "hgx.yaml", nodes=4)))
     return lambda nodes: machine(cluster, nodes=nodes)
@@ -80,13 +80,15 @@ def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clustertune.plan.advise.RATIOS", (0.0, 0.5, 1.0))
 
 
-def ask(source: Source, place: Machine, goal: Goal = "time", lengths: Lengths | None = None, nodes: Any = None) -> Advice:
+def ask(
+    source: RecipeSource, place: PlanMachine, goal: Goal = "time", lengths: Lengths | None = None, nodes: Any = None
+) -> Advice:
     return advise(
         source, place, Constants(), nodes=nodes or [source.resolved.recipe.slurm.nodes], goal=goal, lengths=lengths
     )  # fmt: skip
 
 
-def check(advice: Advice, source: Source, place: Machine, lengths: Lengths | None = None) -> int:
+def check(advice: Advice, source: RecipeSource, place: PlanMachine, lengths: Lengths | None = None) -> int:
     """Of each sort the printed line gives the strategy, the step time and the memory that stand beside it."""
     named = advisor.overrides(advice, source)
     sorts = {_sort(option.strategy): option for option in reversed(advice.fitting)}
@@ -135,10 +137,10 @@ def _sort(used: Strategy) -> tuple[object, ...]:
 
 @pytest.mark.usefixtures("few_sizes")
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_printed_gives_what_is_advised(name: str, tmp_path: Path, where: Callable[[int], Machine]) -> None:
+def test_what_is_printed_gives_what_is_advised(name: str, tmp_path: Path, where: Callable[[int], PlanMachine]) -> None:
     """A line that selects another strategy than the one that won sends people into a queue for nothing."""
     case = CASES[name]
-    source = Source(resolve(write_recipe(tmp_path / "recipe", **case)))
+    source = RecipeSource(resolve(write_recipe(tmp_path / "recipe", **case)))
     lengths = Lengths((100, 500, 1500), "test")
     place = where(case.get("nodes", 1))
     advice = ask(source, place, lengths=lengths)
@@ -149,9 +151,9 @@ def test_what_is_printed_gives_what_is_advised(name: str, tmp_path: Path, where:
     assert found >= (one if case.get("gpus") == 1 else many), (found, advice.refused)
 
 
-def test_the_reference_recipe_finds_what_its_page_predicts(where: Callable[[int], Machine]) -> None:
+def test_the_reference_recipe_finds_what_its_page_predicts(where: Callable[[int], PlanMachine]) -> None:
     """405B LoRA on 2 x 8 RTX PRO 6000: no weights over Ethernet, a base of 4 bits; TP x PP beats bf16 FSDP."""
-    source = Source(resolve("llama405b-oasst2"))
+    source = RecipeSource(resolve("llama405b-oasst2"))
     place = machine(load_cluster(REFERENCE))
     advice = ask(source, place)
     check(advice, source, place)
@@ -165,10 +167,10 @@ def test_the_reference_recipe_finds_what_its_page_predicts(where: Callable[[int]
 
 
 @pytest.mark.usefixtures("few_sizes")
-def test_overrides_that_were_given_stay(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+def test_overrides_that_were_given_stay(tmp_path: Path, where: Callable[[int], PlanMachine]) -> None:
     """What was planned with train.max_length=1024 is advised with it, and what a change replaces is said once."""
     given = ("train.max_length=1024", "train.per_device_train_batch_size=2", "slurm.nodes=2")
-    source = Source(resolve(write_recipe(tmp_path / "recipe"), given), given)
+    source = RecipeSource(resolve(write_recipe(tmp_path / "recipe"), given), given)
     advice = ask(source, where(4), nodes=[2, 4])
     check(advice, source, where(4))
     for arguments in advisor.overrides(advice, source).values():
@@ -177,10 +179,10 @@ def test_overrides_that_were_given_stay(tmp_path: Path, where: Callable[[int], M
 
 
 @pytest.mark.usefixtures("few_sizes")
-def test_more_nodes_are_advised_with_their_number(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+def test_more_nodes_are_advised_with_their_number(tmp_path: Path, where: Callable[[int], PlanMachine]) -> None:
     """Ranked by time the larger job wins here, by money the smaller; the line says slurm.nodes."""
     recipe = write_recipe(tmp_path / "recipe", train={"global_batch_size": 512})
-    source = Source(resolve(recipe))
+    source = RecipeSource(resolve(recipe))
     fast, cheap = (ask(source, where(4), goal, nodes=[1, 4]) for goal in ("time", "cost"))  # type: ignore[arg-type]
     assert fast.fitting[0].strategy.nodes == 4 and cheap.fitting[0].strategy.nodes == 1
     assert "slurm.nodes=4" in advisor.overrides(fast, source)[fast.fitting[0].candidate.family]
@@ -188,9 +190,9 @@ def test_more_nodes_are_advised_with_their_number(tmp_path: Path, where: Callabl
 
 
 @pytest.mark.usefixtures("few_sizes")
-def test_each_goal_ranks_by_its_own_quantity(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+def test_each_goal_ranks_by_its_own_quantity(tmp_path: Path, where: Callable[[int], PlanMachine]) -> None:
     """Time by seconds, cost by GPU-seconds, memory by bytes; the winner has no reason to lose, all others have one."""
-    source = Source(resolve(write_recipe(tmp_path / "recipe")))
+    source = RecipeSource(resolve(write_recipe(tmp_path / "recipe")))
     keys = {
         "time": lambda o: o.step_s, "cost": lambda o: o.step_s * o.strategy.world_size, "memory": lambda o: o.needed,
     }  # fmt: skip
@@ -207,9 +209,9 @@ def test_each_goal_ranks_by_its_own_quantity(tmp_path: Path, where: Callable[[in
 
 
 @pytest.mark.usefixtures("few_sizes")
-def test_the_best_of_a_family_is_kept(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+def test_the_best_of_a_family_is_kept(tmp_path: Path, where: Callable[[int], PlanMachine]) -> None:
     """A family has one line: the fastest of its micro batches and shares of recomputation that fit."""
-    source = Source(resolve(write_recipe(tmp_path / "recipe")))
+    source = RecipeSource(resolve(write_recipe(tmp_path / "recipe")))
     best = next(o for o in ask(source, where(1)).fitting if o.candidate.family == "FSDP2")
     for micro in (1, 4):
         for ratio in (0, 0.5, 1):
@@ -219,23 +221,23 @@ def test_the_best_of_a_family_is_kept(tmp_path: Path, where: Callable[[int], Mac
 
 
 @pytest.mark.usefixtures("few_sizes")
-def test_what_the_libraries_refuse_is_no_candidate(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+def test_what_the_libraries_refuse_is_no_candidate(tmp_path: Path, where: Callable[[int], PlanMachine]) -> None:
     """Context parallelism of packed sequences is refused by the recipe's own checks, a batch that does not divide too."""
-    packed = ask(Source(resolve(write_recipe(tmp_path / "packed"))), where(1))
+    packed = ask(RecipeSource(resolve(write_recipe(tmp_path / "packed"))), where(1))
     assert not any(o.strategy.cp > 1 for o in [*packed.fitting, *packed.losing])
     assert "drops what keeps packed conversations apart" in packed.refused["CP 2 x FSDP2 4"]
-    padded = ask(Source(resolve(write_recipe(tmp_path / "padded", train={"packing": False}))), where(1))
+    padded = ask(RecipeSource(resolve(write_recipe(tmp_path / "padded", train={"packing": False}))), where(1))
     assert any(o.strategy.cp > 1 for o in [*padded.fitting, *padded.losing])
-    small = Source(resolve(write_recipe(tmp_path / "small", train={"global_batch_size": 8})))
+    small = RecipeSource(resolve(write_recipe(tmp_path / "small", train={"global_batch_size": 8})))
     advice = ask(small, where(4), nodes=[4])
     assert "no multiple of 32" in advice.refused["FSDP2"]
     assert all(option.strategy.data_parallel_size <= 8 for option in advice.fitting) and advice.fitting
 
 
 @pytest.mark.usefixtures("few_sizes")
-def test_a_nodes_ram_counts(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+def test_a_nodes_ram_counts(tmp_path: Path, where: Callable[[int], PlanMachine]) -> None:
     """Offloading what the hosts have no room for is no way out."""
-    source = Source(resolve(write_recipe(tmp_path / "recipe")))
+    source = RecipeSource(resolve(write_recipe(tmp_path / "recipe")))
     plenty = ask(source, where(1))
     short = ask(source, replace(where(1), host_bytes=60e9))
     name = "FSDP2 with CPU offload"
@@ -243,7 +245,7 @@ def test_a_nodes_ram_counts(tmp_path: Path, where: Callable[[int], Machine]) -> 
     assert "RAM" in next(option.why for option in short.losing if option.candidate.family == name)
 
 
-def test_the_strategy_table_of_the_sources_is_covered(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+def test_the_strategy_table_of_the_sources_is_covered(tmp_path: Path, where: Callable[[int], PlanMachine]) -> None:
     """7B to 405B and mixtures: DDP, ZeRO, FSDP2, HSDP, TP x FSDP2, TP x PP, interleaved, EP, offload, NF4."""
     wanted = {
         "lora": ("DDP bf16", "DDP nf4", "ZeRO-1 bf16", "ZeRO-2 bf16", "FSDP2 bf16", "HSDP 8 x 2 nf4", "TP 8 x FSDP2 2 bf16"),
@@ -254,15 +256,15 @@ def test_the_strategy_table_of_the_sources_is_covered(tmp_path: Path, where: Cal
     cases: dict[str, dict[str, Any]] = {"lora": {"lora": LORA_SECTION}, "full": {}, "mixture": {"model": EXPERTS}}
     for name, changes in cases.items():
         recipe = write_recipe(tmp_path / name, **({"nodes": 2, "model": LLAMA_8B} | changes))
-        advice = ask(Source(resolve(recipe)), where(2))
+        advice = ask(RecipeSource(resolve(recipe)), where(2))
         assert 150 < advice.searched < 2000, "enough to cover the table, few enough for three seconds"
         found = {option.candidate.family for option in [*advice.fitting, *advice.losing]}
         assert found >= set(wanted[name]), (set(wanted[name]) - found, advice.refused)
 
 
-def test_interleaved_pipelines_take_whole_rounds(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+def test_interleaved_pipelines_take_whole_rounds(tmp_path: Path, where: Callable[[int], PlanMachine]) -> None:
     """Megatron-Core's interleaved schedule wants a number of micro batches that the stages divide."""
-    source = Source(resolve(write_recipe(tmp_path / "recipe", nodes=2)))
+    source = RecipeSource(resolve(write_recipe(tmp_path / "recipe", nodes=2)))
     shape = make_shape(source.resolved, read_strategy(source.resolved))
     found = [c for c in candidates(source, shape.counted, where(2), [2]) if isinstance(c, Candidate)]
     interleaved = [c.strategy for c in found if c.strategy.virtual > 1]
@@ -283,10 +285,10 @@ def test_a_share_of_layers_is_whole_layers(tmp_path: Path) -> None:
 
 def test_of_options_that_are_alike_the_emptier_gpu_wins() -> None:
     """1 % is less than the model knows; 88 of 95 GiB is a risk that 63 is not. 5 % is a difference."""
-    from clustertune.plan.advise import Option, _ranked
+    from clustertune.plan.advise import CostedCandidate, _ranked
 
-    def option(seconds: float, needed: float) -> Option:
-        return Option(candidate=None, step_s=seconds, needed=needed, fits=True, why="")  # type: ignore[arg-type]
+    def option(seconds: float, needed: float) -> CostedCandidate:
+        return CostedCandidate(candidate=None, step_s=seconds, needed=needed, fits=True, why="")  # type: ignore[arg-type]
 
     full, roomy, slow = option(1.0, 88.0), option(1.01, 63.0), option(1.05, 10.0)
     assert _ranked([full, slow, roomy], "time") == [roomy, full, slow]
@@ -294,30 +296,30 @@ def test_of_options_that_are_alike_the_emptier_gpu_wins() -> None:
 
 def test_of_options_that_are_alike_the_plainer_one_wins() -> None:
     """Nobody quantises the base or moves it to the host for a step that is no faster."""
-    from clustertune.plan.advise import Option, _ranked
+    from clustertune.plan.advise import CostedCandidate, _ranked
 
     plain, offloaded = (
-        Option(candidate=None, step_s=1.0, needed=needed, fits=True, why="", burdens=burdens)  # type: ignore[arg-type]
+        CostedCandidate(candidate=None, step_s=1.0, needed=needed, fits=True, why="", burdens=burdens)  # type: ignore[arg-type]
         for needed, burdens in ((60.0, 0), (30.0, 1))
     )
     assert _ranked([offloaded, plain], "time") == [plain, offloaded]
 
 
 @pytest.mark.usefixtures("few_sizes")
-def test_what_is_quantised_or_offloaded_is_told_apart(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+def test_what_is_quantised_or_offloaded_is_told_apart(tmp_path: Path, where: Callable[[int], PlanMachine]) -> None:
     """The count of burdens is what the ranking goes by; a recipe that is quantised itself is no worse for it."""
     case = CASES["70B LoRA"]
     for name, train, expected in (("plain", {}, 2), ("quantised", QLORA, 1)):
-        source = Source(resolve(write_recipe(tmp_path / name, **(case | {"train": train}))))
+        source = RecipeSource(resolve(write_recipe(tmp_path / name, **(case | {"train": train}))))
         found = {o.candidate.family: o.burdens for o in ask(source, where(2)).fitting}
         assert found["FSDP2 with CPU offload nf4"] == expected and found["FSDP2 nf4"] == expected - 1
 
 
 @pytest.mark.usefixtures("few_sizes")
-def test_what_is_not_started_here_stands_below_the_line(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+def test_what_is_not_started_here_stands_below_the_line(tmp_path: Path, where: Callable[[int], PlanMachine]) -> None:
     """A line that can be planned and not run leaves a person where they were; the image in the cluster file makes it run."""
     recipe = write_recipe(tmp_path / "recipe", **CASES["70B LoRA"])
-    advice = ask(Source(resolve(recipe)), where(2))
+    advice = ask(RecipeSource(resolve(recipe)), where(2))
     file = tmp_path / "hgx.yaml"
     plain = load_cluster(str(file))
     image = {"runtime": "apptainer", "image": "/images/train.sif", "megatron": "/images/megatron.sif"}
@@ -332,7 +334,7 @@ def test_what_is_not_started_here_stands_below_the_line(tmp_path: Path, where: C
 
 
 @pytest.mark.usefixtures("few_sizes")
-def test_a_winner_says_what_it_saves(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+def test_a_winner_says_what_it_saves(tmp_path: Path, where: Callable[[int], PlanMachine]) -> None:
     """Hours and money first; what the model cannot tell from the recipe is no gain, and nothing is 0.97 times slower."""
     train = {"max_steps": 2000, "activation_checkpointing": None}
     recipe = write_recipe(tmp_path / "recipe", train=train, activation_checkpointing={"ratio": 1}, nodes=1)
@@ -344,10 +346,10 @@ def test_a_winner_says_what_it_saves(tmp_path: Path, where: Callable[[int], Mach
 
 
 @pytest.mark.usefixtures("few_sizes")
-def test_a_pipeline_of_126_layers_counts_embedding_and_loss(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+def test_a_pipeline_of_126_layers_counts_embedding_and_loss(tmp_path: Path, where: Callable[[int], PlanMachine]) -> None:
     """Llama 405B over 8 stages, as Megatron-Bridge cuts it."""
     large = LLAMA_70B | {"num_hidden_layers": 126, "hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128}
-    source = Source(resolve(write_recipe(tmp_path / "recipe", model=large, lora=LORA_SECTION, nodes=4)))
+    source = RecipeSource(resolve(write_recipe(tmp_path / "recipe", model=large, lora=LORA_SECTION, nodes=4)))
     place = where(4)
     advice = ask(source, place)
     found = {option.candidate.family: option for option in advice.fitting}

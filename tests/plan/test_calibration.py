@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.counted import Counted
+from clustertune.config.counted import ParameterCount
 from clustertune.errors import ExitCode, UserError
 from clustertune.plan import memory
 from clustertune.plan.calibration import IDENTIFIED, PRIOR, CalibratedRun, Fit, Observation, fit, read, store
 from clustertune.plan.constants import Constants
-from clustertune.plan.machine import Machine
-from clustertune.plan.shape import Shape
+from clustertune.plan.machine import PlanMachine
+from clustertune.plan.shape import ModelShape
 from clustertune.plan.step import step
 from tests.plan.world import counted, machine, mixture, shape
 
@@ -29,11 +29,11 @@ WAITING = machine(peak_flops=1e18, hbm_bytes_per_s=1e15)
 
 
 def run(
-    true: Constants, at: Machine, *, name: str = "run", of: Counted | None = None, memory_too: bool = False, noise: float = 0.0,
-    **changes: Any,
+    true: Constants, at: PlanMachine, *, name: str = "run", of: ParameterCount | None = None,
+    memory_too: bool = False, noise: float = 0.0, **changes: Any,
 ) -> Observation:  # fmt: skip
     """A run of 20 steps on a machine whose true constants are given."""
-    here: Shape = shape(of or counted(), **changes)
+    here: ModelShape = shape(of or counted(), **changes)
 
     def predict(constants: Constants) -> tuple[float, float]:
         return step(here, at, constants).seconds, max(moment.bytes for moment in memory.moments(here, constants))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clustertune.plan.compute import flops, micro_batch
-from clustertune.plan.shape import Shape
+from clustertune.plan.shape import ModelShape
 from tests.plan.world import (
     ADAPTERS,
     HBM,
@@ -33,7 +33,7 @@ SCORES = 2 * 4 * (16 + 16) * 512 / 2
 SPEED = 0.5 * PEAK
 
 
-def seconds(of: Shape, prefix: str = "") -> dict[str, float]:
+def seconds(of: ModelShape, prefix: str = "") -> dict[str, float]:
     """Seconds of the parts whose name begins so; forward and backward of one name together."""
     found: dict[str, float] = {}
     work = micro_batch(of, machine(), constants())

@@ -15,7 +15,7 @@ from clustertune.errors import UserError
 from clustertune.plan import document, explanation
 from clustertune.plan.constants import Constants
 from clustertune.plan.lengths import Lengths
-from clustertune.plan.machine import Link, Machine
+from clustertune.plan.machine import Link, PlanMachine
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.plan.term import Term, number, quantity
 from tests.plan.test_advise import EXPERTS, NF4
@@ -32,7 +32,7 @@ ROWS = Lengths((500,), "test")
 TRAIN = {"save_strategy": "steps", "save_steps": 10, "eval_strategy": "steps", "eval_steps": 10}
 
 
-def planned(folder: Path, at: Machine | None = None, given: Constants | None = None, **recipe: Any) -> Plan:
+def planned(folder: Path, at: PlanMachine | None = None, given: Constants | None = None, **recipe: Any) -> Plan:
     recipe["train"] = TRAIN | recipe.get("train", {})
     return make_plan(resolve(write_recipe(folder, **recipe)), at or machine(), given or constants(), lengths=ROWS)
 
@@ -178,7 +178,7 @@ SLOW = Link(1e8, 1e9, "measured", "check", 0.0)
     ],
 )  # fmt: skip
 def test_the_bottleneck_is_the_largest_part(
-    expected: str, at: Machine, given: Constants, recipe: dict[str, Any], tmp_path: Path
+    expected: str, at: PlanMachine, given: Constants, recipe: dict[str, Any], tmp_path: Path
 ) -> None:  # fmt: skip
     """One sentence that follows what takes the time, or why nothing starts."""
     plan = planned(tmp_path / "recipe", at, given, **recipe)

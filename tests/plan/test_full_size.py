@@ -17,7 +17,7 @@ import pytest
 from clustertune.config.parameters import count
 from clustertune.plan import memory
 from clustertune.plan.constants import Constants
-from clustertune.plan.shape import Shape
+from clustertune.plan.shape import ModelShape
 from tests.tree import REPO
 from tools.planner_grade.case import case as published_case
 from tools.planner_grade.data import published_models, published_runs
@@ -60,7 +60,7 @@ def predict(model: str, recomputed: int, loop: bool, layers: int = LAYERS) -> li
     assert counted is not None
     run = published_runs()["idris-h100-72b"].model_copy(update={"compiled": False, "checkpointed": recomputed / LAYERS})
     used = replace(published_case(run).shape.strategy, half_loss=loop, holds_logits=loop, ends_apart=not loop)
-    return memory.moments(Shape(counted, used, counted.total, 0), Constants())
+    return memory.moments(ModelShape(counted, used, counted.total, 0), Constants())
 
 
 def compare(cases: list[tuple[str, int, bool]], measured: list[dict[str, int]]) -> None:

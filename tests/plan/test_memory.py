@@ -12,7 +12,7 @@ from clustertune.plan import memory
 from clustertune.plan.host import RANK_HOST_BYTES, host_parts, save_copy
 from clustertune.plan.memory import Moment
 from clustertune.plan.predict import make_shape, read_strategy
-from clustertune.plan.shape import Shape
+from clustertune.plan.shape import ModelShape
 from tests.plan.world import (
     ADAPTERS,
     ENDS,
@@ -40,7 +40,7 @@ QUANTISED = {**LORA, "weight_bytes": 0.5, "gather_bytes": 0.5}
 LOSS, BACKWARD, UPDATE = range(3)
 
 
-def parts(of: Shape, moment: int, **changes: Any) -> dict[str, float]:
+def parts(of: ModelShape, moment: int, **changes: Any) -> dict[str, float]:
     """Bytes by part; parts of one name together."""
     found: dict[str, float] = {}
     for term in memory.moments(of, constants(**changes))[moment].parts:
@@ -81,7 +81,7 @@ def test_a_quantised_base_leaves_embedding_and_head() -> None:
     assert found["weights"] < parts(shape(**LORA), UPDATE)["weights"]
 
 
-def gathered(of: Shape, moment: int = LOSS) -> float:
+def gathered(of: ModelShape, moment: int = LOSS) -> float:
     return sum(value for name, value in parts(of, moment).items() if name.startswith("gathered"))
 
 
@@ -109,7 +109,7 @@ def test_gradients_between_micro_batches(changes: dict[str, Any], more: float) -
     assert two - one == pytest.approx(more)
 
 
-def activations(of: Shape) -> float:
+def activations(of: ModelShape) -> float:
     """Bytes at the loss of what layers keep for backward, whole or recomputed."""
     return sum(value for name, value in parts(of, LOSS).items() if name.endswith("activations"))
 

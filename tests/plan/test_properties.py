@@ -12,9 +12,9 @@ from clustertune.plan import memory
 from clustertune.plan.compute import flops
 from clustertune.plan.constants import Constants
 from clustertune.plan.lengths import Lengths
-from clustertune.plan.machine import Machine
+from clustertune.plan.machine import PlanMachine
 from clustertune.plan.predict import real_length
-from clustertune.plan.shape import Shape
+from clustertune.plan.shape import ModelShape
 from clustertune.plan.step import Step, step
 from tests.plan.world import LORA, WHOLE, machine, mixture, shape
 
@@ -57,23 +57,23 @@ def distributed(kind: str, world: int = 16) -> dict[str, Any]:
     }[kind]  # fmt: skip
 
 
-def made(kind: str, lora: bool, sizes: dict[str, Any], world: int = 16, **changes: Any) -> Shape:
+def made(kind: str, lora: bool, sizes: dict[str, Any], world: int = 16, **changes: Any) -> ModelShape:
     values = distributed(kind, world) | sizes | (LORA if lora else {}) | changes
     return shape(mixture() if kind == "experts" else None, **values)
 
 
-def timed(of: Shape, at: Machine, constants: Constants | None = None) -> Step:
+def timed(of: ModelShape, at: PlanMachine, constants: Constants | None = None) -> Step:
     return step(of, at, constants or Constants())
 
 
-def peak(of: Shape) -> float:
+def peak(of: ModelShape) -> float:
     return max(moment.bytes for moment in memory.moments(of, Constants()))
 
 
 @FEW
 @given(KINDS, st.booleans(), SIZES, MACHINES, st.floats(1.0, 10.0))
 def test_a_better_machine_is_never_slower(
-    kind: str, lora: bool, sizes: dict[str, Any], at: Machine, factor: float
+    kind: str, lora: bool, sizes: dict[str, Any], at: PlanMachine, factor: float
 ) -> None:  # fmt: skip
     """More bandwidth, inside or between nodes, of the memory, or more FLOP/s."""
     of = made(kind, lora, sizes)
@@ -90,7 +90,7 @@ def test_a_better_machine_is_never_slower(
 
 @FEW
 @given(KINDS, st.booleans(), SIZES, MACHINES)
-def test_a_step_is_at_least_its_floors(kind: str, lora: bool, sizes: dict[str, Any], at: Machine) -> None:
+def test_a_step_is_at_least_its_floors(kind: str, lora: bool, sizes: dict[str, Any], at: PlanMachine) -> None:
     """What the GPUs compute at their peak, and what each network carries; all parts are positive and sum up."""
     of = made(kind, lora, sizes)
     found = timed(of, at)
@@ -115,7 +115,7 @@ SHARES = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
 @FEW
 @given(KINDS, st.booleans(), SIZES, MACHINES, SHARES, SHARES)
 def test_recomputing_more_saves_memory_and_costs_time(
-    kind: str, lora: bool, sizes: dict[str, Any], at: Machine, one: float, other: float
+    kind: str, lora: bool, sizes: dict[str, Any], at: PlanMachine, one: float, other: float
 ) -> None:  # fmt: skip
     """A larger share of recomputed layers never needs more at the loss and is never faster."""
     less, more = (made(kind, lora, {**sizes, "checkpointed": share}) for share in sorted((one, other)))
@@ -127,7 +127,7 @@ def test_recomputing_more_saves_memory_and_costs_time(
 
 @FEW
 @given(KINDS, st.booleans(), SIZES, MACHINES)
-def test_keeping_the_weights_saves_time_and_costs_memory(kind: str, lora: bool, sizes: dict[str, Any], at: Machine) -> None:
+def test_keeping_the_weights_saves_time_and_costs_memory(kind: str, lora: bool, sizes: dict[str, Any], at: PlanMachine) -> None:
     """Without resharding the backward pass gathers nothing, and all weights stay."""
     of = made(kind, lora, sizes)
     kept = replace(of, strategy=replace(of.strategy, reshard=False))
@@ -160,7 +160,7 @@ def test_a_larger_micro_batch_needs_more_memory(kind: str, lora: bool, sizes: di
 @FEW
 @given(KINDS, st.booleans(), SIZES, MACHINES, st.sampled_from(["compute_scale", "intra_scale", "inter_scale"]), st.floats(1, 3))
 def test_a_constant_moves_the_step_in_its_direction(
-    kind: str, lora: bool, sizes: dict[str, Any], at: Machine, name: str, factor: float
+    kind: str, lora: bool, sizes: dict[str, Any], at: PlanMachine, name: str, factor: float
 ) -> None:  # fmt: skip
     """Calibration must be able to tell up from down."""
     of = made(kind, lora, sizes)

@@ -11,15 +11,15 @@ import pytest
 
 from clustertune.config import overrides
 from clustertune.config.cluster import load_cluster
-from clustertune.config.overrides import Source
+from clustertune.config.overrides import RecipeSource
 from clustertune.config.resolve import resolve
 from clustertune.plan import memory
 from clustertune.plan.compute import flops, micro_batch
-from clustertune.plan.kept import Kept, Policy, products
+from clustertune.plan.kept import Policy, SavedActivations, products
 from clustertune.plan.machine import machine as read_machine
 from clustertune.plan.predict import Plan, make_plan, read_strategy
 from clustertune.plan.remedy import remedies
-from clustertune.plan.shape import Shape
+from clustertune.plan.shape import ModelShape
 from clustertune.plan.term import total
 from clustertune.plan.traffic import traffic
 from tests.command import run
@@ -48,8 +48,8 @@ ATTENTION = 2 * HIDDEN + 4 * 4
 """Bytes of a token's attention: 4 heads of 16 elements in 16 bits, and a float32 for each head."""
 
 
-def policy(of: Shape) -> Policy:
-    return Policy(of, Kept(of, constants()))
+def policy(of: ModelShape) -> Policy:
+    return Policy(of, SavedActivations(of, constants()))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_products_in_the_order_in_which_they_run() -> None:
     assert split["gate_proj"] == INNER / 2 and split["o_proj"] == HIDDEN, "a row-parallel result is whole on every rank"
 
 
-def measured(of: Shape) -> dict[str, float]:
+def measured(of: ModelShape) -> dict[str, float]:
     """Bytes of activations and logits at the loss, the peak, and seconds of a micro batch by kind of work."""
     found = memory.moments(of, constants())
     at_loss = {}
@@ -197,8 +197,8 @@ def test_a_ratio_of_none_takes_the_policy_out() -> None:
     """What is advised must resolve: nothing can be kept of layers that are not recomputed."""
     start = resolve("llama405b-oasst2", [OFF, SAVE])
     words = overrides.recomputation(start, 0.0, "FSDP2")
-    assert Source(start, (OFF, SAVE)).changed(words).train_args["activation_checkpointing"] is False
-    half = Source(start, (OFF, SAVE)).changed(overrides.recomputation(start, 0.5, "FSDP2"))
+    assert RecipeSource(start, (OFF, SAVE)).changed(words).train_args["activation_checkpointing"] is False
+    half = RecipeSource(start, (OFF, SAVE)).changed(overrides.recomputation(start, 0.5, "FSDP2"))
     assert read_strategy(half).recompute.save == ("attention", "matmul") and read_strategy(half).recompute.share == 0.5
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
-from clustertune.plan.machine import Machine, machine
+from clustertune.plan.machine import PlanMachine, machine
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.plan.remedy import Remedy, remedies
 from tests.plan.world import FSDP2, LLAMA_70B, LORA_SECTION, write_cluster, write_recipe
@@ -19,18 +19,18 @@ GIB = 2**30
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Machine:
+def place(tmp_path: Path) -> PlanMachine:
     """4 nodes of 8 H100."""
     return machine(load_cluster(str(write_cluster(tmp_path / "hgx.yaml", nodes=4))))
 
 
-def planned(folder: Path, place: Machine, *given: str, **recipe: Any) -> Plan:
+def planned(folder: Path, place: PlanMachine, *given: str, **recipe: Any) -> Plan:
     found = make_plan(resolve(write_recipe(folder, **recipe), given), place, sure=False)
     assert not found.fits
     return found
 
 
-def check(plan: Plan, place: Machine, *given: str) -> list[Remedy]:
+def check(plan: Plan, place: PlanMachine, *given: str) -> list[Remedy]:
     """Resolved again with its overrides each fits, and is the plan that was shown."""
     found = remedies(plan, given)
     assert found
@@ -48,7 +48,7 @@ def names(found: list[Remedy]) -> str:
     return "\n".join(remedy.what for remedy in found)
 
 
-def test_too_many_activations(tmp_path: Path, place: Machine) -> None:
+def test_too_many_activations(tmp_path: Path, place: PlanMachine) -> None:
     """Recomputing, smaller micro batches, shorter sequences; first what changes no number of the training."""
     train = {"activation_checkpointing": False, "per_device_train_batch_size": 8, "max_length": 4096}
     plan = planned(tmp_path / "r", place, train=train)
@@ -57,7 +57,7 @@ def test_too_many_activations(tmp_path: Path, place: Machine) -> None:
     assert names(found).index("recompute") < names(found).index("micro batch") < names(found).index("tokens")
 
 
-def test_weights_that_each_rank_holds_whole(tmp_path: Path, place: Machine) -> None:
+def test_weights_that_each_rank_holds_whole(tmp_path: Path, place: PlanMachine) -> None:
     """70B with DDP: split over the ranks, or quantised."""
     plan = planned(tmp_path / "r", place, model=LLAMA_70B, lora=LORA_SECTION, accelerate={"distributed_type": "MULTI_GPU"})
     told = names(check(plan, place))
@@ -65,7 +65,7 @@ def test_weights_that_each_rank_holds_whole(tmp_path: Path, place: Machine) -> N
 
 
 @pytest.mark.parametrize("kind", ["reshard", "replicas"])
-def test_weights_that_stay(kind: str, tmp_path: Path, place: Machine) -> None:
+def test_weights_that_stay(kind: str, tmp_path: Path, place: PlanMachine) -> None:
     """Gathered weights are given back; copies in each node become one over all."""
     axes = {"parallelism_config_dp_replicate_size": 4, "parallelism_config_dp_shard_size": 8}
     keeping = {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "fsdp_reshard_after_forward": False}}  # type: ignore[dict-item]
@@ -77,7 +77,7 @@ def test_weights_that_stay(kind: str, tmp_path: Path, place: Machine) -> None:
     check(plan, place)
 
 
-def test_more_nodes(tmp_path: Path, place: Machine) -> None:
+def test_more_nodes(tmp_path: Path, place: PlanMachine) -> None:
     """The fewest that suffice; where the cluster has not as many, its number and no overrides."""
     train = {"global_batch_size": 128, "per_device_train_batch_size": 4}
     plan = planned(tmp_path / "r", place, model=LLAMA_70B, train=train)
@@ -89,7 +89,7 @@ def test_more_nodes(tmp_path: Path, place: Machine) -> None:
     assert beyond.arguments is None and "hgx has 1" in beyond.what
 
 
-def test_what_changes_the_training_comes_last(tmp_path: Path, place: Machine) -> None:
+def test_what_changes_the_training_comes_last(tmp_path: Path, place: PlanMachine) -> None:
     """A byte too much: first what computes the same on the same nodes, then more nodes, then other weights or sequences."""
     train = {"activation_checkpointing": False, "per_device_train_batch_size": 2}
     recipe = write_recipe(tmp_path / "r", lora=LORA_SECTION, train=train)
@@ -101,7 +101,7 @@ def test_what_changes_the_training_comes_last(tmp_path: Path, place: Machine) ->
     assert places == sorted(places), told
 
 
-def test_two_changes_where_one_is_not_enough(tmp_path: Path, place: Machine) -> None:
+def test_two_changes_where_one_is_not_enough(tmp_path: Path, place: PlanMachine) -> None:
     """Nothing alone suffices: two together are looked for before giving up."""
     train = {"activation_checkpointing": False, "per_device_train_batch_size": 8, "max_length": 8192}
     recipe = {"model": LLAMA_70B, "lora": LORA_SECTION, "train": train}
@@ -110,14 +110,14 @@ def test_two_changes_where_one_is_not_enough(tmp_path: Path, place: Machine) -> 
     assert ", and " in found[0].what
 
 
-def test_given_overrides_stay(tmp_path: Path, place: Machine) -> None:
+def test_given_overrides_stay(tmp_path: Path, place: PlanMachine) -> None:
     """A remedy is laid over what was given, and replaces what it says anew."""
     given = ("train.per_device_train_batch_size=8", "train.activation_checkpointing=false", "train.max_length=8192")
     plan = planned(tmp_path / "r", place, *given)
     check(plan, place, *given)
 
 
-def test_nothing_helps(tmp_path: Path, place: Machine) -> None:
+def test_nothing_helps(tmp_path: Path, place: PlanMachine) -> None:
     """A GPU of 2 GiB holds not even the CUDA context and a layer: no remedy is invented."""
     tiny = replace(place, usable_bytes=2 * GIB, nodes=1)
     plan = planned(tmp_path / "r", tiny, model=LLAMA_70B)

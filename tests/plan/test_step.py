@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clustertune.plan.compute import micro_batch
-from clustertune.plan.shape import Shape
+from clustertune.plan.shape import ModelShape
 from clustertune.plan.step import ADAM_BYTES, HOST_ADAM_BYTES_PER_S, NVME_BYTES_PER_S, Step, offload, step
 from clustertune.plan.term import total
 from tests.plan.world import ADAPTERS, HBM, INTER, LORA, TOTAL, WHOLE, constants, machine, shape
@@ -18,7 +18,7 @@ QUICK = {"intra": machine().intra, "peak_flops": 1e30, "hbm_bytes_per_s": 1e30}
 """A machine that computes in no time: everything waits for the network."""
 
 
-def timed(of: Shape, at: Any = None, **changes: Any) -> Step:
+def timed(of: ModelShape, at: Any = None, **changes: Any) -> Step:
     return step(of, at or machine(), constants(**changes))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clustertune.plan.machine import Link
-from clustertune.plan.traffic import Collective, Group, traffic
+from clustertune.plan.traffic import Collective, RankGroup, traffic
 from tests.plan.world import (
     ADAPTERS,
     ENDS,
@@ -34,7 +34,7 @@ ACTIVATION = TOKENS * HIDDEN * 2
 
 
 def gather(size: int, stride: int = 1, nbytes: float = 1e9, kind: str = "gather") -> Collective:
-    return Collective("c", kind, Group(size, stride), nbytes, 0)
+    return Collective("c", kind, RankGroup(size, stride), nbytes, 0)
 
 
 @pytest.mark.parametrize(
@@ -50,15 +50,15 @@ def gather(size: int, stride: int = 1, nbytes: float = 1e9, kind: str = "gather"
 )
 def test_a_ring_is_as_fast_as_its_slowest_border(size: int, stride: int, bandwidth: float) -> None:
     """Groups that have members in one node share its ports: 8 parallel rings get an eighth each."""
-    assert Group(size, stride).bandwidth(machine()) == pytest.approx(bandwidth)
+    assert RankGroup(size, stride).bandwidth(machine()) == pytest.approx(bandwidth)
     assert gather(size, stride).seconds(machine()) == pytest.approx(1e9 * (size - 1) / size / bandwidth)
 
 
 def test_a_network_faster_than_the_links_inside_does_not_help() -> None:
     """A ring over two nodes is bound by the links inside a node where these are the slower ones (PCIe and InfiniBand)."""
     slow = machine(intra=Link(5e9, 5e9, "nominal", "", 0.0))
-    assert Group(16).bandwidth(slow) == 5e9
-    assert Group(2, 8).bandwidth(machine(inter=Link(8e12, 8e12, "nominal", "", 0.0))) == 1e12, (
+    assert RankGroup(16).bandwidth(slow) == 5e9
+    assert RankGroup(2, 8).bandwidth(machine(inter=Link(8e12, 8e12, "nominal", "", 0.0))) == 1e12, (
         "one GPU of a node: no ring inside"
     )
 
@@ -66,9 +66,9 @@ def test_a_network_faster_than_the_links_inside_does_not_help() -> None:
 def test_an_nvlink_domain_of_several_nodes_is_one_node() -> None:
     """NVL72: 18 nodes of 4 on one switch; what leaves it has the ports of all its nodes."""
     rack = machine(gpus_per_node=4, domain=16, nodes=8)
-    assert Group(16).bandwidth(rack) == INTRA
-    assert Group(8, 2).bandwidth(rack) == INTRA
-    assert Group(32).bandwidth(rack) == 4 * INTER, "the ports of four nodes"
+    assert RankGroup(16).bandwidth(rack) == INTRA
+    assert RankGroup(8, 2).bandwidth(rack) == INTRA
+    assert RankGroup(32).bandwidth(rack) == 4 * INTER, "the ports of four nodes"
 
 
 def test_kinds_of_collectives() -> None:
@@ -85,9 +85,9 @@ def test_latency_counts_per_call_and_step_of_the_ring() -> None:
         intra=Link(INTRA, INTRA, "nominal", "", 2e-6), inter=Link(INTER, INTER, "nominal", "", 10e-6)
     )  # fmt: skip
     for size, hop in ((8, 2e-6), (16, 10e-6)):
-        found = Collective("c", "gather", Group(size), 16.0, 5)
+        found = Collective("c", "gather", RankGroup(size), 16.0, 5)
         assert found.seconds(slow) == pytest.approx(5 * (size - 1) * hop, rel=1e-3)
-    sent = Collective("c", "send", Group(2, 8), 16.0, 5)
+    sent = Collective("c", "send", RankGroup(2, 8), 16.0, 5)
     assert sent.seconds(slow) == pytest.approx(5 * 10e-6, rel=1e-3)
 
 
@@ -101,8 +101,8 @@ def test_all_to_all_sends_to_each_member_its_part() -> None:
 
 def test_calibrated_bandwidths() -> None:
     """A factor of each level, where that level is used."""
-    assert Group(8).bandwidth(machine(), intra_scale=0.5, inter_scale=0.1) == INTRA / 2
-    assert Group(16).bandwidth(machine(), intra_scale=0.5, inter_scale=0.5) == INTER / 2
+    assert RankGroup(8).bandwidth(machine(), intra_scale=0.5, inter_scale=0.1) == INTRA / 2
+    assert RankGroup(16).bandwidth(machine(), intra_scale=0.5, inter_scale=0.5) == INTER / 2
 
 
 def sent(**changes: Any) -> dict[str, tuple[str, int, int, float]]:
@@ -220,7 +220,7 @@ def test_experts_exchange_each_tokens_copies() -> None:
     held = {**WHOLE, "kind": "Megatron", "ep": 8}
     for share, rounds in ((0.0, 4), (1.0, 6)):
         found = traffic(shape(mixture(active=2), **held, checkpointed=share)).exposed[0]
-        assert (found.kind, found.group) == ("exchange", Group(8))
+        assert (found.kind, found.group) == ("exchange", RankGroup(8))
         assert found.size == pytest.approx(rounds * LAYERS * 2 * ACTIVATION)
     assert not traffic(shape(mixture(), **WHOLE, kind="Megatron")).exposed
 
@@ -230,5 +230,5 @@ def test_parallel_groups_of_a_node_share_its_ports_in_a_step() -> None:
     split = {"tp": 8, "data_parallel_size": 2, "weight_shards": 2, "gradient_shards": 2, "state_shards": 2}
     found = next(c for c in traffic(shape(**split)).forward if c.name == GATHER)
     assert found.seconds(machine()) == pytest.approx(found.size / 2 / (INTER / 8))
-    one = replace(found, group=Group(2, 16))
+    one = replace(found, group=RankGroup(2, 16))
     assert one.seconds(machine(gpus_per_node=16, domain=16)) == pytest.approx(found.size / 2 / (INTER / 16))

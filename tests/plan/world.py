@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.counted import Attention, Counted, LayerKind, Linear
+from clustertune.config.counted import Attention, LayerKind, Linear, ParameterCount
 from clustertune.config.distribution import Recompute
 from clustertune.plan.constants import Constants
-from clustertune.plan.machine import Link, Machine
-from clustertune.plan.shape import Shape
+from clustertune.plan.machine import Link, PlanMachine
+from clustertune.plan.shape import ModelShape
 from clustertune.plan.strategy import Strategy
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 64, 128, 4, 1000
@@ -39,18 +39,18 @@ def linears() -> tuple[Linear, ...]:
     )
 
 
-def counted(window: int | None = None) -> Counted:
+def counted(window: int | None = None) -> ParameterCount:
     """Four equal layers, untied."""
     kind = LayerKind(LAYERS, linears(), NORMS, Attention(4, 2, 16, 16, window), INNER)
-    return Counted((kind,), HIDDEN, VOCABULARY, ENDS, ENDS, HIDDEN, tied=False)
+    return ParameterCount((kind,), HIDDEN, VOCABULARY, ENDS, ENDS, HIDDEN, tied=False)
 
 
-def mixture(experts: int = 8, active: int = 2) -> Counted:
+def mixture(experts: int = 8, active: int = 2) -> ParameterCount:
     """The same with a mixture of experts in each layer."""
     narrow = [replace(one, name=one.name.replace("mlp", "mlp.experts"), copies=experts, active=active) for one in linears()[4:]]
     layer = (*linears()[:4], Linear("mlp.gate", HIDDEN, experts), *narrow)
     kind = LayerKind(LAYERS, layer, NORMS, Attention(4, 2, 16, 16), active * INNER)
-    return Counted((kind,), HIDDEN, VOCABULARY, ENDS, ENDS, HIDDEN, tied=False)
+    return ParameterCount((kind,), HIDDEN, VOCABULARY, ENDS, ENDS, HIDDEN, tied=False)
 
 
 RECOMPUTE = {"checkpointed": "share", "checkpoint_offload": "offload", "save": "save"}
@@ -74,19 +74,19 @@ LORA = {"lora": True, "weight_bytes": 2.0}
 ADAPTERS, RANK = 4096, 8
 
 
-def shape(of: Counted | None = None, targets: tuple[str, ...] = ("q_proj", "v_proj"), **changes: Any) -> Shape:
+def shape(of: ParameterCount | None = None, targets: tuple[str, ...] = ("q_proj", "v_proj"), **changes: Any) -> ModelShape:
     """The tiny model over :func:`strategy`."""
     used = strategy(**changes)
     model = of or counted()
     adapters = ADAPTERS if used.lora else 0
-    return Shape(model, used, adapters or model.total, adapters, RANK, targets if used.lora else ())
+    return ModelShape(model, used, adapters or model.total, adapters, RANK, targets if used.lora else ())
 
 
 INTRA, INTER = 100e9, 10e9
 PEAK, HBM = 1e15, 1e12
 
 
-def machine(**changes: Any) -> Machine:
+def machine(**changes: Any) -> PlanMachine:
     """Two nodes of 8 GPUs with round figures and no latency."""
     values: dict[str, Any] = {
         "name": "m", "gpu": "h100-sxm", "nodes": 2, "gpus_per_node": 8, "peak_flops": PEAK, "peak_flops_fp8": 2 * PEAK,
@@ -95,7 +95,7 @@ def machine(**changes: Any) -> Machine:
         "host_bytes": 2000 * 2.0**30, "host_link_bytes_per_s": 50e9, "storage_read_bytes_per_s": 2e9,
         "storage_write_bytes_per_s": 1e9, "storage_note": "storage", "mtbf_hours": None, "generation": "hopper",
     }  # fmt: skip
-    return Machine(**(values | changes))
+    return PlanMachine(**(values | changes))
 
 
 def constants(**changes: Any) -> Constants:

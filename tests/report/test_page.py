@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from clustertune.errors import ExitCode, UserError
-from clustertune.monitor.store import Writer
+from clustertune.monitor.store import TelemetryWriter
 from clustertune.report import page as module
 from clustertune.report import plots, telemetry
 from clustertune.report.page import build
@@ -311,9 +311,11 @@ def test_the_answer_comes_first_and_stands_in_the_document(tmp_path: Path) -> No
     with run.metrics.open("a") as out:
         out.write(json.dumps({"event": "stage", "stage": "eval", "status": "done", "seconds": 3600}) + "\n")
     for began, joules in ((now, 1.8e6), (now + 60, 3.6e6)):  # two tries of the evaluation, each with a sampler of its own
-        writer = Writer(run.path / telemetry.FOLDER, "node0", {"host": "node0", "node": 0, "gpus": ["x"], "energy": "counter"})
+        writer = TelemetryWriter(
+            run.path / telemetry.FOLDER, "node0", {"host": "node0", "node": 0, "gpus": ["x"], "energy": "counter"}
+        )
         for share in (0.5, 1.0):
-            writer.add(telemetry.Row(began + 50 * share, -int(began), {}, ({"energy_j": joules * share},)))
+            writer.add(telemetry.TelemetryRow(began + 50 * share, -int(began), {}, ({"energy_j": joules * share},)))
     first, second = read(run.path)[1].words[4:6]
     found = json.loads((run.path / "report.json").read_text())
     assert found["answer"] == [first, second] and found["schema"] == "clustertune.report/1"

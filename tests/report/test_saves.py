@@ -11,7 +11,7 @@ import pytest
 
 from clustertune import rank
 from clustertune.errors import ExitCode
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.plan.saves import NODE_MTBF_HOURS, best_seconds, seconds_between_ends
 from clustertune.report import cost, saves
 from clustertune.report.metrics import read_metrics
@@ -38,7 +38,7 @@ def run_of(folder: Path, ends: list[str], nodes: int = 2, hours: float = 3.0) ->
         attempt = folder / "attempts" / str(number)
         attempt.mkdir(parents=True)
         names = tuple(Node(f"n{at}", f"n{at}") for at in range(nodes))
-        Plan(number, names, 4, begun=1e6).write(attempt)
+        AttemptPlan(number, names, 4, begun=1e6).write(attempt)
         (attempt / "rank-0.log").touch()
         os.utime(attempt / "rank-0.log", (0, 1e6 + hours * 3600))
         if (body := ENDS[end]) is not None:
@@ -68,7 +68,7 @@ def test_the_rate_counts_the_hours_of_all_nodes(tmp_path: Path) -> None:
 
 def test_auto_takes_the_rate_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cluster file's figure comes first; a published one where the run has met too little."""
-    plan = Plan(3, (Node("n0", "n0"), Node("n1", "n1")), 4)
+    plan = AttemptPlan(3, (Node("n0", "n0"), Node("n1", "n1")), 4)
     often, once = (
         run_of(tmp_path / name, ends) for name, ends in (("often", ["failed"] * 3), ("once", ["failed", "finished"]))
     )

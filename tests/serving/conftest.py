@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.evaluate.servers import Job, Servers
+from clustertune.evaluate.servers import Servers, ServingJob
 from clustertune.launch.rendezvous import free_port
 from clustertune.launch.serving import Serving
 
@@ -18,11 +18,11 @@ FAKE = [sys.executable, str(Path(__file__).with_name("fake_vllm.py"))]
 Start = Callable[..., Servers]
 
 
-def job(folder: Path, model: Path | str = "model", servers: int = 1, **more: object) -> Job:
+def job(folder: Path, model: Path | str = "model", servers: int = 1, **more: object) -> ServingJob:
     """A job of this machine; each test has ports of its own."""
     shape = Serving(servers, 1, 1, 2048, 16)
     port = free_port(21_000 + hash(str(folder)) % 9_000)
-    return Job(str(model), shape, "float32", str(folder), port, str(folder / "cache"), **more)  # type: ignore[arg-type]
+    return ServingJob(str(model), shape, "float32", str(folder), port, str(folder / "cache"), **more)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from clustertune.errors import UserError
 from clustertune.evaluate import backend, servers
 from clustertune.evaluate.model import check_model, check_tensors
 from clustertune.evaluate.run import evaluate
-from clustertune.evaluate.servers import READY, Job, Servers, ask, commands, find_program, lora_rank
+from clustertune.evaluate.servers import READY, Servers, ServingJob, ask, commands, find_program, lora_rank
 from clustertune.launch.serving import Serving
 from tests.command import run
 from tests.serving.conftest import FAKE, Start, job
@@ -124,12 +124,12 @@ def test_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 NODES = ("n1", "n2")
 
 
-def over_two(folder: Path, **more: object) -> Job:
+def over_two(folder: Path, **more: object) -> ServingJob:
     return replace(job(folder, **more), shape=Serving(1, 8, 2, 4096, 256), nodes=NODES, interface="ib0", gpus=tuple("01234567"))
 
 
 def test_the_words_of_one_server_each_gpu() -> None:
-    described = Job("/m", Serving(4, 2, 1, 4096, 64), "bfloat16", "/logs", 20000, "/tmp/c", gpus=tuple("01234567"))
+    described = ServingJob("/m", Serving(4, 2, 1, 4096, 64), "bfloat16", "/logs", 20000, "/tmp/c", gpus=tuple("01234567"))
     found = commands(described, 0)
     assert [c.environment["CUDA_VISIBLE_DEVICES"] for c in found] == ["0,1", "2,3", "4,5", "6,7"]
     assert len({c.environment["VLLM_CACHE_ROOT"] for c in found}) == 4
@@ -164,7 +164,7 @@ def test_an_adapter_is_served_by_its_name(tmp_path: Path) -> None:
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
     over_two(tmp_path).write(tmp_path / "job.json")
-    assert Job.read(tmp_path / "job.json") == over_two(tmp_path)
+    assert ServingJob.read(tmp_path / "job.json") == over_two(tmp_path)
 
 
 def program(folder: Path) -> Path:

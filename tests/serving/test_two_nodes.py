@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.cluster.cluster import Cluster
+from clustertune.cluster.cluster import ThrowawayCluster
 from tests.command import REPO, SHORT, Done
 from tests.launch.test_job_places import cluster_file
 from tests.serving.conftest import FAKE
@@ -31,7 +31,7 @@ def trained(folder: Path, finished: tuple[Path, Done]) -> Path:
     return run
 
 
-def evaluation(slurm: Cluster, folder: Path, run: Path, *more: str, **variables: object) -> Job:  # noqa: F811
+def evaluation(slurm: ThrowawayCluster, folder: Path, run: Path, *more: str, **variables: object) -> Job:  # noqa: F811
     """The stage ``eval`` of a run, on both nodes, with the fake as vLLM."""
     vllm = folder / "vllm"
     exports = "".join(f"export {name}='{value}'\n" for name, value in {"FAKE_MEET": 1, **variables}.items())
@@ -43,12 +43,16 @@ def evaluation(slurm: Cluster, folder: Path, run: Path, *more: str, **variables:
     return Job(slurm, run, words=words).submit()
 
 
-def left(slurm: Cluster) -> list[int]:  # noqa: F811
+def left(slurm: ThrowawayCluster) -> list[int]:  # noqa: F811
     """Servers and clients on the nodes."""
     return [pid for node in (1, 2) for word in ("fake_vllm", "evaluate.servers") for pid in slurm.processes(node, word)]
 
 
-def test_a_job_scores_with_a_server_over_two_nodes(slurm: Cluster, tmp_path: Path, finished: tuple[Path, Done]) -> None:  # noqa: F811
+def test_a_job_scores_with_a_server_over_two_nodes(
+    slurm: ThrowawayCluster,  # noqa: F811
+    tmp_path: Path,
+    finished: tuple[Path, Done],
+) -> None:
     job = evaluation(slurm, tmp_path, trained(tmp_path, finished), FAKE_DELAY="0.2")
     job.until(lambda: slurm.processes(2, "fake_vllm", "--node-rank"), "the follower")
     follower = Path(f"/proc/{slurm.processes(2, 'fake_vllm', '--node-rank')[0]}/environ").read_text().split("\0")
@@ -65,7 +69,12 @@ def test_a_job_scores_with_a_server_over_two_nodes(slurm: Cluster, tmp_path: Pat
 
 
 @pytest.mark.parametrize("node", [1, 2])
-def test_a_node_that_loses_its_part_is_named(slurm: Cluster, tmp_path: Path, finished: tuple[Path, Done], node: int) -> None:  # noqa: F811
+def test_a_node_that_loses_its_part_is_named(
+    slurm: ThrowawayCluster,  # noqa: F811
+    tmp_path: Path,
+    finished: tuple[Path, Done],
+    node: int,
+) -> None:
     job = evaluation(slurm, tmp_path, trained(tmp_path, finished), FAKE_DELAY="2")
     job.until(lambda: any(path.stat().st_size for path in job.run.glob("eval*/**/.answers-*.tmp")), "answers")
     os.kill(slurm.processes(node, "fake_vllm", f"--node-rank {node - 1}")[0], signal.SIGKILL)
@@ -75,7 +84,7 @@ def test_a_node_that_loses_its_part_is_named(slurm: Cluster, tmp_path: Path, fin
     wait_for(lambda: not left(slurm), "the end of all processes")
 
 
-def test_a_server_that_hangs_ends_the_job(slurm: Cluster, tmp_path: Path, finished: tuple[Path, Done]) -> None:  # noqa: F811
+def test_a_server_that_hangs_ends_the_job(slurm: ThrowawayCluster, tmp_path: Path, finished: tuple[Path, Done]) -> None:  # noqa: F811
     """Nothing dies: only the deadline can end it. The error has the last words of both nodes."""
     run = trained(tmp_path, finished)
     job = evaluation(slurm, tmp_path, run, "eval.stall_seconds=3", FAKE_MODES='{"*": ["hang", 3]}')
@@ -86,7 +95,7 @@ def test_a_server_that_hangs_ends_the_job(slurm: Cluster, tmp_path: Path, finish
     wait_for(lambda: not left(slurm), "the end of all processes")
 
 
-def test_serve_as_a_job_is_where_its_ssh_line_leads(slurm: Cluster, tmp_path: Path, tiny_model: Path) -> None:  # noqa: F811
+def test_serve_as_a_job_is_where_its_ssh_line_leads(slurm: ThrowawayCluster, tmp_path: Path, tiny_model: Path) -> None:  # noqa: F811
     vllm = tmp_path / "vllm"
     vllm.write_text(f'#!/bin/sh\nexec {FAKE[0]} {FAKE[1]} "$@"\n')
     vllm.chmod(0o700)

@@ -13,7 +13,7 @@ import pytest
 from clustertune.config.cluster_schema import Staging
 from clustertune.evaluate import ifeval as task
 from clustertune.staging import cache, needs
-from clustertune.staging.tree import Source, Stager
+from clustertune.staging.tree import SourceFolder, Stager
 from clustertune.staging.worker import Bounds
 from tests import command
 from tests.command import Done
@@ -60,7 +60,7 @@ class Bench:
 
     def stage(self, root: Path, what: str = "data") -> Path:
         """Stage a folder and let it go again; the copy's folder."""
-        found = self.stager.stage(Source(what, root.name, root))
+        found = self.stager.stage(SourceFolder(what, root.name, root))
         found.release()
         return found.path
 

@@ -11,7 +11,7 @@ from clustertune.config.cluster import load_cluster
 from clustertune.config.cluster_schema import Container
 from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
-from clustertune.staging.collect import Collector, Part
+from clustertune.staging.collect import BundlePart, Collector
 from clustertune.staging.worker import Bounds
 
 
@@ -21,7 +21,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def plan(tmp_path: Path, **container: str) -> tuple[list[Part], list[str]]:
+def plan(tmp_path: Path, **container: str) -> tuple[list[BundlePart], list[str]]:
     """The parts of the tiny recipe for a cluster with this container, and the notes."""
     cluster = load_cluster("local").model_copy(update={"container": Container.model_validate(container)})
     resolved = resolve("recipes/tiny-oasst2", [], tiny=False)

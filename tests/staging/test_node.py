@@ -15,7 +15,7 @@ from clustertune import manifest
 from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
 from clustertune.launch import visible
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.rundir import RunDir
 from clustertune.staging import needs, node
 from tests.command import REPO, events
@@ -51,8 +51,8 @@ def begin(tmp_path: Path) -> Begin:
     return make
 
 
-def plan(nodes: int = 1) -> Plan:
-    return Plan(attempt=1, nodes=tuple(Node(f"node{n}", f"node{n}") for n in range(nodes)), ranks_per_node=1)
+def plan(nodes: int = 1) -> AttemptPlan:
+    return AttemptPlan(attempt=1, nodes=tuple(Node(f"node{n}", f"node{n}") for n in range(nodes)), ranks_per_node=1)
 
 
 def record(run: RunDir, number: int = 0) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import pytest
 from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
 from clustertune.staging import cache, copying, worker
-from clustertune.staging.tree import Source
+from clustertune.staging.tree import SourceFolder
 from tests.command import REPO
 from tests.staging.conftest import MIB, MODEL, REVISION, Bench, fill, flip, into_hub_cache, same
 
@@ -46,10 +46,10 @@ def start(
 
 def test_a_copy_is_the_source_and_is_used_again(tmp_path: Path, bench: Bench) -> None:
     root = fill(tmp_path / "source", SIZES)
-    first = bench.stager.stage(Source("data", "source", root))
+    first = bench.stager.stage(SourceFolder("data", "source", root))
     assert same(root, first.path) and first.copied == sum(SIZES.values())
     first.release()
-    again = bench.stager.stage(Source("data", "source", root))
+    again = bench.stager.stage(SourceFolder("data", "source", root))
     assert again.copied == 0 and again.path == first.path
     again.release()
 
@@ -71,7 +71,7 @@ def test_a_flipped_byte_in_the_copy_is_mended(tmp_path: Path, deep: bool) -> Non
     root = fill(tmp_path / "source", SIZES)
     path = bench.stage(root)
     flip(path / "sub/one.bin", 17)
-    found = bench.stager.stage(Source("data", "source", root))
+    found = bench.stager.stage(SourceFolder("data", "source", root))
     found.release()
     assert same(root, path) and found.copied == SIZES["sub/one.bin"]
     assert "damaged, missing or foreign: source/sub/one.bin" in bench.words
@@ -104,7 +104,7 @@ def test_what_libraries_keep_in_hidden_folders_is_no_damage(tmp_path: Path, benc
     """datasets writes its tables beside the data: a tree must not be copied again for it, least of all while it is read."""
     path = bench.stage(fill(tmp_path / "source", SIZES))
     fill(path / ".cache", {"table.arrow": 100})
-    found = bench.stager.stage(Source("data", "source", tmp_path / "source"))
+    found = bench.stager.stage(SourceFolder("data", "source", tmp_path / "source"))
     assert found.copied == 0
     found.release()
 
@@ -191,7 +191,7 @@ def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
     bench = Bench(local)
     journal = cache.read_journal(half.parent)
     flip(half / next(iter(journal)).split("/")[1])  # what was whole may be damaged since
-    found = bench.stager.stage(Source("data", "source", root))
+    found = bench.stager.stage(SourceFolder("data", "source", root))
     found.release()
     assert same(root, found.path)
     assert f"{len(journal) - 1} files of an earlier copy are whole and kept" in bench.words
@@ -213,7 +213,7 @@ def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
     """Never a tree that somebody reads from, and it is told before."""
     bench = Bench(tmp_path / "local", gb=0.03)
     roots = [fill(tmp_path / f"source{n}", {"a.bin": 9 * MIB}, seed=n) for n in range(4)]
-    first, second, third = (bench.stager.stage(Source("data", root.name, root)) for root in roots[:3])
+    first, second, third = (bench.stager.stage(SourceFolder("data", root.name, root)) for root in roots[:3])
     for number, item in enumerate((first, second, third)):
         assert item.lease is not None
         os.utime(item.lease.path, (1000 + number, 1000 + number))
@@ -222,7 +222,7 @@ def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
     assert caught.value.code is ExitCode.STORAGE
     second.release()
     third.release()
-    fourth = bench.stager.stage(Source("data", "source3", roots[3]))
+    fourth = bench.stager.stage(SourceFolder("data", "source3", roots[3]))
     assert fourth.removed == [str(second.path.parent)]
     assert first.path.is_dir() and third.path.is_dir() and not second.path.exists()
     assert bench.words.index("removes") < bench.words.rindex("copies source3")
@@ -314,11 +314,11 @@ def test_a_mount_that_hangs_is_given_up(tmp_path: Path) -> None:
 def test_who_reads_a_tree_does_not_wait_for_another_reader(tmp_path: Path, bench: Bench) -> None:
     """A job of days holds its copy: the next one must find it at once."""
     root = fill(tmp_path / "source", SIZES)
-    first = bench.stager.stage(Source("data", "source", root))
+    first = bench.stager.stage(SourceFolder("data", "source", root))
     done = threading.Event()
 
     def second() -> None:
-        bench.stager.stage(Source("data", "source", root)).release()
+        bench.stager.stage(SourceFolder("data", "source", root)).release()
         done.set()
 
     threading.Thread(target=second, daemon=True).start()
@@ -329,7 +329,7 @@ def test_who_reads_a_tree_does_not_wait_for_another_reader(tmp_path: Path, bench
 def test_a_damaged_tree_in_use_is_not_touched(tmp_path: Path, bench: Bench) -> None:
     """Its reader would see files vanish; whoever comes reads the shared storage."""
     root = fill(tmp_path / "source", SIZES)
-    first = bench.stager.stage(Source("data", "source", root))
+    first = bench.stager.stage(SourceFolder("data", "source", root))
     flip(first.path / "config.json")
     with pytest.raises(UserError, match="is damaged, and another job reads from it"):
         bench.stage(root)

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from clustertune.cli import run_command
-from clustertune.cluster.cluster import Cluster
+from clustertune.cluster.cluster import ThrowawayCluster
 from clustertune.commands import sweep as command
 from clustertune.doctor.sbatch import lint
 from clustertune.errors import ExitCode, UserError
@@ -205,7 +205,7 @@ def test_a_sweep_with_queued_tasks_is_not_submitted_again(tmp_path: Path, monkey
 
 @pytest.mark.jobs
 @pytest.mark.timeout(1200)
-def test_a_sweep_on_a_real_slurm(slurm: Cluster, tmp_path: Path) -> None:  # noqa: F811
+def test_a_sweep_on_a_real_slurm(slurm: ThrowawayCluster, tmp_path: Path) -> None:  # noqa: F811
     """One job array, one task at a time, each point a run of its own; a point that fails leaves the others alone."""
     bad = tmp_path / "bad.jsonl"
     bad.write_text("no json\n")

@@ -14,18 +14,18 @@ import pytest
 
 from tests.command import REPO
 from tools import gpu_check, gpu_page, gpu_parts
-from tools.gpu_check import Check, Failed, NotHere
+from tools.gpu_check import Failed, GpuCheck, NotHere
 
 HERE = ["--backend", "gloo", "--name", "try"]
 
 
-def check(tmp_path: Path, **more: Any) -> Check:
+def check(tmp_path: Path, **more: Any) -> GpuCheck:
     values: dict[str, Any] = {"name": "try", "backend": "gloo", "gpus": 0, "deadline": time.monotonic() + 60, "part": "x"}
-    return Check(folder=tmp_path / "state", work=tmp_path / "work", python=sys.executable, **{**values, **more})
+    return GpuCheck(folder=tmp_path / "state", work=tmp_path / "work", python=sys.executable, **{**values, **more})
 
 
 def raising(error: Exception) -> Any:
-    def part(_check: Check) -> dict[str, Any]:
+    def part(_check: GpuCheck) -> dict[str, Any]:
         raise error
 
     return part
@@ -57,7 +57,7 @@ import sys, time
 from pathlib import Path
 from tools import gpu_check
 gpu_check.adopt_orphans()
-check = gpu_check.Check("x", Path(sys.argv[1]), Path(sys.argv[1]), sys.executable, "gloo", 0)
+check = gpu_check.GpuCheck("x", Path(sys.argv[1]), Path(sys.argv[1]), sys.executable, "gloo", 0)
 def part(check):
     check.run(sys.executable, "-c", sys.argv[2], sys.argv[1] + "/pid", sys.argv[3])
     return {}
@@ -95,7 +95,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
 
     def part(name: str) -> Any:
-        def do(_check: Check) -> dict[str, Any]:
+        def do(_check: GpuCheck) -> dict[str, Any]:
             """One of three."""
             seen.append(name)
             if name == "c":

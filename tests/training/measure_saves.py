@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from clustertune.checkpoint.saving import State, StateWriter
+from clustertune.checkpoint.saving import RankState, StateWriter
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.training.collectives import Group
 from clustertune.training.trainer import state_parts
@@ -93,12 +93,12 @@ def measure(rank: int, given: argparse.Namespace, folder: Path) -> None:
         group.barrier()
         note("torch's stager" if turn else "warm", timed(lambda: writer._stager.stage({"states": states, "parts": parts})))  # noqa: B023
         step += 1
-        future = writer.start(step, State(held[0], held[1], 0), {"step": step})
+        future = writer.start(step, RankState(held[0], held[1], 0), {"step": step})
         note("write behind" if turn else "warm", timed(future.result))
         states, parts = collect()
         step += 1
         group.barrier()
-        state = State(states, parts, 0)
+        state = RankState(states, parts, 0)
         note("waiting save" if turn else "warm", timed(lambda: writer.start(step, state, {"step": step}).result()))  # noqa: B023
         targets = held[1]
         group.barrier()

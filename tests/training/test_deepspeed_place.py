@@ -15,7 +15,7 @@ from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
 from clustertune.launch.local import accelerate_command
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.rundir import RunDir
 from clustertune.training import deepspeed
 from tests.command import REPO
@@ -113,11 +113,11 @@ def test_ranks_of_several_nodes_are_started_by_us(resolved: Resolved, tmp_path: 
     """accelerate's default for DeepSpeed is pdsh with a hostfile, from one node to all others."""
     run = RunDir(tmp_path)
     nodes = (Node("a", "10.0.0.1"), Node("b", "10.0.0.2"))
-    words = accelerate_command(run, resolved, [], Plan(1, nodes, 1), 1, "10.0.0.1", 29500)
+    words = accelerate_command(run, resolved, [], AttemptPlan(1, nodes, 1), 1, "10.0.0.1", 29500)
     assert words[words.index("--deepspeed_multinode_launcher") + 1] == "standard"
-    assert "--deepspeed_multinode_launcher" not in accelerate_command(run, resolved, [], Plan(1, nodes[:1], 2))
+    assert "--deepspeed_multinode_launcher" not in accelerate_command(run, resolved, [], AttemptPlan(1, nodes[:1], 2))
     assert "--deepspeed_multinode_launcher" not in accelerate_command(
-        run, resolve("tiny-oasst2"), [], Plan(1, nodes, 1), 1, "10.0.0.1", 29500
+        run, resolve("tiny-oasst2"), [], AttemptPlan(1, nodes, 1), 1, "10.0.0.1", 29500
     )
 
 

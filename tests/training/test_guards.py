@@ -70,7 +70,7 @@ def test_the_check_of_packing_leaves_the_random_state(model_type: str) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def found(**changes: Any) -> sharding.Found:
+def found(**changes: Any) -> sharding.FoundSharding:
     values = {
         "type": "FSDP",
         "version": 2,
@@ -80,7 +80,7 @@ def found(**changes: Any) -> sharding.Found:
         "device": "cpu",
         "sharded_share": 0.5,
     }
-    return sharding.Found(**{**values, **changes})
+    return sharding.FoundSharding(**{**values, **changes})
 
 
 ASKED = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}

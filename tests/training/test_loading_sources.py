@@ -15,7 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from clustertune.errors import UserError
 from clustertune.training import loading_quantised
-from clustertune.training.loading_files import Reader, survey
+from clustertune.training.loading_files import RowReader, survey
 from clustertune.training.loading_sources import Sources, find
 
 LLAMA = {
@@ -69,7 +69,7 @@ def test_every_row_of_every_parameter_is_the_model_s(tmp_path: Path, config: dic
     """Experts that the files hold one by one, odd sizes, and empty shares: each cut of the rows gives the same values."""
     whole = save(tmp_path, config)
     model, sources = look(tmp_path, config)
-    reader = Reader()
+    reader = RowReader()
     for name, source in sources.by_name.items():
         rows = whole[name].shape[0]
         for begin, end in [(0, rows), (0, rows // 2), (rows // 2, rows), (rows, rows), (1, min(2, rows))]:
@@ -87,7 +87,7 @@ def test_only_the_rows_asked_for_are_read(tmp_path: Path) -> None:
     """Of three experts one; of a matrix its part. A reader that reads all and cuts would pass every other test."""
     save(tmp_path, MIXTRAL)
     model, sources = look(tmp_path, MIXTRAL)
-    reader = Reader()
+    reader = RowReader()
     experts = sources.by_name["model.layers.0.mlp.experts.gate_up_proj"]
     experts.read("model.layers.0.mlp.experts.gate_up_proj", reader, model, 1, 2)
     assert reader.bytes == 2 * 12 * 8 * 2
@@ -181,7 +181,7 @@ def test_a_file_cut_after_its_header_was_read_is_told(tmp_path: Path) -> None:
     tensor = survey([tmp_path / SECOND])["model.norm.weight"]
     cut(tmp_path / SECOND)
     with pytest.raises(UserError, match="cut since its header was read"):
-        Reader().rows(tensor)
+        RowReader().rows(tensor)
 
 
 @pytest.mark.parametrize("double", [False, True])
@@ -194,13 +194,13 @@ def test_4_bits_by_rows_are_those_of_the_whole(
     torch.manual_seed(1)
     weight = torch.randn(shape).to(torch.bfloat16)
     save_file({"w": weight}, tmp_path / FIRST)
-    source = loading_quantised.Source(torch.bfloat16, shape, [("w", "w", survey([tmp_path / FIRST])["w"])])
+    source = loading_quantised.ParameterSource(torch.bfloat16, shape, [("w", "w", survey([tmp_path / FIRST])["w"])])
     asked = SimpleNamespace(blocksize=64, quant_type="nf4", quant_storage=torch.bfloat16, compress_statistics=double)
     whole, state = functional.quantize_4bit(
         weight, blocksize=64, compress_statistics=double, quant_type="nf4", quant_storage=torch.bfloat16
     )
     rows, parts = len(whole), []
-    reader = Reader()
+    reader = RowReader()
     for rank in range(ranks):
         chunk = -(-rows // ranks)
         share = (min(rank * chunk, rows), min((rank + 1) * chunk, rows))

@@ -88,7 +88,9 @@ class Job:
         if ranks != 2:
             opened = open_run(resolve(REPO / RECIPE, self.settings, ranks=ranks), self.folder, ["test"])
             more["accelerate"] = str(opened.accelerate_file)
-        return self.forge.run(self.folder, ranks, attempt=attempt, seconds=120, environment={"CT_LOCAL": str(self.disks)}, **more)
+        return self.forge.run(
+            self.folder, ranks, attempt=attempt, seconds=120, environment={"CT_LOCAL": str(self.disks)}, **more
+        )
 
     def root(self, rank: int) -> Path:
         return self.disks / f"node-{rank}" / name_of(self.folder, RunDir(self.folder).read()["created"])

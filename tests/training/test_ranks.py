@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from clustertune import manifest
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 from tests.command import events
 from tests.training.conftest import ACCELERATE, TORCHRUN, Ranks
 
@@ -52,7 +52,7 @@ def test_an_attempt_that_comes_late_does_not_begin(fresh: Path) -> None:
 @pytest.mark.jobs
 def test_torchrun_alone_shards_as_accelerate_launch_does(fresh: Path) -> None:
     """Without accelerate's variables the Trainer would fall back to plain data parallelism."""
-    plan = Plan(
+    plan = AttemptPlan(
         attempt=1, nodes=(Node("here", "localhost"),), ranks_per_node=2, environment={"TORCH_SHOW_CPP_STACKTRACES": "0"}
     )
     (fresh / "attempts" / "0001").mkdir(parents=True)

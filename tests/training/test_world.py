@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from clustertune.errors import ExitCode, UserError
-from clustertune.launch.plan import Node, Plan
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.training.collectives import Group, check_world
 
 
@@ -25,8 +25,8 @@ def group(*places: tuple[str | None, str | None]) -> Group:
     return cast("Group", Ranks(*places))
 
 
-def plan(nodes: int, ranks_per_node: int) -> Plan:
-    return Plan(attempt=1, nodes=tuple(Node(f"n{i}", f"n{i}") for i in range(nodes)), ranks_per_node=ranks_per_node)
+def plan(nodes: int, ranks_per_node: int) -> AttemptPlan:
+    return AttemptPlan(attempt=1, nodes=tuple(Node(f"n{i}", f"n{i}") for i in range(nodes)), ranks_per_node=ranks_per_node)
 
 
 TWO_NODES = [("0", "2"), ("1", "2"), ("0", "2"), ("1", "2")]
@@ -48,7 +48,7 @@ def test_the_planned_world_is_taken() -> None:
         (TWO_NODES, 4, plan(4, 2), "the plan of this attempt is for 8 ranks, the run for 4"),
     ],
 )
-def test_another_world_is_refused(places: Any, world_size: int, planned: Plan | None, message: str) -> None:
+def test_another_world_is_refused(places: Any, world_size: int, planned: AttemptPlan | None, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         check_world(group(*places), world_size, planned)
     assert caught.value.code is ExitCode.FAILED

@@ -11,7 +11,7 @@ from clustertune.plan.term import number
 from tools.planner_grade.case import case
 from tools.planner_grade.claims import ClaimResult, check_claims
 from tools.planner_grade.data import claims_file, published_runs
-from tools.planner_grade.grade import Flow, Row, flows
+from tools.planner_grade.grade import Flow, GradeRow, flows
 from tools.planner_grade.reference import RUN, alternatives, floors
 
 HEAD = """# The planner against published runs
@@ -63,7 +63,7 @@ def _details(found: list[Flow]) -> Iterator[str]:
         yield ""
 
 
-def _line(row: Row) -> str:
+def _line(row: GradeRow) -> str:
     run = row.run
     memory = ["", "", ""]
     if row.published_gib is not None and row.predicted_gib is not None and row.memory_error is not None:

@@ -11,8 +11,8 @@ from clustertune.config.parameters import count, lora_parameter_count
 from clustertune.config.yamlfile import Document
 from clustertune.plan import memory
 from clustertune.plan.constants import Constants
-from clustertune.plan.machine import Machine, machine
-from clustertune.plan.shape import Shape
+from clustertune.plan.machine import PlanMachine, machine
+from clustertune.plan.shape import ModelShape
 from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import Strategy
 from tools.planner_grade.data import DTYPE_BYTES, PublishedRun, published_clusters, published_models
@@ -33,8 +33,8 @@ class Case:
     """A published run ready to be planned."""
 
     run: PublishedRun
-    shape: Shape
-    machine: Machine
+    shape: ModelShape
+    machine: PlanMachine
 
     def step(self, constants: Constants) -> Step:
         return step(self.shape, self.machine, constants)
@@ -51,7 +51,7 @@ def case(run: PublishedRun) -> Case:
     assert counted is not None, run.model
     adapters, rank, targets = _lora(run, architecture)
     found = _machine(run)
-    shape = Shape(counted, _strategy(run), adapters or counted.total, adapters, rank, targets)
+    shape = ModelShape(counted, _strategy(run), adapters or counted.total, adapters, rank, targets)
     return Case(run, replace(shape, cudnn_attention=found.has_cudnn_attention), found)
 
 
@@ -64,7 +64,7 @@ def _lora(run: PublishedRun, architecture: dict[str, Any]) -> tuple[int, int, tu
     return lora_parameter_count(architecture, run.lora) or 0, int(run.lora["r"]), adapted
 
 
-def _machine(run: PublishedRun) -> Machine:
+def _machine(run: PublishedRun) -> PlanMachine:
     told = published_clusters()[run.cluster]
     document = cluster_document(run)
     document["network"] = {"interface": "eth0", **document["network"]}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from clustertune.config.counted import Counted
+from clustertune.config.counted import ParameterCount
 from clustertune.config.hardware import load_hardware
 from clustertune.config.parameters import count, lora_parameter_count
 from clustertune.plan.term import number
@@ -24,7 +24,7 @@ Figure = tuple[float, str]
 
 
 @cache
-def _counted(model: str) -> Counted:
+def _counted(model: str) -> ParameterCount:
     counted = count(published_models()[model].architecture)
     assert counted is not None, "models.yaml holds counted families only"
     return counted
@@ -61,7 +61,7 @@ def share_of_gpu(size: float, each: float, gpu: str) -> Figure:
     return size * each / (room * GB), f"{number(size)} x {each:g} B / {room:g} GB of a {gpu}"
 
 
-def saved_activations(counted: Counted, tokens: float) -> Figure:
+def saved_activations(counted: ParameterCount, tokens: float) -> Figure:
     """GB that backward needs of one sequence without checkpointing, bf16, with an attention that keeps no scores.
 
     Per token and layer: inputs of the two norms and of the products behind them (4 d), queries and attention output (2 d), keys
@@ -95,7 +95,7 @@ def zero_memory(size: float, stage: float, ranks: float) -> Figure:
 # --- parameters --------------------------------------------------------------------------------------------------------
 
 
-def lora_parameters(counted: Counted, architecture: Mapping[str, Any], lora: Mapping[str, Any]) -> Figure:
+def lora_parameters(counted: ParameterCount, architecture: Mapping[str, Any], lora: Mapping[str, Any]) -> Figure:
     """Parameters that LoRA trains: r (inputs + outputs) of each target module."""
     kind, trained = counted.layers[0], lora_parameter_count(architecture, lora)
     assert trained is not None, "only adapters that can be counted are claimed"
@@ -103,19 +103,19 @@ def lora_parameters(counted: Counted, architecture: Mapping[str, Any], lora: Map
     return trained, f"{lora['r']} x {kind.count} layers x ({' + '.join(sides)})"
 
 
-def lora_percent(size: float, counted: Counted, architecture: Mapping[str, Any], lora: Mapping[str, Any]) -> Figure:
+def lora_percent(size: float, counted: ParameterCount, architecture: Mapping[str, Any], lora: Mapping[str, Any]) -> Figure:
     """Trained share of all parameters, per cent."""
     trained, _ = lora_parameters(counted, architecture, lora)
     return 100 * trained / size, f"100 x {number(trained)} / {number(size)}"
 
 
-def lora_gb(each: float, counted: Counted, architecture: Mapping[str, Any], lora: Mapping[str, Any]) -> Figure:
+def lora_gb(each: float, counted: ParameterCount, architecture: Mapping[str, Any], lora: Mapping[str, Any]) -> Figure:
     """Size of the adapter file, GB."""
     trained, _ = lora_parameters(counted, architecture, lora)
     return trained * each / GB, f"{number(trained)} x {each:g} B"
 
 
-def weight_shards(counted: Counted, each: float, shard_gb: float) -> Figure:
+def weight_shards(counted: ParameterCount, each: float, shard_gb: float) -> Figure:
     """Files that transformers writes: whole tensors in the order of the model, a new file before the limit is passed."""
     layers = [[linear.inputs * linear.outputs for linear in kind.linears] for kind in counted.layers for _ in range(kind.count)]
     tensors = [counted.embedding, *(size for layer in layers for size in layer), counted.head]
@@ -251,7 +251,7 @@ def token_speed(steps: float, sequence: float, seconds: float) -> Figure:
 # --- traffic -----------------------------------------------------------------------------------------------------------
 
 
-def layer_gather(counted: Counted, each: float) -> Figure:
+def layer_gather(counted: ParameterCount, each: float) -> Figure:
     """GB of one layer as it is gathered."""
     size = counted.layers[0].parameters
     return size * each / GB, f"{number(size)} parameters of a layer x {each:g} B"

@@ -27,7 +27,7 @@ NEUTRAL = {
 
 
 @dataclass(frozen=True)
-class Row:
+class GradeRow:
     """One prediction beside what was published."""
 
     run: PublishedRun
@@ -61,12 +61,12 @@ class Flow:
 
     name: str
     what: str
-    rows: list[Row]
+    rows: list[GradeRow]
     goal: float | None
     """Mean absolute error that is aimed at."""
 
     @property
-    def counted(self) -> list[Row]:
+    def counted(self) -> list[GradeRow]:
         return [row for row in self.rows if row.run.excluded is None]
 
     @property
@@ -91,14 +91,14 @@ def cases(sets: Iterable[str]) -> list[Case]:
     return [case(run) for run in published_runs().values() if run.set in wanted and run.seconds is not None]
 
 
-def row(one: Case, constants: Constants, note: str = "") -> Row:
+def row(one: Case, constants: Constants, note: str = "") -> GradeRow:
     """Predict one run."""
     published = one.run.seconds
     assert published is not None
     peak = one.peak(constants) / 2**30 if one.run.peak_gib is not None else None
     found = one.step(constants)
     low, high = (found.seconds * share for share in step_range(one.shape, one.machine, constants, found))
-    return Row(one.run, found.seconds, published, peak, one.run.peak_gib, (low, high), note)
+    return GradeRow(one.run, found.seconds, published, peak, one.run.peak_gib, (low, high), note)
 
 
 def observation(one: Case, *, memory: bool = False) -> Observation:
@@ -131,12 +131,12 @@ def flows() -> list[Flow]:
     ]
 
 
-def _as_shipped(name: str) -> list[Row]:
+def _as_shipped(name: str) -> list[GradeRow]:
     """The runs of a set, without calibration."""
     return [row(c, Constants()) for c in cases([name])]
 
 
-def _one_run(csv: Sequence[Case]) -> list[Row]:
+def _one_run(csv: Sequence[Case]) -> list[GradeRow]:
     """Every run but its cluster's cheapest one (the fewest GPUs), which calibrates."""
     found = []
     for cluster in sorted({c.run.cluster for c in csv}):
@@ -146,7 +146,7 @@ def _one_run(csv: Sequence[Case]) -> list[Row]:
     return found
 
 
-def _model_out(csv: Sequence[Case]) -> list[Row]:
+def _model_out(csv: Sequence[Case]) -> list[GradeRow]:
     """For each model: refit the constants on the others, calibrate each cluster with one run of another model, predict."""
     found = []
     for model in sorted({c.run.model for c in csv}):

@@ -11,7 +11,7 @@ from clustertune.errors import Problem, UserError, storage_error
 from clustertune.host.sight import ask
 from clustertune.ops.files import NODE, exclusive, inside, put
 from clustertune.ops.nodes import require_here
-from clustertune.ops.slurm.planning import Mode, Plan
+from clustertune.ops.slurm.planning import Mode, SlurmPlan
 from clustertune.ops.slurm.texts import DROP_IN
 
 LOCK = "clustertune-slurm.lock"
@@ -29,7 +29,7 @@ class Applied:
     notes: tuple[str, ...]
 
 
-def require_right_to_apply(plan: Plan, root: Path) -> None:
+def require_right_to_apply(plan: SlurmPlan, root: Path) -> None:
     """Raises UserError where this is another machine, not root, or something stands in the way: all of it at once."""
     problems = []
     if root == NODE:
@@ -44,14 +44,14 @@ def require_right_to_apply(plan: Plan, root: Path) -> None:
         raise UserError(problems)
 
 
-def apply_plan(plan: Plan, root: Path = NODE) -> Applied:
+def apply_plan(plan: SlurmPlan, root: Path = NODE) -> Applied:
     """Write what the plan says. Raises UserError before anything is written, or exit 73 where storage fails on the way."""
     require_right_to_apply(plan, root)
     with exclusive(root, LOCK, "sets up Slurm here"):
         return _apply(plan, root)
 
 
-def _apply(plan: Plan, root: Path) -> Applied:
+def _apply(plan: SlurmPlan, root: Path) -> Applied:
     written, backups, modes, notes = list[str](), list[str](), list[str](), list[str]()
     for mode in plan.modes:
         if mode.folder:
@@ -74,7 +74,7 @@ def _apply(plan: Plan, root: Path) -> Applied:
     return Applied(tuple(written), tuple(backups), tuple(modes), tuple(dict.fromkeys(notes)))
 
 
-def _set(plan: Plan, root: Path, mode: Mode) -> Iterable[str]:
+def _set(plan: SlurmPlan, root: Path, mode: Mode) -> Iterable[str]:
     """Make a folder, or set owner and mode of what is there; says what could not be."""
     target = inside(root, mode.path)
     ids = (0, 0) if mode.owner == "root" else (plan.facts.users or {}).get(mode.owner)

@@ -21,7 +21,7 @@ from clustertune.ops.slurm import node as node_room
 from clustertune.ops.slurm.judge import PARSER
 from clustertune.ops.slurm.node import NodeFacts, ask
 from clustertune.ops.slurm.reading import entries, hide, losses, repeated
-from clustertune.ops.slurm.steps import Before, Step, steps
+from clustertune.ops.slurm.steps import PreviousState, SetupStep, steps
 from clustertune.ops.slurm.texts import (
     BLOCK,
     CGROUP_CONF,
@@ -30,9 +30,9 @@ from clustertune.ops.slurm.texts import (
     HOSTS,
     MUNGE_KEY,
     SLURM_CONF,
-    Folder,
+    ConfFolder,
     Version,
-    Wanted,
+    WantedFile,
     move_conf,
     move_gres,
     parse_version,
@@ -72,7 +72,7 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SlurmPlan:
     """Everything about one machine."""
 
     cluster: Cluster
@@ -84,7 +84,7 @@ class Plan:
     files: tuple[FileChange, ...]
     modes: tuple[Mode, ...]
     findings: tuple[Finding, ...]
-    seen: Before
+    seen: PreviousState
     bare: bool
     """Whether nothing was looked at: another machine, and no tree of it."""
 
@@ -98,7 +98,7 @@ class Plan:
         """What keeps ``apply`` from writing."""
         return rules.blocks(self.findings)
 
-    def steps(self, *, applied: bool = False) -> list[Step]:
+    def steps(self, *, applied: bool = False) -> list[SetupStep]:
         """What an operator does, in order."""
         key = not self.facts.here or MUNGE_KEY in self.facts.places
         return steps(self.cluster, self.node, self.seen, key_there=key, accounting=self.accounting, applied=applied)
@@ -145,7 +145,7 @@ def make_plan(
     adopt: bool = False,
     force: bool = False,
     facts: NodeFacts | None = None,
-) -> Plan:
+) -> SlurmPlan:
     """Compare one machine, or a tree below ``root``, with what the cluster file asks for. Writes nothing.
 
     ``adopt`` takes over files that somebody else wrote, ``force`` replaces what was edited by hand between our markers.
@@ -176,7 +176,7 @@ def make_plan(
     if problems:
         raise UserError(problems)
     modes = _modes(node, wanted, seen)
-    return Plan(
+    return SlurmPlan(
         cluster=cluster,
         node=node,
         facts=seen,
@@ -186,12 +186,12 @@ def make_plan(
         files=tuple(files),
         modes=modes,
         findings=tuple(in_order(found)),
-        seen=Before(texts, after),
+        seen=PreviousState(texts, after),
         bare=bare,
     )
 
 
-def all_texts(plan: Plan) -> dict[str, str]:
+def all_texts(plan: SlurmPlan) -> dict[str, str]:
     """The files of all roles together, by path: what a rehearsal of the whole cluster needs."""
     everywhere = plan.node.model_copy(update={"roles": ("compute", "slurmctld")})
     wanted = wanted_files(plan.cluster, everywhere, version=plan.version, accounting=plan.accounting, hybrid=False)
@@ -209,7 +209,7 @@ def _version(cluster: Cluster, facts: NodeFacts) -> tuple[Version | None, str]:
 
 
 def _file(
-    cluster: Cluster, want: Wanted, before: bytes | None, *, adopt: bool, force: bool
+    cluster: Cluster, want: WantedFile, before: bytes | None, *, adopt: bool, force: bool
 ) -> tuple[FileChange, list[Finding]]:
     """What becomes of one file, and what there is to say about its other lines."""
     if want.shared:
@@ -227,7 +227,7 @@ def _file(
     return FileChange(Change(want.path, before, after, mode=want.mode), want.owner), findings
 
 
-def _take_over(cluster: Cluster, want: Wanted, before: bytes, adopt: bool) -> tuple[FileChange, list[Finding]]:
+def _take_over(cluster: Cluster, want: WantedFile, before: bytes, adopt: bool) -> tuple[FileChange, list[Finding]]:
     after = with_block(None, BLOCK, want.lines, shown=want.path, origin=cluster.name)
     lost = tuple(losses(*(data.decode(errors="replace") for data in (before, after))))  # what is shown is valid text
     item = FileChange(Change(want.path, before, after, mode=want.mode), want.owner, lost)
@@ -238,9 +238,9 @@ def _take_over(cluster: Cluster, want: Wanted, before: bytes, adopt: bool) -> tu
     return item, [finding(rules.FOREIGN, FAIL, text, fix, want.path)]
 
 
-def _modes(node: Host, wanted: Sequence[Wanted], facts: NodeFacts) -> tuple[Mode, ...]:
+def _modes(node: Host, wanted: Sequence[WantedFile], facts: NodeFacts) -> tuple[Mode, ...]:
     """Folders that are missing, and owners and modes that are not as they should be."""
-    strict = [(Folder(want.path, want.owner, want.mode), False) for want in wanted if want.owner != "root"]
+    strict = [(ConfFolder(want.path, want.owner, want.mode), False) for want in wanted if want.owner != "root"]
     found = []
     for item, is_folder in [*((folder, True) for folder in wanted_folders(node)), *strict]:
         state = facts.places.get(item.path)
@@ -257,7 +257,7 @@ def _modes(node: Host, wanted: Sequence[Wanted], facts: NodeFacts) -> tuple[Mode
     return (*found, *_unreadable(wanted, facts))
 
 
-def _unreadable(wanted: Sequence[Wanted], facts: NodeFacts) -> list[Mode]:
+def _unreadable(wanted: Sequence[WantedFile], facts: NodeFacts) -> list[Mode]:
     """What every user must read and cannot, or could write: ``put`` leaves a file that is there with the mode that it has."""
     found = []
     for path, mode in [(ETC, 0o755), *((want.path, want.mode) for want in wanted if want.owner == "root" and not want.shared)]:
@@ -402,7 +402,7 @@ def _run(arguments: list[str], conf: Path) -> str:
     return "; ".join(lines[:6]) or f"{Path(arguments[0]).name} ended with {done.returncode}"
 
 
-def checked(plan: Plan) -> Plan:
+def checked(plan: SlurmPlan) -> SlurmPlan:
     """``plan`` with what Slurm's own parser says, where the release that will read the files is the one that is installed."""
     answer = next((text for name in ("slurmd", "sinfo") if (text := ask(name, "-V"))), "")
     here = parse_version(answer)

@@ -15,7 +15,7 @@ _PAIR = re.compile(r'(?<!\S)[\w.]+ ?[-*+/]?= ?(?:"[^"]*"|\S+)(?= |$)')
 
 
 @dataclass(frozen=True)
-class Entry:
+class ConfEntry:
     """One setting, or one record."""
 
     line: int
@@ -31,7 +31,7 @@ def hide(text: str) -> str:
     return SECRET.sub(r"\1(hidden)", text)
 
 
-def entries(text: str) -> list[Entry]:
+def entries(text: str) -> list[ConfEntry]:
     """The settings of ``slurm.conf``, ``gres.conf``, ``cgroup.conf`` or ``slurmdbd.conf``; lines ended by ``\\`` go on."""
     found = []
     pending, start = list[str](), 0
@@ -42,7 +42,7 @@ def entries(text: str) -> list[Entry]:
         if line.endswith("\\"):
             continue
         joined = " ".join(" ".join(pending).split())
-        found += [Entry(start, _key(shown), shown) for shown in map(hide, _parts(joined))]
+        found += [ConfEntry(start, _key(shown), shown) for shown in map(hide, _parts(joined))]
         pending, start = [], 0
     return found
 

@@ -41,7 +41,7 @@ OLD_STATE = "/var/spool"
 
 
 @dataclass(frozen=True)
-class Step:
+class SetupStep:
     """Commands for one kind of machine, and why."""
 
     where: str
@@ -51,7 +51,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Before:
+class PreviousState:
     """What was there."""
 
     texts: Mapping[str, str | None]
@@ -59,7 +59,9 @@ class Before:
     after: Mapping[str, str]
 
 
-def steps(cluster: Cluster, node: Host, seen: Before, *, key_there: bool, accounting: bool, applied: bool) -> list[Step]:
+def steps(
+    cluster: Cluster, node: Host, seen: PreviousState, *, key_there: bool, accounting: bool, applied: bool
+) -> list[SetupStep]:
     """The order of things; ``applied``: the files of this machine are in place already."""
     changed = {path for path in seen.after if seen.after[path] != (seen.texts.get(path) or "")}
     if not set(node.roles) & set(SLURM_ROLES):
@@ -68,7 +70,7 @@ def steps(cluster: Cluster, node: Host, seen: Before, *, key_there: bool, accoun
     new_key = not key_there
     if not (changed or new_key):
         return []
-    found: list[Step] = []
+    found: list[SetupStep] = []
     held = "" if first else ", ".join(key for key in HOLDS_JOBS if key in _changed_keys(seen))
     shape = not first and _shape_changes(seen)
     if shape or held:
@@ -82,8 +84,10 @@ def steps(cluster: Cluster, node: Host, seen: Before, *, key_there: bool, accoun
     found += _daemons(cluster, seen, changed, first=first or new_key)
     if shape or held:
         nodes = fold([host.name for host in cluster.compute_nodes])
-        found.append(Step(_controller(cluster), "take the nodes back", (f"scontrol update NodeName={nodes} State=RESUME",)))
-    found.append(Step(_controller(cluster), "look: all nodes idle", ("scontrol ping", "sinfo -N -l")))
+        found.append(
+            SetupStep(_controller(cluster), "take the nodes back", (f"scontrol update NodeName={nodes} State=RESUME",))
+        )
+    found.append(SetupStep(_controller(cluster), "look: all nodes idle", ("scontrol ping", "sinfo -N -l")))
     return found
 
 
@@ -96,54 +100,54 @@ def _others(cluster: Cluster) -> list[str]:
     return [host.name for host in cluster.nodes if set(host.roles) & set(SLURM_ROLES) and host is not cluster.controller]
 
 
-def _files(cluster: Cluster, node: Host, accounting: bool, applied: bool) -> Iterator[Step]:
+def _files(cluster: Cluster, node: Host, accounting: bool, applied: bool) -> Iterator[SetupStep]:
     assert cluster.slurm
     word = f"clustertune ops slurm apply --cluster {shlex.quote(_stated(cluster))}"
     if accounting != cluster.slurm.accounting:  # one slurm.conf for all: what is changed here must be changed there
         word += " --accounting" if accounting else " --no-accounting"
     others = [host.name for host in cluster.nodes if host.name != node.name]
     if not applied:
-        yield Step(node.name, "write the files of this machine", (word,))
+        yield SetupStep(node.name, "write the files of this machine", (word,))
     if others:
-        yield Step(fold(others), "the same on every other machine: Slurm wants one slurm.conf", (word,))
+        yield SetupStep(fold(others), "the same on every other machine: Slurm wants one slurm.conf", (word,))
 
 
 def _stated(cluster: Cluster) -> str:
     return cluster.name if cluster.source.startswith("ops/clusters/") else cluster.source
 
 
-def _drain(cluster: Cluster, why: str) -> Iterator[Step]:
+def _drain(cluster: Cluster, why: str) -> Iterator[SetupStep]:
     nodes = fold([host.name for host in cluster.compute_nodes])
     drain = f"scontrol update NodeName={nodes} State=DRAIN Reason='new slurm.conf'"
-    yield Step(_controller(cluster), f"{why}: let jobs end first (drained, not draining)", (drain, f"sinfo -n {nodes}"))
+    yield SetupStep(_controller(cluster), f"{why}: let jobs end first (drained, not draining)", (drain, f"sinfo -n {nodes}"))
 
 
-def _munge(cluster: Cluster) -> Iterator[Step]:
+def _munge(cluster: Cluster) -> Iterator[SetupStep]:
     key, controller, others = MUNGE_KEY, _controller(cluster), _others(cluster)
     why = "one munge key for all machines; each package makes its own when it is installed"
     make = f"test -s {key} || sudo -u munge mungekey --create --keyfile {key}"
-    yield Step(controller, why, (make, f"chown munge: {key} && chmod 400 {key}", "systemctl restart munge"))
+    yield SetupStep(controller, why, (make, f"chown munge: {key} && chmod 400 {key}", "systemctl restart munge"))
     if others:
         take = f"ssh HOST 'umask 077; cat > {key}.new && chown munge: {key}.new && chmod 400 {key}.new && mv {key}.new {key}"
         commands = (f"{take} && systemctl restart munge' < {key}", "munge -n | ssh HOST unmunge")
-        yield Step(controller, f"the same key for each HOST of {fold(others)}, and the proof", commands)
+        yield SetupStep(controller, f"the same key for each HOST of {fold(others)}, and the proof", commands)
 
 
-def _state(cluster: Cluster, seen: Before) -> Iterator[Step]:
+def _state(cluster: Cluster, seen: PreviousState) -> Iterator[SetupStep]:
     value = settings(_both(seen)[0] or "").get("statesavelocation", f"={OLD_STATE}").partition("=")[2].strip()
     if value.rstrip("/") != STATE:
         why = "the queue moves with its folder: in an empty one slurmctld knows of no job"
-        yield Step(_controller(cluster), why, ("systemctl stop slurmctld", f"cp -a {shlex.quote(value)}/. {STATE}/"))
+        yield SetupStep(_controller(cluster), why, ("systemctl stop slurmctld", f"cp -a {shlex.quote(value)}/. {STATE}/"))
 
 
-def _rename(cluster: Cluster, seen: Before) -> Iterator[Step]:
+def _rename(cluster: Cluster, seen: PreviousState) -> Iterator[SetupStep]:
     before, after = (settings(text or "").get("clustername") for text in _both(seen))
     if before and after and before.lower() != after.lower():
         why = "the cluster's name changes, and slurmctld refuses a state of another (running jobs are forgotten)"
-        yield Step(_controller(cluster), why, ("systemctl stop slurmctld", f"rm {STATE}/clustername"))
+        yield SetupStep(_controller(cluster), why, ("systemctl stop slurmctld", f"rm {STATE}/clustername"))
 
 
-def _database(cluster: Cluster) -> Iterator[Step]:
+def _database(cluster: Cluster) -> Iterator[SetupStep]:
     controller = _controller(cluster)
     sql = (
         f"CREATE USER IF NOT EXISTS '{USER}'@'localhost' IDENTIFIED VIA unix_socket;",
@@ -151,15 +155,15 @@ def _database(cluster: Cluster) -> Iterator[Step]:
     )
     commands = ("systemctl restart mariadb", *(f'mariadb -e "{line}"' for line in sql), "systemctl restart slurmdbd")
     why = "the database, whose user is known by its socket: no password; slurmctld enters the cluster by itself"
-    yield Step(controller, why, (*commands, "sacctmgr show cluster"))
+    yield SetupStep(controller, why, (*commands, "sacctmgr show cluster"))
 
 
-def _daemons(cluster: Cluster, seen: Before, changed: set[str], *, first: bool) -> Iterator[Step]:
+def _daemons(cluster: Cluster, seen: PreviousState, changed: set[str], *, first: bool) -> Iterator[SetupStep]:
     controller, nodes = _controller(cluster), fold([host.name for host in cluster.compute_nodes])
     if first:
-        yield Step(controller, "the controller first", ("systemctl enable slurmctld", "systemctl restart slurmctld"))
+        yield SetupStep(controller, "the controller first", ("systemctl enable slurmctld", "systemctl restart slurmctld"))
         commands = ("systemctl daemon-reload", "systemctl enable slurmd", "systemctl restart slurmd")
-        yield Step(nodes, "then each node", commands)
+        yield SetupStep(nodes, "then each node", commands)
         return
     keys = _changed_keys(seen)
     slow = sorted(key for key in keys if key not in LIVE and not key.startswith("partitionname"))
@@ -167,24 +171,24 @@ def _daemons(cluster: Cluster, seen: Before, changed: set[str], *, first: bool) 
     if slow or files:
         what = ", ".join([*slow[:6], *(path.rpartition("/")[2] for path in sorted(files))])
         if slow or GRES_CONF in files:
-            yield Step(
+            yield SetupStep(
                 controller, f"changed, and read at a start only: {what}; the queue is kept", ("systemctl restart slurmctld",)
             )
-        yield Step(nodes, "running jobs live on", ("systemctl daemon-reload", "systemctl restart slurmd"))
+        yield SetupStep(nodes, "running jobs live on", ("systemctl daemon-reload", "systemctl restart slurmd"))
     elif keys:
-        yield Step(controller, f"changed: {', '.join(sorted(keys)[:6])}", ("scontrol reconfigure",))
+        yield SetupStep(controller, f"changed: {', '.join(sorted(keys)[:6])}", ("scontrol reconfigure",))
 
 
-def _both(seen: Before) -> tuple[str | None, str]:
+def _both(seen: PreviousState) -> tuple[str | None, str]:
     return seen.texts.get(SLURM_CONF), seen.after.get(SLURM_CONF, "")
 
 
-def _changed_keys(seen: Before) -> set[str]:
+def _changed_keys(seen: PreviousState) -> set[str]:
     before, after = (settings(text or "") for text in _both(seen))
     return {key for key in {*before, *after} if before.get(key) != after.get(key)}
 
 
-def _shape_changes(seen: Before) -> bool:
+def _shape_changes(seen: PreviousState) -> bool:
     before, after = (_shapes(text or "") for text in _both(seen))
     gone = seen.texts.get(GRES_CONF)
     gres = gone is not None and GRES_CONF in seen.after and settings(gone) != settings(seen.after[GRES_CONF])
@@ -206,7 +210,7 @@ def _shapes(text: str) -> set[tuple[tuple[str, str], ...]]:
     return found
 
 
-def shown(found: Sequence[Step]) -> list[str]:
+def shown(found: Sequence[SetupStep]) -> list[str]:
     """The steps as lines: where and why, then the commands."""
     lines = []
     for number, step in enumerate(found, 1):

@@ -33,7 +33,7 @@ SLURM_ROLES = ("login", "compute", "slurmctld")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedFile:
     """One file."""
 
     path: str
@@ -46,7 +46,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Folder:
+class ConfFolder:
     """One folder."""
 
     path: str
@@ -54,35 +54,35 @@ class Folder:
     mode: int
 
 
-def wanted_files(cluster: Cluster, node: Host, *, version: Version | None, accounting: bool, hybrid: bool) -> list[Wanted]:
+def wanted_files(cluster: Cluster, node: Host, *, version: Version | None, accounting: bool, hybrid: bool) -> list[WantedFile]:
     """The files of one machine. ``hybrid``: its cgroup hierarchy is of both versions."""
-    files = [Wanted(HOSTS, tuple(hosts_lines(cluster.nodes)), shared=True)]
+    files = [WantedFile(HOSTS, tuple(hosts_lines(cluster.nodes)), shared=True)]
     if not set(node.roles) & set(SLURM_ROLES):
         return files
     files += [
-        Wanted(SLURM_CONF, conf_lines(cluster, version=version, accounting=accounting)),
+        WantedFile(SLURM_CONF, conf_lines(cluster, version=version, accounting=accounting)),
         # The controller reads it too, and one folder that is the same everywhere is compared at a glance.
-        Wanted(GRES_CONF, gres_lines(cluster)),
-        Wanted(CGROUP_CONF, from_template("cgroup.conf", hybrid=hybrid)),
+        WantedFile(GRES_CONF, gres_lines(cluster)),
+        WantedFile(CGROUP_CONF, from_template("cgroup.conf", hybrid=hybrid)),
     ]
     if "compute" in node.roles:
-        files.append(Wanted(DROP_IN, from_template("slurmd.service")))
+        files.append(WantedFile(DROP_IN, from_template("slurmd.service")))
     if accounting and "slurmctld" in node.roles:
         database = from_template("slurmdbd.conf", controller=node, database=DATABASE)
-        files.append(Wanted(SLURMDBD_CONF, database, mode=0o600, owner=USER))
-        files.append(Wanted(MARIADB, from_template("mariadb.cnf")))
+        files.append(WantedFile(SLURMDBD_CONF, database, mode=0o600, owner=USER))
+        files.append(WantedFile(MARIADB, from_template("mariadb.cnf")))
     return files
 
 
-def wanted_folders(node: Host) -> list[Folder]:
+def wanted_folders(node: Host) -> list[ConfFolder]:
     """The folders of one machine that the daemons need."""
     folders = []
     if "slurmctld" in node.roles:
-        folders.append(Folder(STATE, USER, 0o700))  # jobs, their scripts and environments
+        folders.append(ConfFolder(STATE, USER, 0o700))  # jobs, their scripts and environments
     if "compute" in node.roles:
-        folders.append(Folder(SPOOL, "root", 0o755))  # slurmd's credentials and the scripts of running jobs
+        folders.append(ConfFolder(SPOOL, "root", 0o755))  # slurmd's credentials and the scripts of running jobs
     if set(node.roles) & {"slurmctld", "compute"}:
-        folders.append(Folder(LOGS, USER, 0o755))
+        folders.append(ConfFolder(LOGS, USER, 0o755))
     return folders
 
 

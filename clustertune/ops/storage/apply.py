@@ -16,10 +16,10 @@ from clustertune.ops.bounded import ask, mount_points
 from clustertune.ops.files import exclusive, put
 from clustertune.ops.nodes import group_id, tool
 from clustertune.ops.storage import devices, points
-from clustertune.ops.storage.devices import Step
+from clustertune.ops.storage.devices import StorageStep
 from clustertune.ops.storage.fstab import FSTAB
-from clustertune.ops.storage.layout import Folder
-from clustertune.ops.storage.plan import PROBE_SECONDS, Plan, complaints, lacking, make_plan, own_disk
+from clustertune.ops.storage.layout import SharedFolder
+from clustertune.ops.storage.plan import PROBE_SECONDS, StoragePlan, complaints, lacking, make_plan, own_disk
 
 LOCK = "clustertune-storage.lock"
 COMMAND_SECONDS = 60.0
@@ -35,7 +35,7 @@ Report = Callable[[str], None]
 
 
 @dataclass
-class Done:
+class ApplyResult:
     """What a run did, and what it could not do."""
 
     did: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ def apply(
     force: bool = False,
     format_device: str | None = None,
     report: Report = lambda _: None,
-) -> Done:
+) -> ApplyResult:
     """Make the difference of :func:`make_plan` go away. The same call again does nothing, and completes one that was killed.
 
     Order: checks and systemd's verdict on the new fstab, before anything is written; mount points; files with their backups;
@@ -64,10 +64,10 @@ def apply(
         return _apply(cluster, node, root, force, format_device, report)
 
 
-def _apply(cluster: Cluster, node: str, root: Path, force: bool, format_device: str | None, report: Report) -> Done:
+def _apply(cluster: Cluster, node: str, root: Path, force: bool, format_device: str | None, report: Report) -> ApplyResult:
     plan = make_plan(cluster, node, root, force=force)
     formatted = _require(plan, format_device)
-    done = Done(notes=list(plan.notes))
+    done = ApplyResult(notes=list(plan.notes))
     if plan.live and any(change.needed and change.path == FSTAB for change in plan.changes):
         report("ask systemd about the new fstab")
         _verify(plan, done)
@@ -77,7 +77,7 @@ def _apply(cluster: Cluster, node: str, root: Path, force: bool, format_device: 
     return done
 
 
-def _require(plan: Plan, format_device: str | None) -> str | None:
+def _require(plan: StoragePlan, format_device: str | None) -> str | None:
     """Everything that must hold before anything is touched."""
     problems = []
     if plan.live:
@@ -104,7 +104,7 @@ def _require(plan: Plan, format_device: str | None) -> str | None:
     return formatted
 
 
-def _verify(plan: Plan, done: Done) -> None:
+def _verify(plan: StoragePlan, done: ApplyResult) -> None:
     old = next(change.before or b"" for change in plan.changes if change.path == FSTAB)
     old_complaints = complaints(old, plan.fstab, plan.layout.mounts)
     if old_complaints is None:
@@ -118,7 +118,7 @@ def _verify(plan: Plan, done: Done) -> None:
         )
 
 
-def _write(plan: Plan, done: Done, report: Report) -> None:
+def _write(plan: StoragePlan, done: ApplyResult, report: Report) -> None:
     wanted = [point for point in plan.points if points.missing(point, live=plan.live)]
     for problem in plan.point_words:
         report(problem)
@@ -135,7 +135,7 @@ def _write(plan: Plan, done: Done, report: Report) -> None:
             done.backups += [str(backup)] if backup else []
 
 
-def _run_steps(plan: Plan, done: Done, report: Report, formatted: str | None) -> None:
+def _run_steps(plan: StoragePlan, done: ApplyResult, report: Report, formatted: str | None) -> None:
     """The commands, and the folders as soon as this node's disks are mounted."""
     local = {mount.target for mount in plan.layout.mounts if mount.kind in ("device", "bind")}
     waiting = list(plan.steps)
@@ -157,7 +157,7 @@ def _run_steps(plan: Plan, done: Done, report: Report, formatted: str | None) ->
         _step(step, plan, done, report)
 
 
-def _step(step: Step, plan: Plan, done: Done, report: Report) -> None:
+def _step(step: StorageStep, plan: StoragePlan, done: ApplyResult, report: Report) -> None:
     if step.by_hand:
         done.left.append(f"{step.why}: {step}")
     elif step.target and (reason := _not_yet(plan, step.target)):
@@ -166,7 +166,7 @@ def _step(step: Step, plan: Plan, done: Done, report: Report) -> None:
         _command(step, done, report)
 
 
-def _not_yet(plan: Plan, target: str) -> str | None:
+def _not_yet(plan: StoragePlan, target: str) -> str | None:
     """Why something cannot be mounted yet: a bind of a folder whose disk is absent would show the root disk in its place."""
     mount, now = plan.layout.at(target), mount_points()
     assert mount
@@ -187,7 +187,7 @@ def _not_yet(plan: Plan, target: str) -> str | None:
     return None
 
 
-def _command(step: Step, done: Done, report: Report, seconds: float = COMMAND_SECONDS) -> bool:
+def _command(step: StorageStep, done: ApplyResult, report: Report, seconds: float = COMMAND_SECONDS) -> bool:
     """Run one command. What it says against itself is kept for the report; a hung one is left behind after its limit."""
     report(str(step))
     program = tool(step.argv[0]) or step.argv[0]
@@ -219,7 +219,7 @@ def _command(step: Step, done: Done, report: Report, seconds: float = COMMAND_SE
     return False
 
 
-def _make_folders(folders: list[Folder], done: Done, report: Report, brick: str | None = None) -> None:
+def _make_folders(folders: list[SharedFolder], done: ApplyResult, report: Report, brick: str | None = None) -> None:
     """Each in a child: a frozen file system would hold us for ever. On the root disk only what is no part of a ``brick``."""
     for folder in folders:
         report(f"make {folder.path}")
@@ -236,7 +236,7 @@ def _make_folders(folders: list[Folder], done: Done, report: Report, brick: str 
             return
 
 
-def _make_folder(folder: Folder, brick: str | None) -> dict[str, bool]:
+def _make_folder(folder: SharedFolder, brick: str | None) -> dict[str, bool]:
     """A folder with its mode and group, all at once: a killed run leaves none with half of them."""
     if brick and not own_disk(brick)["own"]:
         return {"made": False}

@@ -16,7 +16,7 @@ from typing import Any
 from clustertune.errors import Problem, UserError
 from clustertune.ops.bounded import ask
 from clustertune.ops.nodes import tool
-from clustertune.ops.storage.layout import Mount
+from clustertune.ops.storage.layout import FstabMount
 from clustertune.process import captured
 
 MKFS = {"xfs": ("mkfs.xfs",), "ext4": ("mkfs.ext4", "-m", "0"), "btrfs": ("mkfs.btrfs",)}
@@ -26,7 +26,7 @@ _START = 1 << 20
 
 
 @dataclass(frozen=True)
-class Device:
+class BlockDevice:
     """What is on a block device."""
 
     path: str
@@ -47,39 +47,39 @@ class Device:
         return f"{self.path} {reasons.get(self.state, 'cannot be looked at')}"
 
 
-def look(path: str) -> Device:
+def look(path: str) -> BlockDevice:
     """What a device holds, by blkid's low-level probe and wipefs: both must find nothing for it to be blank."""
     try:
         mode = Path(path).stat().st_mode
     except OSError as error:
-        return Device(path, "absent" if isinstance(error, FileNotFoundError) else "unknown")
+        return BlockDevice(path, "absent" if isinstance(error, FileNotFoundError) else "unknown")
     if not stat.S_ISBLK(mode):
-        return Device(path, "other")
+        return BlockDevice(path, "other")
     if os.geteuid() != 0:
-        return Device(path, "unknown")
+        return BlockDevice(path, "unknown")
     # In a child: a disk that does not answer holds whoever reads it, for ever.
     answer = ask(partial(_device_record, path), 3 * _SECONDS)
-    return Device(**answer.found) if answer.found else Device(path, "silent" if answer.silent else "unknown")
+    return BlockDevice(**answer.found) if answer.found else BlockDevice(path, "silent" if answer.silent else "unknown")
 
 
 def _device_record(path: str) -> dict[str, Any]:
     try:
         return asdict(_content(path))
     except subprocess.SubprocessError:
-        return asdict(Device(path, "silent"))
+        return asdict(BlockDevice(path, "silent"))
 
 
-def _content(path: str) -> Device:
+def _content(path: str) -> BlockDevice:
     probe = _run("blkid", "-p", "-o", "value", "-s", "TYPE", "-s", "PTTYPE", path)
     signatures = _run("wipefs", "--no-act", "--noheadings", "--output", "TYPE", path)
     if signatures_found := [*probe.stdout.split(), *signatures.stdout.split()]:
-        return Device(path, "holds", signatures_found[0])
+        return BlockDevice(path, "holds", signatures_found[0])
     # blkid: 2 says that nothing was found, 8 that it found several things at once.
     if probe.returncode != 2 or signatures.returncode != 0:
-        return Device(path, "unknown")
+        return BlockDevice(path, "unknown")
     if _busy(path):
-        return Device(path, "busy")
-    return Device(path, "holds", "data without a known signature") if _data(path) else Device(path, "blank")
+        return BlockDevice(path, "busy")
+    return BlockDevice(path, "holds", "data without a known signature") if _data(path) else BlockDevice(path, "blank")
 
 
 def _run(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -107,26 +107,26 @@ def _data(path: str) -> bool:
         return True
 
 
-def steps(mount: Mount) -> Iterator[Step]:
+def steps(mount: FstabMount) -> Iterator[StorageStep]:
     """The command that a blank device needs first; only a person or ``--format`` runs it."""
     assert mount.brick
     device = look(mount.source)
     command = (*MKFS[mount.brick.filesystem], mount.source)
     if device.state == "blank":
         why = f"the device is blank; clustertune ops storage apply --format {mount.source} runs it"
-        yield Step(command, why, by_hand=True)
+        yield StorageStep(command, why, by_hand=True)
     elif device.state == "holds" and device.holds != mount.brick.filesystem:
         why = f"{device}, not {mount.brick.filesystem}: look whether this is the brick's device"
-        yield Step(("wipefs", "--no-act", mount.source), why, by_hand=True)
+        yield StorageStep(("wipefs", "--no-act", mount.source), why, by_hand=True)
     elif device.state in ("absent", "other"):
-        yield Step(("lsblk", "-f"), f"{device}: fix storage.bricks.device", by_hand=True)
+        yield StorageStep(("lsblk", "-f"), f"{device}: fix storage.bricks.device", by_hand=True)
     elif device.state == "silent":
-        yield Step(("dmesg",), f"{device}: look for errors of the disk", by_hand=True)
+        yield StorageStep(("dmesg",), f"{device}: look for errors of the disk", by_hand=True)
     elif device.state == "busy":
-        yield Step(("lsblk", "-f", mount.source), f"{device} already", by_hand=True)
+        yield StorageStep(("lsblk", "-f", mount.source), f"{device} already", by_hand=True)
 
 
-def require_blank(requested: str, mounts: Iterator[Mount]) -> Mount:
+def require_blank(requested: str, mounts: Iterator[FstabMount]) -> FstabMount:
     """The mount whose device may be formatted. Raises UserError where ``--format`` names another one, or it is not blank."""
     key = "--format"
     known = list(mounts)
@@ -148,7 +148,7 @@ def require_blank(requested: str, mounts: Iterator[Mount]) -> Mount:
 
 
 @dataclass(frozen=True)
-class Step:
+class StorageStep:
     """One command, and why."""
 
     argv: tuple[str, ...]

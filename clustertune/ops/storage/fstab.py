@@ -19,7 +19,7 @@ _BY = {"UUID": "by-uuid", "LABEL": "by-label", "PARTUUID": "by-partuuid", "PARTL
 
 
 @dataclass(frozen=True)
-class Entry:
+class FstabEntry:
     """One line of fstab that mounts something."""
 
     number: int
@@ -29,7 +29,7 @@ class Entry:
     """Without needless slashes; ``none`` for swap."""
 
 
-def entries(lines: Iterable[tuple[int, str]]) -> list[Entry]:
+def entries(lines: Iterable[tuple[int, str]]) -> list[FstabEntry]:
     """The mounts among numbered lines; comments and what is no entry are passed over."""
     found = []
     for number, line in lines:
@@ -37,11 +37,11 @@ def entries(lines: Iterable[tuple[int, str]]) -> list[Entry]:
         if len(fields) < 2 or fields[0].startswith("#"):
             continue
         source, target = (unescape(field) for field in fields[:2])
-        found.append(Entry(number, line.strip(), source, os.path.normpath(target).replace("//", "/", 1)))
+        found.append(FstabEntry(number, line.strip(), source, os.path.normpath(target).replace("//", "/", 1)))
     return found
 
 
-def taken(found: Iterable[Entry], targets: Iterable[str]) -> Iterator[Problem]:
+def taken(found: Iterable[FstabEntry], targets: Iterable[str]) -> Iterator[Problem]:
     """Lines that mount something else where we would: a second line for one place is an error for systemd."""
     ours = set(targets)
     for entry in found:
@@ -52,7 +52,9 @@ def taken(found: Iterable[Entry], targets: Iterable[str]) -> Iterator[Problem]:
             )
 
 
-def elsewhere(found: Iterable[Entry], mounted: Iterable[MountLine], bricks: Iterable[Brick], *, live: bool) -> dict[str, str]:
+def elsewhere(
+    found: Iterable[FstabEntry], mounted: Iterable[MountLine], bricks: Iterable[Brick], *, live: bool
+) -> dict[str, str]:
     """Devices of bricks that are mounted above the exported folder by other means, and where.
 
     ``live``: the lines are this machine's own, so a device's other names (``UUID=``, links of ``/dev``) can be followed.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from clustertune.check.rule import FAIL, PASS, STORAGE, UNKNOWN, WARN, Finding, Seen, checks, finding, in_order, rule
 from clustertune.config.cluster_schema import Brick
 from clustertune.ops.storage import etab
-from clustertune.ops.storage.layout import CACHE_FILES, DATA, Layout, mode_of, size_text
+from clustertune.ops.storage.layout import CACHE_FILES, DATA, StorageLayout, mode_of, size_text
 from clustertune.ops.storage.look import Facts, MountState
 
 SKEW_WARN, SKEW_FAIL = 2.0, 300.0
@@ -19,11 +19,11 @@ INODES = 0.01
 
 
 @dataclass(frozen=True)
-class Storage:
+class StorageSubject:
     """What the rules look at."""
 
     facts: Facts
-    wanted: Layout
+    wanted: StorageLayout
 
 
 class SeenBrick(NamedTuple):
@@ -49,11 +49,11 @@ class SeenBrick(NamedTuple):
         return self.place.silent or self.place.written == "silent"
 
 
-def judge(facts: Facts, wanted: Layout) -> list[Finding]:
+def judge(facts: Facts, wanted: StorageLayout) -> list[Finding]:
     """Every finding, worst first. A rule says ``unknown`` where what it looks at was not seen."""
     found: list[Finding] = []
     for one in checks(STORAGE):
-        seen = list(one(Storage(facts, wanted)))
+        seen = list(one(StorageSubject(facts, wanted)))
         if not seen and _applies(one.rule.id, facts, wanted):
             unseen = _unseen(one.rule.id, facts, wanted)
             seen = [finding(one.rule, UNKNOWN, f"not seen: {unseen}") if unseen else finding(one.rule, PASS, "as it should be")]
@@ -61,7 +61,7 @@ def judge(facts: Facts, wanted: Layout) -> list[Finding]:
     return in_order(found)
 
 
-def _applies(name: str, facts: Facts, wanted: Layout) -> bool:
+def _applies(name: str, facts: Facts, wanted: StorageLayout) -> bool:
     if name.startswith("pool-") or name == "brick-data":
         return wanted.pool is not None
     if name == "nfs-export":
@@ -71,7 +71,7 @@ def _applies(name: str, facts: Facts, wanted: Layout) -> bool:
     return name != "shared-folders" or bool(facts.folders)
 
 
-def _unseen(name: str, facts: Facts, wanted: Layout) -> str:
+def _unseen(name: str, facts: Facts, wanted: StorageLayout) -> str:
     """What a rule that found nothing could not look at: a brick that is absent or hangs is not healthy in all else."""
     if (name.startswith("brick-") and name != "brick-mounted") or name == "storage-clock":
         bricks = [brick for brick in wanted.bricks if brick.mount in facts.bricks]
@@ -86,7 +86,7 @@ def _unseen(name: str, facts: Facts, wanted: Layout) -> str:
     return "" if name != "nfs-server-answers" or facts.servers else "no server was asked"
 
 
-def _seen(state: MountState, wanted: Layout, *, written: bool) -> bool:
+def _seen(state: MountState, wanted: StorageLayout, *, written: bool) -> bool:
     if (state.fstype is None and wanted.at(state.path)) or state.silent or state.errno:
         return False
     return not written or state.written in ("ok", "ENOSPC", "EDQUOT")
@@ -95,7 +95,7 @@ def _seen(state: MountState, wanted: Layout, *, written: bool) -> bool:
 # --- bricks ------------------------------------------------------------------------------------------------------------
 
 
-def _bricks(s: Storage, *, healthy: bool = False) -> Iterator[SeenBrick]:
+def _bricks(s: StorageSubject, *, healthy: bool = False) -> Iterator[SeenBrick]:
     """The bricks that were looked at; ``healthy``: of them those that are mounted and answer."""
     for brick, address in zip(s.wanted.bricks, s.wanted.addresses, strict=True):
         state = s.facts.bricks.get(brick.mount)
@@ -108,7 +108,7 @@ def _bricks(s: Storage, *, healthy: bool = False) -> Iterator[SeenBrick]:
 
 
 @rule("brick-mounted", STORAGE)
-def mounted(s: Storage) -> Iterator[Seen]:
+def mounted(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: a brick is mounted
 
     Why: the pool shrinks without a message: its files vanish, new ones go elsewhere
@@ -125,12 +125,12 @@ def mounted(s: Storage) -> Iterator[Seen]:
             yield Seen(FAIL, f"{device} is not mounted, and not exported", f"lsblk -f {device}; mount {path}", path)
 
 
-def _device(s: Storage, path: str) -> str:
+def _device(s: StorageSubject, path: str) -> str:
     return next(mount.source for mount in s.wanted.mounts if mount.target == path)
 
 
 @rule("brick-answers", STORAGE)
-def answers(s: Storage) -> Iterator[Seen]:
+def answers(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: a brick answers
 
     Why: ls, df and every new file in the pool wait for it, and cannot be killed
@@ -145,7 +145,7 @@ def answers(s: Storage) -> Iterator[Seen]:
             yield _answered(seen)
 
 
-def _hung(s: Storage, seen: SeenBrick) -> Seen:
+def _hung(s: StorageSubject, seen: SeenBrick) -> Seen:
     state, node = seen.place, seen.brick.node
     what = f"no answer in {s.facts.seconds:g} s" + ("" if state.silent else " to a write, while it can be read")
     if state.left:
@@ -171,7 +171,7 @@ def _answered(seen: SeenBrick) -> Seen:
 
 
 @rule("brick-not-on-root-disk", STORAGE)
-def root_disk(s: Storage) -> Iterator[Seen]:
+def root_disk(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: a brick is no part of the root disk
 
     Why: writes fill the disk the node boots from
@@ -190,7 +190,7 @@ def root_disk(s: Storage) -> Iterator[Seen]:
 
 
 @rule("brick-writable", STORAGE)
-def writable(s: Storage) -> Iterator[Seen]:
+def writable(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: a brick takes writes
 
     Why: checkpoints that were to go there fail
@@ -214,7 +214,7 @@ def writable(s: Storage) -> Iterator[Seen]:
 
 
 @rule("brick-space", STORAGE)
-def space(s: Storage) -> Iterator[Seen]:
+def space(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: a brick has room
 
     Why: below minfreespace it takes no new file; with none left, training stops
@@ -237,7 +237,7 @@ def space(s: Storage) -> Iterator[Seen]:
 
 
 @rule("brick-data", STORAGE)
-def data(s: Storage) -> Iterator[Seen]:
+def data(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: a brick has the pool's folder
 
     Why: without it the pool passes the brick over
@@ -250,7 +250,7 @@ def data(s: Storage) -> Iterator[Seen]:
 
 
 @rule("brick-source", STORAGE)
-def source(s: Storage) -> Iterator[Seen]:
+def source(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: a brick is mounted from where the cluster file says
 
     Why: nodes see different files at one path
@@ -273,7 +273,7 @@ def source(s: Storage) -> Iterator[Seen]:
 
 
 @rule("brick-options", STORAGE)
-def options(s: Storage) -> Iterator[Seen]:
+def options(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: an NFS brick is mounted hard
 
     Why: soft mounts give up, and lose what was written
@@ -287,7 +287,7 @@ def options(s: Storage) -> Iterator[Seen]:
 
 
 @rule("nfs-server-answers", STORAGE)
-def server(s: Storage) -> Iterator[Seen]:
+def server(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: a server answers on TCP 2049
 
     Why: every access waits until it does
@@ -302,7 +302,7 @@ def server(s: Storage) -> Iterator[Seen]:
 
 
 @rule("nfs-export", STORAGE)
-def export(s: Storage) -> Iterator[Seen]:
+def export(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: this node exports its bricks
 
     Why: other nodes cannot mount them, or see them with other rights
@@ -322,14 +322,14 @@ def export(s: Storage) -> Iterator[Seen]:
 # --- pool --------------------------------------------------------------------------------------------------------------
 
 
-def _pool(s: Storage) -> MountState | None:
+def _pool(s: StorageSubject) -> MountState | None:
     """The pool, where mergerfs is mounted there."""
     pool = s.facts.pool if s.wanted.pool else None
     return pool if pool and pool.fstype == "fuse.mergerfs" else None
 
 
 @rule("pool-mounted", STORAGE)
-def pool_mounted(s: Storage) -> Iterator[Seen]:
+def pool_mounted(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: the pool is mounted
 
     Why: what is written goes to the disk below, and is hidden later
@@ -344,7 +344,7 @@ def pool_mounted(s: Storage) -> Iterator[Seen]:
 
 
 @rule("pool-answers", STORAGE)
-def pool_answers(s: Storage) -> Iterator[Seen]:
+def pool_answers(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: the pool answers
 
     Why: training waits for it for ever
@@ -365,7 +365,7 @@ def pool_answers(s: Storage) -> Iterator[Seen]:
 
 
 @rule("pool-bricks", STORAGE)
-def pool_bricks(s: Storage) -> Iterator[Seen]:
+def pool_bricks(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: the pool has all bricks
 
     Why: files on the missing one are not there for anybody
@@ -397,7 +397,7 @@ def _anew(pool: MountState) -> str:
 
 
 @rule("pool-options", STORAGE)
-def pool_options(s: Storage) -> Iterator[Seen]:
+def pool_options(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: the pool runs with the options meant
 
     Why: files outgrow a brick, or go where they should not
@@ -430,7 +430,7 @@ _COMPARED: dict[str, Callable[[str, str], bool]] = {
 
 
 @rule("pool-mmap", STORAGE)
-def pool_mmap(s: Storage) -> Iterator[Seen]:
+def pool_mmap(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: files of the pool can be mapped
 
     Why: safetensors, arrow and sqlite read through mappings
@@ -443,7 +443,7 @@ def pool_mmap(s: Storage) -> Iterator[Seen]:
 
 
 @rule("pool-writable", STORAGE)
-def pool_writes(s: Storage) -> Iterator[Seen]:
+def pool_writes(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: the pool takes writes
 
     Why: no checkpoint can be written
@@ -472,7 +472,7 @@ def pool_writes(s: Storage) -> Iterator[Seen]:
 
 
 @rule("mount-point-immutable", STORAGE)
-def immutable(s: Storage) -> Iterator[Seen]:
+def immutable(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: nothing can be written below a mount
 
     Why: an absent brick takes writes on the root disk
@@ -495,7 +495,7 @@ def immutable(s: Storage) -> Iterator[Seen]:
 
 
 @rule("shared-folders", STORAGE)
-def folders(s: Storage) -> Iterator[Seen]:
+def folders(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: the shared folders are there, with their modes
 
     Why: users cannot write, or not share
@@ -519,7 +519,7 @@ def folders(s: Storage) -> Iterator[Seen]:
 
 
 @rule("storage-clock", STORAGE)
-def clock(s: Storage) -> Iterator[Seen]:
+def clock(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: server and client agree on the time
 
     Why: munge refuses jobs, make and caches go wrong
@@ -534,7 +534,7 @@ def clock(s: Storage) -> Iterator[Seen]:
 
 
 @rule("files-current", STORAGE)
-def current(s: Storage) -> Iterator[Seen]:
+def current(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: fstab and exports are what the cluster file says
 
     Why: the next boot mounts something else

@@ -29,7 +29,7 @@ _SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
-class Mount:
+class FstabMount:
     """One line of fstab."""
 
     kind: str
@@ -49,7 +49,7 @@ class Mount:
 
 
 @dataclass(frozen=True)
-class Folder:
+class SharedFolder:
     """A folder that users share, on a brick of this node."""
 
     path: str
@@ -59,19 +59,19 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StorageLayout:
     """All of one node."""
 
     node: str
-    mounts: tuple[Mount, ...]
+    mounts: tuple[FstabMount, ...]
     """In the order in which they can be mounted; what is mounted by other means is not among them."""
     bricks: tuple[Brick, ...]
     """All of the cluster's, in the order of the file."""
     exports: tuple[str, ...]
     """Lines of exports(5)."""
-    folders: tuple[Folder, ...]
+    folders: tuple[SharedFolder, ...]
     """On this node's own bricks, parents first."""
-    local: tuple[Folder, ...]
+    local: tuple[SharedFolder, ...]
     """On this node's own disk: where ``clustertune stage`` copies to."""
     shared: str | None
     """``storage.shared``."""
@@ -84,12 +84,12 @@ class Layout:
     """Of the server of each brick, in their order."""
     notes: tuple[str, ...]
 
-    def at(self, target: str) -> Mount | None:
+    def at(self, target: str) -> FstabMount | None:
         """The mount at a place; None where it is made by other means."""
         return next((mount for mount in self.mounts if mount.target == target), None)
 
     @property
-    def pool(self) -> Mount | None:
+    def pool(self) -> FstabMount | None:
         """The pool's mount."""
         return next((mount for mount in self.mounts if mount.kind == "pool"), None)
 
@@ -118,7 +118,7 @@ def find_node(cluster: Cluster, name: str) -> Host:
     return host
 
 
-def layout(cluster: Cluster, node: str, elsewhere: Mapping[str, str] | None = None) -> Layout:
+def layout(cluster: Cluster, node: str, elsewhere: Mapping[str, str] | None = None) -> StorageLayout:
     """What ``node`` mounts, exports and holds. Raises UserError where the cluster file does not say enough.
 
     ``elsewhere``: devices that are mounted by other means, and where: above the exported folder, which is then part of them.
@@ -137,7 +137,7 @@ def layout(cluster: Cluster, node: str, elsewhere: Mapping[str, str] | None = No
         notes += _pool_notes(cluster, own)
     if storage.shared is None:
         notes.append("storage.shared is not given: no folders for models, caches and checkpoints are made")
-    return Layout(
+    return StorageLayout(
         node=host.name,
         mounts=tuple(mounts),
         bricks=storage.bricks,
@@ -161,20 +161,20 @@ def _device(brick: Brick, elsewhere: Mapping[str, str]) -> str | None:
     return brick.device if brick.filesystem != "zfs" and brick.device not in elsewhere else None
 
 
-def _own(brick: Brick, elsewhere: Mapping[str, str]) -> Iterator[Mount]:
+def _own(brick: Brick, elsewhere: Mapping[str, str]) -> Iterator[FstabMount]:
     """A brick of this node: its device where the exported folder is, and that folder where all nodes see it."""
     device = _device(brick, elsewhere)
     if device:
         extra = ("errors=remount-ro",) if brick.filesystem == "ext4" else ()
         # nofail: a node with a broken disk must still boot, or nobody can look at it.
         options = ("noatime", "nosuid", "nodev", *extra, "nofail", "x-systemd.device-timeout=60")
-        yield Mount("device", device, brick.path, brick.filesystem, options, 2 if brick.filesystem == "ext4" else 0, brick)
+        yield FstabMount("device", device, brick.path, brick.filesystem, options, 2 if brick.filesystem == "ext4" else 0, brick)
     if brick.path != brick.mount:
         after = f"x-systemd.requires{'' if device else '-mounts-for'}={brick.path}"
-        yield Mount("bind", brick.path, brick.mount, "none", ("bind", "nosuid", "nodev", "nofail", after), 0, brick)
+        yield FstabMount("bind", brick.path, brick.mount, "none", ("bind", "nosuid", "nodev", "nofail", after), 0, brick)
 
 
-def _remote(cluster: Cluster, brick: Brick, owner: Host, host: Host) -> Mount:
+def _remote(cluster: Cluster, brick: Brick, owner: Host, host: Host) -> FstabMount:
     options = ["rw", "hard", "proto=tcp", f"nfsvers={cluster.storage.nfs_version}", "noatime", "nosuid", "nodev"]
     # bg: systemd waits in the background, as long as it takes, for a server that boots later (systemd.mount(5)).
     options += ["bg", "nofail", "_netdev"]
@@ -183,14 +183,14 @@ def _remote(cluster: Cluster, brick: Brick, owner: Host, host: Host) -> Mount:
     if "nfs" in host.roles:
         # Two servers that mount each other's bricks: each serves before it waits for the other.
         options.append("x-systemd.after=nfs-server.service")
-    return Mount("nfs", f"{_address(owner)}:{brick.path}", brick.mount, "nfs", tuple(options), 0, brick)
+    return FstabMount("nfs", f"{_address(owner)}:{brick.path}", brick.mount, "nfs", tuple(options), 0, brick)
 
 
 def _address(host: Host) -> str:
     return f"[{host.address}]" if ":" in host.address else host.address
 
 
-def _pool(cluster: Cluster, free: int, ours: Collection[str]) -> Mount:
+def _pool(cluster: Cluster, free: int, ours: Collection[str]) -> FstabMount:
     pool = cluster.storage.pool
     assert pool
     size = f"{free // _GIB}G" if free % _GIB == 0 else f"{free // _MIB}M"
@@ -212,7 +212,7 @@ def _pool(cluster: Cluster, free: int, ours: Collection[str]) -> Mount:
         *(f"x-systemd.requires{'' if b.mount in ours else '-mounts-for'}={b.mount}" for b in cluster.storage.bricks),
     ]
     branches = ":".join(f"{brick.mount}/{DATA}" for brick in cluster.storage.bricks)  # the same on every node
-    return Mount("pool", branches, pool.mount, "fuse.mergerfs", tuple(options))
+    return FstabMount("pool", branches, pool.mount, "fuse.mergerfs", tuple(options))
 
 
 def minfreespace(cluster: Cluster) -> tuple[int, list[str]]:
@@ -295,7 +295,7 @@ def _names(cluster: Cluster) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*FOLDERS.values(), *extra)))
 
 
-def _shared_on(cluster: Cluster, brick: Brick) -> Iterator[Folder]:
+def _shared_on(cluster: Cluster, brick: Brick) -> Iterator[SharedFolder]:
     """The folders on one brick, at its own path: what lies below ``shared`` is below each brick's part of the pool."""
     storage = cluster.storage
     shared, group = storage.shared, storage.group
@@ -303,7 +303,7 @@ def _shared_on(cluster: Cluster, brick: Brick) -> Iterator[Folder]:
     if storage.pool:
         base = f"{brick.path}/{DATA}"
         on_pool = shared is not None and _below(shared, storage.pool.mount) is not None
-        yield Folder(base, mode_of(group), group) if shared == storage.pool.mount else Folder(base, 0o755, None)
+        yield SharedFolder(base, mode_of(group), group) if shared == storage.pool.mount else SharedFolder(base, 0o755, None)
         if on_pool:
             mount = storage.pool.mount
         else:
@@ -315,14 +315,14 @@ def _shared_on(cluster: Cluster, brick: Brick) -> Iterator[Folder]:
     for number, part in enumerate(below.parts, 1):
         path = f"{path}/{part}"
         last = number == len(below.parts)
-        yield Folder(path, mode_of(group) if last else 0o755, group if last else None)
-    yield from (Folder(f"{path}/{name}", mode_of(group), group) for name in _names(cluster))
+        yield SharedFolder(path, mode_of(group) if last else 0o755, group if last else None)
+    yield from (SharedFolder(f"{path}/{name}", mode_of(group), group) for name in _names(cluster))
 
 
-def _local(cluster: Cluster, host: Host) -> Iterator[Folder]:
+def _local(cluster: Cluster, host: Host) -> Iterator[SharedFolder]:
     staging, group = cluster.storage.staging, cluster.storage.group
     if staging and "compute" in host.roles:
-        yield Folder(staging.path, mode_of(group), group)
+        yield SharedFolder(staging.path, mode_of(group), group)
 
 
 def _below(path: str, mount: str) -> PurePosixPath | None:

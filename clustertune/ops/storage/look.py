@@ -17,7 +17,7 @@ from clustertune.ops.files import NODE, inside, read, with_block
 from clustertune.ops.nodes import group_id
 from clustertune.ops.storage import etab, points, probe
 from clustertune.ops.storage.fstab import FSTAB
-from clustertune.ops.storage.layout import DATA, EXPORT_FILE, Layout
+from clustertune.ops.storage.layout import DATA, EXPORT_FILE, StorageLayout
 from clustertune.ops.storage.plan import BLOCK, serves
 
 
@@ -76,7 +76,7 @@ class Facts:
     """mergerfs' settings at run time, without ``user.mergerfs.``."""
     servers: dict[str, str] = field(default_factory=dict)
     """Of each address whether its NFS port answers: ``ok``, ``silent`` or an errno's name."""
-    points: list[points.Point] = field(default_factory=list)
+    points: list[points.MountPoint] = field(default_factory=list)
     folders: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Mode and group, or errno, of what users share."""
     serves: bool | None = None
@@ -90,7 +90,7 @@ class Facts:
     """Disks that the next boot does not mount, as messages."""
 
 
-def collect(wanted: Layout, root: Path, seconds: float, source: str = "") -> Facts:
+def collect(wanted: StorageLayout, root: Path, seconds: float, source: str = "") -> Facts:
     """Look at everything that ``wanted`` names, each for at most ``seconds``; a probe file is written and removed."""
     facts = Facts(wanted.node, os.geteuid() == 0, seconds)
     now = {entry.point: entry for entry in mounts()}
@@ -146,7 +146,7 @@ def _is_bind(now: Mapping[str, MountLine], path: str, mount: str) -> bool | None
     return (bind.device, bind.root) == (now[above].device, folder)
 
 
-def _first_round(wanted: Layout, facts: Facts, places: list[MountState], root: Path, seconds: float) -> None:
+def _first_round(wanted: StorageLayout, facts: Facts, places: list[MountState], root: Path, seconds: float) -> None:
     """Whatever only reads."""
     works: dict[str, Work] = {f"at {state.path}": partial(probe.state, root, state.path) for state in places}
     if wanted.pool:
@@ -168,13 +168,13 @@ def _first_round(wanted: Layout, facts: Facts, places: list[MountState], root: P
         facts.folders[path] = answer.found or {"errno": _outcome(answer)}
 
 
-def _other_servers(wanted: Layout) -> list[str]:
+def _other_servers(wanted: StorageLayout) -> list[str]:
     """The servers of the other nodes' bricks."""
     pairs = zip(wanted.bricks, wanted.addresses, strict=True)
     return list(dict.fromkeys(address for brick, address in pairs if brick.node != wanted.node))
 
 
-def _second_round(wanted: Layout, places: list[MountState], root: Path, seconds: float) -> None:
+def _second_round(wanted: StorageLayout, places: list[MountState], root: Path, seconds: float) -> None:
     """A write through every mount that answered and is mounted: on the root disk nothing is ever written."""
     gid = group_id(wanted.group)
     works: dict[str, Work] = {}
@@ -194,7 +194,7 @@ def _second_round(wanted: Layout, places: list[MountState], root: Path, seconds:
             _note_write(state, answers[state.path])
 
 
-def _writable(wanted: Layout, mount: str) -> list[str]:
+def _writable(wanted: StorageLayout, mount: str) -> list[str]:
     """Where a user may write on one mount: the folder for logs, else the shared one."""
     pool = wanted.pool.target if wanted.pool else None
     if wanted.shared is None:
@@ -233,7 +233,7 @@ def _note_write(state: MountState, answer: Answer) -> None:
         state.written = "forbidden"
 
 
-def _stale(wanted: Layout, root: Path, source: str) -> list[str]:
+def _stale(wanted: StorageLayout, root: Path, source: str) -> list[str]:
     found = []
     for path, lines in ((FSTAB, [mount.line for mount in wanted.mounts]), (EXPORT_FILE, list(wanted.exports))):
         try:

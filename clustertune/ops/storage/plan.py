@@ -22,9 +22,9 @@ from clustertune.ops.bounded import Answer, Work, ask_all, mounts
 from clustertune.ops.files import NODE, Change, diff, foreign, inside, read, with_block
 from clustertune.ops.nodes import has_systemd, tool
 from clustertune.ops.storage import devices, etab, points
-from clustertune.ops.storage.devices import Step
+from clustertune.ops.storage.devices import StorageStep
 from clustertune.ops.storage.fstab import FSTAB, elsewhere, entries, exported, other_exports, taken
-from clustertune.ops.storage.layout import EXPORT_FILE, Folder, Layout, Mount, find_node, layout
+from clustertune.ops.storage.layout import EXPORT_FILE, FstabMount, SharedFolder, StorageLayout, find_node, layout
 from clustertune.process import captured
 
 BLOCK = "storage"
@@ -40,16 +40,16 @@ TOOLS = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class StoragePlan:
     """All that is to be done on one node; nothing of it is done yet."""
 
-    layout: Layout
+    layout: StorageLayout
     root: Path
     changes: tuple[Change, ...]
-    points: tuple[points.Point, ...]
-    folders: tuple[Folder, ...]
+    points: tuple[points.MountPoint, ...]
+    folders: tuple[SharedFolder, ...]
     """To be made, on bricks that are mounted, and on the node's own disk."""
-    steps: tuple[Step, ...]
+    steps: tuple[StorageStep, ...]
     later: tuple[str, ...]
     """Where this is a tree: what the node itself needs once it has started, as commands."""
     notes: tuple[str, ...]
@@ -86,7 +86,7 @@ class Plan:
         }
 
 
-def make_plan(cluster: Cluster, node: str, root: Path, *, force: bool = False) -> Plan:
+def make_plan(cluster: Cluster, node: str, root: Path, *, force: bool = False) -> StoragePlan:
     """Compare ``node`` of ``cluster`` with this machine (``root`` is ``/``) or with a tree. Reads only.
 
     Raises UserError with everything that stands in the way: lines of others for our mount points or exports, a block of
@@ -106,15 +106,15 @@ def make_plan(cluster: Cluster, node: str, root: Path, *, force: bool = False) -
     found += points.problems(seen)
     if found:
         raise UserError(found)
-    steps: list[Step] = []
-    folders: list[Folder] = []
+    steps: list[StorageStep] = []
+    folders: list[SharedFolder] = []
     notes = list(wanted.notes)
     if live:
         steps = list(_steps(wanted, mounted, changes))
         folders, more = _folders(wanted)
         notes += more + [note for mount in wanted.mounts for note in _other_mount(mount, mounted)]
     notes += [*_below(seen), *by_hand(cluster, node, root)]
-    return Plan(
+    return StoragePlan(
         layout=wanted,
         root=root,
         changes=tuple(changes),
@@ -127,7 +127,7 @@ def make_plan(cluster: Cluster, node: str, root: Path, *, force: bool = False) -
     )
 
 
-def _later(wanted: Layout) -> Iterator[str]:
+def _later(wanted: StorageLayout) -> Iterator[str]:
     """What apply does on the node itself, in its order, beyond what a tree can hold."""
     for mount in wanted.mounts:
         yield f"chattr +i {mount.target}"
@@ -146,7 +146,7 @@ def _later(wanted: Layout) -> Iterator[str]:
             yield f"mount {mount.target}"
 
 
-def _install(folder: Folder) -> str:
+def _install(folder: SharedFolder) -> str:
     group = f" -g {folder.group}" if folder.group else ""
     return f"install -d -m {folder.mode:04o}{group} {folder.path}"
 
@@ -165,7 +165,7 @@ def by_hand(cluster: Cluster, node: str, root: Path) -> list[str]:
     ]
 
 
-def layout_of(cluster: Cluster, node: str, root: Path) -> Layout:
+def layout_of(cluster: Cluster, node: str, root: Path) -> StorageLayout:
     """What ``node`` shall have, with what is mounted there by other means taken into account. Raises UserError."""
     live = root == NODE
     lines = entries(foreign(read(root, FSTAB), BLOCK, shown=FSTAB))
@@ -173,7 +173,7 @@ def layout_of(cluster: Cluster, node: str, root: Path) -> Layout:
     return layout(cluster, node, elsewhere(lines, mounts() if live else [], own, live=live))
 
 
-def _below(seen: Iterable[points.Point]) -> Iterator[str]:
+def _below(seen: Iterable[points.MountPoint]) -> Iterator[str]:
     for point in seen:
         if point.mounted and point.entries:
             names = ", ".join(point.entries[:5])
@@ -183,7 +183,7 @@ def _below(seen: Iterable[points.Point]) -> Iterator[str]:
 
 
 def _changes(
-    wanted: Layout, root: Path, text: bytes | None, source: str, force: bool, found: list[Problem]
+    wanted: StorageLayout, root: Path, text: bytes | None, source: str, force: bool, found: list[Problem]
 ) -> Iterator[Change]:
     exports = read(root, EXPORT_FILE)
     for path, before, lines in (
@@ -204,7 +204,7 @@ def _other_exports(root: Path) -> dict[str, bytes]:
     return {path: text for path in paths if (text := read(root, path)) is not None}
 
 
-def as_lines(plan: Plan) -> Iterator[str]:
+def as_lines(plan: StoragePlan) -> Iterator[str]:
     """A plan for a person: the differences, then the commands in their order, then what to know."""
     for change in plan.changes:
         yield from diff(change)
@@ -222,21 +222,21 @@ def as_lines(plan: Plan) -> Iterator[str]:
 # --- what a live node needs beyond its files ---------------------------------------------------------------------------
 
 
-def lacking(wanted: Layout) -> list[str]:
+def lacking(wanted: StorageLayout) -> list[str]:
     """Packages without which the node's lines cannot work."""
     kinds = {mount.kind for mount in wanted.mounts} | ({"exports"} if wanted.exports else set())
     return sorted(package for kind, (program, package) in TOOLS.items() if kind in kinds and not tool(program))
 
 
-def _steps(wanted: Layout, mounted: list[MountLine], changes: list[Change]) -> Iterator[Step]:
+def _steps(wanted: StorageLayout, mounted: list[MountLine], changes: list[Change]) -> Iterator[StorageStep]:
     if packages := lacking(wanted):
-        yield Step(("apt-get", "install", *packages), "what fstab and exports name is not installed", by_hand=True)
+        yield StorageStep(("apt-get", "install", *packages), "what fstab and exports name is not installed", by_hand=True)
     where = {entry.point for entry in mounted}
     for mount in wanted.mounts:
         if mount.kind == "device" and mount.target not in where:
             yield from devices.steps(mount)
     if has_systemd() and (changes[0].needed or outdated(wanted.mounts)):
-        yield Step(("systemctl", "daemon-reload"), "systemd makes its mount units of fstab anew")
+        yield StorageStep(("systemctl", "daemon-reload"), "systemd makes its mount units of fstab anew")
     local = [mount for mount in wanted.mounts if mount.kind in ("device", "bind") and mount.target not in where]
     yield from (_mount_step(mount) for mount in local)
     if wanted.exports:
@@ -244,22 +244,22 @@ def _steps(wanted: Layout, mounted: list[MountLine], changes: list[Change]) -> I
     yield from (_mount_step(mount) for mount in wanted.mounts if mount not in local and mount.target not in where)
 
 
-def _mount_step(mount: Mount) -> Step:
+def _mount_step(mount: FstabMount) -> StorageStep:
     # fg,retry=0: the line's own bg would have this command wait for a server that is not up yet.
     extra = ("-o", "fg,retry=0") if mount.kind == "nfs" else ()
-    return Step(("mount", *extra, mount.target), f"{mount.source} is not mounted", target=mount.target)
+    return StorageStep(("mount", *extra, mount.target), f"{mount.source} is not mounted", target=mount.target)
 
 
-def _server_steps(wanted: Layout, changed: bool) -> Iterator[Step]:
+def _server_steps(wanted: StorageLayout, changed: bool) -> Iterator[StorageStep]:
     if not serves():
         if has_systemd():
-            yield Step(("systemctl", "enable", "--now", "nfs-server.service"), "the NFS server does not run")
+            yield StorageStep(("systemctl", "enable", "--now", "nfs-server.service"), "the NFS server does not run")
         else:
-            yield Step(("rpc.nfsd", "8"), "the NFS server does not run, nor systemd, which would start it", by_hand=True)
+            yield StorageStep(("rpc.nfsd", "8"), "the NFS server does not run, nor systemd, which would start it", by_hand=True)
         return
     now = etab.read()
     if changed or list(etab.faults(wanted.exports, now, etab.canonical(wanted.exports, now, PROBE_SECONDS))):
-        yield Step(("exportfs", "-ra"), "the server reads the exports anew")
+        yield StorageStep(("exportfs", "-ra"), "the server reads the exports anew")
 
 
 def serves(proc: Path = Path("/proc")) -> bool:
@@ -273,7 +273,7 @@ def serves(proc: Path = Path("/proc")) -> bool:
     return False
 
 
-def _other_mount(mount: Mount, mounted: list[MountLine]) -> Iterator[str]:
+def _other_mount(mount: FstabMount, mounted: list[MountLine]) -> Iterator[str]:
     """Something else than meant is mounted: it stays, since jobs may use it."""
     entry = next((entry for entry in reversed(mounted) if entry.point == mount.target), None)
     if entry and not _as_meant(mount, entry):
@@ -283,7 +283,7 @@ def _other_mount(mount: Mount, mounted: list[MountLine]) -> Iterator[str]:
         )
 
 
-def _as_meant(mount: Mount, entry: MountLine) -> bool:
+def _as_meant(mount: FstabMount, entry: MountLine) -> bool:
     if mount.kind == "pool":
         return entry.fstype == "fuse.mergerfs"
     if mount.kind == "nfs":
@@ -293,10 +293,10 @@ def _as_meant(mount: Mount, entry: MountLine) -> bool:
     return True
 
 
-def _folders(wanted: Layout) -> tuple[list[Folder], list[str]]:
+def _folders(wanted: StorageLayout) -> tuple[list[SharedFolder], list[str]]:
     """Those that are absent on this node's bricks, which must be no part of the root disk."""
     notes: list[str] = []
-    result: list[Folder] = []
+    result: list[SharedFolder] = []
     for brick in wanted.own:
         of_brick = [folder for folder in wanted.folders if folder.path.startswith(f"{brick.path}/")]
         works: dict[str, Work] = {folder.path: partial(_mode, folder.path) for folder in of_brick}
@@ -317,7 +317,7 @@ def _folders(wanted: Layout) -> tuple[list[Folder], list[str]]:
     return result + found, notes + more
 
 
-def _compare(folders: Iterable[Folder], answers: Mapping[str, Answer]) -> tuple[list[Folder], list[str]]:
+def _compare(folders: Iterable[SharedFolder], answers: Mapping[str, Answer]) -> tuple[list[SharedFolder], list[str]]:
     """Those that are absent, and a message for each that is not as it should be."""
     absent, notes = [], []
     for folder in folders:
@@ -386,7 +386,7 @@ def generator() -> str | None:
     return next((path for path in GENERATOR if os.access(path, os.X_OK)), None)
 
 
-def outdated(mounts: Iterable[Mount]) -> bool:
+def outdated(mounts: Iterable[FstabMount]) -> bool:
     """Whether systemd's units of our mounts are older than fstab, or absent."""
     try:
         changed = Path("/etc/fstab").stat().st_mtime
@@ -395,7 +395,7 @@ def outdated(mounts: Iterable[Mount]) -> bool:
         return True
 
 
-def complaints(old: bytes, new: bytes, mounts: Iterable[Mount]) -> list[str] | None:
+def complaints(old: bytes, new: bytes, mounts: Iterable[FstabMount]) -> list[str] | None:
     """What systemd says against ``new`` that it does not say against ``old``; None where it cannot be asked.
 
     It finds a required mount that is not there, two lines for one place, and a boot that orders in a circle. It knows nothing

@@ -25,7 +25,7 @@ SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class Point:
+class MountPoint:
     """A mount point as it is below whatever is mounted on it."""
 
     path: str
@@ -40,18 +40,18 @@ class Point:
     """Where a symbolic link on the way leads."""
 
 
-def look(points: Iterable[str], root: Path, seconds: float = SECONDS) -> list[Point]:
+def look(points: Iterable[str], root: Path, seconds: float = SECONDS) -> list[MountPoint]:
     """The mount points of a node, or of a tree, in which nothing is mounted."""
     points = list(points)
     if root != NODE:
         return [_look(point, root, inside(root, point)) for point in points]
     mounted = set(mount_points())
-    found = {point: Point(point, "unknown", mounted=point in mounted) for point in points}
+    found = {point: MountPoint(point, "unknown", mounted=point in mounted) for point in points}
     if os.geteuid() != 0:
         points = [point for point in points if point not in mounted]
     for answer in _each(points, mounted, _seen, seconds):
         for point, seen in (answer.found or {}).items():
-            found[point] = Point(**{**seen, "entries": tuple(seen["entries"]), "mounted": point in mounted})
+            found[point] = MountPoint(**{**seen, "entries": tuple(seen["entries"]), "mounted": point in mounted})
     return list(found.values())
 
 
@@ -68,24 +68,24 @@ def _each(points: list[str], mounted: set[str], what: Callable[[list[str]], Mapp
     return list(ask_all(works, seconds).values())
 
 
-def _look(path: str, root: Path, target: Path) -> Point:
+def _look(path: str, root: Path, target: Path) -> MountPoint:
     leads = "/" + str(target.relative_to(root)) if root != NODE else str(target)
     if leads != path:
-        return Point(path, "link", leads=leads)
+        return MountPoint(path, "link", leads=leads)
     try:
         mode = target.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return Point(path, "absent")
+        return MountPoint(path, "absent")
     except PermissionError:
-        return Point(path, "unknown")
+        return MountPoint(path, "unknown")
     if not stat.S_ISDIR(mode):
-        return Point(path, "other")
+        return MountPoint(path, "other")
     try:
         with os.scandir(target) as found:
             names = tuple(sorted(entry.name for _, entry in zip(range(20), found, strict=False)))
-        return Point(path, "folder", names, immutable(target))
+        return MountPoint(path, "folder", names, immutable(target))
     except PermissionError:
-        return Point(path, "unknown")
+        return MountPoint(path, "unknown")
 
 
 def immutable(target: Path) -> bool | None:
@@ -117,7 +117,7 @@ def set_immutable(target: Path, on: bool = True) -> bool | None:
     return _flags(target, lambda flags: flags | _IMMUTABLE if on else flags & ~_IMMUTABLE)
 
 
-def problems(points: Iterable[Point]) -> list[Problem]:
+def problems(points: Iterable[MountPoint]) -> list[Problem]:
     """What must be moved away first: a mount would hide it."""
     found = []
     for point in points:
@@ -134,7 +134,7 @@ def problems(points: Iterable[Point]) -> list[Problem]:
     return found
 
 
-def missing(point: Point, *, live: bool) -> str | None:
+def missing(point: MountPoint, *, live: bool) -> str | None:
     """What is to be done about a mount point, as a command; None: nothing. Only a live node's is made immutable."""
     if point.kind == "absent":
         return f"mkdir -p {point.path}" + (f" && chattr +i {point.path}" if live else "")
@@ -143,7 +143,7 @@ def missing(point: Point, *, live: bool) -> str | None:
     return None
 
 
-def make(points: Iterable[Point], root: Path) -> tuple[list[str], dict[str, str]]:
+def make(points: Iterable[MountPoint], root: Path) -> tuple[list[str], dict[str, str]]:
     """Make what is absent, and on a live node set the flag, below what is mounted.
 
     Returns the mount points that are as they can be, and a message for each that is not: NO_FLAG or a failure.
