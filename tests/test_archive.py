@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -127,6 +128,48 @@ def test_what_is_refused_leaves_the_run_as_it_was(ended: Path, tmp_path: Path, s
         not (tmp_path / "to" / manifest.MANIFEST).exists()
         or json.loads((tmp_path / "to" / manifest.MANIFEST).read_text())["kind"] == "dataset"
     )
+
+
+def test_nothing_is_removed_that_is_nowhere_else(ended: Path, tmp_path: Path) -> None:
+    """An archive inside of the run went with it, one in memory ended with the command, and one may hold no weights at all."""
+    before = contents(ended)
+    for place in (ended, ended / "archive", f"file://{ended}/archive", "memory://bucket/x"):
+        done = run("archive", ended, place, "--remove")
+        assert done.code == 2 and contents(ended) == before, done.err
+    shutil.rmtree(ended / "adapter")
+    shutil.rmtree(ended / "merged")
+    before = contents(ended)
+    done = run("archive", ended, tmp_path / "away", "--remove")
+    assert done.code == 2 and "neither an adapter nor a merged model" in done.err and contents(ended) == before
+    done = run("archive", ended, tmp_path / "away")
+    assert done.code == 0 and "warning: " in done.out + done.err
+    assert run("archive", ended, tmp_path / "away", "--checkpoint", "--remove").code == 0
+
+
+def test_an_address_of_a_folder(ended: Path, tmp_path: Path) -> None:
+    assert run("archive", ended, f"file://{tmp_path}/away").code == 0
+    assert manifest.find_problems(tmp_path / "away", archive.KIND) == []
+    assert run("archive", "--restore", f"file://{tmp_path}/away", tmp_path / "back").code == 0
+    assert contents(tmp_path / "back") == contents(tmp_path / "away")
+
+
+def test_storage_that_refuses_is_named_and_a_pipe_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = archive.Destination(str(tmp_path / "away"))
+    place._root.mkdir()
+    os.mkfifo(place._root / manifest.MANIFEST)
+    (place._root / "run.json").mkdir()
+    with pytest.raises(UserError, match=f"{manifest.MANIFEST}: is no plain file"):
+        place.manifest()
+    with pytest.raises(UserError, match=r"away/run\.json"):
+        place.record("run.json")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"away/a/b: cannot be written") as caught, place.open("a/b", "wb") as out:
+        out.write(b"x")
+    assert caught.value.code == 73
 
 
 def test_no_credentials_and_no_path_out(ended: Path, tmp_path: Path) -> None:

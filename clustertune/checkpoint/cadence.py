@@ -33,15 +33,19 @@ class Cadence:
         write = self._write if self._write is not None else self.state_bytes / WRITE_BYTES_PER_S
         return best_seconds(cost, write, self.between)
 
-    def is_due(self, step: int) -> bool:
-        """Whether to save behind this step. The first one starts the clock."""
+    def is_due(self, step: int, *, busy: bool = False) -> bool:
+        """Whether to save behind this step. The first one starts the clock.
+
+        ``busy``: the save before is still being written. One that comes by time begins after it; one that is named by its
+        step cannot come at another, so training waits for it.
+        """
         now = self.clock()
         if math.isnan(self._last):
             self._last = now
         if step in self.save.milestones:
             return True
         every = self.seconds()
-        return now - self._last >= every if every is not None else step % int(self.save.every) == 0
+        return now - self._last >= every and not busy if every is not None else step % int(self.save.every) == 0
 
     def began(self) -> None:
         """A save begins."""

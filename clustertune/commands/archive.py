@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Annotated
@@ -33,6 +35,8 @@ KEPT = (
     *("stages", "telemetry", "adapter", "eval", "eval-base"),
 )
 """What is always taken, as far as a run has it."""
+_RESULTS = ("adapter", "merged", "checkpoints")
+_NO_RESULT = "there is neither an adapter nor a merged model: nothing of what was trained is in the archive"
 _PIECE = 16 << 20
 
 
@@ -66,11 +70,18 @@ def archive(
         found, written = _restore(Destination(source), RunDir(path_argument(target)))
     else:
         run = RunDir(existing_folder(path_argument(source), "a run"))
+        place = Destination(target)
+        if remove and not place.outlives_us:
+            raise _wrong("--remove: what is kept in memory ends with this command", "name a folder, or leave --remove out")
         with run.lock():
-            found, written = _keep(run, Destination(target), merged, checkpoint)
+            found, written = _keep(run, place, merged, checkpoint)
+            if remove and not any(name.split("/")[0] in _RESULTS for name in found.files):
+                raise _wrong(f"--remove: {_NO_RESULT}", "add --checkpoint, or let the run end first")
             if remove:
                 run.run_json.unlink()  # from here on it is no run
                 shutil.rmtree(run.path)
+        if not any(name.split("/")[0] in _RESULTS for name in found.files):
+            say(f"warning: {source}: {_NO_RESULT}; add --checkpoint, or let the run end first")
     size = sum(record.size for record in found.files.values())
     if as_json:
         document = {"from": source, "to": target, "files": len(found.files), "bytes": size, "written": written}
@@ -85,8 +96,9 @@ class Destination:
 
     def __init__(self, given: str) -> None:
         self.shown, self._fs, self._root = given, None, Path(given)
-        if "://" not in given:
-            self._root = path_argument(given).absolute()
+        self.outlives_us = not given.startswith("memory://")
+        if "://" not in (local := re.sub("^(file|local)://(?=/)", "", given)):
+            self._root = path_argument(local).absolute()
             return
         try:
             import fsspec
@@ -96,13 +108,14 @@ class Destination:
             self._fs, self._path = fsspec.core.url_to_fs(check_input(given))
         except (ImportError, ValueError) as error:
             self.shown = given.partition("://")[0] + "://***"
-            raise _wrong(f"{self.shown}: {error}", "name a folder, or install the package of that storage") from None
+            fix = "name a folder, or an address such as s3://bucket/name whose package is installed"
+            raise _wrong(f"{self.shown}: {error}", fix) from None
 
     @contextlib.contextmanager
     def open(self, name: str, mode: str) -> Iterator[IO[bytes]]:
         """A file, for ``rb`` or ``wb``; what is written in a folder is on its disk afterwards.
 
-        Raises FileNotFoundError where it is not there, UserError where an object store cannot be reached.
+        Raises FileNotFoundError where it is not there, UserError where storage refuses it or cannot be reached.
         """
         if self._fs is not None:
             with self._reached(name):
@@ -112,10 +125,25 @@ class Destination:
                     yield file
             return
         path = self._root / name
+        try:
+            with self._open(path, mode) as file:
+                yield file
+        except OSError as error:
+            if mode == "rb" and isinstance(error, FileNotFoundError):
+                raise
+            raise storage_error(error, "cannot be read" if mode == "rb" else "cannot be written", path) from None
+
+    @contextlib.contextmanager
+    def _open(self, path: Path, mode: str) -> Iterator[IO[bytes]]:
+        """A file of a folder. A link is refused, and so is what a reader could wait for without end."""
         if mode == "wb":
             path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDONLY if mode == "rb" else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        with os.fdopen(os.open(path, flags | os.O_NOFOLLOW, 0o666), mode) as file:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise UserError("is no plain file", file=str(path), fix="remove it, or name another place")
+        with os.fdopen(fd, mode) as file:
             yield file
             if mode == "wb":
                 file.flush()
@@ -126,10 +154,20 @@ class Destination:
         if mode == "wb":
             fsync_path(path.parent)
 
+    def meets(self, folder: Path) -> bool:
+        """Whether one lies in the other."""
+        if self._fs is not None:
+            return False
+        here, other = self._root.resolve(), folder.resolve()
+        return here.is_relative_to(other) or other.is_relative_to(here)
+
     def commit(self, found: Manifest) -> None:
         """Write the manifest, whole or not at all."""
         if self._fs is None:
-            write_durably(self._root / MANIFEST, render(found))
+            try:
+                write_durably(self._root / MANIFEST, render(found))
+            except OSError as error:
+                raise storage_error(error, "cannot be written", self._root / MANIFEST) from None
         else:
             with self.open(MANIFEST, "wb") as out:
                 out.write(render(found).encode())
@@ -209,6 +247,7 @@ def _keep(run: RunDir, target: Destination, merged: bool, checkpoint: bool) -> t
     from clustertune.checkpoint import store
 
     resolved = run.resolved()
+    _demand_apart(target, run)
     if run.stage("train") is None:
         raise UserError(
             "its training has not ended", file=str(run.path), fix=f"clustertune run {resolved.name} first, or archive another"
@@ -254,6 +293,7 @@ def _restore(source: Destination, run: RunDir) -> tuple[Manifest, int]:
     if found is None:
         fix = "archive the run again, or name the place that --restore is to read first"
         raise UserError("no archive, or one that was never finished", file=source.shown, fix=fix)
+    _demand_apart(source, run)
     target = Destination(str(run.path))
     if run.path.is_dir() and (foreign := sorted(target.names() - found.files.keys() - {"lock"})):
         raise UserError(f"holds something else, such as {foreign[0]}", file=str(run.path), fix="name a new folder")
@@ -264,6 +304,11 @@ def _restore(source: Destination, run: RunDir) -> tuple[Manifest, int]:
     except OSError as error:
         raise storage_error(error, "cannot be written", run.path) from None
     return found, written
+
+
+def _demand_apart(place: Destination, run: RunDir) -> None:
+    if place.meets(run.path):
+        raise UserError("run folder and archive lie in each other", file=place.shown, fix="name a place outside of the run")
 
 
 def _wrong(text: str, fix: str) -> UserError:

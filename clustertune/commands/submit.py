@@ -240,7 +240,7 @@ class Submission:
     def warnings(self) -> list[str]:
         """What is allowed and probably not meant."""
         from clustertune.launch import shape, visible
-        from clustertune.plan.schedule import late_warmup
+        from clustertune.plan.schedule import beyond_the_end
 
         caches = [
             (setting.name, Path(setting.value)) for setting in self.variables if setting.name in ("HF_HOME", "HF_HUB_CACHE")
@@ -250,7 +250,7 @@ class Submission:
             *self.resolved.warnings,
             *self.machine.notes,
             *shape.warnings(self.resolved, self.machine),
-            *late_warmup(self.resolved),
+            *beyond_the_end(self.resolved),
             *self.notes,
             *unseen,
         ]

@@ -101,6 +101,8 @@ def schema_findings(
             text = str(item["msg"]).removeprefix("Value error, ")
             text = text.replace("Input should be", "should be").replace("Input", "it")
             message = f"{shown}{' ' if text.startswith('is ') else ': '}{text}"
+            if kind == "value_error" and isinstance(value, Mapping):  # of several keys together: it names them
+                message = text
             fix = "put it in quotes" if kind == "string_type" and value is not None else None
         yield path, message, fix
 

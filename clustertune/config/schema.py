@@ -169,7 +169,7 @@ def check_input(text: str) -> str:
         return text
     parts = urlsplit(text)
     if not re.fullmatch(r"[a-z][a-z0-9+.-]*", parts.scheme) or parts.scheme in ("file", "local") or "::" in text:
-        raise ValueError("is no address such as s3://bucket/rows.jsonl; files of this machine are named by their path")
+        raise ValueError("is no address of an object store; files of this machine are named by their path")
     if "@" in parts.netloc or parts.query:
         raise ValueError("holds credentials or a signature: give them in the environment, as the storage's own tools do")
     return text
@@ -418,7 +418,7 @@ def _check_every(value: Any) -> Any:
 class LocalSave(Section):
     """Checkpoints on the nodes' own disks, between those on shared storage."""
 
-    path: Annotated[str, Field(pattern=r"^/")]
+    path: Annotated[str, form(r"/[^\0\n]*", "an absolute path")]
     """An absolute folder that is there on each node."""
     every: Annotated[Any, AfterValidator(_check_every)] = "auto"
     """As ``save.every``."""

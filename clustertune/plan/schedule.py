@@ -136,14 +136,22 @@ def schedule(
     )  # fmt: skip
 
 
-def late_warmup(resolved: Resolved) -> list[str]:
-    """A warm-up that is longer than the training, where the number of steps is known before the data are read."""
-    steps, why = steps_of(resolved, rows(resolved, known_lengths(resolved)))
-    warm = float(resolved.train_args.get("warmup_steps") or 0)
-    if resolved.tiny or steps is None or warm <= steps:
+def beyond_the_end(resolved: Resolved, steps: int | None = None) -> list[str]:
+    """What a recipe names by a step that its training does not have. ``steps``: as far as they are known before, if None."""
+    why = ""
+    if steps is None:
+        steps, known = steps_of(resolved, rows(resolved, known_lengths(resolved)))
+        why = f" ({known})"
+    if resolved.tiny or steps is None:
         return []
-    text = f"train.warmup_steps {warm:g}, the training has {steps:,} steps ({why}): the learning rate is never reached"
-    return [f"{text}; write a share of all steps, such as 0.03"]
+    found, ends = [], f"the training has {steps:,} steps{why}"
+    if (warm := float(resolved.train_args.get("warmup_steps") or 0)) > steps:
+        text = f"train.warmup_steps {warm:g}, {ends}: the learning rate is never reached"
+        found.append(f"{text}; write a share of all steps, such as 0.03")
+    milestones = resolved.recipe.save.milestones if resolved.recipe.save is not None else ()
+    if late := ", ".join(f"{step}" for step in milestones if step > steps):
+        found.append(f"save.milestones {late}, {ends}: these are never saved")
+    return found
 
 
 def steps_of(resolved: Resolved, found: PackedRows) -> tuple[int | None, str]:

@@ -381,7 +381,6 @@ class RankTrainer(ZeroTrainer):
         """
         superseded = self._find_superseded()
         saving = float(self._saving is not None and not self._saving.future.done())
-        # At a step's end, and with no save under way: the next one would wait for it.
         due = float(self._find_due()) if mine and self.group.rank == 0 else 0.0
         values = [float(self.stop.is_set), float(memory_bytes), float(superseded is not None), saving, due]
         table = [0.0] * (len(mine) * self.group.world_size)
@@ -400,13 +399,14 @@ class RankTrainer(ZeroTrainer):
         return self.stopping
 
     def _find_due(self) -> int:
-        """Which save is due behind this step, 0 for none. One to shared storage waits for a local one, and for no other."""
+        """Which save is due behind this step, 0 for none. A local one never waits for another; one to shared storage waits for
+        a local one, and where it is due by its step for any."""
         for kind, cadence in ((_SHARED, self.cadence), (_LOCAL, self.local_cadence)):
-            if cadence is None or (self._saving is not None and (kind == _LOCAL or not self._saving.local)):
+            if cadence is None or (self._saving is not None and kind == _LOCAL):
                 continue
             if not cadence.state_bytes:
                 cadence.state_bytes = float(sum(part.nbytes for part in state_parts(self.model, self.optimizer)))
-            if cadence.is_due(int(self.state.global_step)):
+            if cadence.is_due(int(self.state.global_step), busy=self._saving is not None and not self._saving.local):
                 return kind
         return 0
 

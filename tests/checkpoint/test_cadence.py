@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +61,30 @@ def test_saves_come_by_steps_by_time_and_at_milestones() -> None:
     assert steps_saved("auto", state_bytes=5e8)[0] < planned[0], "a copy that takes less comes sooner"
 
 
+def test_a_save_that_is_named_by_its_step_is_not_left_out_while_another_is_written() -> None:
+    """Half of the checkpoints of ``every: 1`` were missing, and milestones, where a save took longer than a step."""
+    made = Cadence(Save(every=2, milestones=(3,)), 10_000.0)
+    assert [step for step in range(1, 7) if made.is_due(step, busy=True)] == [2, 3, 4, 6]
+    now = [0.0]
+    timed = Cadence(Save(every="10s", milestones=(3,)), 10_000.0, clock=lambda: now[0])
+    timed.is_due(1)
+    now[0] = 20.0
+    assert not timed.is_due(2, busy=True) and timed.is_due(2) and timed.is_due(3, busy=True)
+
+
+@pytest.mark.parametrize(("saving", "due"), [(None, 2), ("shared", 2), ("local", 2)])
+def test_the_trainer_waits_for_a_save_before_one_that_is_due_by_its_step(saving: str | None, due: int) -> None:
+    from clustertune.training.trainer import RankTrainer
+
+    trainer = SimpleNamespace(
+        cadence=Cadence(Save(every=2), 10_000.0, 1.0), local_cadence=Cadence(Save(every=3), 10_000.0, 1.0),
+        state=SimpleNamespace(global_step=2), _saving=SimpleNamespace(local=saving == "local") if saving else None,
+    )  # fmt: skip
+    assert RankTrainer._find_due(trainer) == due  # type: ignore[arg-type]
+    trainer.state.global_step = 3
+    assert RankTrainer._find_due(trainer) == (0 if saving else 1), "a local save waits for no other"  # type: ignore[arg-type]
+
+
 def test_a_measured_save_takes_the_place_of_the_planned_one() -> None:
     made = Cadence(Save(), 10_000.0, 5e9)
     before = made.seconds()
@@ -93,6 +118,8 @@ def test_the_section_is_no_part_of_what_decides_the_weights() -> None:
         (["save.every=true"], "save.every"),
         (["save.every=soon"], "save.every"),
         (["save.milestones=[0]"], "save.milestones"),
+        (["save={every: 5, local: {path: scratch}}"], "save.local.path: 'scratch' is not an absolute path"),
+        (["save={every: 5, local: {path: /x, every: 5}}"], "save: save.local.every=5 is not below save.every=5"),
     ],
 )
 def test_a_section_that_means_nothing_is_refused(given: list[str], words: str) -> None:
