@@ -10,6 +10,8 @@ from typing import Any
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file in its order. A line that is none (the last of a killed writer) is passed over, as is no file."""
+    if not path.is_file():  # who opens a pipe waits without end
+        return
     try:
         lines = path.open("rb")
     except OSError:
@@ -27,7 +29,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object that a file holds; empty where there is no such file, or something else in it."""
     try:
-        body = json.loads(path.read_bytes())
+        body = json.loads(path.read_bytes()) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return {}
     return body if isinstance(body, dict) else {}

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -229,6 +230,8 @@ def read_manifest(folder: Path, kind: str | None = None) -> Manifest:
     """Read and check the form of a manifest (not the files it names). Raises UserError where it is missing or unreadable."""
     path = folder / MANIFEST
     try:
+        if path.exists() and not path.is_file():  # who reads a pipe waits without end
+            raise UserError("unreadable manifest: is no plain file", file=str(path))
         data = path.read_bytes()
     except FileNotFoundError:
         raise UserError("no manifest: the folder was never finished", file=str(path)) from None
@@ -244,6 +247,8 @@ def parse(data: bytes, shown: str) -> Manifest:
     """A manifest from its text. Raises UserError, which names it as ``shown``, where it is none."""
     try:
         body = json.loads(data)
+        if not isinstance(body, dict):
+            raise ValueError("it holds no JSON object")
         if body.get("checksum", checksum := _checksum(body)) != checksum:
             raise ValueError("its content differs from its checksum")
         files = {}
@@ -274,7 +279,7 @@ def find_problems(folder: Path, kind: str | None = None, *, hashes: bool = True,
             problems.append(problem)
     if not allow_extra:
         extra = sorted(set(list_files(folder)) - set(manifest.files))
-        problems += [Problem("not named by the manifest", file=str(folder / name)) for name in extra]
+        problems += [Problem("not named by the manifest", file=str(folder / name), fix="move it away") for name in extra]
     return problems
 
 
@@ -287,8 +292,10 @@ def find_problem(
     """
     fix = _FIXES.get(kind)
     try:
-        size = path.stat().st_size
-        if size != record.size:
+        at = path.stat()
+        if not stat.S_ISREG(at.st_mode):
+            return Problem("is no plain file", file=str(path), fix=fix)
+        if (size := at.st_size) != record.size:
             return Problem(f"{size} bytes, the manifest says {record.size}", file=str(path), fix=fix)
         if not hashes or (found := hash_file(path, record.algorithm, stop)) == record or (stop and stop.is_set()):
             return None

@@ -114,6 +114,8 @@ class RunDir:
     def read(self) -> dict[str, Any]:
         """``run.json``. Raises UserError where the folder is no run."""
         try:
+            if self.run_json.exists() and not self.run_json.is_file():
+                raise UserError("unreadable: is no plain file", file=str(self.run_json))
             found: dict[str, Any] = json.loads(self.run_json.read_bytes())
         except FileNotFoundError:
             raise UserError(

@@ -203,7 +203,7 @@ def read_trained(checkpoint: Path) -> CheckpointRecipe:
         )
     except OSError as error:
         raise UserError(Problem(f"unreadable: {error.strerror or error}", file=str(path))) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise UserError(Problem(f"not a resolved recipe: {type(error).__name__} {error}", file=str(path))) from None
 
 

@@ -82,7 +82,7 @@ def find_base(run_folder: Path) -> Path | None:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(model["name"], revision=model.get("revision"), local_files_only=True))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
 
 

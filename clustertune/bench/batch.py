@@ -57,7 +57,7 @@ def recorded(request: BenchRequest) -> tuple[Cluster, Bench] | None:
             raise ValueError(f"schema {body['schema']}, this release reads {SCHEMA}")
         recipes = (Resolved.from_dict(body[key]) for key in ("whole", "measured"))
         return Cluster.model_validate(body["cluster"]), preparation.as_made(request, *recipes)
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
         fix = "clustertune bench RECIPE --submit writes it anew"
         raise UserError(Problem(f"cannot be read: {error!r}", file=str(file), fix=fix)) from None
 

@@ -100,7 +100,7 @@ def read(name: str) -> KeeperState | None:
         return KeeperState(**{field.name: body[field.name] for field in fields(KeeperState)})
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, RecursionError, TypeError, KeyError):
         raise UserError(Problem("describes no cluster", file=str(_path(name)), fix="remove it")) from None
 
 
@@ -207,7 +207,7 @@ def _ask(keeper: subprocess.Popen[bytes], text: bytes) -> dict[str, Any] | None:
             if not select.select([keeper.stdout], [], [], _START)[0]:
                 return None
             answer: dict[str, Any] = json.loads(keeper.stdout.readline())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         return answer
 

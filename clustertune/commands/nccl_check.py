@@ -342,7 +342,7 @@ def _await(args: NcclCheckArguments, job: str, folder: Path) -> int:
     try:
         found = json.loads((folder / RESULT).read_bytes())
         code = EXIT[found["verdict"]["status"]]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         problem = Problem(f"job {job} ended without a result ({state})", file=str(folder), fix="its log lies there")
         raise UserError(problem, ExitCode.FAILED) from None
     if args.as_json:

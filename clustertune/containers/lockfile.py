@@ -198,7 +198,7 @@ def _query(address: str, pairs: list[tuple[str, str]]) -> list[Mapping[str, list
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:  # noqa: S310
             answers = json.load(response)["results"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise NoDatabase(f"{address}: {reason}") from error
     if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):

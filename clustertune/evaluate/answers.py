@@ -51,7 +51,7 @@ class AnswerLog:
                     break
                 entry = json.loads(line)
                 answers[str(entry["key"])] = entry["answer"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, RecursionError, KeyError, TypeError):
                 break
             whole += len(line)
         self._file.truncate(whole)

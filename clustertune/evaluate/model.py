@@ -142,7 +142,7 @@ def _check_config(folder: Path) -> list[Problem]:
     except FileNotFoundError:
         fix = "an adapter must be merged first" if (folder / "adapter_config.json").exists() else "is this a model folder?"
         return [Problem("missing", file=str(path), fix=fix)]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return [Problem(f"unreadable: {error}", file=str(path))]
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         return [Problem("does not say the architecture", file=str(path), key="model_type")]

@@ -297,7 +297,7 @@ def ask(url: str, seconds: float = 5.0) -> dict[str, Any] | None:
         with _DIRECT.open(url, timeout=seconds) as reply:
             found: dict[str, Any] = json.loads(reply.read() or b"{}")
             return found
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -54,7 +54,7 @@ def parse(text: str) -> Stack | None:
             try:
                 body = json.loads(line[len(MARK) :])
                 return Stack(str(body["python"]), {str(k): str(v) for k, v in body["packages"].items()})
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
                 return None
     return None
 

@@ -170,7 +170,7 @@ class Journal:
                 break
             try:
                 self._apply(json.loads(line))
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, RecursionError, KeyError, TypeError):
                 break
         return self
 

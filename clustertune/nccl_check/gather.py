@@ -163,7 +163,7 @@ def read_round(folder: Path, setup: Setup) -> Round:
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

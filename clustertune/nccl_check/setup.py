@@ -154,7 +154,7 @@ class Setup(CheckOptions):
             for name in ("done", "skip", "known", "numa_gpus"):
                 known[name] = tuple(tuple(entry) for entry in known[name])
             return cls(**known)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
             fix = "is the folder on storage that all nodes see?"
             raise UserError(Problem(f"holds no setup of a check: {error}", file=str(path), fix=fix)) from None
 
@@ -173,7 +173,7 @@ def await_file(path: Path, seconds: float) -> Any:
             # A listing makes an NFS client ask the server; a look-up by name may be answered from its cache of absences.
             if path.name in os.listdir(path.parent):  # noqa: PTH208
                 return json.loads(path.read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             pass
         if time.monotonic() >= deadline:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from array import array
@@ -294,6 +295,8 @@ class MetricsReader:
 
     def follow(self, path: Path) -> bytes:
         """Take the whole lines that came since the call before; returns what follows them. Raises OSError."""
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "is no plain file", str(path))
         with path.open("rb") as lines:
             lines.seek(self._place)
             for line in lines:

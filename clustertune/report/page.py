@@ -69,7 +69,10 @@ class _Run:
 
     def __init__(self, run: RunDir, document: dict[str, Any]) -> None:
         self.run, self.document, self.resolved = run, document, document.get("recipe")
-        self.metrics = read_metrics(run.metrics)
+        try:
+            self.metrics = read_metrics(run.metrics)
+        except OSError as error:
+            raise storage_error(error, "cannot be read", run.metrics) from None
         self.history = telemetry.History()
         nodes = telemetry.TelemetryReader(run.path / telemetry.FOLDER, self.history).read()
         self.cost = cost.of_run(run.path, document, self.metrics, nodes, time.time())
@@ -311,12 +314,15 @@ def _read(read: Callable[[Path], Any], path: Path) -> Any:
         return read(path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         say(f"warning: {path} is left out of the report: {error}")
         return None
 
 
 def _read_json(path: Path) -> Any:
+    if path.exists() and not path.is_file():
+        say(f"warning: {path} is left out of the report: it is no plain file")
+        return None
     return _read(lambda file: json.loads(file.read_bytes()), path)
 
 
@@ -337,7 +343,7 @@ def find(run: Path) -> dict[str, Any] | None:
             document = json.loads(path.read_bytes())
             if isinstance(document, dict) and document.get("schema") == SCHEMA:
                 found.append((path.stat().st_mtime, document))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
@@ -356,7 +362,7 @@ def of_cluster(cluster: Any) -> dict[str, Any] | None:
             return None
         read_measured(path)  # a file that a plan refuses is not shown either
         document = json.loads(path.read_bytes())
-    except (OSError, ValueError, UserError):
+    except (OSError, ValueError, RecursionError, UserError):
         return None
     return document if isinstance(document, dict) else None
 

@@ -111,7 +111,7 @@ def _read_index(found: Mapping[str, Path]) -> dict[str, list[str]]:
         try:
             shards = json.loads(path.read_bytes())["weight_map"].values()
             indices[stem + INDEX] = sorted({str(shard) for shard in shards})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"no index of weights: {error!r}", file=str(path), fix="load or copy the model again") from None
     return indices
 

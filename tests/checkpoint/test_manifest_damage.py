@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clustertune import manifest
+from clustertune.errors import UserError
+from clustertune.events import read_events, read_object
+from clustertune.report.metrics import MetricsReader
+from clustertune.rundir import RunDir
 
 META = {
     "step": 4,
@@ -41,3 +46,25 @@ def test_a_flipped_bit_is_seen_or_changes_nothing(sealed: Path, place: int, bit:
             assert manifest.read_manifest(sealed).meta == META
     finally:
         path.write_bytes(whole)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    """Whoever opens one to read waits until somebody writes."""
+    (tmp_path / "empty").touch()
+    (tmp_path / "more").touch()
+    manifest.seal(tmp_path, "checkpoint", {})
+    (tmp_path / "empty").unlink()
+    os.mkfifo(tmp_path / "empty")
+    assert "empty: is no plain file" in str(manifest.find_problems(tmp_path)[0])
+    (tmp_path / manifest.MANIFEST).unlink()
+    os.mkfifo(tmp_path / manifest.MANIFEST)
+    with pytest.raises(UserError, match="is no plain file"):
+        manifest.read_manifest(tmp_path)
+    run = RunDir(tmp_path)
+    os.mkfifo(run.run_json)
+    os.mkfifo(run.metrics)
+    with pytest.raises(UserError, match="is no plain file"):
+        run.read()
+    assert read_object(run.run_json) == {} and list(read_events(run.metrics)) == []
+    with pytest.raises(OSError, match="is no plain file"):
+        MetricsReader().follow(run.metrics)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -264,6 +265,26 @@ def test_unreadable_documents_are_left_out_and_said(run_dir: Path, capsys: pytes
     assert "Evaluation" not in page.headings
     assert any("1 lines of metrics.jsonl" in words for words in page.words)
     assert capsys.readouterr().err.count("left out of the report") == 2
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("name", ["stages/train.json", "eval/ifeval.json", "adapter/MANIFEST.json", "nccl-check/1/result.json"])
+def test_a_document_nested_without_end_is_left_out(run_dir: Path, name: str) -> None:
+    (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+    (run_dir / name).write_text("[" * 200_000)
+    assert read(run_dir)[1].headings
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_pipe_among_a_runs_files_is_named(run_dir: Path) -> None:
+    (run_dir / "stages" / "train.json").unlink(missing_ok=True)
+    (run_dir / "stages").mkdir(exist_ok=True)
+    os.mkfifo(run_dir / "stages" / "train.json")
+    assert read(run_dir)[1].headings
+    (run_dir / "metrics.jsonl").unlink()
+    os.mkfifo(run_dir / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read: is no plain file"):
+        build(run_dir)
 
 
 @pytest.mark.usefixtures("undrawn")
