@@ -57,8 +57,8 @@ def default_run_dir(resolved: Resolved, runs: Path) -> Path:
 
     The run of a former release, which named its folder otherwise, is found on the same ranks.
     """
-    now, former = (runs / resolved.name / identity[:12] for identity in resolved.identities)
-    return former if is_there(RunDir(former).run_json) and not is_there(now) else now
+    now, *former = (runs / resolved.name / identity[:12] for identity in resolved.identities)
+    return now if is_there(now) else next((folder for folder in former if is_there(RunDir(folder).run_json)), now)
 
 
 def check_folder(resolved: Resolved, path: Path) -> None:
@@ -134,7 +134,8 @@ def _is_ours(name: str) -> bool:
 
 def _differences(run: RunDir, resolved: Resolved) -> list[Problem]:
     before, now = _flat(run.resolved().as_dict()), _flat(resolved.as_dict())
-    ignored = ("origins.", "derived", "distribution.", "warnings", "folder")
+    may_change = ("recipe.save.", "recipe.train.save_", "train_args.save_")
+    ignored = ("origins.", "derived", "distribution.", "warnings", "folder", *may_change)
     changed = sorted(
         key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and not key.startswith(ignored)
     )

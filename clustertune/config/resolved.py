@@ -16,6 +16,9 @@ from clustertune.config.schema import CHOOSING, Recipe, is_address
 _WITHOUT_EFFECT = ("report_to", "disable_tqdm", "log_level", "log_level_replica", "save_total_limit")
 """Training arguments that change what is shown or kept, not what is computed."""
 
+_SAVES = ("save_strategy", "save_steps")
+"""Training arguments of when to save: the section ``save`` takes their place, also in a run that is there."""
+
 _SIZES = ("num_processes", "num_machines", "machine_rank", "parallelism_config")
 """Keys of an accelerate file that are shape: another number of ranks or mesh goes on with the run."""
 
@@ -141,12 +144,13 @@ class Resolved:
             vars(found)["distribution"] = Distribution.from_dict(body["distribution"])
         return found
 
-    def fingerprint(self, *, former: bool = False) -> str:
+    def fingerprint(self, *, former: bool = False, saves: bool = False) -> str:
         """SHA-256 (hex) of what decides the trained weights: model, data, training, LoRA and distribution.
 
-        Left out: names and places of the recipe, what is expected, how it is scored, wall time, trackers, and the shape: ranks,
-        mesh, and so how many micro batches of a global batch fall to a rank, which a run may change between attempts.
-        Megatron's is counted. ``former``: as releases made it that counted the shape in; their run folders have that name.
+        Left out: names and places of the recipe, what is expected, how it is scored, wall time, trackers, when to save, and the
+        shape: ranks, mesh, and so how many micro batches of a global batch fall to a rank, which a run may change between
+        attempts. Megatron's is counted. ``former``: as releases made it that counted the shape and the saves in; their run
+        folders have that name. ``saves``: with the saves, and without the shape.
         """
         recipe = self.recipe.model_dump(mode="json")
         body = {
@@ -168,6 +172,8 @@ class Resolved:
             body["global_batch_size"] = self.recipe.train.get("global_batch_size")
             body["train"].pop("gradient_accumulation_steps", None)
             body["accelerate"] = {key: value for key, value in self.accelerate.items() if key not in _SIZES}
+        if not former and not saves:
+            body["train"] = {key: value for key, value in body["train"].items() if key not in _SAVES}
         # Only where they are there: recipes without them keep their fingerprints, and with these their run folders.
         recomputed = self.recipe.activation_checkpointing
         share = recomputed.model_dump(mode="json", exclude_none=True) if recomputed is not None else None
@@ -178,6 +184,6 @@ class Resolved:
         return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property
-    def identities(self) -> tuple[str, str]:
-        """The fingerprint, and the one that former releases gave the same recipe."""
-        return self.fingerprint(), self.fingerprint(former=True)
+    def identities(self) -> tuple[str, str, str]:
+        """The fingerprint, and those that former releases gave the same recipe."""
+        return self.fingerprint(), self.fingerprint(former=True), self.fingerprint(saves=True)

@@ -46,6 +46,10 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         """Show steps and evaluations on rank 0's console from now on."""
         self._console = console
 
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
+        """Save as this attempt is asked to: a state that goes on from a checkpoint has the steps of the one before."""
+        state.compute_steps(args, state.max_steps)
+
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
         self._began = time.perf_counter()
 

@@ -72,6 +72,17 @@ def test_a_save_that_is_named_by_its_step_is_not_left_out_while_another_is_writt
     assert not timed.is_due(2, busy=True) and timed.is_due(2) and timed.is_due(3, busy=True)
 
 
+def test_an_attempt_saves_as_it_is_asked_to_and_not_as_the_one_before() -> None:
+    """The Trainer takes save_steps from the checkpoint that it goes on from, without a word."""
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from clustertune.training.watch import Watch
+
+    state = TrainerState(save_steps=10**9, eval_steps=2, max_steps=20)
+    Watch(None, None).on_train_begin(TrainingArguments(save_steps=0.25, eval_steps=2), state, TrainerControl())
+    assert (state.save_steps, state.eval_steps) == (5, 2)
+
+
 @pytest.mark.parametrize(("saving", "due"), [(None, 2), ("shared", 2), ("local", 2)])
 def test_the_trainer_waits_for_a_save_before_one_that_is_due_by_its_step(saving: str | None, due: int) -> None:
     from clustertune.training.trainer import RankTrainer
@@ -104,6 +115,7 @@ def test_milestones_are_kept_beside_the_limit(tmp_path: Path) -> None:
 
 def test_the_section_is_no_part_of_what_decides_the_weights() -> None:
     found = {resolve(TINY, [f"save.every={every}"]).fingerprint() for every in ("auto", "7", "30m")}
+    found |= {resolve(TINY, given).fingerprint() for given in ([], ["train.save_steps=3"], ["train.save_strategy=epoch"])}
     assert len(found) == 1
     resolved = resolve(TINY, ["save.every=7", "save.milestones=[3]"])
     assert resolved.recipe.save == Save(every=7, milestones=(3,)) and "save_steps" not in resolved.train_args

@@ -91,3 +91,17 @@ def test_the_run_of_a_former_release_is_found_and_goes_on_on_other_ranks(tmp_pat
     assert run.resolved().world_size == 4 and run.read()["earlier"][0]["recipe"]["world_size"] == 2
     with pytest.raises(UserError, match="another --run-dir"):
         chain.open_run(resolve("tiny-oasst2", ["lora.r=8"]), folder, ["clustertune"])
+
+
+def test_a_run_begun_with_save_steps_goes_on_with_a_save_section(tmp_path: Path) -> None:
+    """And back; also the run of a version that counted ``save_steps`` in, which its folder and its record show."""
+    steps, section = resolve("tiny-oasst2"), resolve("tiny-oasst2", ["save.every=auto"])
+    folder = tmp_path / steps.name / steps.identities[2][:12]
+    run = chain.open_run(steps, folder, ["clustertune"])
+    run.update(fingerprint=steps.identities[2])
+    assert chain.default_run_dir(steps, tmp_path) == folder
+    assert chain.open_run(section, folder, ["clustertune"]).resolved().recipe.save is not None
+    assert chain.open_run(steps, folder, ["clustertune"]).resolved().recipe.save is None
+    with pytest.raises(UserError, match="another --run-dir") as caught:
+        chain.open_run(resolve("tiny-oasst2", ["lora.r=8", "save.every=3"]), folder, ["clustertune"])
+    assert {problem.key for problem in caught.value.problems} == {None, "recipe.lora.r"}, "nothing that may change is named"
