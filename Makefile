@@ -96,7 +96,7 @@ test-jobs: setup ## whole jobs under Slurm, torchrun and Ray, a fault in each: p
 test-long: setup ## fault-injection campaigns: kills at random moments, large merges
 	@$(BIN)/python -m pytest -m long --timeout 3600
 
-campaign: setup ## faults by the hundred, hours long, goes on where it was: make campaign [ONLY=FAULT] [HOURS=n]
+campaign: setup ## faults by the hundred, hours long, continues where it was: make campaign [ONLY=FAULT] [HOURS=n]
 	@$(BIN)/python -m tools.campaign $(if $(value ONLY),--only '$(value ONLY)') $(if $(value HOURS),--hours '$(value HOURS)')
 
 bench: setup ## how fast a recipe trains here, into docs/results/bench: make bench RECIPE=NAME [AGAINST=trl]

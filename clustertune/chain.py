@@ -107,7 +107,7 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str], *, take: bo
 
 
 def keep_forecast(run: RunDir, resolved: Resolved, cluster: Cluster | None = None) -> None:
-    """What ``plan`` says of this run into ``run.json``, once: what is learnt later does not change what was predicted before.
+    """What ``plan`` says about this run into ``run.json``, once: later facts do not change a prediction.
 
     ``cluster``: where it runs; None: this machine, which gets a forecast where it has GPUs.
     """
@@ -288,7 +288,7 @@ class Chain:
                 log.write("stage", stage=stage, status="failed", seconds=seconds, exit_code=code)
             is_known = isinstance(error, UserError) or not isinstance(error, Exception)
             if not is_known and (cause := storage_cause(error)):  # which may name no file
-                raise storage_error(cause, f"{stage} cannot go on", cause.filename or self.run.path) from error
+                raise storage_error(cause, f"{stage} cannot continue", cause.filename or self.run.path) from error
             raise
         seconds = time.perf_counter() - began
         log.write("stage", stage=stage, status="done", seconds=round(seconds, 3))
@@ -355,7 +355,7 @@ class Chain:
         return conclude(folder, plan)
 
     def _stopped(self) -> Problem:
-        return Problem("stopped as asked, at a saved step", file=str(self.run.path), fix="run the same command again to go on")
+        return Problem("stopped as asked, at a saved step", file=str(self.run.path), fix="the same command continues")
 
     def export(self) -> dict[str, Any]:
         from clustertune.adapter.export import export

@@ -436,7 +436,7 @@ def run_command(app: typer.Typer) -> int:
                 emit_json(known.as_dict())
         return int(known.code)
     if code == INTERRUPTED:  # typer takes the KeyboardInterrupt
-        known = UserError("interrupted", fix="the same command goes on where this one ended", code=ExitCode.AGAIN)
+        known = UserError("interrupted", fix="the same command continues where this one ended", code=ExitCode.AGAIN)
         show_error(known)
         if as_json:
             emit_json({**known.as_dict(), "exit_code": code})
@@ -451,7 +451,7 @@ def explain(error: BaseException) -> UserError:
     if isinstance(error, UserError):
         known = error
     elif isinstance(error, Stopped):
-        problem = Problem(f"stopped by {error}", fix="run the same command again: it goes on where this one ended")
+        problem = Problem(f"stopped by {error}", fix="run the same command again: it continues where this one ended")
         known = UserError(problem, ExitCode.AGAIN)
     elif isinstance(error, OSError) and error.errno is not None:
         known = storage_error(error, "cannot be used", error.filename or "stdout")
@@ -476,7 +476,7 @@ def _extra(module: str) -> str | None:
 
 
 def _usage(error: typer.TyperException) -> UserError:
-    """What typer says of the arguments, in the form of all other errors."""
+    """What typer says about the arguments, in the form of all other errors."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "clustertune"
     text = error.format_message().replace("Value error, ", "").replace("Input should be", "must be")

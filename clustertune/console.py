@@ -148,14 +148,14 @@ def _fit(text: str) -> str:
 
 
 def count_progress() -> Progress:
-    """A bar that counts items; silent where stderr is no terminal."""
+    """A bar that counts items; silent where stderr is not a terminal."""
     from rich.progress import MofNCompleteColumn
 
     return _progress(MofNCompleteColumn())
 
 
 def byte_progress() -> Progress:
-    """A bar that counts bytes, with their rate; silent where stderr is no terminal."""
+    """A bar that counts bytes, with their rate; silent where stderr is not a terminal."""
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
     return _progress(DownloadColumn(), TransferSpeedColumn())

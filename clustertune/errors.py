@@ -21,7 +21,7 @@ class ExitCode(IntEnum):
     STORAGE = 73
     """No space, or not writable: free space, then run the same command again."""
     AGAIN = 75
-    """Interrupted: requeue, the same command goes on."""
+    """Interrupted: requeue, the same command continues."""
     STOP = 93
     """Do not restart: the loss is not finite or there is no progress."""
 

@@ -1,4 +1,4 @@
-"""The program of a Slurm job, on its first node: check the allocation, run the stages, restart or requeue what can go on."""
+"""The program of a Slurm job, on its first node: check the allocation, run the stages, restart or requeue what can continue."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def run(
     command: Sequence[str],
     variables: Sequence[Setting] = (),
 ) -> dict[str, dict[str, Any]]:
-    """The stages of a job. Where it has to end before them, and may go on later, it is requeued.
+    """The stages of a job. Where it has to end before them, and may continue later, it is requeued.
 
     ``variables``: of every stage and rank, as this process has them already; run.json keeps them.
 
@@ -344,10 +344,10 @@ def _requeue(allocation: Allocation, path: Path, signals: Sequence[int]) -> None
         return
     progress.check_requeue(path, allocation.job_id)
     if (refused := _ask_for_requeue(job)) is not None:
-        fix = "submit it again: it goes on from the newest whole checkpoint"
+        fix = "submit it again: it resumes from the newest whole checkpoint"
         say(f"note: job {job} could not be requeued: {refused.problems[0].message} -> {fix}")
         return
-    say(f"job {job} is requeued: it goes on from the newest whole checkpoint")
+    say(f"job {job} is requeued: it resumes from the newest whole checkpoint")
 
 
 def _ask_for_requeue(job: str) -> UserError | None:
@@ -373,7 +373,7 @@ def _ended_by_nobody(job: str) -> bool:
     """Whether a job that got SIGTERM is ours to requeue: Slurm does so with a preempted one, and nobody with a cancelled one.
 
     ``scontrol requeue`` starts also a job that was cancelled (measured on 22.05), so that the state is asked first, also
-    where a warning came before: people have a job save, and then cancel it. A job that ran into its limit goes on later. One
+    where a warning came before: people have a job save, and then cancel it. A job that ran into its limit continues later. One
     that Slurm takes for running was hit by accident: a node that comes back after it was cut off ends what it had of the job,
     and with it what has just been started there.
     """

@@ -66,7 +66,7 @@ def _open(path: Path) -> int:
     if fd < 0 or not stat.S_ISREG(os.fstat(fd).st_mode):
         if fd >= 0:
             os.close(fd)
-        raise UserError("is no plain file, so it cannot be a lock", file=str(path), fix=f"rm {path}")
+        raise UserError("is not a plain file, so it cannot be a lock", file=str(path), fix=f"rm {path}")
     return fd
 
 

@@ -48,7 +48,7 @@ _OTHER_WEIGHTS = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth"}
 """Weights in a Hub snapshot that nothing here loads. The publisher's own (``consolidated.safetensors``) are as large."""
 _FIXES = {
     "archive": "archive the run again, to another place",
-    "checkpoint": "remove the folder, then run the same command again: it goes on from the checkpoint before",
+    "checkpoint": "remove the folder, then run the same command again: it resumes from the checkpoint before",
     "adapter": "move the folder away, then export it again",
     "dataset": "remove the folder, then run the same command again: it is prepared anew",
     "merged": "move the folder away, then merge or export again",
@@ -221,7 +221,7 @@ def _allows(kind: str, name: str, record: FileRecord) -> bool:
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
-    """SHA-256 over a manifest's own content: ``meta`` says where training goes on, and no file's hash covers it."""
+    """SHA-256 over a manifest's own content: ``meta`` says where training continues, and no file's hash covers it."""
     content = {key: value for key, value in body.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -315,7 +315,7 @@ def _readable(path: Path, *args: Any, **more: Any) -> Problem | None:
 
 
 def hub_record(path: Path) -> FileRecord | None:
-    """What the Hub's cache says of a file: it keeps each content once, under its digest, and links to it."""
+    """What the Hub's cache says about a file: it keeps each content once, under its digest, and links to it."""
     target = path.readlink() if path.is_symlink() else path
     if target.parent.name != "blobs" or not _BLOB.fullmatch(target.name):
         return None
@@ -354,7 +354,7 @@ class DigestComparison:
     inside the ``with`` block, or from :meth:`start` to :meth:`stop`, beside the loading that reads the same bytes;
     :meth:`finish` gives the verdict. ``rank`` of ``world_size`` hashes its share only (``bytes`` in all): each file goes to
     one rank, the largest first to the rank with the fewest bytes. ``only``: names of the files that matter; all by default.
-    ``small``: bytes up to which a file that holds no weights counts as small. Raises UserError for an unreadable manifest.
+    ``small``: bytes up to which a file that contains no weights counts as small. Raises UserError for an unreadable manifest.
     """
 
     def __init__(

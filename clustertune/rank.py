@@ -91,7 +91,7 @@ def main(run_dir: Path, attempt: int, *, quiet: bool = False) -> int:
     ):
         with contextlib.suppress(OSError):
             leave()
-    # Another attempt goes on with this run at W&B: to close it here would mark it as ended.
+    # Another attempt continues with this run at W&B: to close it here would mark it as ended.
     closed = not superseded and tracker.finish_wandb(int(code))
     if not (orderly and closed):
         # Other ranks may wait in a collective for this one, and W&B at exit for a server that does not answer.
@@ -117,7 +117,7 @@ def _superseded(run_path: Path, attempt: int) -> UserError | None:
 
 
 def _reserve(path: Path) -> None:
-    """Take the room of this rank's record: what a full disk did must be recorded on a full disk. Blanks are no record."""
+    """Take the room of this rank's record: what a full disk did must be recorded on a full disk. Blanks are not a record."""
     path.write_bytes(b" " * RECORD_BYTES)
 
 
@@ -132,7 +132,7 @@ def _bind_to_launcher(pid_file: Path) -> bool:
     if not pid_file.exists():  # srun, torchrun and others: they look after their processes, and a save may still succeed
         die_with_parent(signal.SIGTERM)
         return True
-    # With the command or its launcher killed, its lock on the run folder is gone too: nobody may go on writing there.
+    # With the command or its launcher killed, its lock on the run folder is gone too: nobody may continue writing there.
     die_with_parent(signal.SIGKILL)
     return pid_file.read_text().strip() == str(os.getppid())
 
@@ -142,7 +142,7 @@ def _explain(error: BaseException, log: Path) -> UserError:
     if isinstance(error, UserError):
         return error
     if isinstance(error, KeyboardInterrupt):
-        return UserError("interrupted", fix="run the same command again to go on", code=ExitCode.AGAIN)
+        return UserError("interrupted", fix="run the same command again to continue", code=ExitCode.AGAIN)
     if (cause := storage_cause(error)) is not None:
         return storage_error(cause, "training stopped", Path(cause.filename or log.parent))
     first = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -2,7 +2,7 @@
 
 The rank is the same program as everywhere: its signals, its exit and its logs are its own, and Ray's process holds no memory
 of the GPU. Where an attempt fails, Ray starts its workers anew, on other machines where some are gone; they take the next
-attempt number, and the ranks go on from the newest whole checkpoint.
+attempt number, and the ranks resume from the newest whole checkpoint.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ SCHEMA = "clustertune.run/1"
 
 
 def require_stage(name: str, key: str | None = None) -> None:
-    """Raise UserError for a name that is no stage's. ``key``: the option that gave it."""
+    """Raise UserError for a name that is not a stage's. ``key``: the option that gave it."""
     if name not in STAGES:
         raise UserError(f"there is no stage {name!r}", file="command line", key=key, fix=f"one of {', '.join(STAGES)}")
 
@@ -112,14 +112,14 @@ class RunDir:
         return self.path / "attempts" / f"{number:04d}"
 
     def read(self) -> dict[str, Any]:
-        """``run.json``. Raises UserError where the folder is no run."""
+        """``run.json``. Raises UserError where the folder is not a run."""
         try:
             if self.run_json.exists() and not self.run_json.is_file():
                 raise UserError("unreadable: is no plain file", file=str(self.run_json))
             found: dict[str, Any] = json.loads(self.run_json.read_bytes())
         except FileNotFoundError:
             raise UserError(
-                "is no run folder: it has no run.json", file=str(self.path), fix="clustertune run RECIPE --run-dir DIR"
+                "is not a run folder: it has no run.json", file=str(self.path), fix="clustertune run RECIPE --run-dir DIR"
             ) from None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"unreadable: {error}", file=str(self.run_json)) from None
@@ -139,9 +139,9 @@ class RunDir:
             if body.get("fingerprint", digest) in found.identities:
                 return found
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"holds no resolved recipe: {error!r}", file=str(self.run_json)) from None
+            raise UserError(f"contains no resolved recipe: {error!r}", file=str(self.run_json)) from None
         text = f"its recipe was changed: fingerprint {digest[:12]} found, {body['fingerprint'][:12]} expected"
-        fix = "give another --run-dir; go on with this one only by the version of clustertune that wrote it"
+        fix = "give another --run-dir; continue with this one only by the version of clustertune that wrote it"
         raise UserError(text, file=str(self.run_json), key="recipe", fix=fix)
 
     def is_of(self, resolved: Resolved) -> bool:

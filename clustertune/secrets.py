@@ -139,7 +139,7 @@ def _assignment(line: str) -> tuple[str, str]:
         raise _Wrong("'export' is shell", f"leave the word out: {_FORM}")
     name, equals, value = line.partition("=")
     if not equals:
-        raise _Wrong("is no assignment", _FORM)
+        raise _Wrong("is not an assignment", _FORM)
     if not _NAME.fullmatch(name):
         raise _Wrong("bad name before '='", f"capital letters, digits and _, without blanks: {_FORM}")
     if any(not c.isprintable() for c in value):
@@ -185,7 +185,7 @@ def file_problems(found: os.stat_result, folder: os.stat_result, path: Path) -> 
     """What lets others read or exchange the file."""
     problems, user = [], os.geteuid()
     if not stat.S_ISREG(found.st_mode):
-        return [Problem("is no regular file", file=str(path), fix="a regular file of your own, mode 0600")]
+        return [Problem("is not a regular file", file=str(path), fix="a regular file of your own, mode 0600")]
     if found.st_uid != user:
         fix = f"make one of your own: install -m 600 /dev/null {path}"
         problems.append(Problem(f"belongs to user {found.st_uid}, not to you", file=str(path), fix=fix))

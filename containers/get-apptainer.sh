@@ -43,7 +43,7 @@ if [[ -e $prefix ]]; then
     if "$prefix/bin/apptainer" --version 2> /dev/null; then exit 0; fi
     if [[ -f $prefix/usr/bin/apptainer && ! -L $prefix/usr/bin/apptainer ]]; then place "$final" "$final"; fi
     if "$prefix/bin/apptainer" --version 2> /dev/null; then exit 0; fi
-    echo "$prefix exists and holds no apptainer that starts: remove it" >&2
+    echo "$prefix exists and contains no apptainer that starts: remove it" >&2
     exit 1
 fi
 mkdir -p "$(dirname "$prefix")"

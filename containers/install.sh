@@ -45,7 +45,7 @@ if [[ -x $nvcc ]]; then
 fi
 
 # Each rank would compile the stack again where bytecode may not be written. By all cores, which pip's own way does not use.
-# Some packages hold templates that are no Python, which is no fault of theirs.
+# Some packages hold templates that are not Python, which is not a fault of theirs.
 "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" > /dev/null || true
 
 # Lists, caches and logs: they are large, or tell when and where the image was made.

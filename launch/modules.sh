@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sourced where a job starts: . launch/modules.sh NAME...
 # Loads the environment modules that the cluster file names (slurm.modules), and notes which variables that changed: srun passes
-# those on to the other nodes, beside its fixed list. A job's shell is no login shell, so that `module` has to be looked for.
+# those on to the other nodes, beside its fixed list. A job's shell is not a login shell, so that `module` has to be looked for.
 set -euo pipefail
 declare -A before=()
 for name in $(compgen -e); do

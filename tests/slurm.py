@@ -61,7 +61,7 @@ class FaultyCluster(ThrowawayCluster):
         """Start a node's slurmd again."""
         os.kill(self._inits[index], signal.SIGUSR1)
         if wait:
-            # The controller goes on calling a node ready for a while when nothing answers there.
+            # The controller continues calling a node ready for a while when nothing answers there.
             self._until(lambda: self._slurmds(index), 30, f"slurmd of {self.names[index - 1]} did not start")
             self.wait_node(index)
 
@@ -87,7 +87,7 @@ class FaultyCluster(ThrowawayCluster):
     # --- the network between isolated nodes --------------------------------------------------------------------------
 
     def link(self, index: int, *, up: bool) -> None:
-        """Cut a node's link, or fix it. The node goes on without."""
+        """Cut a node's link, or fix it. The node continues without."""
         self._network_order("ip", "link", "set", f"v{index}", "up" if up else "down")
 
     def limit(self, rate: str | None, indices: Iterable[int] | None = None) -> None:

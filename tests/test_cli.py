@@ -51,7 +51,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 def strict(text: str) -> Any:
     def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is no JSON")
+        raise AssertionError(f"{word} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
 
@@ -262,7 +262,7 @@ def test_eval_without_out_finds_its_result_again(call: Call, tmp_path: Path, mon
         (FileNotFoundError(2, "No such file or directory", "/x"), 2, "give another path"),
         (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), 73, "free space"),
         (cli.Stopped("SIGTERM"), 75, "same command again"),
-        (KeyboardInterrupt(), 130, "goes on"),
+        (KeyboardInterrupt(), 130, "continues"),
         (ValueError("odd"), 1, "internal error"),
         (UserError("not finite", ExitCode.STOP), 93, "not finite"),
     ],

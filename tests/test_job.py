@@ -153,7 +153,7 @@ def test_who_goes_back_into_the_queue(
     state: dict[str, str] | None,
     again: bool,
 ) -> None:
-    """A cancelled job is not brought back; a decision is not tried again; all else goes on."""
+    """A cancelled job is not brought back; a decision is not tried again; all else continues."""
     assert end_of(tmp_path, monkeypatch, error, signals, state) == (["7"] if again else [])
 
 

@@ -120,7 +120,7 @@ def test_a_lock_is_a_plain_file(tmp_path: Path, how: Any, kind: str) -> None:
     target.write_text("kept")
     {"link": lambda: lock.symlink_to(target), "fifo": lambda: os.mkfifo(lock), "folder": lock.mkdir}[kind]()
     more = {"doing": "works", "shown": tmp_path, "fix": ""} if how is held else {"wait": lambda: None}
-    with pytest.raises(UserError, match=r"lock: is no plain file"), how(lock, **more):
+    with pytest.raises(UserError, match=r"lock: is not a plain file"), how(lock, **more):
         pass
     assert target.read_text() == "kept"
 

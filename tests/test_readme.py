@@ -70,7 +70,7 @@ def missing_paths(text: str, name: str) -> list[str]:
 
 
 def untold_folders(text: str, files: tuple[str, ...]) -> set[str]:
-    """Top folders of the tree that its drawing leaves out; hidden ones are no part of it."""
+    """Top folders of the tree that its drawing leaves out; hidden ones are not part of it."""
     drawn = next(block for block in code_blocks(text) if re.search(r"^clustertune/ ", block, re.MULTILINE))
     tops = {name.split("/")[0] for name in files if "/" in name and not name.startswith(".")}
     return tops ^ set(re.findall(r"^(\w+)/", drawn, re.MULTILINE))

@@ -57,7 +57,7 @@ def test_what_is_read(closed: Path) -> None:
     ("line", "message"),
     [
         (f"export HF_TOKEN={CANARY}", "'export' is shell"),
-        (CANARY, "is no assignment"),
+        (CANARY, "is not an assignment"),
         (f"{CANARY}=", "bad name"),
         (f"HF_TOKEN ={CANARY}", "bad name"),
         (f"HF_TOKEN= {CANARY}", "HF_TOKEN holds a blank"),
@@ -103,7 +103,7 @@ def test_only_a_regular_file_of_one_s_own(closed: Path, monkeypatch: pytest.Monk
     path = write(closed, f"HF_TOKEN={CANARY}\n")
     (closed / "link").symlink_to(path)
     os.mkfifo(closed / "pipe", 0o600)
-    for name, message in (("link", "is a link"), ("pipe", "no regular file"), (".", "no regular file")):
+    for name, message in (("link", "is a link"), ("pipe", "not a regular file"), (".", "not a regular file")):
         with pytest.raises(UserError, match=message):
             secrets.read_env(closed / name)
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)

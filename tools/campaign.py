@@ -4,7 +4,7 @@
 
 Each case has a seed, and a fault is a function of it: the same seed is the same case. Results are appended to
 ``docs/results/faults.jsonl`` under the digest of the product (``clustertune/``, ``launch/`` and the recipes), so a campaign
-that was stopped goes on where it was, on another machine too; ``docs/results/faults.md`` is written from them. Cases run in
+that was stopped continues where it was, on another machine too; ``docs/results/faults.md`` is written from them. Cases run in
 forked processes (:mod:`tools.forking`), each with a time limit. Power cuts and full disks need root, node losses the throw-away
 Slurm.
 """

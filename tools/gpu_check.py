@@ -3,7 +3,7 @@
 ``python -m tools.gpu_check --name NAME [--parts a,b] [--again] [--budget SECONDS] [--backend nccl|gloo]``. It needs the
 standard library alone: where something that a part needs is not installed, the part says so. Each part ends in ``pass``,
 ``fail`` or ``not possible here``, after eight minutes at most, and nothing that one does stops the others. The verdicts are
-kept beside the logs, so that a second call goes on with what has not passed. Each part renews ``docs/results/gpu-NAME.md``.
+kept beside the logs, so that a second call continues with what has not passed. Each part renews ``docs/results/gpu-NAME.md``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class EndedCommand:
         except ValueError:
             raise Failed(f"no document on stdout (exit code {self.code}): {self.last_words()}") from None
         if not isinstance(found, dict):
-            raise Failed(f"a document that is no object (exit code {self.code})")
+            raise Failed(f"a document that is not an object (exit code {self.code})")
         return found
 
 
@@ -261,7 +261,7 @@ def run_part(check: GpuCheck, name: str, do: Callable[[GpuCheck], dict[str, Any]
         verdict, why = NOT_HERE, f"because {reason}"
     except Failed as reason:
         verdict, why = FAIL, str(reason)
-    except Exception as error:  # the other parts go on, whatever this one met
+    except Exception as error:  # the other parts continue, whatever this one met
         verdict, why = FAIL, f"{type(error).__name__}: {error}"
         traceback.print_exc()
     return {

@@ -81,7 +81,7 @@ def parts() -> dict[str, Part]:
 def choose(words: str, known: Mapping[str, Part]) -> tuple[list[str], list[str]]:
     """The parts that a list with commas names, in their own order, and the words that name none. Empty: all.
 
-    A word that is no name, but the beginning of some up to a hyphen, takes all of these: ``tiny``, ``bench-8b``.
+    A word that is not a name, but the beginning of some up to a hyphen, takes all of these: ``tiny``, ``bench-8b``.
     """
     asked = [word.strip() for word in words.split(",") if word.strip()]
 
@@ -423,7 +423,7 @@ def shares(profile: Mapping[str, Any]) -> dict[str, float]:
 
 
 def bottleneck(profile: Mapping[str, Any] | None) -> str:
-    """What to look at next: the largest part of a step that is no matrix product."""
+    """What to look at next: the largest part of a step that is not a matrix product."""
     if not profile or not profile.get("top"):
         return "unknown: nothing was profiled"
     found = shares(profile)

@@ -126,7 +126,7 @@ def load(folder: Path, way: str, axes: Axes, store: Path) -> Measured:
     from clustertune.training.startup import Startup
 
     if importlib.util.find_spec("deepspeed"):
-        importlib.import_module("deepspeed")  # accelerate 1.15 does while it prepares a model: 7 MB read that are no weights
+        importlib.import_module("deepspeed")  # accelerate 1.15 does while it prepares a model: 7 MB read that are not weights
     accelerator = _zero(store, axes) if axes.zero else _fsdp(way, store, axes)
     asked = Distribution(kind="FSDP2", world_size=axes.ranks, ranks_per_node=axes.ranks, data_parallel_size=axes.shards)
     asked = dataclasses.replace(asked, efficient_loading=way == "rows")

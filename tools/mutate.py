@@ -1,7 +1,7 @@
 """Which faults the tests notice: each of tests/mutations.yaml is put into a scratch copy, and the tests that could see it run.
 
 ``make mutations`` writes docs/results/mutations.md. A mutation counts as caught where a test fails that passes without it. What
-was recorded is kept, so that the next call goes on; a mutation whose text was changed since is run again.
+was recorded is kept, so that the next call continues; a mutation whose text was changed since is run again.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def watch(words: list[str], folder: Path, kill_after: str = "") -> list[Line]:
 
 
 def kill_and_resume(folder: Path) -> str:
-    """The demo's training, killed after its second checkpoint; the same command goes on. Of five steps two are shown."""
+    """The demo's training, killed after its second checkpoint; the same command continues. Of five steps two are shown."""
     words = ["run", "tiny-oasst2", "--run-dir", RUN, "--to", "train"]
     typed = f"$ clustertune {' '.join(words)}"
     lines: list[Line] = []

@@ -184,7 +184,7 @@ def _match(source: Source, expected: Expected, checkpoint: Path) -> tuple[dict[s
 
 
 def read_trained(checkpoint: Path) -> CheckpointRecipe:
-    """Read ``recipe.json``. Raises UserError where it is no resolved recipe."""
+    """Read ``recipe.json``. Raises UserError where it is not a resolved recipe."""
     path = checkpoint / "recipe.json"
     try:
         resolved = json.loads(path.read_bytes())
@@ -240,7 +240,7 @@ def _write(stage: Path, tensors: Mapping[str, torch.Tensor], expected: Expected)
 
 
 def _publish(stage: Path, out: Path, meta: Mapping[str, Any]) -> Manifest:
-    """Move the files one by one (a directory rename is no commit on a mergerfs pool), the manifest last."""
+    """Move the files one by one (a directory rename is not a commit on a mergerfs pool), the manifest last."""
     out.mkdir(parents=True, exist_ok=True)
     for name in ADAPTER_FILES:
         (stage / name).replace(out / name)

@@ -83,7 +83,7 @@ class ShardedSource:
             if name in self.manifest.files and not getattr(info, "transform_descriptors", None):
                 files.add(name)
             else:
-                message = f"{index.fqn} lies in {info.relative_path!r}, which is no plain file of this checkpoint"
+                message = f"{index.fqn} lies in {info.relative_path!r}, which is not a plain file of this checkpoint"
                 problems.append(Problem(message, file=str(self.checkpoint / INDEX)))
         return sorted(files), problems
 
@@ -123,7 +123,7 @@ class FileSource:
         for name in names:
             try:
                 with safe_open(checkpoint / name, framework="pt") as src:
-                    for key in src.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    for key in src.keys():  # noqa: SIM118  (safe_open is not a mapping)
                         part = src.get_slice(key)
                         dtype = part.get_dtype()
                         self.stored.append(StoredTensor(key, tuple(part.get_shape()), dtype, dtype in _FLOATING))
@@ -146,7 +146,7 @@ class FileSource:
 
 # --- stored ---------------------------------------------------------------------------------------------------------------
 
-# What a checkpoint says of one of its tensors; every reader speaks of this.
+# What a checkpoint says about one of its tensors; every reader speaks of this.
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ class _Export:
             if name in expected:
                 found[name] = stored
             elif name not in known:
-                problems.append(Problem(f"{stored.key} is no parameter of the recipe's architecture", file=where))
+                problems.append(Problem(f"{stored.key} is not a parameter of the recipe's architecture", file=where))
         for name, shape in expected.items():
             if name not in found:
                 problems.append(Problem(f"{name} {list(shape)} is missing", file=where))

@@ -136,7 +136,7 @@ class ZeroSource:
         key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
         groups = state.get(key)
         if not isinstance(groups, list) or len(groups) != len(self._model["param_shapes"]):
-            raise UserError(Problem(f"holds no {key} of this model", file=str(self.checkpoint / name)))
+            raise UserError(Problem(f"contains no {key} of this model", file=str(self.checkpoint / name)))
         paddings = state.get("param_alignment_paddings")
         if self._stage != 3 and paddings and any(any(group) for group in paddings):
             raise UserError(Problem(f"{ALIGNMENT} was on: not read here", file=str(self.checkpoint / name)))

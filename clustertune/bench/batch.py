@@ -90,7 +90,7 @@ def _minutes(request: BenchRequest, cluster: Cluster, time: str | None) -> int:
     minutes = parse_minutes(time)
     if minutes is None or minutes < 1:
         fix = "write --time MINUTES or HH:MM:SS"
-        raise UserError(Problem(f"{time!r} is no time limit", file="command line", key="--time", fix=fix))
+        raise UserError(Problem(f"{time!r} is not a time limit", file="command line", key="--time", fix=fix))
     if longest is not None and minutes > longest:
         text = f"{minutes:g} min, jobs of {cluster.name} run {longest:g} min at most"
         raise UserError(Problem(text, file="command line", key="--time", fix="ask for less time"))

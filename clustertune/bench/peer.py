@@ -57,7 +57,7 @@ def start_of(word: str) -> tuple[str, ...]:
     path = Path(word).expanduser()
     if path.suffix != ".py" or not path.is_file():
         fix = "trl, trl-defaults, or the path of a Python script (docs/bench.md says what it gets and gives)"
-        raise UserError(Problem(f"{word!r} is no script", file="command line", key="--against", fix=fix))
+        raise UserError(Problem(f"{word!r} is not a script", file="command line", key="--against", fix=fix))
     return (str(path.absolute()),)
 
 

@@ -92,7 +92,7 @@ def predict(resolved: Resolved, cluster: Cluster, lengths: Lengths | None) -> tu
 
 
 def brief(plan: Plan) -> dict[str, Any]:
-    """What a dry run says of a plan."""
+    """What a dry run says about a plan."""
     return {
         "cluster": plan.machine.name,
         "fits": plan.fits,

@@ -438,7 +438,7 @@ def _pair(text: str) -> tuple[str, Any]:
 
 
 def _name_part(key: str, value: Any) -> str:
-    """The last part of the key with its value; of a path only its last part, which is no place of a machine."""
+    """The last part of the key with its value; of a path only its last part, which is not a place of a machine."""
     shown = value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else json.dumps(value, default=str)
     return re.sub(r"[^A-Za-z0-9._]+", "-", f"{key.rpartition('.')[2]}-{shown}").strip("-")
 

@@ -157,7 +157,7 @@ class LinkContext:
         return [LoggedDevice(self.told_interface, "")] if self.told_interface else []
 
     def used_nics(self, facts: HostFacts) -> list[Nic]:
-        """The interfaces of one node that carried TCP, with what the node says of them."""
+        """The interfaces of one node that carried TCP, with what the node says about them."""
         used = {device.name for device in self.used_interfaces(facts.hostname)}
         return [nic for nic in facts.nics if nic.name in used]
 
@@ -239,7 +239,7 @@ class LinkContext:
 
 
 def logged(*kinds: str, rank: int, status: str = FAIL, name: str = "") -> Callable[[Callable[[], None]], Check]:
-    """Makes a rule of a docstring: it repeats what NCCL said of these kinds of fault. ``name``: without it the first kind's."""
+    """Makes a rule of a docstring: it repeats what NCCL said about these faults. ``name``: without it the first kind's."""
 
     def register(described: Callable[[], None]) -> Check:
         def said(context: LinkContext) -> Iterator[Seen]:

@@ -27,7 +27,7 @@ FAULTY = (
     FaultyVersion(
         (2, 28, 3),
         (2, 28, 8),
-        "a process that aborts a communicator and goes on may hang",
+        "a process that aborts a communicator and continues may hang",
         "2.28.9",
         "https://github.com/NVIDIA/nvidia-resiliency-ext/blob/main/README.md",
     ),

@@ -1,4 +1,4 @@
-"""What NCCL's log says of a run: version, transports, interfaces, adapters, rings, settings, and what went wrong.
+"""What NCCL's log says about a run: version, transports, interfaces, adapters, rings, settings, and what went wrong.
 
 Standard library only, Python 3.8 or later. Any text is taken, cut off anywhere, of any version from 2.10 on; what is not said
 stays empty. Several texts (one of each rank) are read into one :class:`Log`.
@@ -283,7 +283,7 @@ class _Reader:
         if shell:
             self.setting(shell.group(1), shell.group(2), "")
         if "NCCL version" not in text and not shell and not average and not wrong:
-            # The name of a variable (NCCL_MNNVL_ENABLE) is no fault, nor is a plugin that only tells its name.
+            # The name of a variable (NCCL_MNNVL_ENABLE) is not a fault, nor is a plugin that only tells its name.
             kind = self.kind(_VARIABLE.sub("", text))
             if kind in ("imex", "nvls", "net-plugin") and not _BAD.search(text):
                 return
@@ -373,7 +373,7 @@ _BY_WORD: dict[str, Callable[[_Reader, Record], None]] = {
 # is read backwards. Time is linear in the size of the text.
 
 INFO, WARN, TRACE, ERROR, TEXT = "INFO", "WARN", "TRACE", "ERROR", "TEXT"
-"""``ERROR``: what torch says of a failed call of NCCL; ``TEXT``: a line of another program that speaks of NCCL."""
+"""``ERROR``: what torch says about a failed call of NCCL; ``TEXT``: a line of another program that speaks of NCCL."""
 
 MAX_MESSAGE = 4096
 """Characters of a message that are read: NCCL's own buffer holds 1024."""

@@ -95,7 +95,7 @@ def count(m: Machine) -> Iterator[Seen]:
         fix = "ask with --gpus-per-node and --gpu-bind=none, not --gpus-per-task"
         fix += f"; CUDA_VISIBLE_DEVICES is {limited}" if limited else ""
         if not f.nvidia_devices and f.nvidia_devices is not None:
-            fix = "no NVIDIA GPU is on this machine's bus: look at it (lspci), and at what gres.conf says of it"
+            fix = "no NVIDIA GPU is on this machine's bus: look at it (lspci), and at what gres.conf says about it"
         elif f.nvidia_devices and len(f.gpus) < expected <= f.nvidia_devices:
             fix += "; the driver serves fewer than are on the bus: look for Xid in dmesg"
         yield Seen(FAIL, f"{seen} GPUs to be seen, the job has {expected}", fix)
@@ -275,7 +275,7 @@ def read_xid(line: str) -> tuple[str, int, float | None] | None:
 
 @rule("gpu-xid", MACHINE)
 def xids(m: Machine) -> Iterator[Seen]:
-    """The kernel's log holds no serious error of a GPU of the last day; an older one is a warning.
+    """The kernel's log contains no serious error of a GPU of the last day; an older one is a warning.
 
     Looks at: errors of GPUs in the kernel's log
     Why: a GPU that has reported one of these is often lost, or gives wrong results, until it is reset

@@ -200,7 +200,7 @@ def rdma_port(m: Machine) -> Iterator[Seen]:
             missing.append(f"{value} ({', '.join(port.state or '?' for port in mine) or 'not there'})")
     active = [f"{port.device}:{port.port}" for port in ports if port.active]
     if missing:
-        whole = status if len(missing) == len(network.get("hca") or ()) else WARN  # with some NCCL goes on, slower
+        whole = status if len(missing) == len(network.get("hca") or ()) else WARN  # with some NCCL continues, slower
         yield Seen(whole, f"not active: {', '.join(missing)}", fix)
     elif not active:
         states = ", ".join(f"{port.device}:{port.port} {port.state or '?'} {port.physical}".strip() for port in ports)

@@ -153,7 +153,7 @@ def worst(findings: Iterable[Finding]) -> str:
 
 
 EXIT = {PASS: 0, UNKNOWN: 1, WARN: 1, FAIL: 2}
-"""The exit code of a verdict as a whole: where nothing could be judged, a script must not go on as if all were well."""
+"""The exit code of a verdict as a whole: where nothing could be judged, a script must not continue as if all were well."""
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

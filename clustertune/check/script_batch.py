@@ -1,4 +1,4 @@
-"""What a batch script says of its job: the header's values, the variables it sets, and what each srun starts."""
+"""What a batch script says about its job: the header's values, the variables it sets, and what each srun starts."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class BatchHeader:
     words: list[tuple[str, int]] = field(default_factory=list)
     """The arguments, as sbatch cuts them, with their lines."""
     loose: list[tuple[str, int]] = field(default_factory=list)
-    """Arguments that are no options, with their lines: sbatch refuses the script."""
+    """Arguments that are not options, with their lines: sbatch refuses the script."""
     cut: list[tuple[str, int]] = field(default_factory=list)
     """Arguments that a ``#`` inside of them ends, with their lines."""
     end: int = 0

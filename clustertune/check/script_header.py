@@ -71,7 +71,9 @@ def check_options(batch: Batch) -> Iterator[Mistake]:
     for word, number in header.cut:
         yield Mistake(number, "cut-value", f"the # ends the value: it is {word!r}", "put the value in quotes")
     for word, number in header.loose:
-        yield Mistake(number, "loose-word", f"{word!r} is no option", "write --name=value, and quote values that hold blanks")
+        yield Mistake(
+            number, "loose-word", f"{word!r} is not an option", "write --name=value, and quote values that hold blanks"
+        )
     for option in header.options:
         if option.name is None:
             close = nearest(option.written.lstrip("-"))

@@ -1,6 +1,6 @@
 """A shell script as its commands: enough of bash's grammar to know what the batch shell itself expands, and where.
 
-Not an interpreter: nothing is run and no file is read. Text that is no valid shell gives some commands, never an error.
+Not an interpreter: nothing is run and no file is read. Text that is not a valid shell gives some commands, never an error.
 The rules are those of https://www.gnu.org/software/bash/manual/bash.html#Shell-Syntax.
 
 Not shellcheck: it gives findings and no tree, and rules ask what each srun starts and what variables hold; a parser that is a

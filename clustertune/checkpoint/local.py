@@ -2,7 +2,7 @@
 
 Each rank writes its files to its node, and sends a copy of them to a rank of the next node. All nodes keep the same manifest,
 of the files of all ranks: a step is whole where each file is found on some node. An attempt that finds a whole one newer than
-the newest of shared storage copies it there, hashed on its way, and goes on from that copy like from any other checkpoint, also
+the newest of shared storage copies it there, hashed on its way, and resumes from that copy like from any other checkpoint, also
 with another number of ranks. What is read back was written by this user into a folder that nobody else can enter.
 """
 

@@ -1,7 +1,7 @@
 """torch's distributed checkpoints read as data: tensors and plain values, never code.
 
-What is written today holds no pickle (:mod:`clustertune.checkpoint.shards`, ``values``); checkpoints of earlier releases do.
-torch 2.13 writes the index (``.metadata``) and every value that is no tensor as pickles, and runs what stands in them when
+What is written today contains no pickle (:mod:`clustertune.checkpoint.shards`, ``values``); checkpoints of earlier releases do.
+torch 2.13 writes the index (``.metadata``) and every value that is not a tensor as pickles, and runs what stands in them when
 it loads: ``FileSystemReader.read_metadata`` is a ``pickle.load``, ``DefaultLoadPlanner.load_bytes`` a ``torch.load`` with
 ``weights_only=False``. Who can write to a checkpoint can seal it anew, so digests do not protect.
 """
@@ -76,11 +76,11 @@ def read_index(data: bytes) -> Metadata:
     except Exception as error:  # unpickling hostile bytes raises nearly every exception there is
         raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from None
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
-        raise pickle.UnpicklingError("it holds no index")
+        raise pickle.UnpicklingError("it contains no index")
     for span in index.storage_data.values():
         name = getattr(span, "relative_path", None)
         if not isinstance(name, str) or name in ("", ".", "..") or os.path.basename(name) != name:  # noqa: PTH119
-            raise pickle.UnpicklingError(f"it names {name!r}, which is no file of its folder")
+            raise pickle.UnpicklingError(f"it names {name!r}, which is not a file of its folder")
     return index
 
 
@@ -138,5 +138,5 @@ def reading(checkpoint: str | Path) -> Iterator[None]:
         message = " ".join(str(refused).split())
         message = message if message.startswith("it ") else "its values are more than tensors and plain values"
         text = f"is not read, a pickle in it could run code: {message[:300]}"
-        fix = "find out who wrote it; go on from another checkpoint, or train anew"
+        fix = "find out who wrote it; resume from another checkpoint, or train anew"
         raise UserError(Problem(text, file=str(checkpoint), fix=fix)) from None

@@ -1,6 +1,6 @@
 """The files of a distributed checkpoint without a pickle: safetensors for each rank, hashed on its way, and an index in JSON.
 
-torch 2.13's own ``SerializationFormat.SAFETENSORS`` is no way: it builds each file in memory, values that are no tensor
+torch 2.13's own ``SerializationFormat.SAFETENSORS`` is no way: it builds each file in memory, values that are not tensors
 stand before its header, so that nothing opens it, and torch's reader cannot read it. The names of the files are torch's.
 """
 
@@ -62,7 +62,7 @@ def as_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 class Planner(DefaultSavePlanner):  # type: ignore[misc]
-    """torch's planner, with values that are no tensor as JSON. TypeError for one that JSON does not give back."""
+    """torch's planner, with values that are not tensors as JSON. TypeError for one that JSON does not give back."""
 
     def transform_object(self, write_item: Any, value: Any) -> Any:
         if write_item.type != WriteItemType.BYTE_IO:
@@ -94,7 +94,7 @@ class ShardWriter(FileSystemWriter):  # type: ignore[misc]
         return plan
 
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
-        # The widest elements first, so that each tensor is aligned; values that are no tensor are bytes.
+        # The widest elements first, so that each tensor is aligned; values that are not tensors are bytes.
         entries = sorted(((_describe(item, planner), item) for item in plan.items), key=lambda e: -_width(e[0]))
         done: Future[list[WriteResult]] = Future()
         if not entries:  # other ranks hold all of it
@@ -213,7 +213,7 @@ def parse_index(data: bytes) -> Metadata:
 
 def _counts(values: Any) -> list[int]:
     if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"{values!r:.80} are no sizes")
+        raise ValueError(f"{values!r:.80} are not sizes")
     return values
 
 

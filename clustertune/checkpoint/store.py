@@ -50,7 +50,7 @@ class Checkpoint:
 
 
 def parse(path: Path) -> Checkpoint | None:
-    """The step and attempt in a folder's name; None for a folder that is no checkpoint."""
+    """The step and attempt in a folder's name; None for a folder that is not a checkpoint."""
     match = _NAME.fullmatch(path.name)
     return Checkpoint(int(match[1]), int(match[2] or 1), path) if match else None
 
@@ -88,7 +88,7 @@ def find_open(path: Path) -> list[Problem]:
         found = path_.lstat()
         if found.st_uid != os.getuid():
             text = f"belongs to user {found.st_uid}, you are {os.getuid()}: what it holds could be made to run as you"
-            fix = "if you trust its owner: cp -r --no-preserve=mode,ownership, then chmod -R go-w the copy, and go on from that"
+            fix = "if you trust its owner: cp -r --no-preserve=mode,ownership, then chmod -R go-w the copy, and resume from it"
         elif not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
             text, fix = "is neither a file nor a folder", "put what it links to in its place"
         elif found.st_mode & _OTHERS:
@@ -156,7 +156,7 @@ def _unfenced() -> None:
 class CheckpointStore:
     """The checkpoints folder of one run, as all ranks of one attempt use it together.
 
-    A node that was cut off may go on while the scheduler has given its job to others. ``fence`` raises UserError once
+    A node that was cut off may continue while the scheduler has given its job to others. ``fence`` raises UserError once
     that is so; rank 0 asks it before anything appears or disappears here, and all ranks then raise alike.
     """
 
@@ -171,7 +171,7 @@ class CheckpointStore:
     milestones: Collection[int] = ()
     """Steps whose checkpoints are kept whatever the limit."""
     _read_back: Path | None = None
-    """The checkpoint that this attempt went on from, whose bytes were compared."""
+    """The checkpoint that this attempt resumed from, whose bytes were compared."""
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest whole checkpoint and its metadata: rank 0 chooses by manifests (attribute caches of NFS clients differ),
@@ -253,7 +253,7 @@ class CheckpointStore:
         return path
 
     def change(self, path: Path, **meta: Any) -> None:
-        """Change what the manifest of a whole checkpoint says of it, at once; its files stay. Raises as :meth:`commit` does."""
+        """Change what the manifest of a whole checkpoint says about it; its files stay. Raises as :meth:`commit` does."""
         self.ranks.barrier()
         self.check_fence()
         error = None
@@ -320,8 +320,8 @@ class CheckpointStore:
 
         Rank 0 alone deletes, says so, and takes the manifest first. A damaged checkpoint (a manifest, but files that
         are missing or of another size) is neither counted nor removed; no file is read. At least one whole checkpoint always
-        stays, and the one that this attempt went on from, the newest whose every byte was read back. What a later attempt
-        made is left alone: its steps may be lower, and it may be what that attempt goes on from.
+        stays, and the one that this attempt resumed from, the newest whose every byte was read back. What a later attempt
+        made is left alone: its steps may be lower, and it may be what that attempt resumes from.
         """
         removed: list[Path] = []
         self.check_fence()

@@ -59,7 +59,7 @@ def content(value: Any) -> Iterator[Any]:
 
 
 def _pack(value: Any, found: list[torch.Tensor]) -> Any:
-    """A value as JSON; its tensors go to ``found``. A list, of a kind and what it holds, stands for what is no plain value."""
+    """A value as JSON; its tensors go to ``found``. A list, of a kind and what it holds, stands for any other value."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -90,7 +90,7 @@ def _unpack(body: Any, found: list[torch.Tensor]) -> Any:
 def load(folder: Path, name: str) -> Any:
     """The value that :func:`save` wrote, or an earlier release; None where there is neither. Tensors are in host memory.
 
-    Raises UserError for a file that holds no value, ``pickle.UnpicklingError`` for a pickle of more than tensors and values.
+    Raises UserError for a file that contains no value, ``pickle.UnpicklingError`` for a pickle of more than tensors and values.
     """
     path, old = folder / file_of(name), folder / _OLD.get(name, f"{name}.pth")
     if not path.is_file():
@@ -112,6 +112,6 @@ def load(folder: Path, name: str) -> Any:
                 found[entry.name] = flat.view(entry.shape)
         return _unpack(json.loads(header.metadata[_KEY]), [found[str(at)] for at in range(len(found))])
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        fix = "find out who wrote it; go on from another checkpoint, or train anew"
-        text = f"holds no state of a training: {type(error).__name__}: {error}"
+        fix = "find out who wrote it; resume from another checkpoint, or train anew"
+        text = f"contains no state of a training: {type(error).__name__}: {error}"
         raise UserError(Problem(text, file=str(path), fix=fix)) from None

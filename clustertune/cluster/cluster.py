@@ -44,7 +44,7 @@ def enter(pid: int, prefix: Sequence[str] | None, cwd: Path) -> list[str]:
         return []
     user = ["--user", "--preserve-credentials"] if "--user" in prefix else []
     spaces = ["nsenter", f"--target={pid}", *user, "--mount", "--uts", "--ipc", "--net", "--pid", "--"]
-    # nsenter forks to be in the namespace of processes: without the death signal a killed command would go on in there.
+    # nsenter forks to be in the namespace of processes: without the death signal a killed command would continue in there.
     return [*spaces, "setpriv", "--pdeathsig", "KILL", "env", f"--chdir={cwd}", "--"]
 
 

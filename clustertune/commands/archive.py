@@ -53,14 +53,14 @@ def archive(
     restore: Annotated[bool, typer.Option("--restore", help="Bring a run back: archive --restore DEST RUN.")] = False,
     merged: Annotated[bool, typer.Option("--merged", help="Take the merged model too.")] = False,
     checkpoint: Annotated[
-        bool, typer.Option("--checkpoint", help="Take the newest checkpoint too: training can go on from it.")
+        bool, typer.Option("--checkpoint", help="Take the newest checkpoint too: training can resume from it.")
     ] = False,
     remove: Annotated[bool, typer.Option("--remove", help="Then remove the run folder, with all that was not taken.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Keep the adapter, scores, metrics and report of an ended run elsewhere.
 
-    Every file is read back and compared after it was written; the manifest comes last. The same command goes on after an
+    Every file is read back and compared after it was written; the manifest comes last. The same command continues after an
     interruption. The keys of an object store are those of its own tools, in the environment.
     """
     keep_private()
@@ -78,7 +78,7 @@ def archive(
             if remove and not any(name.split("/")[0] in _RESULTS for name in found.files):
                 raise _wrong(f"--remove: {_NO_RESULT}", "add --checkpoint, or let the run end first")
             if remove:
-                run.run_json.unlink()  # from here on it is no run
+                run.run_json.unlink()  # from here on it is not a run
                 shutil.rmtree(run.path)
         if not any(name.split("/")[0] in _RESULTS for name in found.files):
             say(f"warning: {source}: {_NO_RESULT}; add --checkpoint, or let the run end first")

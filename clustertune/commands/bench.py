@@ -327,7 +327,7 @@ def _tell(body: dict[str, Any], path: Path) -> None:
 
 
 def _show(bench: Bench, args: BenchArguments, cluster: Cluster) -> None:
-    """What would be run: folder, steps, command, and what the planner says of it."""
+    """What would be run: folder, steps, command, and what the planner says about it."""
     from clustertune.bench import project
     from clustertune.launch.local import accelerate_command, rank_program
 

@@ -60,7 +60,7 @@ def _draft(file: Path) -> str:
     from clustertune.doctor import cluster_file
 
     if file.suffix not in (".yaml", ".yml") or not re.fullmatch(NAME, file.stem):
-        raise UserError("is no NAME.yaml", file=str(file), fix="as ops/clusters/my-cluster.yaml")
+        raise UserError("is not a NAME.yaml", file=str(file), fix="as ops/clusters/my-cluster.yaml")
     seen = load_cluster(LOCAL)
     if seen.slurm is None:
         fix = "call this on a login node of the cluster"

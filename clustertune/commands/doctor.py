@@ -199,7 +199,7 @@ def _contradictions(args: DoctorArguments) -> Iterator[Problem]:
         return Problem(message, file=COMMAND_LINE, key=key, fix=fix)
 
     if args.place is not None and args.place not in PLACES:
-        yield problem("--place", f"{args.place!r} is no place", f"one of {', '.join(PLACES)}")
+        yield problem("--place", f"{args.place!r} is not a place", f"one of {', '.join(PLACES)}")
     if args.submit and (args.here or args.place):
         yield problem("--submit", "a job looks at its own nodes", "leave --here and --place out")
     for key, value in (("--nodes", args.nodes), ("--time", args.time)):

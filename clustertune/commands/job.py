@@ -48,7 +48,7 @@ def job(
 ) -> None:
     """Run inside a Slurm job: what launch/run.sbatch starts.
 
-    Checks the allocation, runs the stages, and has the job requeued where it can go on later. With --description the recipe
+    Checks the allocation, runs the stages, and has the job requeued where it can continue later. With --description the recipe
     and the cluster are those of the submission, whatever their files say by now; without it those of the job's first start.
     """
     from clustertune import chain
@@ -95,7 +95,7 @@ def job(
     for line in program.describe(resolved, machine, given, path, (first, last), variables):
         say(line)
     late = None
-    if script is not None and trains:  # the other stages go on file by file, and need less
+    if script is not None and trains:  # the other stages continue file by file, and need less
         late = signal_margin.warning(signal_margin.given_in(script.read_text(errors="replace")), needed, given.limit_minutes)
     for text in filter(None, (late, *resolved.warnings)):
         say(f"warning: {text}")

@@ -185,7 +185,7 @@ def sky(
         str | None, typer.Option("--runs", metavar="DIR", help="Instead of a volume: a folder that all nodes share already.")
     ] = None,
     spot: Annotated[
-        bool, typer.Option("--spot", help="Use machines that can be taken away; the job goes on elsewhere.")
+        bool, typer.Option("--spot", help="Use machines that can be taken away; the job continues elsewhere.")
     ] = False,
     tiny: Tiny = False,
     out: Annotated[Path | None, path_option("Write it there.", "--out", metavar="FILE")] = None,

@@ -134,7 +134,7 @@ def _usage(args: NcclCheckArguments) -> Iterator[Problem]:
                 fix = did_you_mean(word, known) or "name some of them"
                 yield wrong(key, f"unknown: {word!r}; known: {', '.join(known)}", fix)
     if args.backend not in ("auto", "nccl", "gloo"):
-        yield wrong("--backend", f"{args.backend!r} is no backend", "auto, nccl or gloo")
+        yield wrong("--backend", f"{args.backend!r} is not a backend", "auto, nccl or gloo")
     sizes = {}
     for key, text in (("--min", args.smallest), ("--max", args.largest)):
         try:
@@ -223,7 +223,7 @@ def _target(args: NcclCheckArguments, cluster: Cluster) -> tuple[Target, CheckOp
         return nodes, _options(args, gpus, cpus, len(given.nodes), where)
     name = platform.node() or "here"
     if args.cluster is not None and cluster.nodes and cluster.host(name) is None:
-        say(f"warning: {name} is no node of {cluster.name}: this machine is measured; --submit measures the cluster's nodes")
+        say(f"warning: {name} is not a node of {cluster.name}: this machine is measured; --submit measures the cluster's nodes")
     options = _options(args, visible_gpus(), len(os.sched_getaffinity(0)), 1, "here")
     return LocalNode((name,), ("127.0.0.1",), cluster), options
 
@@ -436,7 +436,7 @@ def _keep(args: NcclCheckArguments, cluster: Cluster, found: dict[str, Any]) -> 
 
 @contextmanager
 def _progress(seconds: float) -> Iterator[Callable[[Path], None]]:
-    """A bar over the time limit, with what is measured now; silent where stderr is no terminal."""
+    """A bar over the time limit, with what is measured now; silent where stderr is not a terminal."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from clustertune.nccl_check.gather import progress

@@ -100,7 +100,7 @@ def read(
     problems: list[Problem] = []
     if method not in draft.METHODS:
         fix = did_you_mean(method, draft.METHODS)
-        problems.append(Problem(f"{method!r} is no method", file="command line", key="--method", fix=fix))
+        problems.append(Problem(f"{method!r} is not a method", file="command line", key="--method", fix=fix))
     if model is None:
         fix = f"--model OWNER/NAME or a config.json; known without the Hub: {', '.join(known_models())}"
         problems.append(Problem("missing", file="command line", key="--model", fix=fix))
@@ -132,7 +132,7 @@ def _target(name: str) -> Path:
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         text, fix = "is there already: nothing is written over", "choose another name, or remove it"
     elif not folder.parent.is_dir() and "/" in name:
-        text, fix = f"{folder.parent} is no folder", "make it first"
+        text, fix = f"{folder.parent} is not a folder", "make it first"
     if text:
         raise UserError(text, file=str(folder), key="NAME", fix=fix)
     return folder

@@ -153,7 +153,7 @@ def _check_usage(request: PlanRequest) -> None:
         text = "--gpus and --cluster exclude each other: a cluster file says which GPUs there are"
         problems.append(Problem(text, file="command line", key="--gpus", fix="leave one out"))
     if goal not in GOALS:
-        problems.append(Problem(f"{goal!r} is no goal", file="command line", key="--goal", fix=did_you_mean(goal, GOALS)))
+        problems.append(Problem(f"{goal!r} is not a goal", file="command line", key="--goal", fix=did_you_mean(goal, GOALS)))
     raise_if(problems)
 
 
@@ -300,7 +300,7 @@ def _observe(calibrated: CalibratedCluster, folder: Path, lengths: Lengths | Non
     times = [float(s.seconds or 0) for s in steps[WARM_UP:]]
     if len(times) < 3:
         text = f"has {len(steps)} timed steps; 5 are needed, 20 suffice"
-        raise UserError(text, file=str(run.metrics), key="step", fix="let the run go on, or give another")
+        raise UserError(text, file=str(run.metrics), key="step", fix="let the run continue, or give another")
     peaks = [s.memory_bytes for s in steps if s.memory_bytes]
     where = calibrated.machine(resolved.recipe.slurm.nodes)
     lengths = lengths or _lengths_seen(resolved, steps)

@@ -98,7 +98,7 @@ def _staging_of(cluster: str | None) -> Staging:
     machine = load_cluster(cluster)
     if machine.storage.staging is None:
         fix = "storage: {staging: {path: /local/staging, gb: 2000}} in its file, or --cluster names another one"
-        text = f"cluster {machine.name} says of no disk to copy to"
+        text = f"cluster {machine.name} names no local disk to copy to"
         raise UserError(text, file=machine.source, key="storage.staging", fix=fix)
     return machine.storage.staging
 

@@ -176,7 +176,7 @@ def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bo
     share = gpus / machine.compute.gpus if gpus else 1.0
     minutes = int(parse_minutes(time) or 0)
     if not minutes:
-        raise UserError(f"{time!r} is no time limit", file="command line", key="--time", fix="--time 04:00:00")
+        raise UserError(f"{time!r} is not a time limit", file="command line", key="--time", fix="--time 04:00:00")
     cpus, memory = max(1, int(machine.compute.threads * share)), max(1, int(machine.compute.memory_gb * share * 0.95))
     shape = JobShape(1, gpus, 1, cpus, memory, minutes, *place_of(machine))
     vllm = machine.container.model_copy(update={"image": machine.container.vllm or machine.container.image})

@@ -143,7 +143,7 @@ SIZES = (
 def contradictions(architecture: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """The sizes in which model.json and the base's own ``config.json`` differ, for a message; empty where they agree.
 
-    Of a model with pictures the ``text_config`` counts. A key that one of the two leaves out is no difference.
+    Of a model with pictures the ``text_config`` counts. A key that one of the two leaves out is not a difference.
     """
     inner = config.get("text_config")
     theirs = {**config, **inner} if isinstance(inner, dict) else config
@@ -222,9 +222,9 @@ def _check_rope(rope: object, key: str) -> Iterator[Wrong]:
 def _check_heads(body: dict[str, Any]) -> Iterator[Wrong]:
     hidden, heads, groups = (body.get(key) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if hidden and heads and not body.get("head_dim") and hidden % heads:
-        yield "hidden_size", f"{hidden} is no multiple of num_attention_heads {heads}", None
+        yield "hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}", None
     if heads and groups and heads % groups:
-        yield "num_attention_heads", f"{heads} is no multiple of num_key_value_heads {groups}", None
+        yield "num_attention_heads", f"{heads} is not a multiple of num_key_value_heads {groups}", None
 
 
 def _positive(value: object) -> bool:

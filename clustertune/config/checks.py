@@ -242,7 +242,7 @@ def _check_arguments(train: Mapping[str, Any]) -> Iterator[Found]:
     known = native_rules.schedule_arguments(schedule)
     for key in train.get("lr_scheduler_kwargs") or {}:
         if key not in known:
-            text = f"{show_value(key)} is no argument of the {schedule} schedule; it takes {', '.join(known) or 'none'}"
+            text = f"{show_value(key)} is not an argument of the {schedule} schedule; it takes {', '.join(known) or 'none'}"
             yield ("train", "lr_scheduler_kwargs"), text, did_you_mean(key, known) if known else "leave it out"
     taken, path = native_rules.optimizer_arguments(optimizer), ("train", "optim_args")
     for item in filter(None, str(train.get("optim_args") or "").replace(" ", "").split(",")):
@@ -345,7 +345,7 @@ def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> 
     kind, target = str(architecture["model_type"]), lora["target_modules"]
     modules = adapter_modules(architecture)
     if not is_pattern(target):
-        yield ("lora", "target_modules"), f"{show_value(target)} is no regular expression", None
+        yield ("lora", "target_modules"), f"{show_value(target)} is not a regular expression", None
         return
     yield from _check_head(lora, architecture)
     if not modules:
@@ -410,7 +410,7 @@ def _check_pattern(key: str, pattern: str, value: Any, targets: list[str]) -> It
         number = "a whole number" if key == "rank_pattern" else "a number"
         yield f"{show_value(pattern)}: {show_value(value)} is not {number} that is {allowed}", None
     if not is_pattern(pattern):
-        yield f"{show_value(pattern)} is no regular expression", None
+        yield f"{show_value(pattern)} is not a regular expression", None
     elif not any(re.match(rf"(.*\.)?({pattern})$", name) for name in targets):
         text = f"{show_value(pattern)} matches none of the modules that target_modules names: it has no effect"
         yield text, did_you_mean(pattern, {name.split(".")[-1] for name in targets})

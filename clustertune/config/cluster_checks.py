@@ -138,7 +138,7 @@ def _check_host(host: Host) -> Iterator[tuple[str, str, str | None]]:
     elif _address(host.name):
         yield "name", f"{host.name} is an address, not a name", "write what hostname prints there"
     elif not all(_LABEL.fullmatch(label) for label in host.name.split(".")):
-        yield "name", f"{host.name} is no host name (RFC 1123: letters, digits and '-', 63 to a label)", None
+        yield "name", f"{host.name} is not a host name (RFC 1123: letters, digits and '-', 63 to a label)", None
     address = _address(host.address)
     if address is None:
         if not host.address:
@@ -146,7 +146,7 @@ def _check_host(host: Host) -> Iterator[tuple[str, str, str | None]]:
         elif re.fullmatch(r"[0-9.]+|.*:.*", host.address) or not all(map(_LABEL.fullmatch, host.address.split("."))):
             yield "address", f"{host.address[:60]!r} is neither an address nor a host name", "write it as 10.0.0.1"
     elif address.is_unspecified or address.is_multicast or str(address) == "255.255.255.255":
-        yield "address", f"{address} is no machine's address", "write it as 10.0.0.1"
+        yield "address", f"{address} is not a machine's address", "write it as 10.0.0.1"
 
 
 def _address(text: str | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -247,7 +247,7 @@ def _check_container(container: Container) -> Iterator[Found]:
         match = _BIND.fullmatch(bind)
         if not match or "/../" in f"{bind}/".replace(":", "/"):
             fix = "write /path, /path:/inside or /path:/inside:ro"
-            yield ("container", "binds", str(index)), f"{bind[:60]!r} is no bind", fix
+            yield ("container", "binds", str(index)), f"{bind[:60]!r} is not a bind", fix
 
 
 # --- the compute section: counts, GPUs and NUMA nodes ------------------------------------------------------------------
@@ -268,7 +268,7 @@ def check_compute(compute: Compute) -> Iterator[Found]:
     if compute.threads and compute.cores:
         each, left = divmod(compute.threads, compute.cores)
         if left:
-            message = f"{compute.threads} is no multiple of {compute.cores} cores"
+            message = f"{compute.threads} is not a multiple of {compute.cores} cores"
             yield ("compute", "threads"), message, "threads of the whole node"
         elif each > 8:
             yield ("compute", "threads"), f"{each} threads per core: no CPU has them", None
@@ -467,7 +467,7 @@ def _check_brick(path: tuple[str, ...], brick: Brick, root: str | None) -> Itera
         message = f"{brick.path} and {brick.mount}, where it is seen, lie in each other"
         yield (*path, "mount"), message, "the same folder, or one beside it"
     if brick.device and not brick.device.startswith("/dev/"):
-        yield (*path, "device"), f"{brick.device} is no device", "write it as /dev/disk/by-id/...; lsblk shows them"
+        yield (*path, "device"), f"{brick.device} is not a device", "write it as /dev/disk/by-id/...; lsblk shows them"
     if brick.device and brick.device == root:
         yield (*path, "device"), f"{brick.device} is storage.root.device, which the machine boots from", "the brick's own disk"
 

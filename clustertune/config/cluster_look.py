@@ -1,4 +1,4 @@
-"""A cluster without a file: what Slurm, the driver and the kernel say of it.
+"""A cluster without a file: what Slurm, the driver and the kernel say about it.
 
 :func:`collect` asks, with a time limit for each question, and takes no answer for an answer; :func:`judge` makes a cluster of
 the texts, and is tested on recorded ones.

@@ -288,7 +288,7 @@ class Doctor(Section):
     """What ``clustertune doctor`` leaves out on this cluster, and whether jobs begin with it."""
 
     ignore: Annotated[tuple[Plain, ...], Field(max_length=200)] = ()
-    """Rules by their ids: what they find neither warns nor stops a job. An id that is no rule is an error."""
+    """Rules by their ids: what they find neither warns nor stops a job. An id that is not a rule is an error."""
     preflight: bool = True
     """Whether each node of a training job is looked at before its ranks start."""
 
@@ -368,7 +368,7 @@ def same_host(name: str, known: Iterable[str]) -> str | None:
 
 
 def expand_hosts(expression: str) -> list[str]:
-    """``node[1-3,07],b-[01-02]`` as names, in order. Raises UserError for what is no node list.
+    """``node[1-3,07],b-[01-02]`` as names, in order. Raises UserError for what is not a node list.
 
     Digits keep their width: ``[08-10]`` is 08, 09, 10. Several brackets in one name multiply, as in Slurm. Our own for where
     ``scontrol`` is not to be had (an image, a compute node without the client); python-hostlist is under the GPL.
@@ -377,7 +377,7 @@ def expand_hosts(expression: str) -> list[str]:
     for part in _split_outside(expression):
         pieces = re.split(r"\[([^\[\]]*)\]", part)
         if not part or any("[" in piece or "]" in piece for piece in pieces[::2]):
-            raise UserError(Problem(f"{expression[:200]!r} is no list of nodes", fix="names with ranges, as gpu[01-32]"))
+            raise UserError(Problem(f"{expression[:200]!r} is not a list of nodes", fix="names with ranges, as gpu[01-32]"))
         found = [pieces[0]]
         for inside, after in zip(pieces[1::2], pieces[2::2], strict=True):
             found = [name + number + after for name in found for number in _numbers(inside, expression)]
@@ -394,7 +394,7 @@ def _numbers(inside: str, expression: str) -> list[str]:
     for part in inside.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None or (match[2] and not int(match[1]) <= int(match[2]) < int(match[1]) + 65_536):
-            raise UserError(Problem(f"{expression[:200]!r} is no list of nodes", fix="names with ranges, as gpu[01-32]"))
+            raise UserError(Problem(f"{expression[:200]!r} is not a list of nodes", fix="names with ranges, as gpu[01-32]"))
         first, last = int(match[1]), int(match[2] or match[1])
         found += [f"{number:0{len(match[1])}d}" for number in range(first, last + 1)]
     return found
@@ -426,7 +426,7 @@ def shorten_hosts(names: Sequence[str]) -> list[tuple[str, int]]:
 def expand_nodes(nodes: object) -> tuple[list[Any], list[int]]:
     """The machines of ``nodes``, an entry with a list of names as one for each, and for each the entry that it is from.
 
-    Such an entry has an address for each name, or none: then the name. Raises UserError for what is no list of names.
+    Such an entry has an address for each name, or none: then the name. Raises UserError for what is not a list of names.
     """
     found: list[Any] = []
     origin: list[int] = []

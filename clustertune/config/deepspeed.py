@@ -30,7 +30,7 @@ _REFUSED = {
     "comet": _METRICS,
     "csv_monitor": _METRICS,
     "autotuning": "leave it out: clustertune plan and clustertune sweep do that",
-    "data_efficiency": "leave it out: a resumed run goes on at the same place in the recipe's own order",
+    "data_efficiency": "leave it out: a resumed run continues at the same place in the recipe's own order",
     "activation_checkpointing": "write train.activation_checkpointing: models of transformers do not read DeepSpeed's",
     "expert_parallel": _EXPORT,
     "hybrid_engine": _EXPORT,
@@ -76,7 +76,7 @@ REDUCED_IN = "communication_data_type"
 
 @dataclass(frozen=True)
 class RecipeValues:
-    """What the recipe says of the values that DeepSpeed's file says too."""
+    """What the recipe says about the values that DeepSpeed's file says too."""
 
     train: Mapping[str, Any]
     """The recipe's train section."""
@@ -189,7 +189,7 @@ def _check_names(body: Mapping[str, Any]) -> Wrong:
     for section, known in keys.sections().items():
         found = get(body, section)
         if found is not None and not isinstance(found, Mapping):
-            yield section, f"{show_value(found)} holds no keys and values", None
+            yield section, f"{show_value(found)} contains no keys and values", None
         for key, value in found.items() if isinstance(found, Mapping) else ():
             yield from _check_key(f"{section}.{key}", value, known.get(key), known, "DeepSpeed has no such key")
 

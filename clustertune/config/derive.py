@@ -121,7 +121,7 @@ def accumulation(train: Mapping[str, Any], world: int, dp: int) -> tuple[Derived
         fix += f", or use {' or '.join(map(str, near))} ranks"
     elif batch % micro:
         fix += f", or a per_device_train_batch_size that divides {batch}"
-    text = f"{batch} is no multiple of {per_pass} = per_device_train_batch_size {micro} x {dp} data-parallel ranks"
+    text = f"{batch} is not a multiple of {per_pass} = per_device_train_batch_size {micro} x {dp} data-parallel ranks"
     return None, [(path, text, fix)]
 
 
@@ -149,7 +149,7 @@ def checkpointing(train: Mapping[str, Any], accelerate: Mapping[str, Any], file:
 def reduce_dtype(
     given: object, train: Mapping[str, Any], accelerate: Mapping[str, Any], *, lora: bool
 ) -> tuple[Derived | None, list[Found]]:
-    """The type in which FSDP sums gradients under mixed precision; None where the recipe says it or it is no choice.
+    """The type in which FSDP sums gradients under mixed precision; None where the recipe says it or it is not a choice.
 
     accelerate 1.15 takes bfloat16 for all (utils/dataclasses.py:2137). ``given``: the recipe's ``reduce_dtype``.
     """
@@ -206,7 +206,7 @@ def find_problems(
     if saved and section.ratio == 0:
         yield save, "given, and ratio 0 recomputes nothing that could be kept", "leave one of the two out"
     if "attention" in saved and (train.get("model_init_kwargs") or {}).get("attn_implementation") == "eager":
-        text = "attention, and eager attention is no single operation whose result could be kept"
+        text = "attention, and eager attention is not a single operation whose result could be kept"
         yield save, text, "use attn_implementation: sdpa or flash_attention_2, or leave attention out"
     yield from _twice(section, train, accelerate, file)
 

@@ -79,7 +79,7 @@ class Distribution:
     mixed_precision: str = "no"
     """``bf16``, ``fp16`` or ``no``: what is computed in beside the weights' own type."""
     reduce_dtype: str | None = None
-    """``float32`` or ``bfloat16``: the type in which FSDP sums gradients; None where that is no choice."""
+    """``float32`` or ``bfloat16``: the type in which FSDP sums gradients; None where that is not a choice."""
     recompute: Recompute = Recompute()
     efficient_loading: bool = False
     """FSDP: one rank at most makes the whole model in host memory."""
@@ -362,7 +362,9 @@ def breaks_nodes(found: Distribution) -> str | None:
     """Why FSDP1's hybrid strategies, which shard inside of a node, cannot have these ranks; None where they can."""
     if found.kind != "FSDP1" or found.strategy not in _HYBRID or found.world_size % found.ranks_per_node == 0:
         return None
-    return f"{found.strategy} needs whole nodes: {found.world_size} ranks are no multiple of {found.ranks_per_node} on a node"
+    return (
+        f"{found.strategy} needs whole nodes: {found.world_size} ranks are not a multiple of {found.ranks_per_node} on a node"
+    )
 
 
 def how_to_load(found: Distribution) -> tuple[str, str]:

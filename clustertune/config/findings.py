@@ -81,7 +81,7 @@ def schema_findings(
         name = next((part for part in reversed(path) if not part.isdigit()), "")
         shown, fix = show_value(value, name), None
         if kind == "extra_forbidden" and names_secret(name) and nearest(name, _siblings(root, path)) is None:
-            message, fix = "looks like a secret and is no key of this file (value not shown)", SECRET_FIX
+            message, fix = "looks like a secret and is not a key of this file (value not shown)", SECRET_FIX
         elif kind == "extra_forbidden":
             message, fix = "unknown key", did_you_mean(name, _siblings(root, path))
         elif kind == "missing":

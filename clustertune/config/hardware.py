@@ -241,7 +241,7 @@ def _date(text: str) -> str:
     with contextlib.suppress(ValueError):
         if datetime.date.fromisoformat(text).isoformat() == text:
             return text
-    raise ValueError("is no date: write it as 2026-04-29")
+    raise ValueError("is not a date: write it as 2026-04-29")
 
 
 Money = Annotated[Number, Field(ge=0, le=100_000)]

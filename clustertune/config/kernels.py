@@ -78,8 +78,8 @@ def attention(train: Mapping[str, Any], architecture: Mapping[str, Any] | None) 
 
 
 TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "mlflow": ("mlflow", "mlflow-skinny"), "trackio": ("trackio",)}
-"""Trackers whose callback raises where its package is missing (transformers/integrations/integration_utils.py); a rank goes on
-without W&B."""
+"""Trackers whose callback raises where its package is missing (transformers/integrations/integration_utils.py); a rank
+continues without W&B."""
 
 
 def needed(train: Mapping[str, Any], *, gpus: bool) -> Iterator[tuple[str, str, tuple[str, ...]]]:

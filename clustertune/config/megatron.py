@@ -45,7 +45,7 @@ def find_problems(
     parts = (2 * cp if cp > 1 else 1) * (tp if m.sequence_parallel else 1)
     if isinstance(length, int) and length % parts:
         fix = f"train.max_length={length // parts * parts}"
-        yield "context_parallel_size", f"train.max_length {length} is no multiple of {parts}", fix
+        yield "context_parallel_size", f"train.max_length {length} is not a multiple of {parts}", fix
     if architecture is not None:
         yield from _check_model(m, architecture)
 
@@ -62,7 +62,7 @@ def _check_model(m: Megatron, architecture: Mapping[str, Any]) -> Iterator[tuple
         more = "use sizes that divide them"
         if not ends and (layers + 2) % stages == 0:
             more = "write account_for_embedding_in_pipeline_split: true and account_for_loss_in_pipeline_split: true"
-        yield key, f"{counted} are no multiple of {stages} stages", more
+        yield key, f"{counted} are not a multiple of {stages} stages", more
     groups = int(architecture.get("num_key_value_heads") or heads)
     # Where there are more ranks than key-value heads, several share one (transformer_config.py).
     for name, wrong, count in (

@@ -163,7 +163,7 @@ def _of_config(file: Path, name: str | None = None) -> Model:
     """A published ``config.json``: with ``name`` of the Hub's snapshot, whose folder is the commit; else of a local folder."""
     body = parse_json(read_text(file, str(file)), str(file))
     if not isinstance(body, dict) or not body:
-        raise UserError(Problem("holds no keys of a model", file=str(file), fix="give the config.json of a model"))
+        raise UserError(Problem("contains no keys of a model", file=str(file), fix="give the config.json of a model"))
     lifted, notes = lift(body)
     raise_if(arch.find_problems(lifted, str(file)))
     if name is not None:

@@ -108,14 +108,14 @@ _PREPARED = "prepare makes the rows before the job, on all of its cores"
 _RESUME = "a run resumes by itself from its newest whole checkpoint"
 
 TRAIN_OWNED = {
-    "hub_token": "a recipe holds no secrets",
+    "hub_token": "a recipe contains no secrets",
     "output_dir": _RUN,
     "run_name": _RUN,
     "logging_dir": _RUN,
     "overwrite_output_dir": "nothing published is ever overwritten",
     "gradient_accumulation_steps": "it is derived from global_batch_size: set that",
     "resume_from_checkpoint": _RESUME,
-    "ignore_data_skip": "a resumed run goes on at the same place in the data",
+    "ignore_data_skip": "a resumed run continues at the same place in the data",
     "restore_callback_states_from_checkpoint": _RESUME,
     "load_best_model_at_end": "checkpoints are kept and chosen by step",
     "auto_find_batch_size": "it changes the global batch size without a message",

@@ -193,7 +193,7 @@ def _named(layers: list[LayerKind], names: Names) -> Iterator[tuple[str, Linear]
 
 
 def _others(layers: list[LayerKind], names: Names) -> set[str]:
-    """Names of modules that are no linears of layers: embeddings, head, and everything that holds a linear."""
+    """Names of modules that are not linears of layers: embeddings, head, and everything that holds a linear."""
     found = set(names.outside)
     for name, _ in _named(layers, names):
         holder = name.rpartition(".")[0]

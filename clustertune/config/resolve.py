@@ -161,7 +161,7 @@ class _Work:
         self._check_lora()
 
     def _scale_distribution(self, accelerate: Document) -> dict[str, Any]:
-        """The files beside the recipe for a tiny run; what the command line says of them is left alone."""
+        """The files beside the recipe for a tiny run; what the command line says about them is left alone."""
         if "parallelism_config" not in acc.top(self.layers.beside.get("accelerate")):
             self.accelerate, scaled = scale_mesh(accelerate, self.world)
             self.derived += scaled
@@ -250,7 +250,7 @@ class _Work:
             self._fill_deepspeed(deep, batch["global_batch_size"], accumulated.value, lora=lora is not None)
 
     def _find_saved_twice(self, given: dict[str, Any]) -> Iterator[Found]:
-        """What ``train`` says of saving in the file that has ``save``, or over it; what lies below is replaced."""
+        """What ``train`` says about saving in the file that has ``save``, or over it; what lies below is replaced."""
         places = {id(layer): at for at, layer in enumerate(self.layers.layers)}
         section = max((places.get(id(owner), -1) for path, owner in self.owners.items() if path[0] == "save"), default=-1)
         for key in _SAVING:

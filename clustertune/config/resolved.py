@@ -20,7 +20,7 @@ _SAVES = ("save_strategy", "save_steps")
 """Training arguments of when to save: the section ``save`` takes their place, also in a run that is there."""
 
 _SIZES = ("num_processes", "num_machines", "machine_rank", "parallelism_config")
-"""Keys of an accelerate file that are shape: another number of ranks or mesh goes on with the run."""
+"""Keys of an accelerate file that are shape: another number of ranks or mesh continues with the run."""
 
 
 def is_there(path: Path) -> bool:
@@ -103,7 +103,7 @@ class Resolved:
 
     @property
     def reduce_dtype(self) -> str | None:
-        """``float32`` or ``bfloat16``: the type in which FSDP sums gradients; None where that is no choice."""
+        """``float32`` or ``bfloat16``: the type in which FSDP sums gradients; None where that is not a choice."""
         derived = (str(item.value) for item in self.derived if item.key == "reduce_dtype")
         return self.recipe.reduce_dtype or next(derived, None)
 

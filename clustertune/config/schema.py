@@ -169,7 +169,7 @@ def check_input(text: str) -> str:
         return text
     parts = urlsplit(text)
     if not re.fullmatch(r"[a-z][a-z0-9+.-]*", parts.scheme) or parts.scheme in ("file", "local") or "::" in text:
-        raise ValueError("is no address of an object store; files of this machine are named by their path")
+        raise ValueError("is not an address of an object store; files of this machine are named by their path")
     if "@" in parts.netloc or parts.query:
         raise ValueError("holds credentials or a signature: give them in the environment, as the storage's own tools do")
     return text

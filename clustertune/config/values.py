@@ -168,7 +168,7 @@ def _has_rope(values: Values, layer: int) -> bool:
 
 
 def _every(layer: int, values: Values, key: str, default: int) -> bool:
-    """Not every so-many-th layer, where the interval may be given under a key that is no field."""
+    """Not every so-many-th layer, where the interval may be given under a key that is not a field."""
     return (layer + 1) % int(values.get(key) or default) != 0
 
 

@@ -119,7 +119,7 @@ def read_yaml(path: Path, shown: str, *, core: bool = True) -> Document:
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Key path and value of everything in a mapping that is no section; an empty section is a value."""
+    """Key path and value of everything in a mapping that is not a section; an empty section is a value."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from leaves(inner, (*path, key))

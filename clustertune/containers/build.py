@@ -97,11 +97,11 @@ def request(args: argparse.Namespace) -> BuildRequest:
     if extras and platform.machine() != "x86_64":
         problems.append(Problem("layers are locked for x86_64", key="EXTRAS", fix="leave EXTRAS out"))
     if args.tag and not re.fullmatch(r"[a-z0-9][a-z0-9._/-]{0,127}(:[A-Za-z0-9][A-Za-z0-9._-]{0,63})?", args.tag):
-        problems.append(Problem(f"{args.tag!r} is no image name", key="TAG", fix="lower case, as in clustertune/train:cpu"))
+        problems.append(Problem(f"{args.tag!r} is not an image name", key="TAG", fix="lower case, as in clustertune/train:cpu"))
     if args.base and args.base != STANDIN and not _REFERENCE.fullmatch(args.base) and not Path(args.base).is_file():
         problems.append(
             Problem(
-                f"{args.base!r} is no file and has no digest",
+                f"{args.base!r} is not a file and has no digest",
                 key="BASE",
                 fix="NAME@sha256:DIGEST, a docker-archive, or standin",
             )
@@ -147,7 +147,7 @@ REGISTRY_SECONDS = 10
 
 
 def look_for_registry(base: BaseImage, say: Say) -> None:
-    """Say where the base's registry does not answer, before gigabytes are fetched. An engine may know a mirror: it goes on."""
+    """Warn where the base's registry does not answer, before gigabytes are fetched. An engine may know a mirror."""
     if base.archive is not None:
         return
     named = base.name.partition("/")[0]

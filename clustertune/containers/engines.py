@@ -307,7 +307,7 @@ def _partial(out: Path) -> Iterator[Path]:
 
 
 def _write_bill(beside: Path, name: str, lock: PackageLock, given: Gathered, inventory: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the SBOM of image ``name`` next to ``beside``. Returns what the result says of it."""
+    """Write the SBOM of image ``name`` next to ``beside``. Returns what the result says about it."""
     document = sbom.document(name, lock, given.wheels, inventory, given.base.name, datetime.now(UTC))
     bill = beside.with_name(beside.name + ".cdx.json")
     bill.write_text(json.dumps(document, indent=1) + "\n")

@@ -267,7 +267,7 @@ def check_all(say: Callable[[str], None], *, fresh: bool = True) -> dict[str, Pa
     """``make lock-check``: every lock is hashed, held to the pins, and what resolving again with its versions gives.
 
     It fails where a package is missing or too many, where its files are others, and where a locked version is gone.
-    A newer version is no fault: ``make lock`` takes it. Raises UserError.
+    A newer version is not a fault: ``make lock`` takes it. Raises UserError.
     """
     found, problems, locks = pins.read(), [], {}
     for spec in SPECS:

@@ -109,7 +109,7 @@ def _pip(python: Path, verb: str, entries: list[LockedPackage], lock: PackageLoc
         done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
         raise UserError(
-            Problem(f"pip {verb} took over {FETCH_SECONDS} s", fix="the same command goes on"), ExitCode.AGAIN
+            Problem(f"pip {verb} took over {FETCH_SECONDS} s", fix="the same command continues"), ExitCode.AGAIN
         ) from error
     finally:
         requested.unlink()
@@ -138,7 +138,7 @@ def _explain(stderr: str, verb: str, lock: PackageLock) -> Problem:
         )
         return Problem(f"no index of this machine's pip has {missing[1]} for Python {lock.python}", file, fix=fix)
     return Problem(
-        f"pip {verb} failed: {' '.join(plain.split())[-800:]}", file, fix="the same command goes on where it stopped"
+        f"pip {verb} failed: {' '.join(plain.split())[-800:]}", file, fix="the same command continues where it stopped"
     )
 
 

@@ -162,7 +162,7 @@ class _Reader:
             found.append({"role": "system", "content": system})
         for index, pair in enumerate(_list(row, "history") if row.get("history") else []):
             if not isinstance(pair, list | tuple) or len(pair) != 2:
-                raise BadRow("wrong-column", f"history[{index}] is no pair of question and answer")
+                raise BadRow("wrong-column", f"history[{index}] is not a pair of question and answer")
             for role, text in zip(("user", "assistant"), pair, strict=True):
                 found.append({"role": role, "content": check_text({"text": text}, "text", f"history[{index}]")})
         prompt = check_text(row, "instruction")

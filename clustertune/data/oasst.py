@@ -141,7 +141,7 @@ class Trees:
                 tree.messages[message.parent].replies.append(message)
             else:
                 tops.append(message)
-                self._out(message, "missing-parent", f"parent_id {excerpt(message.parent)} is no message of this tree")
+                self._out(message, "missing-parent", f"parent_id {excerpt(message.parent)} is not a message of this tree")
         root = _choose_root(tree, roots)
         for other in roots:
             if other is not root:

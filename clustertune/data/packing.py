@@ -93,7 +93,7 @@ def _truncate(index: npt.NDArray[Any], size: int | None, mode: str, each: int) -
 
 
 def _best_fit(index: npt.NDArray[Any], size: int, strategy: str) -> tuple[Pieces, list[int]]:
-    """Best fit decreasing in the order of TRL 1.16 (data_utils._pack_bfd). ``bfd`` cuts at ``size``; ``bfd_split`` goes on."""
+    """Best fit decreasing in TRL 1.16's order (data_utils._pack_bfd). ``bfd`` cuts at ``size``, ``bfd_split`` continues."""
     index = index[index["length"] > 0]
     if strategy == "bfd":
         pieces = _pieces(index["offset"], np.minimum(index["length"], size))

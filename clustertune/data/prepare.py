@@ -53,7 +53,7 @@ def prepare(data: Data, *, recipe_folder: Path, seed: int, out: Path, input_path
     inputs = None if None in found else found if data.sources else found[0]
     key = None if inputs is None else digest(json.dumps([FORMAT, _settings(data), seed, inputs]))
     if out.exists() and not out.is_dir():
-        raise UserError("is no folder", file=str(out), fix="choose another --out")
+        raise UserError("is not a folder", file=str(out), fix="choose another --out")
     try:
         with publish.opened(out):
             meta = _whole(out, key)
@@ -283,7 +283,7 @@ def _nothing(part: DataSource, source: RecordSource, rejects: Rejects, trees: Tr
         met = ", ".join(f"{name} {count}" for name, count in trees.languages.most_common(8))
         message = f"no tree has the language {part.language}; there are: {met}"
         problems.append(Problem(message, file=source.shown, key="data.language"))
-    return UserError(problems or Problem("holds no usable conversation", file=source.shown))
+    return UserError(problems or Problem("contains no usable conversation", file=source.shown))
 
 
 def _differences(data: Data, meta: dict[str, Any]) -> list[str]:

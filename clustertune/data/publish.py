@@ -1,6 +1,6 @@
 """Putting a finished dataset into its folder so that a crash leaves the old one, the new one or none, never a mix.
 
-New files are written in the folder under hidden names. Then the old manifest goes (from here on the folder holds no dataset),
+New files are written in the folder under hidden names. Then the old manifest goes (now the folder contains no dataset),
 each file is renamed over its old one, and the new manifest is written last. A hidden mark says meanwhile that what
 stands there without a manifest is ours to replace.
 """

@@ -59,7 +59,7 @@ def read_file(
     progress: Progress = lambda _done: None,
     unused: set[str] | None = None,
 ) -> Iterator[Record]:
-    """The records of one file, in order. A row that is no record is a BadRow; a damaged file raises UserError.
+    """The records of one file, in order. A row that is not a record is a BadRow; a damaged file raises UserError.
 
     ``opened`` gives the file for reading bytes; ``place``: its name and split; ``shown``: what to call it in an error. Of
     tables only the columns ``wanted`` are read, the names of the others join ``unused``.

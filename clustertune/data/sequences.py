@@ -108,7 +108,7 @@ def load(folder: Path, dataset: Path, tokenizer: Any, train_args: Mapping[str, A
     """
     again = f"remove {dataset / tokens.FOLDER}, then the same command with --from prepare"
     if problems := find_problems(folder, tokens.KIND, hashes=False, allow_extra=True):
-        raise UserError([*problems, Problem("holds no tokens to train on", file=str(folder), fix=again)])
+        raise UserError([*problems, Problem("contains no tokens to train on", file=str(folder), fix=again)])
     found, wanted = read_manifest(folder, tokens.KIND).meta["made_from"], tokens.made_from(dataset, tokenizer, train_args)
     if found != wanted:
         differ = [key for part in wanted for key in wanted[part] if found.get(part, {}).get(key) != wanted[part][key]]

@@ -36,7 +36,7 @@ def split_of(name: str) -> str | None:
 
 _READABLE = f"{', '.join(KINDS)}, all but the last two also with {', '.join(PACKED)} behind"
 _MARKS = ("ETag", "etag", "md5Hash", "content_md5", "last_modified", "LastModified", "mtime", "created")
-"""What object stores say of a file that changes with its content."""
+"""What object stores say about a file that changes with its content."""
 
 
 def _is_data(name: str) -> bool:

@@ -13,7 +13,7 @@ Two keys say what they were made from. The tokens': data, tokenizer, template, l
 batch and world size are in no key: the bytes are the same.
 
 A shard is what one process makes of 8 MiB of a file, written aside and renamed. Shards lie in a hidden folder named by the key
-until all are there: a killed ``prepare`` goes on behind them.
+until all are there: a killed ``prepare`` continues behind them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CHUNK = 8 << 20
 """Bytes of a JSON Lines file for one shard: cut by the file alone, never by the number of processes."""
 PART_BYTES = 256 << 20
 SUMMARY = ("tokens", "sequences", "labelled_share", "tokens_per_s")
-"""What ``prepare --json`` and the record of the stage say of them."""
+"""What ``prepare --json`` and the record of the stage say about them."""
 # --- keys --------------------------------------------------------------------------------------------------------------
 
 
@@ -284,7 +284,7 @@ def _run(jobs: list[Job], encoder: Encoder, processes: int) -> float:
 
 
 def _join(shards: list[Path], out: Path, split: str) -> tuple[dict[str, Any], tuple[dict[str, FileRecord], dict[str, int]]]:
-    """The shards one behind the other. Returns what the manifest says of the split; its files' records, tokens by shard."""
+    """The shards one behind the other. Returns what the manifest says about the split; its files' records, tokens by shard."""
     parts: list[int] = []
     records: dict[str, FileRecord] = {}
     counts: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""A draft of a cluster file: what Slurm says of its nodes, and what one of them says of itself."""
+"""A draft of a cluster file: what Slurm says about its nodes, and what one of them says about itself."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def _benchmark() -> dict[str, Any]:
 def ifeval(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the prompts of the task ifeval, where its score is compared
 
-    Why: without them the project's own 36 prompts are scored: that is no IFEval score
+    Why: without them the project's own 36 prompts are scored: that is not an IFEval score
     See: https://huggingface.co/datasets/google/IFEval
     """
     if not _is_scored(context) or context.silent or context.staged_problems:

@@ -64,7 +64,7 @@ def absent(context: RecipeContext) -> Iterator[Seen]:
         if not context.silent and not context.staged_problems:
             fix = "give the folder of the weights, or leave model.path out"
             status = FAIL if context.is_ours else UNKNOWN
-            yield Seen(status, f"model.path {recipe.path} is no folder on this machine", fix)
+            yield Seen(status, f"model.path {recipe.path} is not a folder on this machine", fix)
     elif _is_absent(context):
         size = weight_bytes(context.resolved.architecture)
         much = f" ({size / 1e9:,.0f} GB)" if size else ""

@@ -26,17 +26,17 @@ STOPS = frozenset(
     """.split()  # noqa: SIM905 (one word a rule is what a person can read and extend)
 )
 """Rules whose failure is sure to stop or spoil the job that is about to start. What else fails (a full brick, an error of a GPU
-that may have been reset since, a name that nobody may ask for) is written to the log, and the job goes on."""
+that may have been reset since, a name that nobody may ask for) is written to the log, and the job continues."""
 
 
 def ignored(cluster: Cluster) -> tuple[str, ...]:
-    """The rules that the cluster file leaves out. Raises UserError for names that are no rules."""
+    """The rules that the cluster file leaves out. Raises UserError for names that are not rules."""
     check_rules(cluster.doctor.ignore, cluster.source, "doctor.ignore")
     return tuple(cluster.doctor.ignore)
 
 
 def check_rules(names: Sequence[str], file: str, key: str) -> None:
-    """Raises UserError with every name that is no rule, and the nearest one."""
+    """Raises UserError with every name that is not a rule, and the nearest one."""
     if not names:
         return
     known = [rule.id for rule in recipe_findings.all_rules()]
@@ -63,7 +63,7 @@ def check(
     """Look at every node, say what is not as it should be, and log what was found.
 
     Raises UserError for a failure of :data:`STOPS`: exit 2, or 75 where nodes only did not answer, as one that has just lost
-    its power: the job may go on later, or on others.
+    its power: the job may continue later, or on others.
 
     ``ranks``: of one node; ``gpus``: whether each uses one. ``log`` takes the name of an event and its fields. Rules that
     the cluster file ignores neither stop a job nor warn.
@@ -80,7 +80,7 @@ def check(
     every = [item for item in report.faults if item.status == FAIL]
     failed = [item for item in every if item.rule in STOPS]
     if every and not failed:
-        say("doctor: the job goes on: nothing of this is sure to stop it")
+        say("doctor: the job continues: nothing of this is sure to stop it")
     if failed:
         gone = all(item.rule == "node-silent" for item in failed)
         raise UserError([_problem(item) for item in failed], ExitCode.AGAIN if gone else ExitCode.CONFIG)

@@ -74,7 +74,7 @@ def doubtful(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: what resolving the recipe warns of
 
     Why: it is allowed, and probably not meant
-    Fix: look whether it is meant: clustertune show RECIPE
+    Fix: check whether it is meant: clustertune show RECIPE
     See: https://huggingface.co/docs/accelerate/usage_guides/fsdp
     """
     for warning in context.resolved.warnings:
@@ -102,7 +102,7 @@ shows also what is as it should be. Exit code 0: nothing found, 1: warnings, 2: 
 seen is reported as unknown, and spoils no verdict.
 
 The same rules run in three places, and each finding says on which machine: on the login node, in the container, and in the srun
-step, whose limits, cores and GPUs are those of the ranks. A login node without GPUs is no fault. In a Slurm job (`salloc`, a
+step, whose limits, cores and GPUs are those of the ranks. A login node without GPUs is not a fault. In a Slurm job (`salloc`, a
 batch script, or `--submit`) one step looks at every node, in the cluster's container if it has one, and compares the nodes;
 `--here` looks at this machine alone. Of a machine that the cluster file does not name, such as a laptop, no rule is run
 without it.

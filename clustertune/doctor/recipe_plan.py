@@ -215,7 +215,7 @@ def limit(context: RecipeContext) -> Iterator[Seen]:
         text = f"predicted {plan.hours:.1f} h ({plan.hours * plan.low:.1f} to {plan.hours * plan.high:.1f}), "
         text += f"slurm.time is {hours(60 * context.minutes)}"
         turns = math.ceil(plan.hours / given)
-        fix = f"slurm.time of {math.ceil(plan.hours * plan.high)} h, or let it go on {turns} times from its checkpoints"
+        fix = f"slurm.time of {math.ceil(plan.hours * plan.high)} h, or let it continue {turns} times from its checkpoints"
         yield Seen(WARN, text, fix)
 
 

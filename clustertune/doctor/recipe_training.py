@@ -53,7 +53,7 @@ def unsaved(context: RecipeContext) -> Iterator[Seen]:
 def only_model(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: save_only_model with sharded checkpoints
 
-    Why: the first save looks for a file that sharded saving does not write; and a run without optimizer state cannot go on
+    Why: the first save looks for a file that sharded saving does not write; and a run without optimizer state cannot continue
     Fix: leave save_only_model out
     See: https://github.com/huggingface/transformers/issues/36626
     """

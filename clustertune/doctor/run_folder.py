@@ -48,7 +48,7 @@ def owner(context: RecipeContext) -> Iterator[Seen]:
     folder = _folder(context)
     if folder is None:
         if context.run_dir is not None and is_there(context.run_dir):
-            yield Seen(FAIL, "is no folder", "give another --run-dir", str(context.run_dir))
+            yield Seen(FAIL, "is not a folder", "give another --run-dir", str(context.run_dir))
         return
     if read_json(folder / "run.json") is not None:
         if not RunDir(folder).is_of(context.resolved):
@@ -57,7 +57,7 @@ def owner(context: RecipeContext) -> Iterator[Seen]:
     elif (folder / "run.json").exists():
         yield Seen(FAIL, "its run.json cannot be read", "give another --run-dir", str(folder))
     elif foreign := sorted(p.name for p in folder.iterdir() if p.name not in OURS and not p.name.endswith(".tmp")):
-        text = f"is no run: it holds {', '.join(foreign[:3])}"
+        text = f"is not a run: it holds {', '.join(foreign[:3])}"
         yield Seen(FAIL, text, "give a new or empty --run-dir", str(folder))
 
 
@@ -111,13 +111,13 @@ def in_use(context: RecipeContext) -> Iterator[Seen]:
 def damaged(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the newest checkpoints are whole
 
-    Why: what came after the last whole one is computed again; a trainer that takes the newest dies, or goes on from garbage
+    Why: what came after the last whole one is computed again; a trainer that takes the newest dies, or resumes from garbage
     See: https://github.com/awslabs/awsome-distributed-ai/issues/190
     """
     whole, broken, more = context.newest
     after, fix = "no older one of the newest three is whole", "look at the storage, then train anew"
     if whole:
-        after = f"the run goes on from {whole.path.name}"
+        after = f"the run resumes from {whole.path.name}"
         fix = "nothing, if that is enough; else fix the storage and copy it back"
     for checkpoint, why in broken:
         text = f"{checkpoint.path.name} is not whole: {why}; {after}"
@@ -129,7 +129,7 @@ def no_metadata(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: .metadata beside the shards
 
     Why: without it no shard can be loaded: it is written by one rank, on one node where the folder is not shared
-    Fix: save to a folder that all nodes share; go on from another checkpoint
+    Fix: save to a folder that all nodes share; resume from another checkpoint
     See: https://github.com/huggingface/accelerate/issues/3010
     """
     whole, broken, _ = context.newest
@@ -230,7 +230,7 @@ def shapes(context: RecipeContext) -> Iterator[Seen]:
 def bad_shapes(tensors: list[Tensor]) -> Iterator[str]:
     """What is wrong with the shapes of an adapter: A is rank x in, B is out x rank, none is flat or empty, all are pairs."""
     if not tensors:
-        yield "it holds no tensor"
+        yield "it contains no tensor"
     known = {tensor.name: tensor.shape for tensor in tensors}
     for name, shape in known.items():
         if ".lora_A." not in name and ".lora_B." not in name:
@@ -252,7 +252,7 @@ def left_over(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: unfinished files of former attempts
 
     Why: they take space that the next stage needs
-    Fix: run the same command again: it goes on with them; or remove them
+    Fix: run the same command again: it continues with them; or remove them
     See: https://man7.org/linux/man-pages/man1/du.1.html
     """
     # What a killed export or merge leaves; while somebody works here it is his.

@@ -22,7 +22,7 @@ COMPARE = {"<": operator.lt, "<=": operator.le, "==": operator.eq, ">": operator
 
 
 def holds(version: str, ranges: str) -> bool:
-    """Whether a version lies in ``>=1.2,<1.4``; False for what is no version.
+    """Whether a version lies in ``>=1.2,<1.4``; False for what is not a version.
 
     Local parts (``+cpu``, ``+cu130``) do not count. A release candidate of 1.4 lies below 1.4, which ``SpecifierSet`` denies
     (PEP 440): it has the faults of the releases before it.
@@ -104,7 +104,7 @@ FAULTS = (
         "adapter-of-rank-0-only", "accelerate", "<1.15",
         lambda c: fsdp2(c) and lora(c) and c.resolved.distribution.state_dict == "FULL_STATE_DICT", FAIL,
         "a FULL_STATE_DICT checkpoint of a LoRA under FSDP2 holds the slice of rank 0 only",
-        "a resumed run goes on with all other ranks' part of the adapter at its initial values, without a message",
+        "a resumed run continues with all other ranks' part of the adapter at its initial values, without a message",
         f"accelerate 1.15 or later, or {acc.key_of('state_dict_type')}: SHARDED_STATE_DICT",
         "https://github.com/huggingface/accelerate/pull/4206",
     ),

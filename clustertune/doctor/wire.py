@@ -32,7 +32,7 @@ def encode(facts: HostFacts, name: str = "") -> list[str]:
 
 
 def decode(lines: Iterable[str]) -> tuple[dict[str, HostFacts], dict[str, str], list[str]]:
-    """Facts by node, what is wrong by node, and the lines that are no facts (warnings of srun, of a container)."""
+    """Facts by node, what is wrong by node, and the lines that are not facts (warnings of srun, of a container)."""
     pieces: dict[str, dict[int, str]] = {}
     heads: dict[str, set[tuple[int, str]]] = {}
     others = []

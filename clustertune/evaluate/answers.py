@@ -78,15 +78,15 @@ class AnswerLog:
 
 
 def _fault(kind: str, answer: Any) -> str | None:
-    """Why something is no answer to a request of ``kind`` (lm-eval's request types), or None."""
+    """Why something is not an answer to a request of ``kind`` (lm-eval's request types), or None."""
     if kind == "generate_until":
-        return None if isinstance(answer, str) else f"{answer!r} is no text"
+        return None if isinstance(answer, str) else f"{answer!r} is not text"
     if kind == "loglikelihood":
         if not isinstance(answer, tuple | list) or len(answer) != 2 or not isinstance(answer[1], bool):
-            return f"{answer!r} is no pair of log-likelihood and whether it is greedy"
+            return f"{answer!r} is not a pair of log-likelihood and whether it is greedy"
         answer = answer[0]
     is_number = isinstance(answer, float | int) and not isinstance(answer, bool) and not math.isnan(answer)
-    return None if is_number else f"{answer!r} is no log-likelihood"
+    return None if is_number else f"{answer!r} is not a log-likelihood"
 
 
 class RecordedLM:
@@ -186,6 +186,6 @@ def _cut(order: Sequence[int], size: int) -> list[Sequence[int]]:
 def _refuse(request: Any, what: str) -> UserError:
     problem = Problem(
         f"task {request.task_name}, document {request.doc_id}: {what}",
-        fix="a missing answer is never scored; the same command goes on with the answers on disk",
+        fix="a missing answer is never scored; the same command continues with the answers on disk",
     )
     return UserError(problem, ExitCode.FAILED)

@@ -94,7 +94,7 @@ class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
         alive = [url for url in self._ring if url not in self.down]
         if not alive:
             said = "; ".join(f"{url}: {why}" for url, why in self.down.items())
-            fix = "their logs say why; the same command goes on with what is answered"
+            fix = "their logs say why; the same command continues with what is answered"
             raise _GiveUp(Problem(f"no server is left ({said})", fix=fix))
         url = alive[next(self._next) % len(alive)]
         view = copy.copy(self)  # hundreds are under way, each with its own address

@@ -196,7 +196,7 @@ class Inputs:
     def describe(
         self, row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], result: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What a result says of IFEval beside its scores; all but ``notes`` stood there before there were tasks."""
+        """What a result says about IFEval beside its scores; all but ``notes`` stood there before there were tasks."""
         limited = len(samples) < len(self.prompts.rows)
         is_benchmark = self.prompts.is_benchmark and not limited
         notes = list(result["notes"])

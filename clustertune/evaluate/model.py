@@ -95,7 +95,7 @@ def check_model(
 
 
 def _quantization(folder: Path) -> str | None:
-    """What the model's configuration says of how its weights are stored."""
+    """What the model's configuration says about how its weights are stored."""
     given = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
     if not isinstance(given, dict):
         return None

@@ -45,7 +45,7 @@ def interval(base: Any, tuned: Any, *, higher_is_better: bool = True) -> dict[st
 
 
 def pair(value: Any) -> tuple[float, float] | None:
-    """A document's value of a metric as (sum, judgements); None where it is no number nor a list of them."""
+    """A document's value of a metric as (sum, judgements); None where it is not a number nor a list of them."""
     if isinstance(value, bool | int | float):
         return float(value), 1.0
     if isinstance(value, list) and value and all(isinstance(item, bool | int | float) for item in value):
@@ -57,7 +57,7 @@ def compare(base: Mapping[str, Any], tuned: Mapping[str, Any], members: Mapping[
     """``{"paired": ..., "changed": ...}`` of two evaluations.
 
     Each is ``{"tasks": results, "samples": samples, "higher_is_better": ...}``; ``members``: the tasks of each group. A metric
-    that is no mean over documents is left out. Raises UserError where the two were not asked the same.
+    that is not a mean over documents is left out. Raises UserError where the two were not asked the same.
     """
     before, after = _by_document(base["samples"]), _by_document(tuned["samples"])
     if {at: row["prompt_hash"] for at, row in before.items()} != {at: row["prompt_hash"] for at, row in after.items()}:

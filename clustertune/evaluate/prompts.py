@@ -109,7 +109,7 @@ def read_prompts(path: Path) -> Prompts:
                 rows.append(row)
         problems += found
     if not rows and not problems:
-        problems.append(Problem("holds no prompts", file=str(path)))
+        problems.append(Problem("contains no prompts", file=str(path)))
     raise_if(problems)
     return Prompts(path, hashlib.sha256(content).hexdigest(), rows, recognise_benchmark(rows), drawn)
 
@@ -209,7 +209,7 @@ def _check_arguments(kwargs: Mapping[str, Any]) -> list[tuple[str, str]]:
                 try:
                     re.compile(member)
                 except re.error as error:
-                    wrong.append((name, f"{member!r} is no regular expression (lm-eval uses it as one): {error}"))
+                    wrong.append((name, f"{member!r} is not a regular expression (lm-eval uses it as one): {error}"))
     return wrong
 
 

@@ -1,6 +1,6 @@
 """NLTK's sentence splitter, found and tried before anything costly: IFEval's scorer needs it after all generation.
 
-lm-eval downloads ``punkt_tab`` when its scorer is imported; without a network it goes on and fails after the last prompt
+lm-eval downloads ``punkt_tab`` when its scorer is imported; without a network it continues and fails after the last prompt
 (EleutherAI/lm-evaluation-harness#2266). Here the data is there before the import, and a download is an error.
 """
 

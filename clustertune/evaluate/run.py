@@ -60,7 +60,7 @@ def evaluate(
     ``model``'s tokenizer and template, and compared; its own result lies in ``base_out`` and is used again.
     ``source_label`` is what to call the model in the result.
 
-    The weights' type is the one in the model's configuration (lm-eval's ``dtype=auto``). An interrupted evaluation goes on
+    The weights' type is the one in the model's configuration (lm-eval's ``dtype=auto``). An interrupted evaluation continues
     with the answers that are on disk; a finished one of the same identity is returned as it is, judged
     by the pass marks of ``settings``. The verdict is in ``pass``; :func:`clustertune.evaluate.scores.require_pass` raises on
     it. Raises UserError with everything wrong at once, before the weights are loaded.
@@ -124,7 +124,7 @@ def _prepared(
                 rows = stack.enter_context(ifeval.inputs(data, benchmark, scratch))
                 own = rows.write_task(settings, scratch / TASK, scratch)
             elif data is not None:
-                problems.append(Problem("holds prompts of ifeval, which is no task here", file=str(data), key="--data"))
+                problems.append(Problem("holds prompts of ifeval, which is not a task here", file=str(data), key="--data"))
             loaded, places = tasks.load(settings.tasks, own, settings)
             problems += _check_marks(loaded, settings)
             if rows is not None:
@@ -148,7 +148,9 @@ def _check_marks(loaded: Mapping[str, Any], settings: Eval) -> list[Problem]:
             at = f"eval.{key}.{name}"
             known = {*settings.tasks, *loaded["tasks"], *loaded.get("groups", {})}
             if name not in known:
-                problems.append(Problem("is no task of this evaluation", key=at, fix=f"one of {', '.join(sorted(known)[:20])}"))
+                problems.append(
+                    Problem("is not a task of this evaluation", key=at, fix=f"one of {', '.join(sorted(known)[:20])}")
+                )
             elif name in loaded["tasks"]:
                 metrics = set(loaded["tasks"][name].higher_is_better())
                 problems += [
@@ -394,7 +396,7 @@ def _seed(seeds: ifeval.Seeds) -> None:
 
 
 def _check_out(out: Path) -> None:
-    """Raise UserError where ``out`` holds files that are no evaluation's: they would be touched, and named in its manifest."""
+    """Raise UserError where ``out`` holds files of something else: they would be touched, and named in its manifest."""
     if out.exists() and not out.is_dir():
         raise UserError(Problem("is not a folder", file=str(out), fix="choose another folder for the evaluation"))
     if out.is_dir():

@@ -122,7 +122,7 @@ def load(names: Sequence[str], own: Mapping[str, Path], settings: Eval) -> tuple
         if getattr(task, "UNSAFE_CODE", False):
             problems.append(Problem(f"{name} runs code that the model writes, which is never done here", key=KEY))
         if getattr(task, "MULTIMODAL", False) or task.OUTPUT_TYPE not in KINDS:
-            problems.append(Problem(f"{name} is no task for a language model", key=KEY))
+            problems.append(Problem(f"{name} is not a task for a language model", key=KEY))
         # As lm-eval's simple_evaluate: a task that says 0 keeps it.
         shots_of_task = task.get_config("num_fewshot")
         shots = settings.num_fewshot if settings.num_fewshot is not None and shots_of_task != 0 else shots_of_task or 0

@@ -288,7 +288,7 @@ _PARTS: dict[str, Any] = {
 def from_dict(data: dict[str, Any]) -> HostFacts:
     """The facts of a JSON document. Keys that this version does not know are passed over. Raises ValueError."""
     if not isinstance(data, dict) or not isinstance(data.get("hostname"), str):
-        raise ValueError("holds no facts of a machine: no hostname")
+        raise ValueError("contains no facts of a machine: no hostname")
     known = {name: value for name, value in data.items() if name in HostFacts.__dataclass_fields__}
     empty = vars(HostFacts(hostname=""))
     for name, value in list(known.items()):

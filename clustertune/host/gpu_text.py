@@ -1,4 +1,4 @@
-"""What ``nvidia-smi`` and the kernel's log say of GPUs, read from their texts alone."""
+"""What ``nvidia-smi`` and the kernel's log say about GPUs, read from their texts alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HARMLESS = ("gpu_idle", "applications_clocks_setting", "display_clocks_setting"
 
 
 def bus_address(text: str) -> str:
-    """``00000000:C1:00.0`` as the kernel writes it: ``0000:c1:00.0``; empty where it is no PCI address."""
+    """``00000000:C1:00.0`` as the kernel writes it: ``0000:c1:00.0``; empty where it is not a PCI address."""
     found = re.fullmatch(r"\s*(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7])\s*", text or "")
     return f"{int(found[1] or '0', 16):04x}:{found[2].lower()}" if found else ""
 

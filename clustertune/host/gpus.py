@@ -1,4 +1,4 @@
-"""The GPUs of a machine, by the driver, by CUDA, by the PCI bus, and by what the kernel's log says of them."""
+"""The GPUs of a machine, by the driver, by CUDA, by the PCI bus, and by what the kernel's log says about them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def driver(sight: Probe) -> dict[str, Any]:
         if found["gpus"] and (full.fault.startswith("<") or "inforom" in full.fault.lower()):
             found["nvidia_smi"] = ""  # exit 14: it answered in full, and warns of a damaged infoROM, with which GPUs work
     except ValueError:
-        found["nvidia_smi"] = full.fault or "an answer that is no XML"
+        found["nvidia_smi"] = full.fault or "an answer that is not XML"
         if "no answer" not in full.fault:  # a driver that hangs once hangs twice
             short = sight.call("nvidia-smi", f"--query-gpu={gpu_text.CSV_QUERY}", "--format=csv,noheader", seconds=SMI_SECONDS)
             found["gpus"] = gpu_text.parse_csv(short.text)

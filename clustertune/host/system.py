@@ -101,7 +101,7 @@ def limits(sight: Probe) -> dict[str, Any]:
 
 
 def version(text: str) -> tuple[int, ...]:
-    """The numbers that a version begins with: ``6.8.0-45-generic`` is (6, 8, 0); none of a text that is no version."""
+    """The numbers that a version begins with: ``6.8.0-45-generic`` is (6, 8, 0); none of a text that is not a version."""
     found = re.match(r"\s*v?(\d+(?:\.\d+)*)", text)
     return tuple(int(part) for part in found[1].split(".")) if found else ()
 

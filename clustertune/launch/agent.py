@@ -220,7 +220,7 @@ def measured(run_path: Path) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _beside(programs: Sequence[Sequence[str]], log_path: Path) -> Iterator[None]:
-    """Programs of the monitor as processes of their own: where one cannot start or ends, the work goes on."""
+    """Programs of the monitor as processes of their own: where one cannot start or ends, the work continues."""
     children = []
     for name, *more in programs:
         command = [sys.executable, "-m", f"clustertune.monitor.{name}", *more]

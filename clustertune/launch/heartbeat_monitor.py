@@ -23,7 +23,7 @@ LEAST_SECONDS = 300.0
 GAPS = 5.0
 """Under way a rank may be silent for 5 times its longest silence so far, and 300 s at least (NVRx waits 300 s for its
 heartbeat): an evaluation may be slower than any step."""
-AGAIN_FIX = "the next attempt goes on from the newest whole checkpoint"
+AGAIN_FIX = "the next attempt resumes from the newest whole checkpoint"
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Which image a run is in: its sum, read once and held against the ``.sha256`` beside it, and what it says of itself."""
+"""Which image a run is in: its sum, read once and held against the ``.sha256`` beside it, and what it says about itself."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _stated(path: Path) -> tuple[str | None, list[str]]:
     found = re.fullmatch(r"([0-9a-fA-F]{64})([ \t]+\*?[^\n]*)?\s*", text)
     if not found:
         fix = f"sha256sum {path.name} > {beside.name}, where the image is the right one"
-        raise UserError("holds no sum of one file", file=str(beside), fix=fix)
+        raise UserError("contains no sum of one file", file=str(beside), fix=fix)
     return found[1].lower(), []
 
 
@@ -161,7 +161,7 @@ def _digest(path: Path) -> tuple[str, int]:
 def _identity(path: Path) -> dict[str, int]:
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
-        raise UserError("is no file", file=str(path), key="container.image", fix="a .sif (or .sqsh) file")
+        raise UserError("is not a file", file=str(path), key="container.image", fix="a .sif (or .sqsh) file")
     return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
 
 
@@ -205,7 +205,7 @@ def _remember(path: Path, identity: Mapping[str, int], digest: str) -> None:
         write_durably(memory, json.dumps({"path": str(path), **identity, "sha256": digest}) + "\n")
 
 
-# --- what it says of itself --------------------------------------------------------------------------------------------
+# --- what it says about itself --------------------------------------------------------------------------------------------
 
 
 def labels_of(settings: Container, path: Path) -> dict[str, str]:
@@ -222,9 +222,9 @@ def labels_of(settings: Container, path: Path) -> dict[str, str]:
 
 
 def changed(before: object, now: Image) -> str:
-    """A warning where a run goes on in another image than it began in; empty where it does not."""
+    """A warning where a run continues in another image than it began in; empty where it does not."""
     if not isinstance(before, Mapping) or not before.get("sha256") or before["sha256"] == now.sha256:
         return ""
     old, new = str(before["sha256"])[:16], (now.sha256 or "unknown")[:16]
-    text = f"the run goes on in another image: {now.image} is {new}... and was {old}..."
+    text = f"the run continues in another image: {now.image} is {new}... and was {old}..."
     return f"{text} -> results may differ from those of one image"

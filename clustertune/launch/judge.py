@@ -20,7 +20,7 @@ from clustertune.manifest import write_durably
 from clustertune.storage import is_full
 
 MISSING_RECORD = "ended without a word: killed (out of memory, kill -9, or a node fault)"
-AGAIN = "the same command goes on from the newest whole checkpoint"
+AGAIN = "the same command resumes from the newest whole checkpoint"
 _RANK_KILLED = re.compile(r"exitcode\s*: -\d+\b")
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):.*?rank\s*: (\d+) .*?exitcode\s*: (-?\d+)", re.DOTALL)
 """How torch's launcher reports the rank that failed first on its node."""
@@ -183,7 +183,7 @@ class _Traces:
             return None
         first = self.failed[0]
         text = f"{self.plan.where(int(first['rank']))} failed first: "
-        if self.gone:  # it lost its peers there: what it says of its connection is not the cause
+        if self.gone:  # it lost its peers there: what it says about its connection is not the cause
             lost = Problem(f"{', '.join(self.gone)} ended without a word", file=str(self.folder), fix=AGAIN)
             return Outcome(ExitCode.AGAIN, [lost, *_problems([first], prefix=text)], self.gone)
         return Outcome(ExitCode(first["code"]), _problems([first], prefix=text))

@@ -195,7 +195,7 @@ def make(environ: Mapping[str, str] = os.environ) -> None:
         path = Path(value)
         try:
             if path.exists() and not path.is_dir():
-                text = f"{os.uname().nodename}: is no folder, {name} needs one"
+                text = f"{os.uname().nodename}: is not a folder, {name} needs one"
                 raise UserError(text, file=str(path), key=name, fix="name another one: storage.caches, or export it")
             path.mkdir(parents=True, exist_ok=True)
             if not offline:

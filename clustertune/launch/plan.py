@@ -116,7 +116,7 @@ def newest_attempt(run_path: Path) -> int:
 def check_fence(run_path: Path, attempt: int) -> None:
     """Refuse to act for an attempt that another one has followed: the scheduler gave its work to other processes.
 
-    A node that was cut off goes on computing; whatever it would write from then on would mix with the new attempt's.
+    A node that was cut off continues computing; whatever it would write from then on would mix with the new attempt's.
     Raises UserError (exit 75).
     """
     newest = newest_attempt(run_path)

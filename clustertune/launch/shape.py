@@ -224,7 +224,7 @@ def _at_most_node(memory: float, cluster: Cluster) -> int | None:
 
 
 def place_of(cluster: Cluster) -> tuple[str | None, str | None, tuple[str, ...], tuple[str, ...]]:
-    """The last four fields of a :class:`JobShape`: what the cluster file says of all jobs."""
+    """The last four fields of a :class:`JobShape`: what the cluster file says about all jobs."""
     slurm = cluster.slurm
     return (slurm.partition, slurm.gres, slurm.site_options(), slurm.modules) if slurm else (None, None, (), ())
 
@@ -251,11 +251,11 @@ def find_problems(resolved: Resolved, cluster: Cluster, *, memory: bool = True) 
         add("slurm.gpus_per_node", f"{ranks} GPUs per node, cluster {cluster.name} has {compute.gpus}", fix)
     minutes = parse_minutes(resolved.recipe.slurm.time) or 0
     if not minutes:
-        add("slurm.time", f"{resolved.recipe.slurm.time} is no time to run in", "slurm.time=24:00:00")
+        add("slurm.time", f"{resolved.recipe.slurm.time} leaves no time to run", "slurm.time=24:00:00")
     elif minutes > _limit(cluster) and cluster.slurm and (not resolved.tiny or overridden(resolved, "slurm.time")):
         most = cluster.slurm.max_time
         text = f"{resolved.recipe.slurm.time}, partition {cluster.slurm.partition} allows {most}"
-        add("slurm.time", text, f"slurm.time={most}: the run goes on in another job")
+        add("slurm.time", text, f"slurm.time={most}: the run continues in another job")
     return problems + (fit_problems(resolved, cluster) if memory else [])
 
 

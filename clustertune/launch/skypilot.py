@@ -92,13 +92,13 @@ def _problems(resolved: Resolved, overrides: Sequence[str], options: SkyOptions)
         problems.append(Problem(text, file="command line", key=key, fix=fix))
 
     if not _GPU.fullmatch(options.gpu):
-        refuse(f"{options.gpu!r} is no name of a GPU", "--gpu", "`sky show-gpus` lists the names, such as H100 or A100-80GB")
+        refuse(f"{options.gpu!r} is not a name of a GPU", "--gpu", "`sky show-gpus` lists the names, such as H100 or A100-80GB")
     if options.volume is not None and not re.fullmatch(NAME, options.volume):
-        refuse(f"{options.volume!r} is no name of a volume", "--volume", "letters, digits, '.', '_' and '-'")
+        refuse(f"{options.volume!r} is not a name of a volume", "--volume", "letters, digits, '.', '_' and '-'")
     if options.runs is not None and options.volume is not None:
         refuse("a volume or a shared folder, not both", "--runs", "leave one out")
     if options.runs is not None and not (_PLAIN_PATH.fullmatch(options.runs) and ".." not in Path(options.runs).parts):
-        refuse(f"{options.runs!r} is no absolute plain path", "--runs", "letters, digits and . _ / @ % + = , - only")
+        refuse(f"{options.runs!r} is not an absolute plain path", "--runs", "letters, digits and . _ / @ % + = , - only")
     for text in overrides:
         if not text.isprintable() or text.startswith("-"):
             refuse(f"{text!r} cannot stand in a task", "section.key=value", "printable characters, on one line")

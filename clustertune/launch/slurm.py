@@ -88,7 +88,7 @@ def submit(options: Sequence[str], script: str, arguments: Sequence[str]) -> str
 
 
 def cancel(jobs: Sequence[str], run: Run = call) -> None:
-    """Cancel jobs; those that have ended are no error. Raises UserError where Slurm cannot be reached."""
+    """Cancel jobs; those that have ended are not an error. Raises UserError where Slurm cannot be reached."""
     if jobs:
         run(["scancel", *jobs])
 

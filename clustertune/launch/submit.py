@@ -29,7 +29,7 @@ JOBS = "jobs.json"
 WHOLE = "chain"
 """The name of a single job that runs all stages."""
 STAGE_SIGNAL_SECONDS = 60
-"""Warning of the stages other than training: they go on file by file, prompt by prompt."""
+"""Warning of the stages other than training: they continue file by file, prompt by prompt."""
 
 Send = Callable[[Sequence[str], str, Sequence[str]], str]
 """Options, script and arguments of an ``sbatch`` in, the job's id out."""
@@ -186,7 +186,7 @@ def read_jobs(run_path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"unreadable: {error}", file=str(path), fix="move it away, then submit again") from None
     if not isinstance(body, dict) or not all(isinstance(entry, dict) for entry in body.get("jobs", [None])):
-        raise UserError("is no list of jobs", file=str(path), fix="move it away, then submit again")
+        raise UserError("is not a list of jobs", file=str(path), fix="move it away, then submit again")
     return body
 
 

@@ -135,7 +135,7 @@ class _Training:
             code = ExitCode.OK if finished else ExitCode.AGAIN
             reason = "finished" if finished else "asked to stop"
             if not finished:
-                self.store.tell(f"stopped at step {self.step} as asked; the same command goes on from there")
+                self.store.tell(f"stopped at step {self.step} as asked; the same command resumes from there")
         except UserError as error:
             code, reason = error.code, error.problems[0].message
             raise

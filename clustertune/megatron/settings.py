@@ -96,7 +96,9 @@ def find_problems(resolved: Resolved) -> list[Problem]:
     m, micro = resolved.recipe.megatron, int(train.get("gradient_accumulation_steps", 1))
     if m and (m.virtual_pipeline_model_parallel_size or 1) > 1 and micro % m.pipeline_model_parallel_size:
         # megatron/core/pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving
-        text = f"{micro} micro batches a step, which are no multiple of the {m.pipeline_model_parallel_size} interleaved stages"
+        text = (
+            f"{micro} micro batches a step, which are not a multiple of the {m.pipeline_model_parallel_size} interleaved stages"
+        )
         fix = "a multiple, or leave megatron.virtual_pipeline_model_parallel_size out"
         add("train.global_batch_size", text, fix)
     if other := sorted({str(part.format) for part in resolved.recipe.data.parts} & {"prompt-completion", "preference", "text"}):

@@ -115,7 +115,7 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[Path, TensorHead
             Problem(f"{len(absent)} tensors are not in the file it names, such as {absent[0]}", file=str(folder / INDEX))
         )
     if not problems and not tensors:
-        problems.append(Problem("holds no tensors", file=str(folder)))
+        problems.append(Problem("contains no tensors", file=str(folder)))
     raise_if(problems)
     return tensors, headers, metadata
 

@@ -238,7 +238,7 @@ def _read_files(folder: Path) -> tuple[LoraSettings, list[Tensor]]:
     try:
         tensors = read_header(weights).tensors
         if not tensors:
-            problems.append(Problem("holds no tensors: the adapter is empty", file=str(weights), fix="export it again"))
+            problems.append(Problem("contains no tensors: the adapter is empty", file=str(weights), fix="export it again"))
         odd = [t.name for t in tensors if t.dtype not in FLOATS]
         if odd:
             problems.append(Problem(f"neither float32, float16 nor bfloat16: {_shown(odd)}", file=str(weights)))
@@ -359,7 +359,7 @@ def _find_experts(
 def _parts(source: ParameterSource, rows: int) -> list[tuple[Tensor, int | None, int]]:
     """The tensors of one parameter, each with its expert and its first row of that; expert None: one tensor holds all of them.
 
-    Empty where a tensor of the files is no run of rows of one expert.
+    Empty where a tensor of the files is not a run of rows of one expert.
     """
     if source.converter is None:
         return [(source.parts[0][2], None, 0)]
@@ -403,7 +403,7 @@ def _regex(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise ValueError(f"is no regular expression: {error}") from None
+        raise ValueError(f"is not a regular expression: {error}") from None
     return text
 
 

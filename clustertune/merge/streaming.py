@@ -68,7 +68,7 @@ def _damaged(records: dict[str, FileRecord], places: dict[str, Path], workers: i
 
 
 def _resume(job: MergeJob, workers: int) -> Journal:
-    """The journal to go on with: verified shards of the same inputs are kept, all else in staging is removed."""
+    """The journal to continue with: verified shards of the same inputs are kept, all else in staging is removed."""
     journal = Journal(job.staging).load()
     if journal.inputs not in (None, job.inputs):
         say(f"{job.staging}: base, adapter or shard size have changed since; the unfinished merge there is thrown away")
@@ -89,7 +89,7 @@ def _resume(job: MergeJob, workers: int) -> Journal:
     clear(job.staging, keep={*journal.shards, journal.path.name})
     journal.rewrite()
     if journal.shards:
-        say(f"{job.staging}: going on after {len(journal.shards)} of {len(job.shards)} files, verified")
+        say(f"{job.staging}: continuing after {len(journal.shards)} of {len(job.shards)} files, verified")
     return journal
 
 
@@ -161,7 +161,7 @@ def plan(base: Path, adapter: Path, out: Path, *, shard_size: str | int = "5GB")
     """
     job = prepare(base, adapter, out, shard_size)
     staged = job.staged_bytes()
-    state = "already merged" if job.finished else "would go on" if staged else "would merge"
+    state = "already merged" if job.finished else "would continue" if staged else "would merge"
     return {
         "out": str(out),
         "state": state,
@@ -243,7 +243,7 @@ def _meta(job: MergeJob) -> dict[str, object]:
 
 
 def _trained_on(adapter: Path) -> dict[str, object]:
-    """What an adapter's manifest says of the base that it was trained on; nothing where there is none."""
+    """What an adapter's manifest says about the base that it was trained on; nothing where there is none."""
     meta = read_manifest(adapter).meta if (adapter / MANIFEST).exists() else {}
     return {quantization.BASE: meta[quantization.BASE]} if quantization.BASE in meta else {}
 

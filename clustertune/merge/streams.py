@@ -181,7 +181,7 @@ def parse_size(text: str | int) -> int:
     unit = (match[2] or "") if match else ""
     size = int(float(match[1]) * _UNITS[unit]) if match and unit in _UNITS else 0
     if size < 1:
-        raise UserError(Problem(f"{text!r} is no size", key="--shard-size", fix="such as 5GB, 500MB or a number of bytes"))
+        raise UserError(Problem(f"{text!r} is not a size", key="--shard-size", fix="such as 5GB, 500MB or a number of bytes"))
     return size
 
 

@@ -90,7 +90,7 @@ def finished_manifest(out: Path, inputs: str) -> Manifest | None:
     if not os.path.lexists(out):
         return None
     if not out.is_dir():
-        raise UserError(Problem("exists and is no folder", file=str(out), fix="give another name"))
+        raise UserError(Problem("exists and is not a folder", file=str(out), fix="give another name"))
     if (out / MANIFEST).exists():
         manifest = read_manifest(out)
         if manifest.kind != KIND:
@@ -102,7 +102,7 @@ def finished_manifest(out: Path, inputs: str) -> Manifest | None:
     ours = set(Journal(staging_folder(out)).load().published)
     foreign = [name for name in list_files(out) if name not in ours]
     if foreign:
-        message = f"exists, is no finished merge and holds {foreign[0]}"
+        message = f"exists, is not a finished merge and holds {foreign[0]}"
         raise UserError(Problem(message, file=str(out), fix="give another name, or move it away"))
     return None
 

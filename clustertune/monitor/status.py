@@ -121,7 +121,7 @@ class Watcher:
         self._metrics, self._telemetry = MetricsReader(), telemetry.TelemetryReader(path / telemetry.FOLDER)
 
     def look(self, now: float | None = None) -> RunStatus:
-        """The status now. Raises UserError where the folder is no run."""
+        """The status now. Raises UserError where the folder is not a run."""
         moment = time.time() if now is None else now
         document = self.run.read()
         with contextlib.suppress(OSError):

@@ -33,7 +33,7 @@ def shape(cluster: Cluster, nodes: int | None, time: str | None, seconds: float)
     longest = parse_minutes(cluster.slurm.max_time)
     if minutes is None or minutes < 1:
         fix = "write --time MINUTES or HH:MM:SS"
-        problems.append(Problem(f"{time!r} is no time limit", file="command line", key="--time", fix=fix))
+        problems.append(Problem(f"{time!r} is not a time limit", file="command line", key="--time", fix=fix))
     elif minutes * 60 < seconds + MARGIN_SECONDS:
         text = f"{minutes:g} min are too short for --seconds {seconds:g} and the start of a job"
         problems.append(

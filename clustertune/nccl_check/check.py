@@ -258,7 +258,7 @@ def write(found: Mapping[str, Any], path: Path) -> None:
 
 
 def strangers_to(cluster: Cluster, hosts: Sequence[str]) -> list[str]:
-    """The hosts that are no compute nodes of a cluster."""
+    """The hosts that are not compute nodes of a cluster."""
     names = {host.name.lower().partition(".")[0] for host in cluster.compute_nodes}
     return [host for host in hosts if host.lower().partition(".")[0] not in names]
 

@@ -26,7 +26,7 @@ from clustertune.process import die_with_parent, kill_group
 
 FACTS_SECONDS = 20.0
 LAST_WORDS_SECONDS = 5.0
-"""How long the others of a node may go on after one of its ranks has failed: they find out by themselves, and say so."""
+"""How long the others of a node may continue after one of its ranks has failed: they find out by themselves, and say so."""
 PATIENCE_SECONDS = 60.0
 """How long a node looks for the setup: an NFS client may answer from its cache of absent names for so long (acdirmax)."""
 POLL_SECONDS = 0.1

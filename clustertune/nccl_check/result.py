@@ -90,12 +90,12 @@ def parse_size(text: str) -> int:
     """Bytes. Raises ValueError."""
     match = re.fullmatch(r"(\d{1,15})([kmgt]?)(i?b)?", text.strip().lower())
     if match is None or not int(match[1]):
-        raise ValueError(f"{text[:40]!r} is no size")
+        raise ValueError(f"{text[:40]!r} is not a size")
     return int(match[1]) << (10 * _UNITS[match[2]])
 
 
 def show_size(size: int) -> str:
-    """The shortest form, with one decimal where it is no whole number of a unit."""
+    """The shortest form, with one decimal where it is not a whole number of a unit."""
     value, unit = float(size), 0
     while value >= 1024 and unit < 3:
         value, unit = value / 1024, unit + 1

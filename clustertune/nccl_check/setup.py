@@ -156,7 +156,7 @@ class Setup(CheckOptions):
             return cls(**known)
         except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
             fix = "is the folder on storage that all nodes see?"
-            raise UserError(Problem(f"holds no setup of a check: {error}", file=str(path), fix=fix)) from None
+            raise UserError(Problem(f"contains no setup of a check: {error}", file=str(path), fix=fix)) from None
 
 
 def write_whole(path: Path, document: Any) -> None:

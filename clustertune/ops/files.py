@@ -111,7 +111,7 @@ def exclusive(root: Path, name: str, doing: str) -> Iterator[None]:
 
 
 def read(root: Path, path: str) -> bytes | None:
-    """The file's bytes; None where there is none. Raises UserError where it cannot be read, or is no plain file."""
+    """The file's bytes; None where there is none. Raises UserError where it cannot be read, or is not a plain file."""
     target = inside(root, path)
     try:
         if not stat.S_ISREG(target.stat().st_mode):

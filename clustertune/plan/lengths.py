@@ -64,7 +64,7 @@ class Lengths:
 
 
 def known_lengths(resolved: Resolved) -> Lengths | None:
-    """What the recipe says of its conversations' lengths: their mean, or the steps that a packed epoch is known to have."""
+    """What the recipe says about its conversations' lengths: their mean, or the steps that a packed epoch is known to have."""
     counts, args = resolved.recipe.data.expect, resolved.train_args
     if counts is not None and counts.mean_tokens:
         return Lengths((max(1, round(counts.mean_tokens)),), "data.expect.mean_tokens")

@@ -146,7 +146,7 @@ def read_measured(path: str | Path) -> MeasuredLinks:
     shown = str(path)
     data = parse_json(read_text(Path(path), shown), shown, "run nccl-check again")
     if not isinstance(data, dict):
-        raise UserError(Problem("holds no nccl-check result", file=shown, fix=f"give a file with schema {SCHEMA}"))
+        raise UserError(Problem("contains no nccl-check result", file=shown, fix=f"give a file with schema {SCHEMA}"))
     check = read_model(CheckFile, Document(shown, data), _contradictions)
     return MeasuredLinks(
         cluster=check.cluster,

@@ -36,7 +36,7 @@ class Footprint:
     moments: list[memory.Moment]
     """Of the fullest GPU."""
     beside: list[Term]
-    """Memory that is no tensor: the allocator's gaps, CUDA and NCCL."""
+    """Memory that is not a tensor: the allocator's gaps, CUDA and NCCL."""
     host: list[Term]
     """RAM of the fullest node."""
 
@@ -214,7 +214,7 @@ def fewest_nodes(resolved: Resolved, constants: Constants, room: float, *, cudnn
 
 
 def read_strategy(resolved: Resolved, distribution: Distribution | None = None) -> Strategy:
-    """The recipe's strategy, with what its ``plan`` section says of another program."""
+    """The recipe's strategy, with what its ``plan`` section says about another program."""
     stated, used = resolved.recipe.plan, strategy(resolved, distribution)
     if stated.whole_logits:
         notes = tuple(note for note in used.notes if note != FUSED_LOSS)

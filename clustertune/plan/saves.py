@@ -81,7 +81,7 @@ def with_saves(around: Schedule, resolved: Resolved, machine: PlanMachine, step:
         saves = math.ceil(steps / every) + len(more)
     if copy is not None and every is not None and (wait := write - every * step) > 0:
         values = {"copy": cost.value, "write": write, "every": every, "step": step}
-        text = "{copy} s to copy + {write} s to write - {every} x {step} s in which training goes on"
+        text = "{copy} s to copy + {write} s to write - {every} x {step} s in which training continues"
         cost = Term("save", cost.value + wait, SECONDS, text, values)
     kept = {**around.disk}
     if saves is not None and save is not None:

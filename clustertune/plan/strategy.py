@@ -184,7 +184,7 @@ def _quantized(found: Sizes, base: Quantized, split: Distribution, config: Mappi
     whole, gather = 0.0, base.packed
     if split.is_fsdp and split.weight_shards > 1 and base.method == "bitsandbytes":
         whole = base.scales
-        notes.append("bitsandbytes' block scales stay whole on every rank: they are no parameters")
+        notes.append("bitsandbytes' block scales stay whole on every rank: they are not parameters")
         if not base.splits:
             # accelerate/utils/fsdp_utils.py:801 takes Params4bit in uint8 out of what FSDP2 splits.
             whole, gather = base.bytes, 0.0
@@ -356,5 +356,5 @@ def _find_problems(resolved: Resolved, split: Distribution) -> list[Problem]:
     # torch's context_parallel cuts a sequence into 2 x cp pieces, for equal work under a causal mask.
     if split.cp > 1 and length % parts:
         fix = f"train.max_length={length // parts * parts}"
-        add("cp", f"train.max_length {length} is no multiple of {parts} (2 x cp)", fix)
+        add("cp", f"train.max_length {length} is not a multiple of {parts} (2 x cp)", fix)
     return problems

@@ -56,7 +56,7 @@ def check_name(repo: str | None) -> str:
     if repo is None:
         raise UserError("no repository is named", file="command line", key="--repo", fix=fix)
     if not _REPO.fullmatch(repo) or ".." in repo or "--" in repo or repo.endswith((".git", ".", "-")):
-        raise UserError(f"{repo!r} is no repository's name", file="command line", key="--repo", fix=fix)
+        raise UserError(f"{repo!r} is not a repository's name", file="command line", key="--repo", fix=fix)
     return repo
 
 

@@ -76,7 +76,7 @@ def pack(run: RunDir, repo: str, licence: str | None, secrets: Iterable[str] = (
     that keeps the adapter from being pushed.
     """
     document = run.read()
-    fix = "push from the folder that the training wrote: this file was changed, or is no run's"
+    fix = "push from the folder that the training wrote: this file was changed, or is not a run's"
     problems = forms.find_problems(document, forms.RUN, str(run.run_json), fix)
     if not problems and get(document, *BASE) is None:
         problems = [
@@ -146,7 +146,7 @@ def _text_of(file: File) -> str:
     try:
         header = read_header(file.path)
     except (OSError, ValueError) as error:
-        raise UserError(f"is no safetensors file: {error}", file=str(file.path)) from None
+        raise UserError(f"is not a safetensors file: {error}", file=str(file.path)) from None
     # Names of tensors are checked against the architecture at the export; what else stands there is free text.
     return "\n".join([json.dumps(header.metadata), *(tensor.name for tensor in header.tensors)])
 
@@ -162,7 +162,7 @@ def still_same(upload: Upload) -> list[Problem]:
 
 # --- card -----------------------------------------------------------------------------------------------------------------
 
-# The model card: what the run says of itself. The same run gives the same bytes, so that a second push changes nothing.
+# The model card: what the run says about itself. The same run gives the same bytes, so that a second push changes nothing.
 
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _LOCAL = (("data", "input"), ("model", "path"), ("staged",))
@@ -181,7 +181,7 @@ def build_card(run: RunDir, document: Mapping[str, Any], sealed: Manifest, repo:
 
     if licence is not None and not _LICENCE.fullmatch(licence):
         fix = "one of the Hub's: https://huggingface.co/docs/hub/repositories-licenses"
-        raise UserError(f"{licence!r} is no licence identifier", file="command line", key="--license", fix=fix)
+        raise UserError(f"{licence!r} is not a licence identifier", file="command line", key="--license", fix=fix)
     recipe = get(document, "recipe", "recipe") or {}
     metrics = read_metrics(run.metrics)
     scored = _read_scores(run)
@@ -234,7 +234,7 @@ def _metadata(recipe: Mapping[str, Any], scored: Mapping[str, Any] | None, licen
 
 
 def _benchmark_results(scored: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """The Hub's ``results`` of each whole benchmark: anything else is no result that others may compare with."""
+    """The Hub's ``results`` of each whole benchmark: anything else is not a result that others may compare with."""
     found = []
     for name, row in (get(scored, "tasks") or {}).items():
         data = get(scored, "details", name, "data") or []

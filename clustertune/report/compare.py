@@ -234,7 +234,7 @@ def _run(path: Path) -> ComparedRun:
     try:
         run = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        what = "is no run folder: it has no run.json" if isinstance(error, FileNotFoundError) else f"unreadable: {error}"
+        what = "is not a run folder: it has no run.json" if isinstance(error, FileNotFoundError) else f"unreadable: {error}"
         raise UserError(Problem(what, file=str(path), fix=GIVE)) from None
     raise_if(forms.find_problems(run, forms.RUN, str(file), "leave it out: it is damaged, or no run of clustertune"))
     try:
@@ -342,7 +342,7 @@ def _bench(path: Path, body: Mapping[str, Any]) -> ComparedRun:
         "status": "finished",
     }
     if rate is None:
-        entry.notes.append("holds no rate")
+        entry.notes.append("contains no rate")
     if body.get("tiny"):
         entry.notes.append("was run with --tiny: a scaled-down model with random weights")
     _all_ranks(entry)

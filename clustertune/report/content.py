@@ -33,7 +33,7 @@ _ENDS = {
     int(ExitCode.FAILED): "failed",
     int(ExitCode.CONFIG): "refused: recipe, data or checkpoint",
     int(ExitCode.STORAGE): "stopped: storage",
-    int(ExitCode.AGAIN): "interrupted, saved, goes on with the same command",
+    int(ExitCode.AGAIN): "interrupted, saved, continues with the same command",
     int(ExitCode.STOP): "stopped: loss or gradient norm not finite",
 }
 
@@ -133,7 +133,7 @@ def score(value: Any) -> str:
 def eval_losses(metrics: Metrics) -> tuple[str, list[float]] | None:
     """The first and the last eval loss, behind when they were taken; None where nothing was evaluated.
 
-    Few recipes evaluate before the first step (``eval_on_start``): without that the first one is no loss before training.
+    Few recipes evaluate before the first step (``eval_on_start``): without that the first one is not a loss before training.
     """
     found = [(record.step, record.eval_loss) for record in metrics.evals if record.eval_loss is not None]
     return _between(found) if found else None

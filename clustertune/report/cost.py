@@ -276,7 +276,7 @@ def deadline(run: RunDir, budget: Budget, number: int, gpus: Sequence[str] = ())
 def over(budget: Budget) -> UserError:
     """What ends a run that has used up its budget (exit 93)."""
     limits = ", ".join(f"{key}: {value:g}" for key, value in budget.model_dump().items() if value is not None)
-    fix = "raise budget in the recipe, or on the command line: the same run goes on from its newest checkpoint"
+    fix = "raise budget in the recipe, or on the command line: the same run resumes from its newest checkpoint"
     return UserError(Problem(f"the budget of this run is used up ({limits})", key="budget", fix=fix), ExitCode.STOP)
 
 

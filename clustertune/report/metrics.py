@@ -229,7 +229,7 @@ class AttemptMetrics:
 
     attempt: int
     start_step: int | None = None
-    """The step it went on from; 0 from the base model."""
+    """The step it resumed from; 0 from the base model."""
     last_step: int | None = None
     """The last step it logged."""
     world_size: int | None = None
@@ -262,13 +262,13 @@ class Metrics:
     startups: list[StartupRecord] = field(default_factory=list)
     """By number of the attempt."""
     unreadable_lines: int = 0
-    """Lines that are no event: torn by a crash, or not JSON."""
+    """Lines that are not events: torn by a crash, or not JSON."""
 
 
 def read_metrics(path: Path) -> Metrics:
     """Read a metrics file; a missing one is an empty run. Unknown events and keys are passed over.
 
-    Where an attempt goes on from step S, what earlier attempts logged after S has been thrown away and is left out here,
+    Where an attempt resumes from step S, what earlier attempts logged after S has been thrown away and is left out here,
     whether or not the new attempt has come as far again, and wherever in the file it stands: the last lines of an attempt
     on a node that was cut off may come after the first ones of the next. Raises OSError where the file cannot be read.
     """
@@ -348,7 +348,7 @@ class MetricsReader:
             del self.evals[step]
 
     def _counts(self, step: int, number: int, before: int | None) -> bool:
-        """No later attempt has this step, or goes on from before it. ``before``: the attempt whose record there is."""
+        """No later attempt has this step, or resumes from before it. ``before``: the attempt whose record there is."""
         if before is not None and before > number:
             return False
         if number >= max(self.attempts, default=0):
@@ -420,7 +420,7 @@ def _whole(value: Any) -> int:
     """A step or attempt number. Raises ValueError for anything else: the line is then unreadable."""
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())  # inf and nan are not
     if isinstance(value, bool) or not whole or value < 0:
-        raise ValueError(f"{value!r} is no step")
+        raise ValueError(f"{value!r} is not a step")
     return int(value)
 
 
@@ -429,7 +429,7 @@ def _maybe_whole(value: Any) -> int | None:
 
 
 def _numbers(value: Any) -> list[float]:
-    """The numbers of a list; none where it is no list."""
+    """The numbers of a list; none where it is not a list."""
     return [number for each in value if (number := _number(each)) is not None] if isinstance(value, list) else []
 
 

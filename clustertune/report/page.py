@@ -34,13 +34,13 @@ def build(run_dir: Path, out: Path | None = None) -> Path:
 
     Beside it comes the same name with ``.json``: what the page answers, for programs. Whatever is missing or unreadable but
     ``run.json`` is left out or named on the page: a run that failed is the one that a person wants to look at. The same run
-    gives the same bytes. Raises UserError where ``run_dir`` is no run folder, and with exit code 73 where the page cannot be
+    gives the same bytes. Raises UserError where ``run_dir`` is not a run folder, and with exit code 73 where the page cannot be
     written.
     """
     run = RunDir(run_dir)
     document = run.read()
     if not isinstance(document, dict):
-        raise UserError(f"{run.run_json}: holds no run")
+        raise UserError(f"{run.run_json}: contains no run")
     page = run.report if out is None else out
     if page.suffix == ".json":
         raise UserError(Problem("is the name of the document beside the page", key="--out", fix="give it the ending .html"))
@@ -153,7 +153,7 @@ class _Run:
                 ) if part[2] or part[0] == "Recipe"
             ],
             "footer": f"From run.json and metrics.jsonl of {run.path.resolve().name}."
-            + (f" {torn} lines of metrics.jsonl are no events and were passed over." if torn else ""),
+            + (f" {torn} lines of metrics.jsonl are not events and were passed over." if torn else ""),
         }  # fmt: skip
 
     def _scored(self) -> dict[str, Any] | None:

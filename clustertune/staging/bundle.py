@@ -33,7 +33,7 @@ def read(folder: Path) -> Manifest:
         return read_manifest(folder, KIND)
     except UserError as error:
         fix = f"clustertune stage RECIPE --to {folder} makes it"
-        raise UserError([*error.problems, Problem("is no folder of staged inputs", file=str(folder), fix=fix)]) from None
+        raise UserError([*error.problems, Problem("is not a folder of staged inputs", file=str(folder), fix=fix)]) from None
 
 
 def parts(found: Manifest) -> dict[str, Any]:

@@ -349,7 +349,7 @@ def _check_prompts(path: Path) -> None:
     columns = ("key", "prompt", "instruction_id_list", "kwargs")
     if not rows or not all(isinstance(row, dict) and all(column in row for column in columns) for row in rows):
         fix = f"JSON lines with {', '.join(columns)}, as google/IFEval has them"
-        raise UserError("holds no rows of IFEval", file=str(path), key="--ifeval", fix=fix)
+        raise UserError("contains no rows of IFEval", file=str(path), key="--ifeval", fix=fix)
 
 
 def _one(path: Path) -> SourceFile:

@@ -126,7 +126,7 @@ def _stack() -> list[tuple[str, str, int, str]]:
 
 
 def _library(stack: list[tuple[str, str, int, str]]) -> str:
-    """Who tried: the nearest caller that is no transport, by its package, or by its file where it has none."""
+    """Who tried: the nearest caller that is not a transport, by its package, or by its file where it has none."""
     for name, file, _line, _function in stack:
         top = name.split(".")[0]
         if top in _TRANSPORT or file.startswith("<frozen"):

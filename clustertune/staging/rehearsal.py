@@ -54,7 +54,7 @@ class Rehearsal:
         return self._resolved
 
     def go(self) -> None:
-        """All steps; one that fails is reported, and the others go on with what there is."""
+        """All steps; one that fails is reported, and the others continue with what there is."""
         for name in STEPS:
             os.environ[netwatch.STEP] = name
             began = time.time()
@@ -117,7 +117,7 @@ class Rehearsal:
             return self._make_model()
         folder = bundle.model_folder(self._folder)
         if folder is None:
-            raise UserError("holds no model", file=str(self._folder), fix="stage the recipe again")
+            raise UserError("contains no model", file=str(self._folder), fix="stage the recipe again")
         from clustertune.errors import raise_if
         from clustertune.evaluate.model import check_weights
 

@@ -63,7 +63,7 @@ def survey(root: Path, what: str) -> list[SourceFile]:
     if problems:
         raise UserError([*problems, Problem("is not whole", file=str(root), fix="copy or make it again")])
     if not files:
-        raise UserError("holds no file", file=str(root), fix="is the storage mounted, and the name right?")
+        raise UserError("contains no file", file=str(root), fix="is the storage mounted, and the name right?")
     return files
 
 

@@ -31,7 +31,7 @@ class SourceFolder:
     what: str
     """``model`` or ``data``."""
     name: str
-    """The folder's name in the copy: a model's is what the adapter will say of its base."""
+    """The folder's name in the copy: a model's is what the adapter will say about its base."""
     root: Path
     """The folder on the shared storage."""
     revision: str | None = None

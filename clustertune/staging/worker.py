@@ -128,7 +128,7 @@ def _order(
             elif "answer" in line:
                 return line["answer"]
         text = f"the copying process ended (exit code {child.wait()})"
-        raise UserError(text, file=str(path), fix="run the same command again: it goes on", code=ExitCode.AGAIN)
+        raise UserError(text, file=str(path), fix="run the same command again: it continues", code=ExitCode.AGAIN)
     finally:
         child.kill()
         # A process that waits for a hung mount ends when the mount answers: it is not waited for, and has nothing to say.

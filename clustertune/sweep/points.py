@@ -294,7 +294,7 @@ def parse_axes(arguments: Sequence[str]) -> list[Axis | SettingRange]:
         key, equals, text = word.partition("=")
         if not equals or not _KEY.fullmatch(key):
             fix = "write section.key=value,value, as train.learning_rate=1e-5,5e-5"
-            problems.append(Problem(f"{(key if equals else word)[:60]!r} is no setting", file=COMMAND_LINE, fix=fix))
+            problems.append(Problem(f"{(key if equals else word)[:60]!r} is not a setting", file=COMMAND_LINE, fix=fix))
             continue
         if any(axis.key == key for axis in axes):
             problems.append(Problem("stands twice", file=COMMAND_LINE, key=key, fix="name all values in one: key=a,b,c"))
@@ -333,7 +333,7 @@ def _range(key: str, found: re.Match[str]) -> SettingRange:
     try:
         low, high = float(found[2]), float(found[3])
     except ValueError:
-        raise ValueError(f"{found[0]!r} is no range; write {kind}:LOW..HIGH") from None
+        raise ValueError(f"{found[0]!r} is not a range; write {kind}:LOW..HIGH") from None
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(f"{found[0]!r}: the low end must lie below the high one")
     if kind == "log" and low <= 0:

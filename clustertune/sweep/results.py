@@ -35,7 +35,7 @@ class PointResult:
     index: int
     values: dict[str, str]
     status: str
-    """``done``, ``failed``, ``unfinished`` (it runs, or it was ended and goes on) or ``waiting`` (nothing is there yet)."""
+    """``done``, ``failed``, ``unfinished`` (it runs, or it was ended and continues) or ``waiting`` (nothing is there yet)."""
     reason: str
     """Why it failed; empty otherwise."""
     step: int | None

@@ -88,12 +88,12 @@ def why_not(
 
 
 def _untrainable(stored: Mapping[str, Any], name: str) -> str | None:
-    """What transformers says of adapters over such weights."""
+    """What transformers says about adapters over such weights."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
     try:
         trainable = AutoHfQuantizer.from_config(dict(stored), pre_quantized=True).is_trainable
-        if callable(trainable):  # fp_quant's is no property (transformers 5.23)
+        if callable(trainable):  # fp_quant's is not a property (transformers 5.23)
             trainable = trainable()
     except (ImportError, ValueError, TypeError, AttributeError) as error:  # no such method, no such package, other fields
         return f"transformers does not load {name} weights here ({str(error).splitlines()[0]})"

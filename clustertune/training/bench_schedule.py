@@ -40,7 +40,7 @@ class BenchSchedule:
 
 
 def read(run_path: Path) -> BenchSchedule | None:
-    """What is to be measured in a run; None where it is no benchmark's."""
+    """What is to be measured in a run; None where it is not a benchmark's."""
     path = run_path / SETTINGS
     return BenchSchedule(**json.loads(path.read_text())) if path.exists() else None
 

@@ -29,7 +29,7 @@ class TrainArguments:
 def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> TrainArguments:
     """The recipe's training arguments on this device. A GPU takes them as they are."""
     values = dict(train_args)
-    # The Trainer's own filter logs 0.0 for a loss that is NaN and goes on (transformers 5.23, logging_nan_inf_filter).
+    # The Trainer's own filter logs 0.0 for a loss that is NaN and continues (transformers 5.23, logging_nan_inf_filter).
     values |= {"logging_nan_inf_filter": False, "disable_tqdm": True, "save_only_model": False}
     for key in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
         if "selective" in (given := values.get(key) or {}):
@@ -98,7 +98,7 @@ def check_packages(train_args: Mapping[str, Any], *, cuda: bool = False) -> None
 
 
 def machine_facts() -> dict[str, str | None]:
-    """What the metrics of a run say of this rank's machine: its first GPU (None: there is none) and the build of torch."""
+    """What the metrics of a run say about this rank's machine: its first GPU (None: there is none) and the build of torch."""
     import torch
 
     return {"gpu0": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None, "torch": torch.__version__}

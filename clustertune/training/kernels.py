@@ -42,7 +42,7 @@ class Compiled:
     """How many of these because something differed from the first time."""
     seconds: float = 0.0
     breaks: Mapping[str, int] = field(default_factory=dict)
-    """Places where a graph ended and Python went on, by reason."""
+    """Places where a graph ended and Python continued, by reason."""
     given_up: bool = False
     """A function was compiled too often: with what is new to it, it runs uncompiled from now on."""
 

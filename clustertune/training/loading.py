@@ -180,7 +180,7 @@ class Loading:
         return self._told(model, sources)
 
     def _find(self, model: Any, files: list[Path], load_config: Any, wanted: Mapping[str, torch.Tensor]) -> Sources:
-        """What :func:`find` says, agreed on: a node's own copy of the files may differ, and no rank may go on alone."""
+        """What :func:`find` says, agreed on: a node's own copy of the files may differ, and no rank may continue alone."""
         found, problems, other = None, [], ""
         try:
             found = find(model, survey(files, (load_config.sharded_metadata or {}).get("weight_map")), load_config, wanted)
@@ -308,7 +308,7 @@ class Loading:
                 if name in packed:
                     return quantised.read(source, plain(name), like, packed[name], self._reader, self._model)
                 return self._part(name, source, like)
-            except UserError as error:  # the others wait for this rank's scales: it goes on until all can end together
+            except UserError as error:  # the others wait for this rank's scales: it continues until all can end together
                 problems.extend(error.problems)
                 return None
 

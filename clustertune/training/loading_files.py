@@ -49,7 +49,7 @@ def survey(paths: Iterable[Path], index: Mapping[str, str] | None = None) -> dic
         try:
             tensors = read_header(path).tensors
         except ValueError as error:
-            problems.append(Problem(f"is no whole safetensors file: {error}", file=str(path), fix=FETCH))
+            problems.append(Problem(f"is not a whole safetensors file: {error}", file=str(path), fix=FETCH))
             continue
         except OSError as error:
             raise storage_error(error, "the base model was not read", path) from None

@@ -70,7 +70,7 @@ class Turns:
             self.on_wait()
             time.sleep(_POLL_SECONDS)
         if dist.is_available() and dist.is_initialized():
-            dist.barrier()  # ranks see the file at different moments, which is no part of a step
+            dist.barrier()  # ranks see the file at different moments, which is not part of a step
 
 
 class Stopwatch(TrainerCallback):  # type: ignore[misc]

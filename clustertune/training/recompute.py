@@ -49,7 +49,7 @@ def make_policy(save: Sequence[str]) -> Callable[..., CheckpointPolicy]:
     """Make the selective-checkpointing policy of one forward pass. It counts products, so each pass needs its own.
 
     torch calls it for every operation of a checkpointed forward pass below autograd, compiled or not, and keeps the results
-    that it names (``torch.utils.checkpoint.create_selective_checkpoint_contexts``). Kernels that are no operations of torch
+    that it names (``torch.utils.checkpoint.create_selective_checkpoint_contexts``). Kernels that are not operations of torch
     are recomputed.
     """
     attention, products = _overloads(_ATTENTION), _overloads(_MATMUL)

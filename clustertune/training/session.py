@@ -333,7 +333,7 @@ class Session:
             reason = "finished" if finished else f"asked to stop ({self.attempt.stop.signal_name or 'another rank was'})"
             if not finished:
                 self.tell(
-                    f"stopped at step {max(start, trainer.state.global_step)} as asked; the same command goes on from there"
+                    f"stopped at step {max(start, trainer.state.global_step)} as asked; the same command resumes from there"
                 )
         except UserError as error:
             code, reason = error.code, error.problems[0].message

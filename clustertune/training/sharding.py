@@ -45,7 +45,7 @@ class FoundSharding:
     attention: str | None = None
     """The attention implementation that the model calls."""
     reduce_dtype: str | None = None
-    """The type in which FSDP sums gradients; None where it is no FSDP's choice."""
+    """The type in which FSDP sums gradients; None where it is not FSDP's choice."""
     replicas: str | None = None
     """``equal`` or ``different``: whether ranks that should hold the same parameters do; None where nothing is held twice."""
 

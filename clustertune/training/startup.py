@@ -93,7 +93,7 @@ class Startup:
         self._stack.pop()
 
     def finish(self) -> None:
-        """The first step is done: what comes now is no start-up."""
+        """The first step is done: what comes now is not a start-up."""
         self._turn()
         self.done = True
 

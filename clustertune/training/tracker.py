@@ -104,7 +104,7 @@ def unreachable(server: str, seconds: float = PROBE_SECONDS) -> str | None:
         except (OSError, ValueError, http.client.HTTPException) as error:
             answer[0] = f"cannot be reached ({getattr(error, 'reason', error)})"
 
-    # A name server that does not answer is no socket's timeout: getaddrinfo takes what resolv.conf says, 30 s and more.
+    # A name server that does not answer is not a socket's timeout: getaddrinfo takes what resolv.conf says, 30 s and more.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(seconds)

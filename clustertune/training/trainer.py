@@ -167,7 +167,7 @@ class ZeroTrainer(TimedTrainer):
         """Raise UserError where a checkpoint of another number of ranks is to be loaded: ZeRO's parts do not fit."""
         if self.is_deepspeed_enabled and saved not in (0, now):
             text = f"the checkpoint is of {saved} ranks, this attempt has {now}: DeepSpeed cannot lay its parts out anew"
-            fix = f"go on with {saved} ranks, or export it and start from that"
+            fix = f"continue with {saved} ranks, or export it and start from that"
             raise UserError(Problem(text, fix=fix))
 
 
@@ -224,7 +224,7 @@ class _Saving:
     final: bool
     future: Future[WrittenCheckpoint]
     behind: bool
-    """Training goes on meanwhile."""
+    """Training continues meanwhile."""
     began: float
     """By time.perf_counter."""
     copy: float
@@ -300,7 +300,7 @@ class RankTrainer(ZeroTrainer):
         self.eval_skipped = False
         """An evaluation that was due at the step of the stop was left out; the next attempt makes it up."""
         self.start_step = 0
-        """The step that this attempt goes on from."""
+        """The step that this attempt resumes from."""
         self.peak_memory_bytes = 0
         """Highest peak memory over ranks so far."""
         self.on_inputs: Callable[[Mapping[str, Any]], None] | None = None
@@ -509,7 +509,7 @@ class RankTrainer(ZeroTrainer):
         return self._writer
 
     def _start(self, folder: Path | None, meta: Mapping[str, Any], state: RankState, began: float, *, local: bool) -> _Saving:
-        """Copy the state where training goes on, and have it written."""
+        """Copy the state where training continues, and have it written."""
         writer, copied = self.writer, 0.0
         for cadence in (None if local else self.cadence, self.local_cadence):
             if cadence is not None:
@@ -596,9 +596,9 @@ class RankTrainer(ZeroTrainer):
             Problem(
                 f"the checkpoint of step {step} was not saved: {what}{room}",
                 file=str(folder),
-                fix="free space or fix the storage, then run the same command again: it goes on from the last whole one"
+                fix="free space or fix the storage, then run the same command again: it resumes from the last whole one"
                 if stored
-                else "run the same command again: it goes on from the last whole one",
+                else "run the same command again: it resumes from the last whole one",
             ),
             ExitCode.STORAGE if stored else ExitCode.FAILED,
         )
@@ -676,7 +676,7 @@ class RankTrainer(ZeroTrainer):
 
     @property
     def _is_reshaped(self) -> bool:
-        """The checkpoint that this attempt goes on from is of another number of ranks, or of another mesh."""
+        """The checkpoint that this attempt resumes from is of another number of ranks, or of another mesh."""
         world, mesh = self.group.world_size, self._mesh
         return (self._resumed.get("world_size", world), self._resumed.get("mesh", mesh)) != (world, mesh)
 
@@ -737,7 +737,7 @@ class RankTrainer(ZeroTrainer):
             return
         with restricted.reading(checkpoint):
             states = values.load(Path(checkpoint), values.random_of(self.group.rank, self.group.world_size))
-        if states is None:  # of an export, or of a release that kept none: each rank goes on from the seed
+        if states is None:  # of an export, or of a release that kept none: each rank resumes from the seed
             return
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
@@ -774,7 +774,7 @@ class RankTrainer(ZeroTrainer):
     def _stored(checkpoint: str, name: str) -> Any:
         """A state that every checkpoint has. Raises UserError where this one does not."""
         if (found := values.load(Path(checkpoint), name)) is None:
-            fix = "go on from another checkpoint, or train anew"
+            fix = "resume from another checkpoint, or train anew"
             raise UserError(Problem(f"the {name}'s state is missing", file=checkpoint, fix=fix))
         return found
 

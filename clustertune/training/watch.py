@@ -16,7 +16,7 @@ MEASURED = ("mfu", "hfu", "data_seconds", "forward_backward_seconds", "optimizer
 """Of :meth:`clustertune.training.figures.Figures.take`, in ``metrics.jsonl``."""
 REWARDS = {f"reward_{name}": f"rewards/{key}" for name, key in
            {"accuracy": "accuracies", "margin": "margins", "chosen": "chosen", "rejected": "rejected"}.items()}  # fmt: skip
-"""What TRL says of pairs of answers, by its name in ``metrics.jsonl``; in an evaluation's event behind ``eval_``."""
+"""What TRL says about pairs of answers, by its name in ``metrics.jsonl``; in an evaluation's event behind ``eval_``."""
 
 
 def peak_memory_bytes() -> int:

@@ -222,7 +222,7 @@ def test_index_that_points_out_of_the_checkpoint_is_refused(make_checkpoint: Mak
             info.relative_path = "../../elsewhere"
 
     edit_index(checkpoint, change)
-    assert "no file of its folder" in refuse(checkpoint, tmp_path)[0]
+    assert "not a file of its folder" in refuse(checkpoint, tmp_path)[0]
 
 
 def test_chunk_that_the_index_forgot_is_found(make_checkpoint: Maker, tmp_path: Path) -> None:

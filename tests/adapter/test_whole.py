@@ -155,7 +155,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path, base: Path) ->
     tensors["model.other.weight"] = torch.ones(2)
     text = refused(make(tmp_path / "ck", ARCHITECTURE, tensors), tmp_path / "out", base)
     assert "model.norm.weight [32] is missing" in text and "has shape [95, 32], expected [96, 32]" in text
-    assert "model.model.other.weight is no parameter" in text
+    assert "model.model.other.weight is not a parameter" in text
 
 
 def test_values_that_are_not_finite_are_not_published(tmp_path: Path, base: Path) -> None:

@@ -48,7 +48,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def attempt(self: chain.Chain, plan: AttemptPlan) -> Outcome:
         seen.append("ours")
-        assert not self.run.checkpoints.exists(), "a round goes on from no other one's checkpoint"
+        assert not self.run.checkpoints.exists(), "a round resumes from no other one's checkpoint"
         assert read(self.run.path) == BenchSchedule(1, 3, 1)
         self.run.checkpoints.mkdir()
         for rank in range(plan.world_size):

@@ -1,4 +1,4 @@
-"""The manifest itself can be damaged: what it says of the training (step, tokens, digests) stands in no hashed file."""
+"""The manifest itself can be damaged: what it says about the training (step, tokens, digests) stands in no hashed file."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_a_copy_needs_room_for_all_ranks_of_a_node(
 
 
 def test_a_second_copy_has_the_values_of_its_own_save(tmp_path: Path) -> None:
-    """The learning rate is no tensor; a list may grow; what lies elsewhere is copied from there."""
+    """The learning rate is not a tensor; a list may grow; what lies elsewhere is copied from there."""
     writer, tensor = make(tmp_path), torch.ones(3)
     given: dict[str, Any] = {"optimizer_0": {"o": {"lr": 0.5, "steps": [1], "m": tensor, "view": tensor[1:]}}}
     first, _ = writer.copy(given, [tensor])

@@ -379,7 +379,7 @@ def test_all_ranks_learn_of_the_fence_that_rank_0_met(tmp_path: Path) -> None:
 
 
 def test_what_a_later_attempt_made_is_not_pruned_by_an_earlier_one(tmp_path: Path) -> None:
-    """The later one went on from an older step; by step alone its checkpoints look old."""
+    """The later one resumed from an older step; by step alone its checkpoints look old."""
     theirs = [save(tmp_path, 2, attempt=2), save(tmp_path, 3, attempt=2, commit=False)]
     for step in (1, 8, 9):
         save(tmp_path, step)

@@ -96,5 +96,5 @@ def test_a_file_that_holds_no_state_is_refused(shape: Any, tmp_path: Path) -> No
     assert data.count(before.encode()) == 1
     length = int.from_bytes(data[:8], "little") + len(after) - len(before)
     file.write_bytes(length.to_bytes(8, "little") + data[8:].replace(before.encode(), after.encode()))
-    with pytest.raises(UserError, match="holds no state of a training"):
+    with pytest.raises(UserError, match="contains no state of a training"):
         values.load(tmp_path, "scheduler")

@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused(slurm: ThrowawayCluster, tmp_path: Path) -
 
 
 def test_power_loss_requeues_and_the_node_comes_back(slurm: ThrowawayCluster, tmp_path: Path) -> None:
-    """Nothing of the lost node goes on, and the job starts again with a higher count."""
+    """Nothing of the lost node continues, and the job starts again with a higher count."""
     # srun may see its broken connection before the controller misses the node: a script that ended then would have failed.
     body = "srun bash -c 'echo $SLURM_RESTART_COUNT; [ $SLURM_RESTART_COUNT ] || sleep 1000' || sleep 500\n"
     job = submit(slurm, tmp_path, body)
@@ -152,7 +152,7 @@ def test_links_are_as_slow_as_asked(slurm: ThrowawayCluster) -> None:
 
 
 def test_a_command_that_takes_too_long_is_ended(slurm: ThrowawayCluster) -> None:
-    """nsenter's child would go on without its parent, and keep the pipe of who waits for its output open."""
+    """nsenter's child would continue without its parent, and keep the pipe of who waits for its output open."""
     with pytest.raises(subprocess.TimeoutExpired):
         slurm.run(["sleep", "1234"], timeout=1)
     wait_for(lambda: not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "1234"]], "it ends")
@@ -214,7 +214,7 @@ time.sleep(1000)
 
 @pytest.mark.parametrize("isolation", ["netns", "none"])
 def test_an_owner_that_is_killed_leaves_nothing(isolation: str, tmp_path: Path) -> None:
-    """A test run that is killed must not fill the machine with daemons, and with jobs that go on for ever."""
+    """A test run that is killed must not fill the machine with daemons, and with jobs that continue for ever."""
     need_slurm(isolated=isolation == "netns")
     job = script(tmp_path, "#!/bin/bash\nsrun sleep 4321\n", head="")
     command = [sys.executable, "-c", OWNER, isolation, str(job)]

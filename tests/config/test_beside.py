@@ -88,7 +88,7 @@ def test_they_are_checked_like_the_file(refused: Refuse, override: str, key: str
     ],
 )
 def test_a_stated_mesh_is_that_of_the_ranks(refused: Refuse, recipe: str, sizes: dict[str, int], says: str) -> None:
-    """What accelerate says of it, it says on the nodes, once the base is loaded (parallelism_config.py:325, 372 and 381)."""
+    """What accelerate says about it, it says on the nodes, once the base is loaded (parallelism_config.py:325, 372 and 381)."""
     problems = refused(recipe, [f"{PARALLEL}_{axis}_size={size}" for axis, size in sizes.items()])
     assert any(says in problem.message for problem in problems), problems
 
@@ -114,7 +114,7 @@ def test_what_stands_in_the_file_keeps_its_line(refused: Refuse) -> None:
 
 
 def test_ranks_left_to_shard_over_are_derived() -> None:
-    """A recipe holds no machine counts; accelerate wants their product to be the number of ranks."""
+    """A recipe contains no machine counts; accelerate wants their product to be the number of ranks."""
     resolved = resolve("llama405b-oasst2", [f"{PARALLEL}_dp_replicate_size=2"])
     assert resolved.accelerate["parallelism_config"]["parallelism_config_dp_shard_size"] == 8
     assert (resolved.data_parallel_size, resolved.distribution.weight_shards) == (16, 8)

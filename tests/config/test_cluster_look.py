@@ -42,7 +42,7 @@ def test_a_test_cluster_of_22_05() -> None:
 
 
 def test_nodes_of_two_kinds_in_23_11() -> None:
-    """The kind that most nodes are of is taken and the others are named. What an admin wrote into Reason is no fact."""
+    """The kind that most nodes are of is taken and the others are named. What an admin wrote into Reason is not a fact."""
     found = judge(recorded("23.11"))
     assert [host.name for host in found.compute_nodes] == ["gpu-a01", "gpu-a02"]
     assert found.compute.gpus == 8 and found.compute.gpu == "h100-sxm"

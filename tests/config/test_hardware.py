@@ -132,7 +132,7 @@ def test_a_wrong_link_is_refused(
 
 
 def test_storage_has_its_sources_too(tmp_path: Path, body: dict[str, Any]) -> None:
-    """An assumption that nobody can look up is no figure."""
+    """An assumption that nobody can look up is not a figure."""
     del body["storage"]["sources"]["read_gb_s"]
     assert any("storage.sources.read_gb_s" in problem for problem in refused(tmp_path, body))
 

@@ -91,8 +91,8 @@ def test_every_size_that_does_not_divide_is_told_at_once(refused: Refuse) -> Non
     ]  # fmt: skip
     text = "\n".join(map(str, refused(RECIPE, words)))
     for says in (
-        "does not divide 16 ranks", "126 layers are no multiple of 8 stages", "128 num_attention_heads",
-        "8 num_key_value_heads", "intermediate_size 53248", "the model has no experts", "no multiple of 3",
+        "does not divide 16 ranks", "126 layers are not a multiple of 8 stages", "128 num_attention_heads",
+        "8 num_key_value_heads", "intermediate_size 53248", "the model has no experts", "not a multiple of 3",
         "Megatron does not read it",
     ):  # fmt: skip
         assert says in text, text
@@ -103,7 +103,7 @@ def test_every_size_that_does_not_divide_is_told_at_once(refused: Refuse) -> Non
     [
         (["megatron.virtual_pipeline_model_parallel_size=2"], "there is no pipeline"),
         (["megatron.sequence_parallel=true"], "tensor_model_parallel_size is 1"),
-        (["megatron.context_parallel_size=2", "train.max_length=2046"], "no multiple of 4"),
+        (["megatron.context_parallel_size=2", "train.max_length=2046"], "not a multiple of 4"),
         (["megatron.tensor_model_parallel_sise=2"], "did you mean tensor_model_parallel_size?"),
         (["megatron.fp8=e5m2"], "e4m3"),
     ],

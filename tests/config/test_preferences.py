@@ -77,7 +77,7 @@ def test_each_loss_of_trl_is_taken() -> None:
 
 
 def test_it_is_recorded_and_another_run() -> None:
-    """The same keys under the other trainer would go on from its checkpoints."""
+    """The same keys under the other trainer would resume from its checkpoints."""
     made = resolve("tiny-dpo")
     again = Resolved.from_dict(json.loads(json.dumps(made.as_dict())))
     assert again.is_dpo and again.fingerprint() == made.fingerprint()

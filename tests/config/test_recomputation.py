@@ -20,7 +20,7 @@ EAGER = "train.model_init_kwargs.attn_implementation=eager"
 
 
 def refused(*words: str) -> dict[str, str]:
-    """What is said of each key; nothing where the recipe is taken."""
+    """What is said about each key; nothing where the recipe is taken."""
     try:
         resolve(RECIPE, list(words))
     except UserError as error:

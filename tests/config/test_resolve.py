@@ -345,7 +345,7 @@ def test_a_reduction_that_nothing_reads_is_refused(overrides: list[str]) -> None
 
 
 def test_what_gradients_are_summed_in_decides_the_weights() -> None:
-    """A run folder is not gone on with in another type; recipes that do not say it keep theirs."""
+    """A run folder is not continued in another type; recipes that do not say it keep theirs."""
     words = ["train.bf16=true", "lora=null"]
     prints = {resolve("recipes/tiny-oasst2", [*words, *more]).fingerprint() for more in ([], ["reduce_dtype=float32"])}
     assert len(prints) == 2

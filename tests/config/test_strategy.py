@@ -50,7 +50,7 @@ def test_what_the_stack_carries_resolves(given: list[str]) -> None:
         ([TP, "lora.modules_to_save=[norm]"], "whole modules are not trained beside an adapter"),
         ([TP, "lora.target_modules=[q_proj, embed_tokens]"], "embed_tokens takes no adapter"),
         ([TP, "lora.target_modules='.*(q_proj|embed_tokens)'"], "embed_tokens takes no adapter"),
-        ([TP, "lora.target_modules='(q_proj'"], "is no regular expression"),
+        ([TP, "lora.target_modules='(q_proj'"], "is not a regular expression"),
         ([TP, "train.torch_compile=true"], "not proved together with tensor parallelism"),
         ([TP.replace("=2", "=4")], "4 does not divide num_key_value_heads, 2"),
         ([CP, NOT_PACKED, "train.model_init_kwargs.attn_implementation=eager"], "has an attention of its own"),

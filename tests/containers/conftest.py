@@ -86,7 +86,7 @@ def has(find: Callable[[], str]) -> str | None:
 
 @pytest.fixture(scope="session")
 def cpu_sif(request: pytest.FixtureRequest, started: Started) -> dict[str, Any]:
-    """What ``make build-sif VARIANT=cpu BASE=standin`` said of it."""
+    """What ``make build-sif VARIANT=cpu BASE=standin`` said about it."""
     if (reason := has(engines.find_apptainer)) is not None:
         pytest.skip(reason)
     # Where pytest was not started on this folder it never heard of the option.
@@ -99,7 +99,7 @@ def cpu_sif(request: pytest.FixtureRequest, started: Started) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def cpu_oci(started: Started) -> Iterator[dict[str, Any]]:
-    """What ``make build-image VARIANT=cpu BASE=standin`` said of it."""
+    """What ``make build-image VARIANT=cpu BASE=standin`` said about it."""
     if (reason := has(engines.find_engine)) is not None:
         pytest.skip(reason)
     told = started("build-image").result()

@@ -250,7 +250,7 @@ def test_preempted_in_the_container_nothing_is_lost(slurm: ThrowawayCluster, qui
 
 
 def test_an_image_that_lacks_packages_is_told_before_the_first_stage(file: Path, tmp_path: Path) -> None:
-    """The image's other Python has none of them: what the first start of a job would say of such an image."""
+    """The image's other Python has none of them: what the first start of a job would say about such an image."""
     code = "import os; os.execv('/usr/bin/python3', ['/usr/bin/python3', '-m', 'clustertune.launch.inventory'])"
     found = stack.parse(inside(file, [], "-c", code))
     assert found is not None

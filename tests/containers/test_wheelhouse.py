@@ -60,7 +60,7 @@ def test_wheels_and_what_is_built_of_source(served: Path, tmp_path: Path) -> Non
 
 
 def test_a_second_time_nothing_is_fetched(served: Path, tmp_path: Path) -> None:
-    """A build that failed later goes on, also where the index is gone."""
+    """A build that failed later continues, also where the index is gone."""
     paths = [wheel(served, "kiln"), sdist(served, "pan")]
     lock = lock_of(*paths)
     first = fill(lock, tmp_path)

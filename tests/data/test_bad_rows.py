@@ -168,5 +168,5 @@ def test_without_any_conversation_the_reason_is_said(run, row):
         run([{"instruction": "a", "output": "b"}] * 2)
     with pytest.raises(UserError, match=r"no tree has the language tr; there are: en 1"):
         run([row("p1", None), row("a1", "p1")], language="tr")
-    with pytest.raises(UserError, match="holds no usable conversation"):
+    with pytest.raises(UserError, match="contains no usable conversation"):
         run(b"")

@@ -139,7 +139,7 @@ def test_what_is_no_dataset_is_never_touched(source, tmp_path):
     with pytest.raises(UserError, match=r"something else than a dataset: MANIFEST\.json of kind adapter"):
         make(source, other)
     assert find_problems(other, "adapter") == []
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         make(source, source)
 
 

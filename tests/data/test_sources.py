@@ -92,7 +92,7 @@ def test_an_array_broken_in_the_middle_is_refused_with_its_line(run, array):
 
 
 def test_an_empty_array_is_said_to_be_empty(run):
-    with pytest.raises(UserError, match="holds no usable conversation"):
+    with pytest.raises(UserError, match="contains no usable conversation"):
         run(b" [ ]\n", ".json")
 
 

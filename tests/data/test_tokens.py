@@ -59,7 +59,7 @@ def content(dataset: Path) -> dict[str, bytes]:
 
 
 def test_tokens_and_labels_are_the_templates(dataset: Path, tokenizer: Any) -> None:
-    """Conversation by conversation, in the order of the file, and what is said of them is counted."""
+    """Conversation by conversation, in the order of the file, and what is said about them is counted."""
     made = tokens.make(dataset, tokenizer, {**ASKED, "packing": False, "max_length": None}, chunk=CHUNK)
     total = labelled = 0
     for split in ("train", "eval"):

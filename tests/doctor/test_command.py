@@ -113,7 +113,7 @@ slurm: {partition: gpu}
     ("words", "told"),
     [
         (["--ignore", "gpu-migg"], "there is no rule 'gpu-migg'"),
-        (["--place", "moon"], "'moon' is no place"),
+        (["--place", "moon"], "'moon' is not a place"),
         (["--nodes", "2"], "is read only with --submit"),
         (["--time", "5"], "is read only with --submit"),
         (["--submit", "--here"], "a job looks at its own nodes"),

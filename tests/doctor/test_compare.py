@@ -82,7 +82,7 @@ def test_a_node_that_does_not_tell_is_no_odd_one() -> None:
 
 
 def test_a_brick_is_local_on_its_own_node() -> None:
-    """Every other node has it by NFS: that is no difference."""
+    """Every other node has it by NFS: that is not a difference."""
     cluster: Patch = {"storage.bricks": BRICKS}
     machines = [machine({"hostname": "gpu01", "mounts.+": BRICK}, cluster), machine({"hostname": "gpu02"}, cluster)]
     assert [item.status for item in between(machines) if item.rule == "nodes-mounts"] == [PASS]

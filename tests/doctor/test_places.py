@@ -94,7 +94,7 @@ def test_the_document(tmp_path: Path) -> None:
 
 
 def test_the_same_facts_at_another_place(tmp_path: Path) -> None:
-    """Limits and cores of a step are judged in a step, those of a login node are no fault."""
+    """Limits and cores of a step are judged in a step, those of a login node are not a fault."""
     path = facts_file(tmp_path, nofile=128, memlock_bytes=65536, affinity=1, affinity_list="0", nvidia_devices=0, gpus=[])
     assert run("--from", path).returncode == 2
     assert run("--from", path, "--place", "login").returncode == 0

@@ -1,4 +1,4 @@
-"""Before a job only that stops it which is sure to: everything else is told, and the job goes on."""
+"""Before a job only that stops it which is sure to: everything else is told, and the job continues."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_may_be_harmless_stops_nothing(monkeypatch: pytest.MonkeyPatch, rul
 
     said, found = run(monkeypatch, facts, load_cluster(None))
     assert [item.rule for item in found if item.status == FAIL] == [rule]
-    assert any(line.startswith(f"FAIL    {rule}") for line in said) and any("goes on" in line for line in said)
+    assert any(line.startswith(f"FAIL    {rule}") for line in said) and any("continues" in line for line in said)
 
 
 def test_what_stops_a_job_is_told_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_variables_that_name_the_cache(tmp_path: Path) -> None:
 
 
 def test_another_machines_disks_are_taken_from_the_cluster_file(tmp_path: Path) -> None:
-    """On a laptop /pool is no pool; the cluster file says what it is where jobs run."""
+    """On a laptop /pool is not a pool; the cluster file says what it is where jobs run."""
     case = make(tmp_path)
     case.hostname = "laptop"
     for path, kind in (("/pool/x", "fuse.mergerfs"), ("/shared/x", "nfs4"), ("/other", "ext4")):

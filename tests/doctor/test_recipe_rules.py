@@ -228,7 +228,7 @@ def parcel_of(**model: str) -> Spoil:
 
 
 def of_its_own(case: Case) -> None:
-    """The recipe without a base, and nothing said of whose tokens count."""
+    """The recipe without a base, and nothing said about whose tokens count."""
     base = yaml.safe_load((RECIPES / "_base" / f"{case.recipe.pop('base')}.yaml").read_text())
     case.recipe |= {"lora": base["lora"], "train": base["train"] | case.recipe["train"]}
     del case.recipe["train"]["assistant_only_loss"]

@@ -28,7 +28,7 @@ def shapes(**given: tuple[int, ...]) -> list[Tensor]:
     ("tensors", "words"),
     [
         (shapes(A=(32, 64), B=(128, 32)), []),
-        ([], ["it holds no tensor"]),
+        ([], ["it contains no tensor"]),
         (shapes(A=(2048,), B=(128, 32)), ["layers.0.lora_A.weight has shape [2048]"]),
         (shapes(A=(32, 64), B=(0, 32)), ["layers.0.lora_B.weight has shape [0, 32]"]),
         (shapes(A=(32, 64)), ["layers.0.lora_B.weight is missing"]),
@@ -82,14 +82,14 @@ def test_the_nearest_folder_that_is_there(tmp_path: Path) -> None:
 
 
 def test_a_broken_checkpoint_is_named_with_its_file_and_what_follows(tmp_path: Path) -> None:
-    """People look for the file; and whether their run goes on is what they want to know."""
+    """People look for the file; and whether their run continues is what they want to know."""
     case = make(tmp_path)
     write_run(case)
     write_checkpoint(case, 40)
     (write_checkpoint(case, 80) / "pytorch_model_fsdp_0" / ".metadata").unlink()
     found = {item.rule: item for item in case.findings()}
     assert found["checkpoint-damaged"].status == found["checkpoint-without-metadata"].status == WARN
-    assert found["checkpoint-damaged"].found == "step-000080 is not whole: .metadata: missing; the run goes on from step-000040"
+    assert found["checkpoint-damaged"].found == "step-000080 is not whole: .metadata: missing; the run resumes from step-000040"
 
 
 def test_a_checkpoint_of_other_ranks_is_no_finding_under_fsdp(tmp_path: Path) -> None:

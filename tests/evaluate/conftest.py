@@ -23,7 +23,7 @@ from clustertune.evaluate.run import evaluate
 SETTINGS = Eval(max_gen_toks=8, batch_size=8)
 OWN = tasks.FOLDER / "prompts.jsonl"
 
-# Google's set has rows like the first: "#" is no letter, and lm-eval draws one. The second has the Hub's null arguments.
+# Google's set has rows like the first: "#" is not a letter, and lm-eval draws one. The second has the Hub's null arguments.
 EXTRA_ROWS: list[dict[str, Any]] = [
     {
         "key": 901,

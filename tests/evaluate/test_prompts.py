@@ -86,8 +86,8 @@ BAD = [
     (one("change_case:capital_word_frequency", capital_frequency=5, capital_relation="most"), "but most is given"),
     (one("language:response_language", language="xx"), "refuses"),
     (one("keywords:existence", keywords="word"), "kwargs[0].keywords: must be a list of texts"),
-    (one("keywords:existence", keywords=["(open"]), "'(open' is no regular expression"),
-    (one("keywords:frequency", keyword="[", frequency=1, relation="at least"), "'[' is no regular expression"),
+    (one("keywords:existence", keywords=["(open"]), "'(open' is not a regular expression"),
+    (one("keywords:frequency", keyword="[", frequency=1, relation="at least"), "'[' is not a regular expression"),
     (one("punctuation:no_comma", color="red"), "unexpected keyword argument 'color'"),
     (one("combination:repeat_prompt"), "prompt_to_repeat must be set"),
 ]
@@ -113,7 +113,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("content", [b"", b"\n \n"])
     def test_nothing_in_it(self, content: bytes, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="holds no prompts"):
+        with pytest.raises(UserError, match="contains no prompts"):
             read_prompts(write(tmp_path, content))
 
     def test_no_file(self, tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_recorded_mounts(tree: Path) -> None:
 
 
 def test_a_machine_with_nothing(tmp_path: Path) -> None:
-    """An empty tree is no error."""
+    """An empty tree is not an error."""
     f = collect(root=str(tmp_path), command=lambda *_: ABSENT)
     assert f.unread == [] and f.nvidia_devices is None and f.acs_redirect is None and f.iommu is None and f.nics == []
 
@@ -304,7 +304,7 @@ def test_secrets_stay_out() -> None:
     ],
 )
 def test_places(kind: str, environ: dict[str, str], slurm: bool, place: str) -> None:
-    """Login node, step, container; nodes that are containers themselves are no image of the ranks."""
+    """Login node, step, container; nodes that are containers themselves are not an image of the ranks."""
     assert surroundings.place(kind, environ, slurm=slurm) == place
 
 
@@ -460,11 +460,11 @@ def test_a_file_system_whose_server_is_gone_may_answer(monkeypatch: pytest.Monke
     monkeypatch.setattr(Probe, "read", lambda _self, path: table if path.endswith("mountinfo") else "")
     found = mounts.look(Probe(), mounts.MountQuery())
     assert [(m.fault, m.silent) for m in found["mounts"]] == [("Transport endpoint is not connected", False), ("", False)]
-    assert (found["shm_bytes"], found["shm_free_bytes"]) == (9, 8), "a folder that is no mount serves as well"
+    assert (found["shm_bytes"], found["shm_free_bytes"]) == (9, 8), "a folder that is not a mount serves as well"
 
 
 def test_facts_of_another_kind_are_refused() -> None:
-    """A null is what was not seen; a number where a list belongs is no document of ours."""
+    """A null is what was not seen; a number where a list belongs is not a document of ours."""
     assert from_dict({"hostname": "x", "environment": None, "unread": None}).environment == {}
     with pytest.raises(ValueError, match="unread: int, not list"):
         from_dict({"hostname": "x", "unread": 5})

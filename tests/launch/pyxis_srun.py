@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def mount(text: str) -> list[str]:
-    """``SRC:DST[:FLAGS]``, and what the plugin says of it."""
+    """``SRC:DST[:FLAGS]``, and what the plugin says about it."""
     parts = text.split(":")
     source, target = parts[0], parts[1] if len(parts) > 1 else parts[0]
     if not source or not target or len(parts) > 3:

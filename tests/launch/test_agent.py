@@ -134,7 +134,7 @@ time.sleep(120)
 
 
 def test_a_newer_attempt_ends_the_ranks_of_an_older_one(tmp_path: Path) -> None:
-    """A node that was cut off goes on computing; nothing of it may be written once others do its work."""
+    """A node that was cut off continues computing; nothing of it may be written once others do its work."""
     agent = agent_of(tmp_path)
     when(filled(agent.folder / "rank-0.pid"), (tmp_path / "attempts" / "0002").mkdir)
     assert agent.run([sys.executable, "-c", SLEEPER, str(agent.folder)], quiet=True) is ExitCode.AGAIN

@@ -151,7 +151,7 @@ def test_a_process_binds_itself_and_says_so() -> None:
 
 
 def test_a_refused_binding_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container may forbid the call: training goes on, slower."""
+    """A container may forbid the call: training continues, slower."""
 
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")

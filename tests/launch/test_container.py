@@ -62,7 +62,7 @@ def test_pyxis_on_the_reference_cluster() -> None:
 
 
 def test_without_a_container_nothing_is_added() -> None:
-    """The clusters without one go on as before."""
+    """The clusters without one continue as before."""
     found = words(cluster())
     assert found[-3:] == ["/v/bin/python", "-m", "x"] and f"--export={','.join(step.BASIC)}" in found
 

@@ -173,7 +173,7 @@ def test_a_submission_resolves_once(tmp_path: Path, tiny: bool, monkeypatch: pyt
 
 
 def test_the_recorded_distribution_is_what_is_read(tmp_path: Path) -> None:
-    """Another release may derive otherwise: a run goes on as it began."""
+    """Another release may derive otherwise: a run continues as it began."""
     found = resolve("tiny-oasst2")
     body = json.loads(json.dumps(found.as_dict()))
     body["distribution"]["reshard"] = not found.distribution.reshard

@@ -44,7 +44,7 @@ def test_the_runtime_must_be_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_pyxis_is_looked_for_in_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the plugin srun ends with "unrecognized option", after the preparation; a registry's image is no file."""
+    """Without the plugin srun ends with "unrecognized option", after the preparation; a registry's image is not a file."""
     cluster = machine(container={"runtime": "pyxis", "image": "docker://a/b@sha256:" + "a" * 64})
     srun = tmp_path / "srun"
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Which image a run is in: its sum, read once, and what the run's record says of it."""
+"""Which image a run is in: its sum, read once, and what the run's record says about it."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_an_image_with_its_sum(sif: Path) -> None:
     ("text", "told"),
     [
         ("0" * 64 + "  train.sif\n", f"its sum is {DIGEST[:16]}..., and train.sif.sha256 says 0000000000000000..."),
-        ("", "holds no sum of one file"),
-        (f"{DIGEST}  a\n{DIGEST}  b\n", "holds no sum of one file"),
-        ("\xff" * 64, "holds no sum of one file"),
+        ("", "contains no sum of one file"),
+        (f"{DIGEST}  a\n{DIGEST}  b\n", "contains no sum of one file"),
+        ("\xff" * 64, "contains no sum of one file"),
     ],
 )
 def test_another_image_than_its_sum_says_is_refused(sif: Path, text: str, told: str) -> None:
@@ -143,7 +143,7 @@ def test_no_image(sif: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such image"):
         image.look(settings(sif))
     sif.mkdir()
-    with pytest.raises(UserError, match="is no file"):
+    with pytest.raises(UserError, match="is not a file"):
         image.look(settings(sif))
     assert image.look(Container()) == (None, [])
     digest = "ab" * 32
@@ -152,7 +152,7 @@ def test_no_image(sif: Path, tmp_path: Path) -> None:
 
 
 def test_the_labels_of_an_image(sif: Path, tmp_path: Path) -> None:
-    """From the runtime's own inspection; what it says otherwise is no label."""
+    """From the runtime's own inspection; what it says otherwise is not a label."""
     program = tmp_path / "apptainer"
     body = {"data": {"attributes": {"labels": {"clustertune.lock": "train", "long": "x" * 999}}}}
     for text, told in ((json.dumps(body), {"clustertune.lock": "train", "long": "x" * 200}), ("{}", {}), ("no", {})):

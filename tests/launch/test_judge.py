@@ -143,7 +143,7 @@ def test_a_node_that_says_nothing_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_failure_next_to_a_lost_node_is_no_fault_of_the_job(tmp_path: Path) -> None:
-    """A node that lost its power and came back at once: its peers see their connections reset, and the job goes on."""
+    """A node that lost its power and came back at once: its peers see their connections reset, and the job continues."""
     leave(tmp_path, 0, 1, message="connection reset by peer")
     leave_node(tmp_path, 0, code=1, launcher=1)
     outcome = judge(tmp_path, plan(2, nodes=2))
@@ -161,7 +161,7 @@ def test_a_hung_rank_that_its_agent_ended(tmp_path: Path) -> None:
 
 
 def test_a_taken_port_is_told_apart(tmp_path: Path) -> None:
-    """It is no fault of the job: the next attempt takes another one."""
+    """It is not a fault of the job: the next attempt takes another one."""
     (tmp_path / "node-0.log").write_text("RuntimeError: EADDRINUSE, address already in use\n")
     leave_node(tmp_path, 0, code=1, launcher=1)
     outcome = judge(tmp_path, plan(4, nodes=2))

@@ -40,7 +40,7 @@ def test_singularity_is_not_told_of_an_option_that_it_does_not_have() -> None:
 
 
 def runtime(tmp_path: Path, name: str, *own: str) -> str:
-    """A program that says of its build what ``apptainer buildcfg`` does."""
+    """A program that says about its build what ``apptainer buildcfg`` does."""
     folder = tmp_path / "libexec" / name.partition("-")[0] / "bin"
     folder.mkdir(parents=True)
     for helper in own:
@@ -75,7 +75,7 @@ def test_where_nothing_is_known_nothing_is_told(tmp_path: Path) -> None:
 
 
 def test_submit_and_the_job_tell_it(tmp_path: Path) -> None:
-    """With what else there is to say of an image."""
+    """With what else there is to say about an image."""
     sif = tmp_path / "x.sif"
     sif.write_text("image")
     program = runtime(tmp_path, "apptainer", "squashfuse_ll")

@@ -66,7 +66,7 @@ def test_the_wrong_allocation_is_refused_with_the_line_to_use(slurm: ThrowawayCl
     line = next(line for line in job.text.splitlines() if "sbatch --" in line)
     for word in ("--nodes=2", "--gpus-per-node=", ":8 ", "--time=24:00:00", "launch/run.sbatch recipes/llama405b-oasst2"):
         assert word in line.replace("=8 ", "=:8 ")
-    assert f"--run-dir {job.run}" in line and "--to train" in line, "pasted it must not run elsewhere, nor go on to the end"
+    assert f"--run-dir {job.run}" in line and "--to train" in line, "pasted it must not run elsewhere, nor continue to the end"
     assert not job.run.exists()
 
 

@@ -192,7 +192,7 @@ def test_modules_are_loaded_and_what_they_set_goes_on(tmp_path: Path) -> None:
 
 
 def test_by_hand_the_program_begins_anew_with_the_modules(tmp_path: Path) -> None:
-    """Once: where they are loaded it goes on."""
+    """Once: where they are loaded it continues."""
     (tmp_path / "init").mkdir()
     (tmp_path / "init" / "bash").write_text('module() { echo "LOADED $2 $CUDA" >&2; export CUDA=$2; }\n')
     code = """
@@ -208,7 +208,7 @@ print("went on", os.environ.get("CLUSTERTUNE_MODULES"))
     assert json.loads(anew.stdout)["name"] == "dgx-h100" and anew.stderr.split("\n")[:2] == ["LOADED a/1 ", "LOADED b a/1"]
     environ["CLUSTERTUNE_MODULES"] = "a/1 b"
     gone_on = subprocess.run(words, cwd=REPO, env=environ, capture_output=True, text=True, check=True)
-    assert gone_on.stdout == "went on a/1 b\n"
+    assert gone_on.stdout == "continued a/1 b\n"
 
 
 def test_a_node_without_modules_says_so() -> None:

@@ -100,7 +100,7 @@ def test_a_job_does_not_go_round_for_ever(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["attempts/0003/plan.json", "stages/prepare.json", "merged/model-00002.safetensors"])
 def test_whatever_got_on_is_requeued_again(tmp_path: Path, what: str) -> None:
-    """Twenty preemptions are no fault of a job that gets somewhere in between."""
+    """Twenty preemptions are not a fault of a job that gets somewhere in between."""
     for _ in range(progress.ENDED_LIMIT):
         progress.check_requeue(tmp_path, "7")
     (tmp_path / "attempts" / "0002").mkdir(parents=True)  # what a restarted job makes to fence off its former self

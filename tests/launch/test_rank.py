@@ -112,7 +112,7 @@ def test_training_does_not_stop_for_its_audience() -> None:
 
 
 def test_a_record_fits_where_nothing_more_does(tmp_path: Path) -> None:
-    """Blanks are no record for the judge; filling them takes no further block."""
+    """Blanks are not a record for the judge; filling them takes no further block."""
     path = tmp_path / "rank-0.json"
     rank._reserve(path)
     assert judge(tmp_path, ONE_RANK).code is ExitCode.FAILED
@@ -198,7 +198,7 @@ def test_the_plan_s_variables_go_first_and_are_told_where_they_change_one(monkey
 
 
 def test_the_node_of_a_rank_is_its_plan_s(tmp_path: Path) -> None:
-    """Each node's agent leaves its own pid file: another node's process of the same number is no parent."""
+    """Each node's agent leaves its own pid file: another node's process of the same number is not a parent."""
     assert rank._node_of(5, tmp_path) == 0
     AttemptPlan(attempt=1, nodes=(Node("a", "a"), Node("b", "b")), ranks_per_node=4).write(tmp_path)
     assert [rank._node_of(number, tmp_path) for number in (0, 3, 4, 7)] == [0, 0, 1, 1]

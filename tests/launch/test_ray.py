@@ -100,7 +100,7 @@ def test_a_superseded_rank_is_ended(tmp_path: Path) -> None:
 
 
 def test_a_rank_dies_with_its_worker(tmp_path: Path) -> None:
-    """Ray kills workers with SIGKILL: a rank that outlived it would go on writing, and hold the GPU."""
+    """Ray kills workers with SIGKILL: a rank that outlived it would continue writing, and hold the GPU."""
     run = RunDir(tmp_path)
     plan(run)
     code = (

@@ -19,7 +19,7 @@ def run_with(folder: Path, *events: dict[str, Any] | str) -> Path:
 
 
 def test_measured_figures_count(tmp_path: Path) -> None:
-    """1.5 x p95 of the steps + p95 of the saves + 30 s, over all attempts; torn lines and removals are no figures."""
+    """1.5 x p95 of the steps + p95 of the saves + 30 s, over all attempts; torn lines and removals are not figures."""
     steps = [{"event": "step", "attempt": 1 + i // 10, "step": i, "seconds": 10.0 + i} for i in range(20)]
     saves = [{"event": "checkpoint", "step": 5, "seconds": 7.0}, {"event": "checkpoint", "status": "removed", "seconds": 9e9}]
     odd = ['{"event": "step", "seco', '{"event": "step", "seconds": true}', "[1]", '{"event":"step","seconds":Infinity}']

@@ -98,7 +98,7 @@ def test_every_recipe_is_a_task(recipe: str, tiny: bool, tmp_path: Path) -> None
     assert arguments[-8:] == [
         *("--node-rank", "1", "--nodes", "2", "--master", "10.0.0.1", "--job", "sky-managed-2030-01-01_ct_3-0")
     ]
-    if importlib.util.find_spec("sky") is not None:  # SkyPilot is no part of the pinned stack: its own parser, where it is
+    if importlib.util.find_spec("sky") is not None:  # SkyPilot is not part of the pinned stack: its own parser, where it is
         path = tmp_path / "task.yaml"
         path.write_text(render(resolve(recipe, tiny=tiny)))
         assert importlib.import_module("sky").Task.from_yaml(str(path)).num_nodes == shape.slurm.nodes

@@ -129,7 +129,7 @@ def test_node_lists(expression: str, names: list[str]) -> None:
 @pytest.mark.parametrize("expression", ["", "a[", "a]", "a[1-]", "a[3-1]", "a[1-99999999999]", "a,,b", "a[x]", "[[1]]"])
 def test_what_is_no_node_list(expression: str) -> None:
     """Better no node than a wrong one."""
-    with pytest.raises(UserError, match="no list of nodes"):
+    with pytest.raises(UserError, match="not a list of nodes"):
         slurm.expand_hosts(expression)
 
 

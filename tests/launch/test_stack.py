@@ -37,7 +37,7 @@ def test_an_image_of_this_checkout_is_as_pinned() -> None:
 
 
 def test_each_difference_is_a_line() -> None:
-    """The job goes on: another version may be meant, and is in the log."""
+    """The job continues: another version may be meant, and is in the log."""
     problems, warnings = judge(seen(trl="0.1", peft="9.9"))
     pinned = PINNED[pins.PY]
     assert problems == []

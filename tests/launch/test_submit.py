@@ -91,7 +91,7 @@ def test_no_further_option_breaks_out(option: str) -> None:
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    """Paths stand where no shell and no header splits them; a percent sign in one is no pattern of sbatch's."""
+    """Paths stand where no shell and no header splits them; a percent sign in one is not a pattern of sbatch's."""
     run = tmp_path / "a b %j 'q"
     job = jobs_for(run, ["train"], ["/r/x y", 'data.input=$(id) `id`; "q"'])[0]
     words = job.command("7")

@@ -89,7 +89,7 @@ def test_a_rank_is_asked_and_all_stop(fresh: Fresh, number: signal.Signals) -> N
 @pytest.mark.parametrize("victim", ["launcher", "command"])
 @pytest.mark.parametrize("moment", ["rank", "step"])
 def test_nothing_outlives_the_launcher_or_the_command(fresh: Fresh, victim: str, moment: str) -> None:
-    """A rank that went on would write beside the next attempt: the run's lock is gone with the command."""
+    """A rank that continued would write beside the next attempt: the run's lock is gone with the command."""
     folder = fresh()
     command = Command(folder, STEPS)
     assert command.until(lambda: pids(folder, "rank") if moment == "rank" else events(folder, "step"))

@@ -1,4 +1,4 @@
-"""W&B's own service process is killed: training goes on, and the bytes are the same."""
+"""W&B's own service process is killed: training continues, and the bytes are the same."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ VERDICTS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("verdicts.j
 
 
 def ours(case: dict[str, Any]) -> list[str]:
-    """What our rules say of a case."""
+    """What our rules say about a case."""
     model = MODELS[case["model"]]
     architecture = {
         "num_hidden_layers": model["num_layers"], "num_attention_heads": model["num_attention_heads"],
@@ -60,5 +60,5 @@ def test_what_it_takes_is_not_refused_without_a_reason(case: dict[str, Any]) -> 
     """Where we are stricter, it is a check that comes when the model is built or its first batch runs: the layers of a stage
     (get_num_layers_to_build in transformer_block.py), experts with tensor parallelism (moe_layer.py).
     """
-    later = ("are no multiple of", "Megatron-Core wants it for experts")
+    later = ("are not a multiple of", "Megatron-Core wants it for experts")
     assert all(any(reason in text for reason in later) for text in ours(case)), ours(case)

@@ -50,7 +50,7 @@ def test_no_damage_is_merged(sealed: tuple[Path, Path], tmp_path: Path, seed: in
         assert path.name in str(refused.value) or path.suffix == ".json", (path, refused.value)
         assert not (out / manifest.MANIFEST).exists(), path
         path.write_bytes(before)
-        # Restored with its old times, as by cp -p: nothing that was made of the damaged bytes may be gone on with.
+        # Restored with its old times, as by cp -p: nothing that was made of the damaged bytes may be continued.
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     merge(base, adapter, out)
     merge(base, adapter, tmp_path / "again")

@@ -41,9 +41,9 @@ CONFIG_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "r": ({"r": 0}, "greater than"),
     "lora_alpha": ({"lora_alpha": "16"}, "valid number"),
     "rank_pattern": ({"rank_pattern": [1]}, "not a section"),
-    "alpha_pattern": ({"alpha_pattern": {"q_(": 3}}, "no regular expression"),
+    "alpha_pattern": ({"alpha_pattern": {"q_(": 3}}, "not a regular expression"),
     "target_modules": ({"target_modules": ["q_proj", "w1"]}, "no module 'w1'"),
-    "layers_pattern": ({"layers_pattern": ["("]}, "no regular expression"),
+    "layers_pattern": ({"layers_pattern": ["("]}, "not a regular expression"),
     "modules_to_save": ({"modules_to_save": [3]}, "valid string"),
     "exclude_modules": ({"exclude_modules": 3}, "neither a list"),
 }
@@ -90,7 +90,7 @@ TENSOR_REFUSALS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]]
         drop(f"{KEY}.lora_A.weight", f"{KEY}.lora_B.weight"),
         "no tensors for model.layers.1.self_attn.q_proj",
     ),
-    "empty": (lambda t: t.clear(), "holds no tensors"),
+    "empty": (lambda t: t.clear(), "contains no tensors"),
     "NaN": (lambda t: t[f"{KEY}.lora_A.weight"].view(-1)[5].fill_(float("nan")), "NaN or infinity in .*layers.1"),
     "infinity": (lambda t: t[f"{KEY}.lora_B.weight"].view(-1)[-1].fill_(float("-inf")), "NaN or infinity"),
     "shape of A": (lambda t: t.update({f"{KEY}.lora_A.weight": torch.zeros(8, 71)}), r"A \[8, 71\]"),
@@ -219,7 +219,7 @@ def test_everything_wrong_is_said_at_once(own_base: Path, own_adapter: Path, edi
     with pytest.raises(UserError) as caught:
         merge(own_base, own_adapter, own_base / "out", shard_size="lots")
     text = str(caught.value)
-    for word in ("fp8", "DoRA", "surprise", "neither float32", "no size", "lies inside the base"):
+    for word in ("fp8", "DoRA", "surprise", "neither float32", "not a size", "lies inside the base"):
         assert word in text
 
 
@@ -239,7 +239,7 @@ def test_what_stands_there_is_never_touched(base: Path, adapter: Path, tmp_path:
     other.mkdir()
     (other / "x").write_text("mine")
     manifest.seal(other, "dataset", {})
-    for out, word in ((file, "no folder"), (full, r"holds thesis\.txt"), (other, "finished dataset")):
+    for out, word in ((file, "not a folder"), (full, r"holds thesis\.txt"), (other, "finished dataset")):
         with pytest.raises(UserError, match=word):
             merge(base, adapter, out)
     assert (file.read_text(), (full / "thesis.txt").read_text(), (other / "x").read_text()) == ("mine", "mine", "mine")

@@ -54,5 +54,5 @@ def test_sizes(text: str | int, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "5 apples", "0", 0, -1, "-5GB", "GB", "5GBGB", "1e9", "5XB"])
 def test_what_is_no_size(text: str | int) -> None:
-    with pytest.raises(UserError, match="no size"):
+    with pytest.raises(UserError, match="not a size"):
         parse_size(text)

@@ -1,4 +1,4 @@
-"""What ``watch``, ``runs``, the live page and the metrics file say of a run: by the commands, on folders as runs leave them."""
+"""What ``watch``, ``runs``, the live page and the metrics file say about a run: by the commands, on recorded folders."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_a_budget_changes_no_fingerprint() -> None:
 
 @pytest.mark.jobs
 def test_a_training_saves_and_ends_with_93_when_its_budget_is_used_up(tmp_path: Path) -> None:
-    """And goes on from there once it has more: the same command with another budget."""
+    """And resumes from there once it has more: the same command with another budget."""
     words = ["run", "recipes/tiny-oasst2", "--to", "train", "--run-dir", tmp_path / "run", "--ranks", "2"]
     words += ["train.max_steps=2000", "train.eval_strategy=no", "train.eval_on_start=false", "train.report_to=none"]
     done = run(*words, "budget.gpu_hours=0.03")

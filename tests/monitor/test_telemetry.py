@@ -162,7 +162,7 @@ def test_the_kernel_s_counters_by_hand(tmp_path: Path) -> None:
     assert found["net_rx_mb_s"] == 2.0 and found["disk_read_mb_s"] == 0.256 and found["disk_write_mb_s"] == 0.512
     assert found["rdma_rx_mb_s"] == 1.0
     recorded(tmp_path, "30 0 20 65 25 0 0 0", 1, 1, 1)
-    assert look.sample(2.0)["net_rx_mb_s"] is None, "a counter that began anew is no rate"
+    assert look.sample(2.0)["net_rx_mb_s"] is None, "a counter that began anew is not a rate"
 
 
 def wide_row(at: float) -> TelemetryRow:
@@ -191,7 +191,7 @@ def test_a_month_of_64_nodes_stays_below_200_mb(tmp_path: Path) -> None:
 
 
 def test_thinning_keeps_means_peaks_and_the_energy(tmp_path: Path) -> None:
-    """And a sampler that was killed goes on where it was: the quarter of an hour that it had begun is not lost."""
+    """And a sampler that was killed continues where it was: the quarter of an hour that it had begun is not lost."""
     for start in (0, 450):
         writer = TelemetryWriter(tmp_path, "n", {"node": 0})
         for at in range(start, start + 450, 10):

@@ -215,7 +215,7 @@ def test_pairs_that_hang_again_are_given_up(tmp_path: Path) -> None:
 
 
 def test_a_long_log_is_judged_at_both_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why a rank failed stands at the end of its log, after megabytes of calls; a line that is cut is no line."""
+    """Why a rank failed stands at the end of its log, after megabytes of calls; a line that is cut is not a line."""
     files = Files(tmp_path, setup(2))
     monkeypatch.setattr(gather, "LARGEST_LOG", 4096)
     lines = [f"n1:1:2 [0] NCCL INFO line {number:04d} of many\n" for number in range(1000)]

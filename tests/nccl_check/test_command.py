@@ -53,7 +53,7 @@ def test_here_two_ranks_talk_over_gloo(here: tuple[Done, Path]) -> None:
 def test_links_that_were_not_measured_are_unknown(
     words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a laptop the ranks talk over gloo, which says nothing of NCCL or of a cluster elsewhere; a script must not go on."""
+    """On a laptop the ranks talk over gloo, which says nothing of NCCL or of a cluster elsewhere; a script must stop."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     one = ["--seconds", "10", "--max", "1K", "--iterations", "3", "--collectives", "all_reduce"]
     monkeypatch.chdir(tmp_path)
@@ -108,8 +108,8 @@ def test_make_gives_the_cluster_on() -> None:
         (["--collectives", "all_reduc"], "did you mean all_reduce?"),
         (["--collectives", ""], "unknown: ''"),
         (["--scopes", "worlds"], "did you mean world?"),
-        (["--backend", "mpi"], "'mpi' is no backend"),
-        (["--min", "1X"], "'1X' is no size"),
+        (["--backend", "mpi"], "'mpi' is not a backend"),
+        (["--min", "1X"], "'1X' is not a size"),
         (["--min", "2M", "--max", "1M"], "2M is more than --max 1M"),
         (["--node-rank", "0"], "the nodes meet in a folder that all see"),
         (["--time", "10"], "is read only with --submit"),
@@ -199,7 +199,7 @@ def test_sizes(text: str, size: int) -> None:
 @pytest.mark.parametrize("text", ["", "0", "-1", "1.5M", "K", "1KK", "99999999999999999999"])
 def test_no_sizes(text: str) -> None:
     """Each is refused, not guessed."""
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(ValueError, match="is not a size"):
         parse_size(text)
 
 

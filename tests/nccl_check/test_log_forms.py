@@ -168,7 +168,7 @@ def test_p2p_is_judged_in_the_log_of_one_rank() -> None:
 
 
 def test_a_vlan_that_the_name_of_its_line_took() -> None:
-    """The log alone shows it: the name goes on with a dot. A prefix that is meant (en, eth) is left alone."""
+    """The log alone shows it: the name continues with a dot. A prefix that is meant (en, eth) is left alone."""
     said = "n1:1:1 [0] NCCL INFO "
     text = f"{said}NCCL_SOCKET_IFNAME set by environment to {{}}\n{said}Bootstrap : Using {{}}:10.0.0.1<0>\n"
     for value, used, status in (("ib0", "ib0.8001", [WARN]), ("=ib0", "ib0", []), ("en,eth", "eth0", []), ("ib0", "ib0", [])):

@@ -241,7 +241,7 @@ IB: dict[str, tuple[str, list[str], Change]] = {
         does(put([], "per_pair"), lambda d: [item.update(median_s=1e-5) for item in d["per_node"]]),
     ),
     "half a pair": ("slow-node", [], does(put(HALF_A_PAIR, "per_pair"), put([], "per_node"))),
-    "a slow node is no slow pair": ("slow-pair", [PASS], does(lambda d: pair_speeds(d, OF_FIVE))),
+    "a slow node is not a slow pair": ("slow-pair", [PASS], does(lambda d: pair_speeds(d, OF_FIVE))),
     "three nodes have no slow pair": ("slow-pair", [], does(lambda d: pair_speeds(d, OF_THREE))),
     "a slow node is not asymmetric": (
         "asymmetric",
@@ -251,7 +251,7 @@ IB: dict[str, tuple[str, list[str], Change]] = {
     "one direction alone": ("asymmetric", [], does(lambda d: pair_speeds(d, {"ab": 340}))),
     "the echo of a refused peer": ("cuda", [], lambda d: "\n".join(warn(name)(d) for name in ("cuda", "p2p-refused"))),
     "the adapter's fault may be old": ("gdr-off", [UNKNOWN], job(replace(INFINIBAND_JOB, gdr=False, version="2.21.5"))),
-    "an all-reduce is no all-gather": (
+    "an all-reduce is not an all-gather": (
         "inter-speed",
         [PASS],
         does(

@@ -45,7 +45,7 @@ def test_the_scripts_have_no_known_mistake(tmp_path: Path) -> None:
     [
         (9, None, 300, "9 nodes"),
         (None, "3", 300, "too short"),
-        (None, "soon", 300, "no time limit"),
+        (None, "soon", 300, "not a time limit"),
         (None, None, 90_000, "at most"),
     ],
 )

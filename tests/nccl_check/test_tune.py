@@ -1,4 +1,4 @@
-"""What is tried to make it faster, and that a difference within the noise is no difference."""
+"""What is tried to make it faster, and that a difference within the noise is not a difference."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_no_claim_within_the_noise(baseline: list[float], candidate: list[float]
 
 
 def test_the_best_is_recommended_and_a_failure_told() -> None:
-    """With its lines to set; a candidate that made the ranks fail is no candidate."""
+    """With its lines to set; a candidate that made the ranks fail is not a candidate."""
     found = made([1.0, 1.0], [2.0, 2.0], [3.0, 3.0])
     assert found["lines"] == ["NCCL_X=1"]
     assert [row["ratio"] for row in found["candidates"]] == [2.0, 3.0]

@@ -221,7 +221,7 @@ def test_what_was_edited_between_our_markers_is_told(rno: Cluster, tmp_path: Pat
 
 @pytest.mark.parametrize("end", ["\n", ""])
 def test_hosts_keeps_every_other_byte(rno: Cluster, tmp_path: Path, end: str) -> None:
-    """Carriage returns, no newline at the end, bytes that are no text."""
+    """Carriage returns, no newline at the end, bytes that are not text."""
     (tmp_path / "etc").mkdir()
     before = b"127.0.0.1 localhost\r\n# caf\xe9\n::1 ip6-localhost" + end.encode()
     (tmp_path / "etc/hosts").write_bytes(before)
@@ -446,7 +446,7 @@ def test_a_file_of_empty_lines_is_read_at_once(rno: Cluster, tmp_path: Path) -> 
 
 
 def test_bytes_that_are_no_text_are_shown_in_any_locale(tmp_path: Path) -> None:
-    """LC_ALL=C is what sudo and cron leave; and JSON holds no half of a character."""
+    """LC_ALL=C is what sudo and cron leave; and JSON contains no half of a character."""
     (tmp_path / "etc/slurm").mkdir(parents=True)
     (tmp_path / CONF).write_bytes(b"ClusterName=caf\xe9\nPartitionName=d\xc3\xa9bug Nodes=n1\n")
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -193,7 +193,7 @@ def test_on_a_machine_itself(tmp_path: Path) -> None:
     first, applied, again = (json.JSONDecoder().raw_decode((tmp_path / name).read_text())[0] for name in "123")
     assert first["slurm_from"] == "installed here"
     rules = {item["rule"]: item["found"] for item in first["findings"]}
-    assert "this machine has" in rules["slurm-shape"], "this is no node of 128 cores"
+    assert "this machine has" in rules["slurm-shape"], "this is not a node of 128 cores"
     assert "8 of 8 devices missing" in rules["slurm-gpu-devices"]
     assert "/etc/slurm/slurm.conf" in applied["written"]
     assert applied["modes"] == ["/var/spool/slurmd", "/var/log/slurm"]

@@ -219,7 +219,7 @@ def test_a_cluster_without_gpus_names_none(tmp_path: Path) -> None:
     ],
 )
 def test_versions(text: str, version: tuple[int, int] | None) -> None:
-    """An answer that is no release must not choose the words of one."""
+    """An answer that is not a release must not choose the words of one."""
     found = parse_version(text)
     assert (None if found is None else (found.year, found.month)) == version
 

@@ -76,7 +76,7 @@ def test_only_a_blank_disk_is_formatted_and_only_when_told() -> None:
             f"import time; from clustertune.ops.storage import devices as d; {slow}; print(d.look({blank!r}).state)"
         )
         assert hung.out == "silent\n", hung.err
-        for device, words in ((other, "holds ext4"), ("/dev/null", "is no device of this node")):
+        for device, words in ((other, "holds ext4"), ("/dev/null", "is not a device of this node")):
             refused = made.command("apply", "--cluster", cluster, "--format", device)
             assert refused.code == 2
             assert words in refused.err

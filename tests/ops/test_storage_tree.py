@@ -108,7 +108,7 @@ def test_another_machine_is_shown_from_nothing_and_never_touched(tmp_path: Path)
     st.booleans(),
 )  # fmt: skip
 def test_lines_of_others_are_the_same_bytes(tmp_path: Path, lines: list[bytes], newline: bool) -> None:
-    """Whatever fstab holds: comments, CRLF, bytes that are no text, a last line without an end."""
+    """Whatever fstab holds: comments, CRLF, bytes that are not text, a last line without an end."""
     text = b"\n".join(lines) + (b"\n" if newline else b"")
     cluster = load_cluster(CLUSTER)
     root = tmp_path / "tree"

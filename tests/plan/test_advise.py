@@ -230,7 +230,7 @@ def test_what_the_libraries_refuse_is_no_candidate(tmp_path: Path, where: Callab
     assert any(o.strategy.cp > 1 for o in [*padded.fitting, *padded.losing])
     small = RecipeSource(resolve(write_recipe(tmp_path / "small", train={"global_batch_size": 8})))
     advice = ask(small, where(4), nodes=[4])
-    assert "no multiple of 32" in advice.refused["FSDP2"]
+    assert "not a multiple of 32" in advice.refused["FSDP2"]
     assert all(option.strategy.data_parallel_size <= 8 for option in advice.fitting) and advice.fitting
 
 

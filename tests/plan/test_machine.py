@@ -98,7 +98,7 @@ def test_a_broken_link_is_said_in_words() -> None:
 
 
 def test_a_bandwidth_without_a_nominal_speed_is_its_own() -> None:
-    """Nothing to divide by, nothing to say of a share."""
+    """Nothing to divide by, nothing to say about a share."""
     link = machine(cluster(network={"gbit": None, "measured_gb_s": 40})).inter
     assert (link.bytes_per_s, link.nominal_bytes_per_s) == (40e9, 40e9) and "%" not in link.note
 

@@ -125,13 +125,13 @@ def test_every_problem_comes_at_once(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
-    """A mistyped path is no missing measurement."""
+    """A mistyped path is not a missing measurement."""
     with pytest.raises(UserError, match="does not exist"):
         read_measured(tmp_path / "none.json")
 
 
 def test_the_result_beside_the_cluster_file_is_found(tmp_path: Path, repo: Path) -> None:
-    """By its name, wherever the cluster file lies; none is no error."""
+    """By its name, wherever the cluster file lies; none is not an error."""
     text = (repo / "ops" / "clusters" / "rno-rtxpro6000.yaml").read_text()
     path = tmp_path / "c.yaml"
     path.write_text(text.replace("name: rno-rtxpro6000", "name: c"))

@@ -315,7 +315,7 @@ def test_megatron_holds_gradients_as_it_reduces_them() -> None:
 def test_126_layers_over_8_stages() -> None:
     """Embedding and loss make 128 of them, as Megatron-Bridge cuts Llama 405B; without that Megatron-Core refuses."""
     sizes = ["megatron.tensor_model_parallel_size=2", "megatron.pipeline_model_parallel_size=8"]
-    with pytest.raises(UserError, match="126 layers are no multiple of 8 stages") as caught:
+    with pytest.raises(UserError, match="126 layers are not a multiple of 8 stages") as caught:
         resolve(RECIPE, sizes)
     assert "account_for_loss_in_pipeline_split: true" in str(caught.value.problems[0].fix)
     ends = [f"megatron.account_for_{end}_in_pipeline_split=true" for end in ("embedding", "loss")]

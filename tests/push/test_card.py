@@ -1,4 +1,4 @@
-"""The model card, branch by branch: what it says of GPUs, nodes, losses, hours and the chat template is what the run was."""
+"""The model card, branch by branch: what it says about GPUs, nodes, losses, hours and the chat template is what the run was."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_nodes_are_those_of_the_training(trained: RunDir) -> None:
     ],
 )
 def test_losses_say_when_they_were_taken(steps: list[int], label: str | None, value: str | None, trained: RunDir) -> None:
-    """405B is evaluated first after two steps: that is no loss before training."""
+    """405B is evaluated first after two steps: that is not a loss before training."""
     kept = [line for line in trained.metrics.read_text().splitlines() if '"event":"eval"' not in line]
     kept += [json.dumps({"event": "eval", "attempt": 3, "step": step, "eval_loss": 8 + step / 10}) for step in steps]
     trained.metrics.write_text("\n".join(kept) + "\n")
@@ -150,7 +150,7 @@ def test_a_damaged_run_is_told(key: str, trained: RunDir) -> None:
     ],
 )
 def test_a_run_that_is_none_is_told(body: str, says: str, trained: RunDir) -> None:
-    """No object, or one without what the card is about: ``None`` is no base model."""
+    """No object, or one without what the card is about: ``None`` is not a base model."""
     trained.run_json.write_text(body)
     with pytest.raises(UserError, match=says):
         card(trained)

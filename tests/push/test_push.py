@@ -89,7 +89,7 @@ def test_the_repository_may_stand_in_the_file(push: Push, hub: FakeHub) -> None:
 @pytest.mark.parametrize("name", ["adapter", "../me/x", "me/x/y", "me/..", "me/a--b", "me/a b", "-/x", "me/x.git"])
 def test_a_name_is_checked_before_anything(push: Push, hub: FakeHub, name: str) -> None:
     done = push("--publish", repo=name)
-    assert done.code == 2 and "is no repository's name" in done.err and hub.asked == []
+    assert done.code == 2 and "is not a repository's name" in done.err and hub.asked == []
 
 
 def test_a_wrong_token_is_told(push: Push, hub: FakeHub) -> None:
@@ -254,7 +254,7 @@ def test_the_card_says_what_the_run_was(push: Push, trained: RunDir) -> None:
 
 
 def test_a_card_of_a_small_evaluation_is_no_result(push: Push) -> None:
-    """The project's own prompts are no benchmark: the Hub's leaderboards must not take them for one."""
+    """The project's own prompts are not a benchmark: the Hub's leaderboards must not take them for one."""
     card = push("--dry-run", token=None).out
     head = yaml.safe_load(card.split("---\n")[1])
     assert "model-index" not in head and "base_model" not in head and "license" not in head
@@ -262,7 +262,7 @@ def test_a_card_of_a_small_evaluation_is_no_result(push: Push) -> None:
 
 
 def test_a_licence_is_checked(push: Push) -> None:
-    assert "is no licence identifier" in push("--dry-run", "--license", "MIT\nx: y").err
+    assert "is not a licence identifier" in push("--dry-run", "--license", "MIT\nx: y").err
 
 
 def test_a_recipe_pushes_when_its_chain_has_ended(

@@ -128,7 +128,7 @@ def test_runs_benchmarks_and_sources_stand_together(tmp_path: Path) -> None:
 
 
 def test_other_hardware_is_said(tmp_path: Path) -> None:
-    """A run on CPUs beside one on GPUs is no speed-up."""
+    """A run on CPUs beside one on GPUs is not a speed-up."""
     cpu = made_run(tmp_path / "cpu", [2.0, 1.0, 1.0])
     body = json.loads((cpu / "run.json").read_text())
     body["distributed"] |= {"gpu0": None, "device": "cpu"}

@@ -90,7 +90,7 @@ def test_a_whole_run_shows_everything(whole: str) -> None:
     for plot in ("Loss", "Token accuracy", "Learning rate", "Gradient norm", "Throughput", "Step time", "Peak memory"):
         assert plot in page.headings
     assert page.svgs == whole.count("<summary>Numbers</summary>") - 1 == 8, (
-        "each has its numbers; the axis of time is no drawing"
+        "each has its numbers; the axis of time is not a drawing"
     )
     text = "\n".join(page.words)
     for fact in (
@@ -106,7 +106,7 @@ def test_a_whole_run_shows_everything(whole: str) -> None:
         "lora.target_modules",
         "base sft-lora",
         "train.gradient_accumulation_steps",
-        "interrupted, saved, goes on with the same command, exit 75",
+        "interrupted, saved, continues with the same command, exit 75",
         "1 min 18 s",  # all three tries of the training
     ):
         assert fact in text, fact
@@ -199,7 +199,7 @@ def test_a_run_that_has_only_begun(run_dir: Path) -> None:
     assert "No step has been logged yet." in page.words and "unfinished" in page.words
     (run_dir / "run.json").write_text("{}")
     _, page = read(run_dir)
-    assert "run" in page.words and "run.json holds no recipe." in page.words
+    assert "run" in page.words and "run.json contains no recipe." in page.words
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -298,10 +298,10 @@ def test_odd_documents_do_not_stop_the_page(run_dir: Path) -> None:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run"):
+    with pytest.raises(UserError, match="not a run"):
         build(tmp_path)
     (tmp_path / "run.json").write_text("[]")
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="contains no run"):
         build(tmp_path)
 
 
@@ -347,7 +347,7 @@ def test_the_answer_comes_first_and_stands_in_the_document(tmp_path: Path) -> No
     assert cost["stages"]["eval"]["gpu_hours"] == 8 and cost["stages"]["eval"]["kwh"] == pytest.approx(1.5)
     assert cost["total"]["kwh"] == pytest.approx(1.5 + 16 * 700 * 300 / 3.6e6, rel=0.01) and not cost["energy_is_whole"]
     assert cost["total"]["co2_kg"] == pytest.approx(cost["total"]["kwh"] / 2) and "at least" in second
-    # The first attempt took 105 steps of a second, the second went on from step 100.
+    # The first attempt took 105 steps of a second, the second resumed from step 100.
     assert cost["lost"]["seconds"] == pytest.approx(5) and cost["lost"]["usd"] == pytest.approx(5 / 3600 * 16 * 2.90)
     assert [attempt["exit_code"] for attempt in cost["attempts"]] == [75, 0]
     (score,) = found["scores"]

@@ -62,7 +62,7 @@ def test_the_rate_counts_the_hours_of_all_nodes(tmp_path: Path) -> None:
     assert met.node_hours == pytest.approx(3 * 3 * 2) and met.mtbf_hours == pytest.approx((18 + 24) / 3)
     assert saves.Failures(1, 18.0).mtbf_hours is None, "one failure says little"
     early = saves.Failures(2, 0.1).mtbf_hours
-    assert early is not None and early > 5, "two within minutes are no rate"
+    assert early is not None and early > 5, "two within minutes are not a rate"
     assert saves.Failures(100, 24_000).mtbf_hours == pytest.approx(240, rel=0.02)
 
 

@@ -123,7 +123,7 @@ def test_a_damaged_parcel_is_not_rehearsed(staged: Path) -> None:
 
 @pytest.mark.jobs
 def test_collected_again_what_is_whole_is_kept(staged: Path, hub_recipe: tuple[Path, Path]) -> None:
-    """An interrupted copy of 800 GB goes on; a damaged file of it is copied again."""
+    """An interrupted copy of 800 GB continues; a damaged file of it is copied again."""
     model = bundle.model_folder(staged)
     assert model is not None
     before = (model / "config.json").stat().st_ino
@@ -188,7 +188,7 @@ def test_entered_every_library_reads_the_parcel(parcel_of_all: Path, hub_recipe:
 
 
 def test_a_staged_run_is_the_same_run(parcel_of_all: Path, hub_recipe: tuple[Path, Path]) -> None:
-    """Begun with a network and carried over, it goes on: where its inputs lie changes no weight."""
+    """Begun with a network and carried over, it continues: where its inputs lie changes no weight."""
     recipe = str(hub_recipe[0])
     assert resolve(recipe, []).fingerprint() == resolve(recipe, [f"staged={parcel_of_all}"]).fingerprint()
 

@@ -56,9 +56,9 @@ def test_on_this_node_and_away_again(tmp_path: Path, cluster: Path, hub_recipe: 
         (["recipes/tiny-oasst2", "--to", "{tmp}/o", "--clean"], "exclude each other"),
         (["recipes/tiny-oasst2", "--ifeval", "x.jsonl"], "--ifeval is for --to"),
         (["recipes/tiny-oasst2", "--to", "{tmp}/o", "--ifeval", "{tmp}/none.jsonl"], "cannot be read"),
-        (["recipes/tiny-oasst2", "--to", "{tmp}/o", "--ifeval", "{cluster}"], "holds no rows of IFEval"),
-        (["--verify", "{tmp}"], "is no folder of staged inputs"),
-        (["--verify", "{tmp}/none"], "is no folder of staged inputs"),
+        (["recipes/tiny-oasst2", "--to", "{tmp}/o", "--ifeval", "{cluster}"], "contains no rows of IFEval"),
+        (["--verify", "{tmp}"], "is not a folder of staged inputs"),
+        (["--verify", "{tmp}/none"], "is not a folder of staged inputs"),
         (["recipes/tiny-oasst2", "model.path={tmp}/none", "model.weights=hub", "--cluster", "{cluster}"], "no such folder"),
     ],
 )
@@ -163,7 +163,7 @@ def hub(hub_recipe: tuple[Path, Path], tmp_path: Path) -> Iterator[tuple[str, ty
 def test_downloaded_and_compared_with_the_hubs_own_digests(
     tmp_path: Path, hub_recipe: tuple[Path, Path], hub: tuple[str, type[Hub]]
 ) -> None:
-    """What a proxy or a disk has spoilt on the way is not sealed; the next call goes on."""
+    """What a proxy or a disk has spoilt on the way is not sealed; the next call continues."""
     address, handler = hub
     recipe, home = hub_recipe
     empty = tmp_path / "home"

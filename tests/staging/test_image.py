@@ -1,4 +1,4 @@
-"""The image that ``stage --to`` carries along: whole, or not at all; one in a registry is no file to carry."""
+"""The image that ``stage --to`` carries along: whole, or not at all; one in a registry is not a file to carry."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_altered_image_is_not_carried(tmp_path: Path) -> None:
 
 
 def test_an_image_in_a_registry_is_told_with_the_way_to_a_file(tmp_path: Path) -> None:
-    """Pyxis would pull it on the nodes, which reach no registry; `no such file` would be said of its address."""
+    """Pyxis would pull it on the nodes, which reach no registry; `no such file` would be said about its address."""
     digest = "sha256:" + "a" * 64
     with pytest.raises(UserError) as caught:
         plan(tmp_path, runtime="pyxis", image=f"docker://registry.example/me/train@{digest}")

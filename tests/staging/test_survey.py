@@ -60,7 +60,7 @@ def test_a_folder_that_contradicts_its_manifest_is_not_whole(tmp_path: Path) -> 
     assert [p.message for p in caught.value.problems] == ["5 bytes, the folder's manifest says 10", "missing", "is not whole"]
 
 
-@pytest.mark.parametrize(("make", "words"), [("none", "no such folder"), ("file", "is a file"), ("empty", "holds no file")])
+@pytest.mark.parametrize(("make", "words"), [("none", "no such folder"), ("file", "is a file"), ("empty", "contains no file")])
 def test_what_is_no_folder_of_files(tmp_path: Path, make: str, words: str) -> None:
     """An empty mount point is the usual reason."""
     path = tmp_path / "m"

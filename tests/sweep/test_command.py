@@ -143,7 +143,7 @@ def test_metrics_decide_how_far_the_points_go(call: Call) -> None:
         (["llama405b-oasst2", *WORDS, "--here"], "asks for 16 GPUs"),
         (["tiny-oasst2", "data.input=absent.jsonl,conversations.jsonl", "--here"], "data.input: no such file or folder"),
         (["--results", "nowhere"], "no such folder"),
-        (["--results", "."], "is no sweep"),
+        (["--results", "."], "is not a sweep"),
         (["tiny-oasst2", *WORDS, "--cluster", "local", "--dry-run"], "has no Slurm"),
     ],
 )

@@ -85,7 +85,7 @@ def test_what_is_finished_is_not_left(tmp_path: Path) -> None:
 )
 def test_a_damaged_folder_is_refused_in_words(text: str, tmp_path: Path) -> None:
     """No traceback for a file that someone has edited."""
-    with pytest.raises(UserError, match="is no sweep"):
+    with pytest.raises(UserError, match="is not a sweep"):
         read_sweep(tmp_path)
     (tmp_path / SWEEP).write_text(text)
     with pytest.raises(UserError, match="unreadable"):

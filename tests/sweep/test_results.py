@@ -60,7 +60,7 @@ def outcome(made: Sweep, index: int, attempt: int, code: int, message: str) -> N
 
 
 def test_best_first_and_failed_last_with_the_reason(sweep: Sweep) -> None:
-    """A number of an unfinished or broken run is no result, however low it is."""
+    """A number of an unfinished or broken run is not a result, however low it is."""
     found = collect(sweep, "eval_loss")
     assert [(r.index, r.status) for r in found] == [
         (1, "done"), (0, "done"), (4, "unfinished"), (5, "waiting"), (2, "failed"), (3, "failed"),
@@ -85,7 +85,7 @@ def test_scores_sort_the_other_way(sweep: Sweep) -> None:
 
 
 def test_what_was_interrupted_is_not_failed(sweep: Sweep) -> None:
-    """Preempted or stopped: the same command goes on."""
+    """Preempted or stopped: the same command continues."""
     outcome(sweep, 2, 2, 75, "stopped as asked")
     assert {r.index: r.status for r in collect(sweep, "eval_loss")}[2] == "unfinished"
 

@@ -50,7 +50,7 @@ def test_the_grid_is_every_combination_once_in_order() -> None:
 
 
 def test_draws_are_different_points_and_come_again() -> None:
-    """The same seed gives the same points; more draws go on where fewer ended; another seed gives others."""
+    """The same seed gives the same points; more draws continue where fewer ended; another seed gives others."""
     axes = parse_axes(
         ["train.learning_rate=log:1e-6..1e-4", "lora.lora_dropout=uniform:0..0.1", "lora.r=int:4..9", "train.seed=1,2"]
     )
@@ -80,9 +80,9 @@ def refused(words: list[str], draws: int | None = None) -> str:
 @pytest.mark.parametrize(
     ("words", "draws", "said"),
     [
-        (["train.learning_rate"], None, "'train.learning_rate' is no setting"),
-        (["9a=1,2"], None, "'9a' is no setting"),
-        (["--x=1,2"], None, "is no setting"),
+        (["train.learning_rate"], None, "'train.learning_rate' is not a setting"),
+        (["9a=1,2"], None, "'9a' is not a setting"),
+        (["--x=1,2"], None, "is not a setting"),
         (["a.b=1,,2"], None, "an empty value between commas"),
         (["a.b=1,[2"], None, "a bracket is not closed"),
         (["a.b=1,1.0,1"], None, "1 stands twice"),
@@ -96,7 +96,7 @@ def refused(words: list[str], draws: int | None = None) -> str:
         (["a.b=uniform:3..2"], 2, "the low end must lie below the high one"),
         (["a.b=uniform:1..inf"], 2, "the low end must lie below"),
         (["a.b=int:1..2.5"], 2, "must be whole numbers"),
-        (["a.b=int:x..3"], 2, "is no range; write int:LOW..HIGH"),
+        (["a.b=int:x..3"], 2, "is not a range; write int:LOW..HIGH"),
         (["a.b=1,2"], 3, "3 draws from 2 different points"),
         (["a.b=int:1..2"], 3, "3 draws from 2 different points"),
         (["a.b=uniform:1..1.000001"], 900, "of 900 draws differ"),
@@ -113,7 +113,7 @@ def test_what_is_refused(words: list[str], draws: int | None, said: str) -> None
 def test_every_wrong_argument_is_named_at_once() -> None:
     """Not the first alone."""
     text = refused(["a", "b.c=1,,2", "slurm.nodes=1,2"])
-    assert all(word in text for word in ("'a' is no setting", "b.c: an empty value", "slurm.nodes: cannot be varied"))
+    assert all(word in text for word in ("'a' is not a setting", "b.c: an empty value", "slurm.nodes: cannot be varied"))
 
 
 def test_an_axis_that_is_written_differently_is_one_value() -> None:

@@ -128,7 +128,7 @@ def test_rows_that_do_not_count_say_why() -> None:
         ({"model": "llama-9b"}, "there is no model llama-9b"),
         ({"cluster": "moon"}, "moon"),
         ({"step_s": None, "peak_gib": 80}, "needs a published time"),
-        ({"tp": 3}, "no multiple of tp 3"),
+        ({"tp": 3}, "not a multiple of tp 3"),
         ({"method": "lora"}, "lora stands with"),
         ({"assumed": ["colour"]}, "fields that there are not: colour"),
         ({"packing": "full", "useful_share": 0.5}, "for padded sequences"),

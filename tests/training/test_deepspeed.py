@@ -1,4 +1,4 @@
-"""DeepSpeed's stages train as one process does, go on with the same bytes, and export what was trained."""
+"""DeepSpeed's stages train as one process does, continue with the same bytes, and export what was trained."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_part_that_changes_after_the_look_is_not_loaded(bench: ZeroBench, trai
 
 @pytest.mark.jobs
 def test_a_kill_in_the_middle_of_a_save_loses_that_save_only(bench: ZeroBench, trained: Path) -> None:
-    """Half a file and no manifest: the next attempt goes on from the checkpoint before, to the same bytes."""
+    """Half a file and no manifest: the next attempt resumes from the checkpoint before, to the same bytes."""
     path = bench.zero("zero3", "train.save_steps=1")
     assert -9 in bench.go(path, breaks=BREAKS + "killed_in_a_save", seconds=60)
     assert not (path / "checkpoints/step-000002" / manifest.MANIFEST).exists()

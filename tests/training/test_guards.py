@@ -168,7 +168,7 @@ OFFLOADED = {**ASKED, "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": 
 def test_parameters_lie_where_the_recipe_says(
     asked: dict[str, Any], right: dict[str, Any], wrong: dict[str, Any], message: str
 ) -> None:
-    """Each strategy's own mark: found, the run goes on; another, it ends before the first step."""
+    """Each strategy's own mark: found, the run continues; another, it ends before the first step."""
     section = asked.get("parallelism_config", {})
     mesh = {axis.split("config_")[1].removesuffix("_size"): size for axis, size in section.items()} or {"dp_shard": 4}
     base = {"world_size": 4, "mesh": mesh, "sharded_share": 0.25, **right}

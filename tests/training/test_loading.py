@@ -245,7 +245,7 @@ def test_a_base_that_is_quantised_already_is_refused_at_the_start(benches: Bench
 
 
 def measured(gb: float, ranks: int, ways: str, folder: Path, *axes: str) -> dict[str, dict[str, Any]]:
-    """What the loading bench says of each way."""
+    """What the loading bench says about each way."""
     program = [sys.executable, "-m", "tools.loading_bench", "--gb", str(gb), "--ranks", str(ranks)]
     done = subprocess.run(
         [*program, *axes, "--ways", ways, "--seconds", "300"],

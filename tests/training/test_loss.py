@@ -108,6 +108,6 @@ def test_logits_are_tiles_in_training_and_in_evaluation(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 def test_label_smoothing_holds_them_whole_and_computes_twice(tmp_path: Path) -> None:
-    """What the plan says of it, seen: all logits of the batch, and a second forward pass for the metrics."""
+    """What the plan says about it, seen: all logits of the batch, and a second forward pass for the metrics."""
     found = take_step(make_trainer(tmp_path, label_smoothing_factor=0.1))
     assert (found.elements, found.passes) == (TOKENS * VOCABULARY, 2)

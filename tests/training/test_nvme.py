@@ -1,4 +1,4 @@
-"""Parameters and optimizer state in files, by DeepSpeed's own reader: a run that stops goes on with the same bytes."""
+"""Parameters and optimizer state in files, by DeepSpeed's own reader: a run that stops continues with the same bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints hold no pickle of ours, and those of earlier releases, which do, are gone on from to the same bytes."""
+"""Checkpoints hold no pickle of ours, and those of earlier releases, which do, are continued to the same bytes."""
 
 from __future__ import annotations
 

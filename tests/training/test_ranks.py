@@ -24,7 +24,7 @@ def manifests(folder: Path) -> list[str]:
 
 
 def test_an_attempt_that_was_followed_writes_nothing_more_and_ends_with_75(fresh: Path) -> None:
-    """Split brain: the ranks of a node that was cut off go on while the scheduler has given their run to others."""
+    """Split brain: the ranks of a node that was cut off continue while the scheduler has given their run to others."""
     ranks = Ranks(fresh, 1, ACCELERATE)
     assert ranks.until(lambda: events(fresh, "step")), ranks.end()
     (fresh / "attempts" / "0002").mkdir()

@@ -123,7 +123,7 @@ def signalled() -> None:
 
 
 def shards(folder: Path) -> dict[str, dict[str, Any]]:
-    """What the manifests of a run say of the shards and of the state, by checkpoint."""
+    """What the manifests of a run say about the shards and of the state, by checkpoint."""
     found = {}
     for checkpoint in store.list_checkpoints(folder / "checkpoints"):
         made = manifest.read_manifest(checkpoint.path)
@@ -196,7 +196,7 @@ def test_what_is_saved_behind_training_is_what_was_trained_then(forge: Forge, re
 
 
 def test_a_rank_killed_during_a_save_costs_that_save_alone(forge: Forge, ready: Path, waited: Path) -> None:
-    """It goes on from the checkpoint before, and ends with the bytes of a run that nobody disturbed."""
+    """It resumes from the checkpoint before, and ends with the bytes of a run that nobody disturbed."""
     folder = shutil.copytree(ready, ready.parent / "killed")
     assert -signal.SIGKILL in run(forge, folder, "killed")
     assert whole(folder) == [1]
@@ -226,7 +226,7 @@ def test_ranks_killed_at_any_moment_lose_one_interval_and_the_save_under_way_at_
         before = max(whole(fresh), default=0)
         codes = run(forge, fresh, "killed_later", attempt, CT_KILL=str(chosen.uniform(2, 12)))
         taken = [e["step"] for e in events(fresh, "step") if e["attempt"] == attempt]
-        assert not taken or taken[0] == before + 1, "it went on from the newest checkpoint"
+        assert not taken or taken[0] == before + 1, "it resumed from the newest checkpoint"
         reached = max([reached, *taken])
         assert max(whole(fresh), default=0) >= reached - 2
         if codes == [0, 0]:

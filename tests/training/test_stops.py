@@ -1,4 +1,4 @@
-"""What ends a training between two steps: a signal, another attempt, an evaluation that is no number."""
+"""What ends a training between two steps: a signal, another attempt, an evaluation that is not a number."""
 
 from __future__ import annotations
 

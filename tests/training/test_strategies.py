@@ -166,7 +166,7 @@ def distributed(path: Path) -> dict[str, Any]:
 
 
 ATTENTION = "q_proj, k_proj, v_proj, o_proj"
-"""Of a mixture alone: its experts are no Linear."""
+"""Of a mixture alone: its experts are not Linear."""
 
 
 def make_bench(forge: Forge, folder: Path, architecture: Mapping[str, Any] | None = None, adapted: str = ATTENTION) -> Bench:

@@ -143,7 +143,7 @@ def test_a_key_that_is_not_taken_means_offline_and_nothing_is_lost(
 
 
 def test_the_end_does_not_wait_for_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cut link: wandb.finish() goes on trying, and the rank would hold its GPUs."""
+    """A cut link: wandb.finish() continues trying, and the rank would hold its GPUs."""
     import sys
 
     waiting = threading.Event()

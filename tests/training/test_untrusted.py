@@ -115,7 +115,7 @@ def plant(checkpoint: Path, place: str, canary: Path) -> None:
         (checkpoint / name).touch()
         (checkpoint / name).with_suffix(".safetensors").unlink()
     (file,) = checkpoint.glob(name)
-    if value:  # the first value of a distributed checkpoint that is no tensor
+    if value:  # the first value of a distributed checkpoint that is not a tensor
         index = json.loads((file / ".metadata").read_bytes())
         body = io.BytesIO()
         torch.save(Canary(canary), body)
@@ -148,7 +148,7 @@ FAST = {("fsdp2", "optimizer_0/.metadata"), ("fsdp2", "optimizer_0!value")}
 
 @pytest.fixture(scope="module")
 def trained(bench: ZeroBench) -> Any:
-    """A finished run of a strategy, whose last checkpoint is taken away: it goes on from step 2."""
+    """A finished run of a strategy, whose last checkpoint is taken away: it resumes from step 2."""
     made: dict[str, Path] = {}
 
     def one(strategy: str) -> Path:
@@ -163,7 +163,7 @@ def trained(bench: ZeroBench) -> Any:
 
 
 def refused(bench: ZeroBench, path: Path) -> str:
-    """What the ranks say of the checkpoint that they do not go on from."""
+    """What the ranks say about the checkpoint that they do not resume from."""
     codes = bench.go(path, attempt=2)
     assert 2 in codes and 0 not in codes, said(path)
     return said(path)

@@ -184,7 +184,7 @@ class PublishedRun(Section):
         if self.step_s is None and self.tokens_per_s_per_gpu is None and self.hours is None:
             raise ValueError("a run needs a published time: step_s, tokens_per_s_per_gpu or hours")
         if self.world % (self.tp * self.pp * self.cp):
-            raise ValueError(f"{self.world} GPUs are no multiple of tp {self.tp} x pp {self.pp} x cp {self.cp}")
+            raise ValueError(f"{self.world} GPUs are not a multiple of tp {self.tp} x pp {self.pp} x cp {self.cp}")
         if (self.lora is None) != (self.method == "full"):
             raise ValueError("lora stands with method lora or qlora, and only there")
         if unknown := sorted(set(self.assumed) - set(type(self).model_fields)):

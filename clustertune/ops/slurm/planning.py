@@ -268,7 +268,7 @@ def _unreadable(wanted: Sequence[WantedFile], facts: NodeFacts) -> list[Mode]:
 
 
 def _decode(data: bytes) -> str:
-    """Bytes that are no UTF-8 come through unchanged."""
+    """Bytes that are not UTF-8 come through unchanged."""
     return data.decode(errors="surrogateescape")
 
 
@@ -308,10 +308,10 @@ def _problems(cluster: Cluster) -> Iterator[Problem]:
         text = f"{len(cluster.name)} characters: Slurm takes {LONGEST_CLUSTER} for a cluster's name"
         yield Problem(text, file=file, key="name", fix="shorten it, and the file's name with it")
     if slurm.partition.lower() in RESERVED:
-        text = f"{slurm.partition} is no partition: Slurm means something else by it"
+        text = f"{slurm.partition} is not a partition: Slurm means something else by it"
         yield Problem(text, file=file, key="slurm.partition", fix="another name, such as gpu")
     if slurm.version is not None and parse_version(slurm.version) is None:
-        text = f"{slurm.version!r} is no release of Slurm"
+        text = f"{slurm.version!r} is not a release of Slurm"
         yield Problem(text, file=file, key="slurm.version", fix='write it as "22.05" or "24.11.5"; sinfo --version shows it')
     if re.fullmatch(r"[0:-]+", slurm.max_time):
         text = f"{slurm.max_time} is no time: no job may run"
@@ -336,7 +336,7 @@ def _name_problems(name: str) -> Iterator[tuple[str, str]]:
 
 # --- verify ---------------------------------------------------------------------------------------------------------------
 
-# What the Slurm that is installed here says of the files, before they replace anything.
+# What the Slurm that is installed here says about the files, before they replace anything.
 
 SECONDS = 30.0
 """For a program to read the files; it looks up names of nodes, and a name server may be slow."""

@@ -32,7 +32,7 @@ def hide(text: str) -> str:
 
 
 def entries(text: str) -> list[ConfEntry]:
-    """The settings of ``slurm.conf``, ``gres.conf``, ``cgroup.conf`` or ``slurmdbd.conf``; lines ended by ``\\`` go on."""
+    """The settings of ``slurm.conf``, ``gres.conf``, ``cgroup.conf`` or ``slurmdbd.conf``; lines ended by ``\\`` continue."""
     found = []
     pending, start = list[str](), 0
     for number, raw in enumerate(text.split("\n"), 1):

@@ -30,7 +30,7 @@ LIVE = frozenset(
         "slurmdlogfile", "slurmdtimeout", "unkillablesteptimeout",
     }
 )  # fmt: skip
-"""Settings that ``scontrol reconfigure`` takes; slurm.conf(5) says of the others that daemons must be restarted, or is not
+"""Settings that ``scontrol reconfigure`` takes; slurm.conf(5) says about the others that daemons must be restarted, or is not
 clear. Partitions are taken too."""
 SHAPE = ("sockets", "corespersocket", "threadspercore", "realmemory", "gres", "cpus", "boards", "socketsperboard")
 """What of a node's line is its shape: jobs that run on it were placed by the old one."""

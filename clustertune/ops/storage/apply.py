@@ -220,7 +220,7 @@ def _command(step: StorageStep, done: ApplyResult, report: Report, seconds: floa
 
 
 def _make_folders(folders: list[SharedFolder], done: ApplyResult, report: Report, brick: str | None = None) -> None:
-    """Each in a child: a frozen file system would hold us for ever. On the root disk only what is no part of a ``brick``."""
+    """Each in a child: a frozen file system would hold us for ever. On the root disk only what is not part of a ``brick``."""
     for folder in folders:
         report(f"make {folder.path}")
         answer = ask(partial(_make_folder, folder, brick), FOLDER_SECONDS)

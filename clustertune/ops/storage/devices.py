@@ -40,7 +40,7 @@ class BlockDevice:
         reasons = {
             "holds": f"holds {self.holds}",
             "absent": "does not exist",
-            "other": "is no block device",
+            "other": "is not a block device",
             "busy": "is in use",
             "silent": "does not answer",
         }
@@ -116,7 +116,7 @@ def steps(mount: FstabMount) -> Iterator[StorageStep]:
         why = f"the device is blank; clustertune ops storage apply --format {mount.source} runs it"
         yield StorageStep(command, why, by_hand=True)
     elif device.state == "holds" and device.holds != mount.brick.filesystem:
-        why = f"{device}, not {mount.brick.filesystem}: look whether this is the brick's device"
+        why = f"{device}, not {mount.brick.filesystem}: check whether this is the brick's device"
         yield StorageStep(("wipefs", "--no-act", mount.source), why, by_hand=True)
     elif device.state in ("absent", "other"):
         yield StorageStep(("lsblk", "-f"), f"{device}: fix storage.bricks.device", by_hand=True)
@@ -133,7 +133,7 @@ def require_blank(requested: str, mounts: Iterator[FstabMount]) -> FstabMount:
     mount = next((mount for mount in known if mount.source == requested), None)
     if mount is None:
         names = ", ".join(mount.source for mount in known) or "none"
-        raise UserError(Problem(f"{requested} is no device of this node's bricks ({names})", file="command line", key=key))
+        raise UserError(Problem(f"{requested} is not a device of this node's bricks ({names})", file="command line", key=key))
     device = look(requested)
     if device.state != "blank":
         message = f"{device}: only a blank device is formatted"

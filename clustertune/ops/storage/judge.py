@@ -153,7 +153,7 @@ def _hung(s: StorageSubject, seen: SeenBrick) -> Seen:
     if seen.own:
         fix = "dmesg for errors of the disk; xfs_freeze -u where somebody froze it"
     else:
-        fix = f"see whether {node} is up and serves (systemctl status nfs-server there); all goes on when it answers"
+        fix = f"see whether {node} is up and serves (systemctl status nfs-server there); all continues when it answers"
     return Seen(FAIL, what, fix, seen.where)
 
 
@@ -172,7 +172,7 @@ def _answered(seen: SeenBrick) -> Seen:
 
 @rule("brick-not-on-root-disk", STORAGE)
 def root_disk(s: StorageSubject) -> Iterator[Seen]:
-    """Looks at: a brick is no part of the root disk
+    """Looks at: a brick is not part of the root disk
 
     Why: writes fill the disk the node boots from
     See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html

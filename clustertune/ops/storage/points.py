@@ -126,7 +126,7 @@ def problems(points: Iterable[MountPoint]) -> list[Problem]:
             fix = f"make it a folder, or write {point.leads} into the cluster file"
             found.append(Problem(message, file=point.path, fix=fix))
         elif point.kind == "other":
-            found.append(Problem("is no folder, nothing can be mounted there", file=point.path, fix="move it away"))
+            found.append(Problem("is not a folder, nothing can be mounted there", file=point.path, fix="move it away"))
         elif point.kind == "folder" and point.entries and not point.mounted:
             names = ", ".join(point.entries[:5]) + (", ..." if len(point.entries) > 5 else "")
             message = f"nothing is mounted there, yet it holds {names}: the mount would hide that"
