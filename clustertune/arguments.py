@@ -87,9 +87,9 @@ def existing_folder(path: Path, what: str) -> Path:
 
     ``runs/NAME/ID`` is looked for in the cluster's folder for runs too.
     """
-    from clustertune.launch import places
+    from clustertune.launch import cluster_paths
 
-    path = places.existing(path)
+    path = cluster_paths.existing(path)
     if path.is_dir():
         return path
     message = "is a file, not a folder" if path.exists() else "no such folder"

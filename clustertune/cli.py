@@ -166,10 +166,10 @@ def prepare(
     from clustertune.commands.preparing import prepare as make
     from clustertune.commands.preparing import tell
     from clustertune.config.resolve import resolve
-    from clustertune.launch import places
+    from clustertune.launch import cluster_paths
 
     resolved = resolve(recipe, overrides or [])
-    below = places.enter_here()
+    below = cluster_paths.enter_here()
     result = make(resolved, out or below / resolved.name / "data", input_path, show_count)
     if as_json:
         emit_json(result)
@@ -194,14 +194,14 @@ def run(
     prepare, train, export, merge, eval, report: what is finished is not run again.
     """
     from clustertune import chain
-    from clustertune.launch import places
+    from clustertune.launch import cluster_paths
 
     stages = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
     if not stages:
         fix = f"the order is {', '.join(STAGES)}"
         raise UserError(f"{first} comes after --to {last}", file="command line", key="--from", fix=fix)
     resolved = _resolve(recipe, overrides, tiny=tiny, ranks=ranks, here=True)
-    below = places.enter_here()
+    below = cluster_paths.enter_here()
     path = run_dir or chain.default_run_dir(resolved, below)
     _check_before_anything_is_made(resolved, path, stages)
     for warning in resolved.warnings:
@@ -331,9 +331,9 @@ def evaluate(
     """Score a model with lm-eval, alone or beside its base."""
     from clustertune.evaluate.run import evaluate as run_evaluate
     from clustertune.evaluate.scores import render
-    from clustertune.launch import places
+    from clustertune.launch import cluster_paths
 
-    below = places.enter_here()
+    below = cluster_paths.enter_here()
     model = newest_merged(below) if model is None else existing_folder(model, "a model")
     given = {"num_fewshot": num_fewshot, "max_gen_toks": max_gen_toks, "batch_size": batch_size, "limit": limit}
     settings = eval_settings(

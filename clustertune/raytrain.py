@@ -349,12 +349,12 @@ def cluster(workers: int) -> Iterator[bool]:
 
     Raises UserError (exit 75) where the cluster cannot be reached.
     """
-    from clustertune.launch import places
+    from clustertune.launch import cluster_paths
 
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     address = os.environ.get("RAY_ADDRESS")
-    kept = {name: os.environ[name] for name in places.VARIABLES if os.environ.get(name)}
+    kept = {name: os.environ[name] for name in cluster_paths.VARIABLES if os.environ.get(name)}
     settings: dict[str, Any] = {"runtime_env": {"env_vars": {"PYTHONPATH": str(ROOT), **kept, **SETTINGS}}}
     with contextlib.ExitStack() as stack:
         if address is None:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from clustertune.checkpoint.shards import Planner, ShardWriter, as_bytes, write_new
-from clustertune.host.sight import Probe
+from clustertune.host.probe import Probe
 from clustertune.host.system import memory
 from clustertune.manifest import SHA256, TENSORS, XXH3_128, FileRecord, Ranks, new_hasher
 from clustertune.plan.host import COPY_SHARE
@@ -123,13 +123,13 @@ class StateWriter:
         """Why a copy of ``size`` bytes for each of so many ranks does not fit into this node's memory; None where it does."""
         if size <= self.copied_bytes:  # it is there already
             return None
-        sight = Probe()
-        found = memory(sight)
+        probe = Probe()
+        found = memory(probe)
         free, limit = found["memory_available_bytes"], found["memory_limit_bytes"]
         if free is None:
             return "how much memory of this node is free is unknown"
         if limit is not None:
-            resident = int(sight.read("/proc/self/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            resident = int(probe.read("/proc/self/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
             free = min(free, limit - ranks * resident)
         need = (size - self.copied_bytes) * ranks
         if need <= COPY_SHARE * max(0, free):

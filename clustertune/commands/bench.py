@@ -128,10 +128,10 @@ def bench(args: BenchArguments) -> None:
 def new_run_path(recipe: str, cluster: str | None, submit: bool) -> Path:
     """A new folder for each benchmark: below the cluster's folder of runs for a job, else below this machine's."""
     from clustertune.config.cluster import load_cluster
-    from clustertune.launch import places
+    from clustertune.launch import cluster_paths
 
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(recipe).name).strip("._-")[:64] or "recipe"
-    below = places.runs(load_cluster(cluster) if cluster and submit else places.here())
+    below = cluster_paths.runs(load_cluster(cluster) if cluster and submit else cluster_paths.here())
     return below / "bench" / name / (datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ") + f"-{os.getpid()}")
 
 
@@ -139,7 +139,7 @@ def answer(args: BenchArguments) -> int:
     """Do what was asked. Returns the exit code. Raises UserError."""
     from clustertune.bench import batch, preparation
     from clustertune.config.cluster import load_cluster
-    from clustertune.launch import places
+    from clustertune.launch import cluster_paths
 
     _check_usage(args)
     secrets.read_env(secrets.DEFAULT)
@@ -148,7 +148,7 @@ def answer(args: BenchArguments) -> int:
     raise_if(_folder_problems(args))
     if args.submit:
         return _submit(args, cluster)
-    places.enter(cluster)
+    cluster_paths.enter(cluster)
     bench = recorded[1] if recorded else preparation.make(args.request)
     _check_place(bench, args)
     if args.dry_run:
@@ -214,8 +214,8 @@ def _expected_name(bench: Bench) -> str | None:
     """What the result will be called, as far as this process can know: the ranks say later what they run on."""
     from clustertune.bench import result
     from clustertune.chain import visible_gpus
-    from clustertune.config.cluster_look import gpu_names
     from clustertune.config.hardware import recognise
+    from clustertune.config.local_cluster import gpu_names
 
     kind: str | None = "cpu"
     if visible_gpus():

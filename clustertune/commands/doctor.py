@@ -283,14 +283,17 @@ def _of_recipe(args: DoctorArguments, cluster: Cluster, facts: HostFacts | None)
         return []
     from clustertune import chain
     from clustertune.doctor.recipe_findings import recipe_findings, refused
-    from clustertune.launch import places
+    from clustertune.launch import cluster_paths
 
     try:
         resolved = _resolve(args, cluster)
     except UserError as error:
         return list(refused(error))
-    run_dir = args.run_dir or chain.default_run_dir(resolved, places.runs(cluster))  # as submit takes it
-    environment = {**os.environ, **{setting.name: setting.value for setting in places.settings(cluster)}}  # as its jobs have it
+    run_dir = args.run_dir or chain.default_run_dir(resolved, cluster_paths.runs(cluster))  # as submit takes it
+    environment = {
+        **os.environ,
+        **{setting.name: setting.value for setting in cluster_paths.settings(cluster)},
+    }  # as its jobs have it
     return recipe_findings(resolved, cluster, facts, run_dir=run_dir, environment=environment)
 
 
@@ -341,7 +344,7 @@ def _show_step(args: DoctorArguments, cluster: Cluster, allocation: Allocation) 
 def _submit(args: DoctorArguments, cluster: Cluster) -> int:
     """A job of whole nodes over the body of ops/doctor/doctor.sbatch, which looks at each of them."""
     from clustertune.doctor import nodes
-    from clustertune.launch import batch, places
+    from clustertune.launch import batch, cluster_paths
     from clustertune.nccl_check.batch import shape
 
     wanted = shape(cluster, args.nodes, args.time, args.seconds + nodes.START_SECONDS)
@@ -349,7 +352,7 @@ def _submit(args: DoctorArguments, cluster: Cluster) -> int:
     job = batch.BatchJob(
         shape=wanted,
         script=batch.render("doctor", wanted, note, (ROOT / "ops/doctor/doctor.sbatch").read_text(), alone=False),
-        folder=(places.runs(cluster) / "doctor" / cluster.name).absolute(),
+        folder=(cluster_paths.runs(cluster) / "doctor" / cluster.name).absolute(),
         arguments=tuple(_arguments(args, cluster)),
         file="doctor.sbatch",
     )

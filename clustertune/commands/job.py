@@ -54,7 +54,7 @@ def job(
     from clustertune import chain
     from clustertune import job as program
     from clustertune.config.cluster import load_cluster
-    from clustertune.launch import allocation, places, signal_margin
+    from clustertune.launch import allocation, cluster_paths, signal_margin
 
     require_stage(first, "--from")
     require_stage(last, "--to")
@@ -68,8 +68,8 @@ def job(
         run_dir, description = begun
     recorded = _recorded(run_dir, description, of_sweep=sweep is not None)
     machine = recorded[1] if recorded else load_cluster(cluster)
-    places.load_modules(machine)
-    variables = places.enter(machine, places.parse(env or []))
+    cluster_paths.load_modules(machine)
+    variables = cluster_paths.enter(machine, cluster_paths.parse(env or []))
     if recorded:
         resolved = recorded[0]
     else:
@@ -84,12 +84,12 @@ def job(
         arguments += ["--from", first] if first != STAGES[0] else []
         arguments += ["--to", last] if last != STAGES[-1] else []
     trains = STAGES.index(first) <= STAGES.index("train") <= STAGES.index(last)
-    path = run_dir or chain.default_run_dir(resolved, places.runs(machine))
+    path = run_dir or chain.default_run_dir(resolved, cluster_paths.runs(machine))
     needed = signal_margin.needed(path, resolved)
     problems = allocation.check(given, resolved, machine, arguments, (first, last), needed)
     problems += allocation.first_node_problems(machine, nodes=len(given.nodes), trains=trains)
     raise_if(problems)
-    places.make()
+    cluster_paths.make()
     if script is not None:
         take_log(path, given.name, given.job_id)
     for line in program.describe(resolved, machine, given, path, (first, last), variables):
@@ -110,10 +110,10 @@ def _begun(job: str, run_dir: Path | None, cluster: str | None) -> tuple[Path, i
     """
     from clustertune.config.cluster import load_cluster
     from clustertune.events import read_object
-    from clustertune.launch import places
+    from clustertune.launch import cluster_paths
     from clustertune.launch.progress import OWNER
 
-    folders = [run_dir] if run_dir else sorted(places.runs(load_cluster(cluster)).glob("*/*"))
+    folders = [run_dir] if run_dir else sorted(cluster_paths.runs(load_cluster(cluster)).glob("*/*"))
     for folder in folders:
         if read_object(folder / OWNER).get("job") == job and RunDir(folder).run_json.exists():
             body = RunDir(folder).read()
@@ -145,11 +145,11 @@ def _collected(resolved: Resolved, machine: Cluster) -> Path | None:
 
     ``submit`` has looked into one that only its shell can name.
     """
-    from clustertune.launch import places
+    from clustertune.launch import cluster_paths
     from clustertune.staging import bundle
 
     try:
-        found, notes = bundle.offered(resolved, places.folder(machine, "models"))
+        found, notes = bundle.offered(resolved, cluster_paths.folder(machine, "models"))
     except UserError as error:
         found, notes = None, [str(error.problems[0])]
     for note in notes:

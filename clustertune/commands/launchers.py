@@ -45,13 +45,13 @@ def torchrun_node(
     """Take part in a run as one node: launch/torchrun.sh calls this, once on each node."""
     from clustertune import launched
     from clustertune.chain import default_run_dir
-    from clustertune.launch import places
+    from clustertune.launch import cluster_paths
 
     if node_rank >= nodes:
         text = f"there is no node {node_rank} of {nodes}: they are counted from 0"
         raise UserError(text, file="command line", key="--node-rank")
     resolved, each = resolve_for_nodes(recipe, overrides or [], tiny=tiny, nodes=nodes, ranks_per_node=ranks_per_node)
-    below = places.enter_here()
+    below = cluster_paths.enter_here()
     path = run_dir or default_run_dir(resolved, below)
     call = launched.TorchrunCall(node_rank, nodes, each, master, port, wait, job)
     if node_rank:
@@ -130,14 +130,14 @@ def ray_train(
     from clustertune import chain, raytrain
     from clustertune.config.megatron import require_startable
     from clustertune.config.resolve import resolve
-    from clustertune.launch import places
+    from clustertune.launch import cluster_paths
     from clustertune.rundir import RunDir, keep_private
 
     resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=workers)
     require_startable(resolved)
     if workers is None and (tiny or resolved.recipe.model.weights == "random"):
         resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=min(resolved.world_size, chain.visible_gpus() or 2))
-    below = places.enter_here()
+    below = cluster_paths.enter_here()
     path = run_dir or chain.default_run_dir(resolved, below)
     for warning in resolved.warnings:
         say(f"warning: {warning}")

@@ -287,14 +287,14 @@ def new_folder(args: NcclCheckArguments, cluster: Cluster, name: str | None = No
 
     ``name``: what it is called in a dry run. Raises UserError where ``--out`` holds a check already.
     """
-    from clustertune.launch import places
+    from clustertune.launch import cluster_paths
     from clustertune.nccl_check.check import RESULT
     from clustertune.nccl_check.target import LocalNode, round_folder
 
     if args.out is None:
         new = f"{cluster.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
         outside = isinstance(measured, LocalNode) and cluster.host(measured.hosts[0]) is None
-        return (places.runs(places.here() if outside else cluster) / "nccl-check" / (name or new)).absolute()
+        return (cluster_paths.runs(cluster_paths.here() if outside else cluster) / "nccl-check" / (name or new)).absolute()
     path = args.out.absolute()
     if path.exists() and not path.is_dir():
         raise UserError(Problem("is a file", file=str(path), key="--out", fix="give a new folder"))

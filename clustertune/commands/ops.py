@@ -161,8 +161,8 @@ def check(
     from clustertune.config.cluster import load_cluster
     from clustertune.ops.files import NODE
     from clustertune.ops.nodes import choose_node, require_here
+    from clustertune.ops.storage.collect import collect
     from clustertune.ops.storage.judge import judge
-    from clustertune.ops.storage.look import collect
     from clustertune.ops.storage.plan import by_hand, layout_of
 
     found = load_cluster(cluster)

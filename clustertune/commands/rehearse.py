@@ -232,14 +232,14 @@ def demo_slurm(
     Starts the cluster, submits launch/run.sbatch, follows the job to its end, and ends the cluster again.
     """
     from clustertune.cluster.rehearsal import rehearse
-    from clustertune.launch import places
+    from clustertune.launch import cluster_paths
 
     if not SCRIPT.is_file():
         raise UserError("no such file", file=str(SCRIPT), fix="call this in the checkout of clustertune")
     if "=" in recipe:  # the recipe is left out, and this is the first of the overrides
         recipe, overrides = DEMO, [recipe, *(overrides or [])]
     stem = re.sub(r"[^A-Za-z0-9._-]", "_", Path(recipe).name)
-    folder = run_dir or places.runs(places.here()) / "rehearsal" / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = run_dir or cluster_paths.runs(cluster_paths.here()) / "rehearsal" / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     arguments = [recipe, *(overrides or []), "--tiny", "--run-dir", str(folder.resolve())]
     ended = rehearse(_spec(nodes, gpus, isolation), SCRIPT, arguments, folder)
     if as_json:

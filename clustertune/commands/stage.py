@@ -149,13 +149,15 @@ def documents(labelled: str) -> dict[int, dict[str, Any]]:
 def _here(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds: Bounds, dry_run: bool, as_json: bool) -> None:
     """Stage on this node, byte for byte verified."""
     from clustertune.chain import default_run_dir
-    from clustertune.launch import places
+    from clustertune.launch import cluster_paths
     from clustertune.rundir import RunDir
     from clustertune.staging import cache, needs
     from clustertune.staging.tree import Stager
     from clustertune.staging.worker import amount
 
-    sources, notes = needs.sources(resolved, RunDir(run_dir or default_run_dir(resolved, places.runs(places.here()))))
+    sources, notes = needs.sources(
+        resolved, RunDir(run_dir or default_run_dir(resolved, cluster_paths.runs(cluster_paths.here())))
+    )
     for note in notes:
         say(f"note: {note}")
     if not sources:

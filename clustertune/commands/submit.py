@@ -114,7 +114,7 @@ class Submission:
         """Resolve and derive. Raises UserError."""
         from clustertune import chain
         from clustertune.config.cluster import argument, load_cluster
-        from clustertune.launch import places, shape, signal_margin
+        from clustertune.launch import cluster_paths, shape, signal_margin
         from clustertune.launch import submit as launch
         from clustertune.staging import bundle
 
@@ -123,12 +123,12 @@ class Submission:
                 require_stage(stage, key)
         machine = load_cluster(cluster)
         resolved, shaped = shape.resolve_on(recipe, overrides, machine, tiny=tiny)
-        variables = places.settings(machine)
-        collected, notes = bundle.offered(resolved, places.folder(machine, "models"))
+        variables = cluster_paths.settings(machine)
+        collected, notes = bundle.offered(resolved, cluster_paths.folder(machine, "models"))
         if collected is not None:
             shaped += [f"staged={collected}"]
             resolved = resolved.with_staged(collected)
-        path = (run_dir or chain.default_run_dir(resolved, places.runs(machine))).absolute()
+        path = (run_dir or chain.default_run_dir(resolved, cluster_paths.runs(machine))).absolute()
         finished = [stage for stage in STAGES if RunDir(path).stage(stage) is not None]
         stages = launch.left_to_do(finished, first, last)
         needed = signal_margin.needed(path, resolved)
@@ -145,7 +145,7 @@ class Submission:
                 flags=[
                     *(["--tiny"] if tiny else []),
                     *(["--cluster", argument(cluster)] if cluster else []),
-                    *places.flags(variables),
+                    *cluster_paths.flags(variables),
                     *("--description", str(number)),
                 ],
                 signal_seconds=min(needed.seconds, signal_margin.LONGEST_SECONDS),
@@ -223,12 +223,12 @@ class Submission:
 
     def _image_problems(self) -> list[Problem]:
         """An image that is not what its sum says, or cannot be shown the run; returns what it is."""
-        from clustertune.launch import container, image, places
+        from clustertune.launch import cluster_paths, container, image
         from clustertune.tree import ROOT
 
         if self.machine.container.runtime == "none":
             return []
-        caches = places.binds({setting.name: setting.value for setting in self.variables})
+        caches = cluster_paths.binds({setting.name: setting.value for setting in self.variables})
         problems = container.unbindable([ROOT, *container.places_of(self.resolved, self.path), *caches])
         try:
             self.image, found_problems = image.look(self.machine.container)

@@ -81,7 +81,7 @@ def _here(
     recipe: str, settings: list[str], at_once: int | None, cluster: str | None, options: dict[str, Any]
 ) -> tuple[Sweep, list[Resolved]]:
     from clustertune.chain import visible_gpus
-    from clustertune.launch import places
+    from clustertune.launch import cluster_paths
     from clustertune.sweep.points import make_sweep, missing_inputs
 
     problems = [
@@ -90,7 +90,7 @@ def _here(
         if value is not None
     ]
     raise_if(problems)
-    made, resolved = make_sweep(recipe, settings, **options, runs=places.enter_here())
+    made, resolved = make_sweep(recipe, settings, **options, runs=cluster_paths.enter_here())
     raise_if(missing_inputs(made, resolved))
     ranks_needed = max(item.world_size for item in resolved)
     if not options["tiny"] and resolved[0].recipe.model.weights == "hub" and ranks_needed > visible_gpus():
@@ -110,7 +110,7 @@ def _array(
 ) -> tuple[Sweep, list[Resolved], Any]:
     """The sweep and its job array (None where nothing is left), everything checked that can be before it is submitted."""
     from clustertune.config.cluster import argument
-    from clustertune.launch import places, shape
+    from clustertune.launch import cluster_paths, shape
     from clustertune.launch import submit as launch
     from clustertune.staging import bundle
     from clustertune.sweep import array
@@ -119,8 +119,8 @@ def _array(
     # Every task sees the ranks of a tiny training, whatever the allocation.
     shaped = [word for word in settings if word.startswith("slurm.")]
     more = shape.tiny_size(recipe, shaped, machine) if options["tiny"] else []
-    made, resolved = make_sweep(recipe, settings, more=more, **options, runs=places.runs(machine))
-    models = places.folder(machine, "models")
+    made, resolved = make_sweep(recipe, settings, more=more, **options, runs=cluster_paths.runs(machine))
+    models = cluster_paths.folder(machine, "models")
     offers = [bundle.offered(item, models) for item in resolved]
     resolved = [item.with_staged(found) if found else item for item, (found, _) in zip(resolved, offers, strict=True)]
     for note in dict.fromkeys(note for _, notes in offers for note in notes):
@@ -131,7 +131,7 @@ def _array(
         problems += launch.find_missing(machine, [("the sweep folder", made.path.absolute())], fix)
     raise_if(problems)
     flags = [] if cluster is None else ["--cluster", argument(cluster)]
-    flags += places.flags(places.settings(machine))
+    flags += cluster_paths.flags(cluster_paths.settings(machine))
     job = array.make_job(made, resolved, machine, at_once=at_once, flags=flags) if made.left() else None
     return made, resolved, job
 

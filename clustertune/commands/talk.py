@@ -162,7 +162,7 @@ def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bo
     from clustertune.config.cluster import argument, load_cluster
     from clustertune.config.schema import parse_minutes
     from clustertune.evaluate.model import weight_bytes
-    from clustertune.launch import batch, places, step
+    from clustertune.launch import batch, cluster_paths, step
     from clustertune.launch.serving import ModelSize, serving
     from clustertune.launch.shape import JobShape, place_of, usable_gpu_bytes
 
@@ -189,7 +189,7 @@ def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bo
     job = batch.BatchJob(
         shape=shape,
         script=batch.render("serve", shape, note, script, alone=False),
-        folder=(places.runs(machine) / "serve" / folder.parent.name).absolute(),
+        folder=(cluster_paths.runs(machine) / "serve" / folder.parent.name).absolute(),
         arguments=(),
         file="serve.sbatch",
     )

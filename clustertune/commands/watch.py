@@ -58,12 +58,12 @@ def watch(
 def _find(text: str) -> Path:
     """The run folder that is named, or that a job works in. Raises UserError."""
     from clustertune.errors import UserError
-    from clustertune.launch import places
+    from clustertune.launch import cluster_paths
     from clustertune.launch.submit import read_jobs
 
     if not text.isdigit() or Path(text).is_dir():
         return existing_folder(path_argument(text), "a run folder")
-    below = places.runs(places.here())
+    below = cluster_paths.runs(cluster_paths.here())
     for folder in _folders(below):
         if any(str(entry.get("id")) == text for entry in read_jobs(folder)["jobs"]):
             return folder
@@ -84,11 +84,11 @@ def runs(
     """List runs: state, step, score, GPU-hours, US dollars and kWh, the newest first."""
     from clustertune.console import emit_json, say, stderr
     from clustertune.errors import UserError
-    from clustertune.launch import places
+    from clustertune.launch import cluster_paths
     from clustertune.monitor.status import Watcher
     from clustertune.report.content import number
 
-    where = below or places.runs(places.here())
+    where = below or cluster_paths.runs(cluster_paths.here())
     found = []
     for folder in _folders(where):
         try:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from clustertune.config.cluster_checks import read_cluster
-from clustertune.config.cluster_look import LocalMachine, collect, judge
 from clustertune.config.cluster_schema import Cluster, Compute, Host, Network, expand_nodes, same_host
 from clustertune.config.hardware import HARDWARE, read_hardware
 from clustertune.config.load import COMMAND_LINE, did_you_mean
+from clustertune.config.local_cluster import LocalMachine, collect, judge
 from clustertune.config.schema import NAME
 from clustertune.config.yamlfile import read_yaml
 from clustertune.errors import Problem, UserError

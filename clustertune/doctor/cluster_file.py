@@ -15,7 +15,7 @@ from clustertune.doctor import wire
 from clustertune.doctor.nodes import facts_command
 from clustertune.host.facts import HostFacts, Mount
 from clustertune.host.mounts import lies_elsewhere
-from clustertune.host.sight import ask
+from clustertune.host.probe import ask
 from clustertune.process import captured
 
 WAIT_SECONDS = 60

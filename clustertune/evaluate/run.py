@@ -28,7 +28,7 @@ from clustertune.evaluate.model import (
     pick_device,
     trained_on,
 )
-from clustertune.evaluate.quiet import progress, quiet
+from clustertune.evaluate.progress import progress, quiet
 from clustertune.evaluate.scores import RESULT, clustered_stderr, judge, read_result
 
 KIND = "evaluation"

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from clustertune.host import gpus, mounts, network, packages, surroundings, system
 from clustertune.host.facts import HostFacts, Package
-from clustertune.host.sight import Probe, ask
+from clustertune.host.probe import Probe, ask
 
 if TYPE_CHECKING:  # 3.8 cannot subscript collections.abc
-    from clustertune.host.sight import Ask
+    from clustertune.host.probe import Ask
 
     Reader = Callable[[Probe], dict[str, Any]]
 
@@ -58,29 +58,29 @@ def collect(
     beside those that libraries use. ``python``: the ranks' interpreter; None: this one. ``command``: runs commands.
     Raises nothing for what a machine lacks.
     """
-    sight = Probe(Path(root), command, time.monotonic() + seconds)
-    environ = dict(os.environ) if sight.live else {}
-    kind = surroundings.container(sight, environ)
-    facts = HostFacts(hostname=_hostname(sight), user=surroundings.user_name() if sight.live else "", container=kind)
+    probe = Probe(Path(root), command, time.monotonic() + seconds)
+    environ = dict(os.environ) if probe.live else {}
+    kind = surroundings.container(probe, environ)
+    facts = HostFacts(hostname=_hostname(probe), user=surroundings.user_name() if probe.live else "", container=kind)
     facts.environment = surroundings.environment(environ)
-    facts.place = place or surroundings.place(kind, environ, slurm=surroundings.has_slurm(sight, environ))
+    facts.place = place or surroundings.place(kind, environ, slurm=surroundings.has_slurm(probe, environ))
     asking: list[Reader] = [*ASKING, partial(_stack, python=python), partial(_storage, names=names, folders=folders)]
-    if "step" not in facts.place and surroundings.has_slurm(sight, environ):
+    if "step" not in facts.place and surroundings.has_slurm(probe, environ):
         asking.append(surroundings.slurm)
     pool = ThreadPoolExecutor(max_workers=len(asking))
     try:
-        started = [(reader, pool.submit(reader, sight)) for reader in asking]
+        started = [(reader, pool.submit(reader, probe)) for reader in asking]
         for reader in DIRECT:
-            _take(facts, reader, lambda reader=reader: reader(sight))  # type: ignore[misc]
+            _take(facts, reader, lambda reader=reader: reader(probe))  # type: ignore[misc]
         for reader, future in started:
-            _take(facts, reader, partial(_result, future, sight))
+            _take(facts, reader, partial(_result, future, probe))
     finally:
         pool.shutdown(wait=False)
     return facts
 
 
-def _result(future: Future[dict[str, Any]], sight: Probe) -> dict[str, Any]:
-    return future.result(timeout=max(0.0, sight.deadline - time.monotonic()) + GRACE)
+def _result(future: Future[dict[str, Any]], probe: Probe) -> dict[str, Any]:
+    return future.result(timeout=max(0.0, probe.deadline - time.monotonic()) + GRACE)
 
 
 def _take(facts: HostFacts, reader: Any, read: Callable[[], dict[str, Any]]) -> None:
@@ -99,29 +99,29 @@ def _take(facts: HostFacts, reader: Any, read: Callable[[], dict[str, Any]]) -> 
             setattr(facts, key, value)
 
 
-def _hostname(sight: Probe) -> str:
-    return (platform.node() if sight.live else sight.read("/proc/sys/kernel/hostname") or sight.read("/etc/hostname")) or "?"
+def _hostname(probe: Probe) -> str:
+    return (platform.node() if probe.live else probe.read("/proc/sys/kernel/hostname") or probe.read("/etc/hostname")) or "?"
 
 
-def _storage(sight: Probe, *, names: Sequence[str], folders: Sequence[str]) -> dict[str, Any]:
-    environ = dict(os.environ) if sight.live else {}
+def _storage(probe: Probe, *, names: Sequence[str], folders: Sequence[str]) -> dict[str, Any]:
+    environ = dict(os.environ) if probe.live else {}
     wanted = mounts.MountQuery(
         folders=[*surroundings.probe_folders(environ), *(folder for folder in folders if folder.startswith("/"))],
         names=list(names),
         files=surroundings.files_that_matter(environ, os.getcwd()),  # noqa: PTH109 - a plain word
         libraries=surroundings.library_folders(environ),
     )
-    return mounts.look(sight, wanted)
+    return mounts.look(probe, wanted)
 
 
-def _stack(sight: Probe, *, python: str | None) -> dict[str, Any]:
+def _stack(probe: Probe, *, python: str | None) -> dict[str, Any]:
     """The packages of an interpreter: of this one by looking, of another one by asking it."""
-    if not sight.live:
+    if not probe.live:
         return {}
     if python is None or Path(python) == Path(sys.executable):
         found = packages.look()
     else:
-        answer = sight.call(python, str(Path(packages.__file__)), seconds=15.0)
+        answer = probe.call(python, str(Path(packages.__file__)), seconds=15.0)
         try:
             found = json.loads(answer.text)
         except ValueError:

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from clustertune.host import gpu_text, system
-from clustertune.host.sight import Probe
+from clustertune.host.probe import Probe
 
 SMI_SECONDS = 45.0
 """A driver without persistence mode wakes one GPU after the other, some seconds each."""
@@ -34,9 +34,9 @@ print(json.dumps(told))
 """Run in a process of its own: cuInit hangs where a GPU is sick, and keeps files of the driver open where it is not."""
 
 
-def driver(sight: Probe) -> dict[str, Any]:
+def driver(probe: Probe) -> dict[str, Any]:
     """What ``nvidia-smi`` says; with why it says nothing."""
-    full = sight.call("nvidia-smi", "-q", "-x", seconds=SMI_SECONDS)
+    full = probe.call("nvidia-smi", "-q", "-x", seconds=SMI_SECONDS)
     if not full.present:
         return {}
     found: dict[str, Any] = {"nvidia_smi": full.fault}
@@ -47,25 +47,25 @@ def driver(sight: Probe) -> dict[str, Any]:
     except ValueError:
         found["nvidia_smi"] = full.fault or "an answer that is not XML"
         if "no answer" not in full.fault:  # a driver that hangs once hangs twice
-            short = sight.call("nvidia-smi", f"--query-gpu={gpu_text.CSV_QUERY}", "--format=csv,noheader", seconds=SMI_SECONDS)
+            short = probe.call("nvidia-smi", f"--query-gpu={gpu_text.CSV_QUERY}", "--format=csv,noheader", seconds=SMI_SECONDS)
             found["gpus"] = gpu_text.parse_csv(short.text)
     for gpu in found.get("gpus", ()):
-        numa = sight.number(f"/sys/bus/pci/devices/{gpu.bus}/numa_node") if gpu.bus else None
+        numa = probe.number(f"/sys/bus/pci/devices/{gpu.bus}/numa_node") if gpu.bus else None
         gpu.numa = numa if numa is not None and numa >= 0 else None
     if found.get("gpus") and not found.get("driver"):
-        found["driver"] = module_version(sight.read("/proc/driver/nvidia/version"))
+        found["driver"] = module_version(probe.read("/proc/driver/nvidia/version"))
     return found
 
 
-def topology(sight: Probe) -> dict[str, Any]:
+def topology(probe: Probe) -> dict[str, Any]:
     """How the GPUs are connected."""
-    answer = sight.call("nvidia-smi", "topo", "-m", seconds=SMI_SECONDS)
+    answer = probe.call("nvidia-smi", "topo", "-m", seconds=SMI_SECONDS)
     return {"topology": gpu_text.plain_topology(answer.text)} if answer.good and "GPU0" in answer.text else {}
 
 
-def cuda(sight: Probe) -> dict[str, Any]:
+def cuda(probe: Probe) -> dict[str, Any]:
     """What CUDA itself says to a process of this place: the driver may answer where CUDA does not."""
-    answer = sight.call(sys.executable, "-I", "-S", "-c", _INIT, seconds=INIT_SECONDS)
+    answer = probe.call(sys.executable, "-I", "-S", "-c", _INIT, seconds=INIT_SECONDS)
     try:
         found_cuda = json.loads(answer.text)
     except ValueError:
@@ -79,29 +79,29 @@ def cuda(sight: Probe) -> dict[str, Any]:
     }
 
 
-def kernel_log(sight: Probe) -> dict[str, Any]:
+def kernel_log(probe: Probe) -> dict[str, Any]:
     """The driver's complaints in the kernel's log; often only root may read it."""
     for command in (("dmesg",), ("journalctl", "-k", "-b", "-q", "--no-pager", "-n", "50000", "-o", "short-monotonic")):
-        answer = sight.call(*command, seconds=5.0)
+        answer = probe.call(*command, seconds=5.0)
         if answer.good and answer.text.strip():
             return {"kernel_log_read": True, "xids": gpu_text.xid_lines(answer.text)}
     return {}
 
 
-def devices(sight: Probe) -> dict[str, Any]:
+def devices(probe: Probe) -> dict[str, Any]:
     """GPUs on the PCI bus and their device files, whether a driver serves them or not, and what the kernel has loaded."""
     folder = "/sys/bus/pci/devices"
-    buses = sight.names(folder)
-    own = [bus for bus in buses if sight.read(f"{folder}/{bus}/vendor").lower() == "0x10de"]
+    buses = probe.names(folder)
+    own = [bus for bus in buses if probe.read(f"{folder}/{bus}/vendor").lower() == "0x10de"]
     # 0x0300: VGA, 0x0302: a GPU without a display (linux/pci_ids.h)
-    count = sum(sight.read(f"{folder}/{bus}/class")[:6] in ("0x0300", "0x0302") for bus in own)
-    files = [f"/dev/{name}" for name in sight.names("/dev") if re.fullmatch(r"nvidia\d+", name)]
+    count = sum(probe.read(f"{folder}/{bus}/class")[:6] in ("0x0300", "0x0302") for bus in own)
+    files = [f"/dev/{name}" for name in probe.names("/dev") if re.fullmatch(r"nvidia\d+", name)]
     found: dict[str, Any] = {"nvidia_devices": count if buses else None, "gpu_files": files}
-    text = sight.read("/proc/driver/nvidia/version")
-    if modules := sight.read("/proc/modules"):
+    text = probe.read("/proc/driver/nvidia/version")
+    if modules := probe.read("/proc/modules"):
         # dma-buf needs the open kernel modules and Linux 5.12; without them the adapter asks nvidia_peermem
         found["peermem"] = bool(re.search(r"^(nvidia_peermem|nv_peer_mem) ", modules, re.MULTILINE)) or (
-            "Open Kernel Module" in text and system.version(sight.read("/proc/sys/kernel/osrelease")) >= (5, 12)
+            "Open Kernel Module" in text and system.version(probe.read("/proc/sys/kernel/osrelease")) >= (5, 12)
         )
     if version := module_version(text):
         found["driver"] = version
@@ -138,19 +138,19 @@ def acs_control(config: bytes) -> int | None:
     return None
 
 
-def bridges(sight: Probe) -> dict[str, Any]:
+def bridges(probe: Probe) -> dict[str, Any]:
     """Bridges that redirect traffic between their ports. Needs root: others see 64 bytes of each device."""
     folder = "/sys/bus/pci/devices"
     found: list[str] = []
     hidden = False
-    names = sight.names(folder)
+    names = probe.names(folder)
     if not names:
         return {}
     for name in names:
-        if not sight.read(f"{folder}/{name}/class").startswith("0x0604"):
+        if not probe.read(f"{folder}/{name}/class").startswith("0x0604"):
             continue
         try:
-            control = acs_control(sight.path(f"{folder}/{name}/config").read_bytes())
+            control = acs_control(probe.path(f"{folder}/{name}/config").read_bytes())
         except (OSError, ValueError):
             hidden = True
             continue
@@ -159,22 +159,22 @@ def bridges(sight: Probe) -> dict[str, Any]:
     return {"acs_redirect": None if hidden and not found else found}
 
 
-def iommu(sight: Probe) -> dict[str, Any]:
+def iommu(probe: Probe) -> dict[str, Any]:
     """Whether an IOMMU translates what devices address; in passthrough (``iommu=pt``) it does not."""
-    groups = sight.names("/sys/kernel/iommu_groups")
+    groups = probe.names("/sys/kernel/iommu_groups")
     if not groups:
-        return {"iommu": False} if sight.path("/sys/kernel").is_dir() else {}
+        return {"iommu": False} if probe.path("/sys/kernel").is_dir() else {}
     folder = "/sys/kernel/iommu_groups"
     # firmware and one old device may be translated while the GPUs pass through: theirs count, where there are any
     own = [
         group
         for group in groups
         if any(
-            sight.read(f"/sys/bus/pci/devices/{device}/vendor").lower() == "0x10de"
-            for device in sight.names(f"{folder}/{group}/devices")
+            probe.read(f"/sys/bus/pci/devices/{device}/vendor").lower() == "0x10de"
+            for device in probe.names(f"{folder}/{group}/devices")
         )
     ]
-    types = {sight.read(f"{folder}/{group}/type") for group in own or groups}
+    types = {probe.read(f"{folder}/{group}/type") for group in own or groups}
     if types - {""}:
         return {"iommu": any(kind.startswith("DMA") for kind in types)}
-    return {"iommu": "iommu=pt" not in sight.read("/proc/cmdline").split()}
+    return {"iommu": "iommu=pt" not in probe.read("/proc/cmdline").split()}

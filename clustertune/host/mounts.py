@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from clustertune.host.facts import FileMode, FolderProbe, Mount
-from clustertune.host.sight import Probe, ask
+from clustertune.host.probe import Probe, ask
 
 SECONDS = 12.0
 """How long a file system may take to say how full it is: a server under load some seconds, one that is gone for ever."""
@@ -171,14 +171,14 @@ class MountQuery:
     """Folders of LD_LIBRARY_PATH."""
 
 
-def look(sight: Probe, wanted: MountQuery) -> dict[str, Any]:
+def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
     """The mounts with their room, the exports, and what is wanted; what does not answer in time is silent, or missing."""
-    mounts = parse_mounts(sight.read("/proc/self/mountinfo"))
-    exports = parse_exports(sight.read("/etc/exports"))
-    exports += [line for name in sight.names("/etc/exports.d") for line in parse_exports(sight.read(f"/etc/exports.d/{name}"))]
-    automounts = parse_automounts(sight.read("/proc/self/mountinfo"))
+    mounts = parse_mounts(probe.read("/proc/self/mountinfo"))
+    exports = parse_exports(probe.read("/etc/exports"))
+    exports += [line for name in probe.names("/etc/exports.d") for line in parse_exports(probe.read(f"/etc/exports.d/{name}"))]
+    automounts = parse_automounts(probe.read("/proc/self/mountinfo"))
     found: dict[str, Any] = {"mounts": mounts, "exports": exports, "automounts": automounts}
-    if not sight.live:
+    if not probe.live:
         return found
     own = os.uname().nodename
     folders = list(dict.fromkeys(wanted.folders))
@@ -188,7 +188,7 @@ def look(sight: Probe, wanted: MountQuery) -> dict[str, Any]:
     requests += [["mode", path] for path, _ in wanted.files]
     requests += [["list", path] for path in wanted.libraries]
     requests += [[what, folder] for folder in folders for what in PROBES]
-    answered = answers(requests, sight.left(SECONDS))
+    answered = answers(requests, probe.left(SECONDS))
     for mount in mounts:
         answer = answered.get(("space", mount.point))
         mount.silent = answer is None and mount_is_last(mount, mounts)
@@ -225,8 +225,8 @@ def mount_is_last(mount: Mount, mounts: Sequence[Mount]) -> bool:
 
 
 def answers(requests: Sequence[Sequence[str]], seconds: float) -> dict[tuple[str, ...], Any]:
-    """What the process of :mod:`clustertune.host.touch` says to each request within ``seconds``; the others are missing."""
-    program = str(Path(__file__).with_name("touch.py"))
+    """What the process of :mod:`clustertune.host.probe_process` says to each request within ``seconds``; the others are missing."""
+    program = str(Path(__file__).with_name("probe_process.py"))
     # -P and -I are not options here: 3.8 has no -P, and -I would hide nothing that matters. -S saves 10 ms.
     answer = ask([sys.executable, "-E", "-S", program], seconds, json.dumps(list(map(list, requests))))
     found = {}

@@ -13,7 +13,7 @@ import struct
 from typing import Any
 
 from clustertune.host.facts import Nic, RdmaPort
-from clustertune.host.sight import Probe
+from clustertune.host.probe import Probe
 
 _NET = "/sys/class/net"
 _IB = "/sys/class/infiniband"
@@ -45,60 +45,60 @@ def by_socket(name: str) -> list[str]:
     return []
 
 
-def interfaces(sight: Probe) -> dict[str, Any]:
+def interfaces(probe: Probe) -> dict[str, Any]:
     """All interfaces, and the kernel's range of ephemeral ports."""
-    answer = sight.call("ip", "-o", "addr", seconds=5.0)
+    answer = probe.call("ip", "-o", "addr", seconds=5.0)
     addresses = parse_addresses(answer.text) if answer.good else None
     found = []
-    for name in sight.names(_NET):
-        if not sight.path(f"{_NET}/{name}").is_dir():  # bonding_masters is a file
+    for name in probe.names(_NET):
+        if not probe.path(f"{_NET}/{name}").is_dir():  # bonding_masters is a file
             continue
-        nic = _nic(sight, name)
+        nic = _nic(probe, name)
         if addresses is not None:
             nic.addresses = addresses.get(name, [])
-        elif sight.live:
+        elif probe.live:
             nic.addresses = by_socket(name)
         found.append(nic)
     for nic in found:
         if nic.bond_mode and not nic.mbit:
             each = [other.mbit for other in found if other.name in nic.bond_links_up and other.mbit]
             nic.mbit = sum(each) or None
-    ports = sight.read("/proc/sys/net/ipv4/ip_local_port_range").split()
+    ports = probe.read("/proc/sys/net/ipv4/ip_local_port_range").split()
     numbers = [int(word) for word in ports if word.isdigit()]
     return {"nics": found, "port_range": numbers if len(numbers) == 2 else None}
 
 
-def _nic(sight: Probe, name: str) -> Nic:
+def _nic(probe: Probe, name: str) -> Nic:
     folder = f"{_NET}/{name}"
-    speed = sight.number(f"{folder}/speed")
-    numa = sight.number(f"{folder}/device/numa_node")
-    kind = sight.number(f"{folder}/type")
-    links = sight.read(f"{folder}/bonding/slaves").split()
-    bonded = sight.path(f"{folder}/bonding").is_dir()
+    speed = probe.number(f"{folder}/speed")
+    numa = probe.number(f"{folder}/device/numa_node")
+    kind = probe.number(f"{folder}/type")
+    links = probe.read(f"{folder}/bonding/slaves").split()
+    bonded = probe.path(f"{folder}/bonding").is_dir()
     return Nic(
         name=name,
-        up=_is_up(sight, folder),
-        carrier={"1": True, "0": False}.get(sight.read(f"{folder}/carrier")),
+        up=_is_up(probe, folder),
+        carrier={"1": True, "0": False}.get(probe.read(f"{folder}/carrier")),
         mbit=speed if speed and 0 < speed < 10_000_000 else None,  # -1, or 2^32-1 of old kernels, where nobody knows
-        mtu=sight.number(f"{folder}/mtu"),
+        mtu=probe.number(f"{folder}/mtu"),
         numa=numa if numa is not None and numa >= 0 else None,
-        driver=sight.target(f"{folder}/device/driver"),
+        driver=probe.target(f"{folder}/device/driver"),
         kind=_KINDS.get(kind, "other") if kind is not None else "",
-        virtual=not bonded and not sight.path(f"{folder}/device").exists(),
-        bond_mode=(sight.read(f"{folder}/bonding/mode").split() or [""])[0],
-        bond_hash=(sight.read(f"{folder}/bonding/xmit_hash_policy").split() or [""])[0],
+        virtual=not bonded and not probe.path(f"{folder}/device").exists(),
+        bond_mode=(probe.read(f"{folder}/bonding/mode").split() or [""])[0],
+        bond_hash=(probe.read(f"{folder}/bonding/xmit_hash_policy").split() or [""])[0],
         bond_links=links,
-        bond_links_up=[link for link in links if sight.read(f"{_NET}/{link}/bonding_slave/mii_status") in ("up", "")],
+        bond_links_up=[link for link in links if probe.read(f"{_NET}/{link}/bonding_slave/mii_status") in ("up", "")],
     )
 
 
-def _is_up(sight: Probe, folder: str) -> bool | None:
+def _is_up(probe: Probe, folder: str) -> bool | None:
     """The state that the driver tells; where it tells none (loopback, tunnels), whether it was switched on."""
-    state = sight.read(f"{folder}/operstate")
+    state = probe.read(f"{folder}/operstate")
     if state in ("up", "down", "lowerlayerdown", "notpresent", "dormant"):
         return state == "up"
     try:
-        return bool(int(sight.read(f"{folder}/flags"), 16) & _IFF_UP)
+        return bool(int(probe.read(f"{folder}/flags"), 16) & _IFF_UP)
     except ValueError:
         return None
 
@@ -106,50 +106,50 @@ def _is_up(sight: Probe, folder: str) -> bool | None:
 # --- RDMA --------------------------------------------------------------------------------------------------------------
 
 
-def rdma(sight: Probe) -> dict[str, Any]:
+def rdma(probe: Probe) -> dict[str, Any]:
     """Ports of RDMA adapters, the device files that this process may use, and the libraries that drive them."""
     ports = []
-    for device in sight.names(_IB):
+    for device in probe.names(_IB):
         folder = f"{_IB}/{device}"
-        numa = sight.number(f"{folder}/device/numa_node")
-        for number in sight.names(f"{folder}/ports"):
+        numa = probe.number(f"{folder}/device/numa_node")
+        for number in probe.names(f"{folder}/ports"):
             if number.isdigit():
-                port = _port(sight, device, int(number))
+                port = _port(probe, device, int(number))
                 port.numa = numa if numa is not None and numa >= 0 else None
-                port.firmware = sight.read(f"{folder}/fw_ver")
+                port.firmware = probe.read(f"{folder}/fw_ver")
                 ports.append(port)
-    return {"rdma": ports, "rdma_devices": _device_files(sight), **_verbs(sight)}
+    return {"rdma": ports, "rdma_devices": _device_files(probe), **_verbs(probe)}
 
 
-def _port(sight: Probe, device: str, number: int) -> RdmaPort:
+def _port(probe: Probe, device: str, number: int) -> RdmaPort:
     folder = f"{_IB}/{device}/ports/{number}"
-    state = sight.read(f"{folder}/state").partition(":")[2].strip()
-    rate = re.match(r"([\d.]+)", sight.read(f"{folder}/rate"))
+    state = probe.read(f"{folder}/state").partition(":")[2].strip()
+    rate = re.match(r"([\d.]+)", probe.read(f"{folder}/rate"))
     return RdmaPort(
         device=device,
         port=number,
         active=state == "ACTIVE" if state else None,
         state=state,
-        physical=sight.read(f"{folder}/phys_state").partition(":")[2].strip(),
+        physical=probe.read(f"{folder}/phys_state").partition(":")[2].strip(),
         gbit=float(rate[1]) if rate else None,
-        link_layer=sight.read(f"{folder}/link_layer"),
-        netdev=sight.read(f"{folder}/gid_attrs/ndevs/0"),
+        link_layer=probe.read(f"{folder}/link_layer"),
+        netdev=probe.read(f"{folder}/gid_attrs/ndevs/0"),
     )
 
 
-def _device_files(sight: Probe) -> list[str]:
-    names = [f"/dev/infiniband/{name}" for name in sight.names("/dev/infiniband")]
-    return [name for name in names if os.access(sight.path(name), os.R_OK | os.W_OK)]
+def _device_files(probe: Probe) -> list[str]:
+    names = [f"/dev/infiniband/{name}" for name in probe.names("/dev/infiniband")]
+    return [name for name in names if os.access(probe.path(name), os.R_OK | os.W_OK)]
 
 
-def _verbs(sight: Probe) -> dict[str, Any]:
+def _verbs(probe: Probe) -> dict[str, Any]:
     providers = set()
     for library in _PROVIDERS:
         for pattern in ("libibverbs/lib*-rdmav*.so", "*/libibverbs/lib*-rdmav*.so"):
-            for path in sight.path(library).glob(pattern):
+            for path in probe.path(library).glob(pattern):
                 providers.add(path.name[3:].partition("-rdmav")[0])
     found: dict[str, Any] = {"verbs_providers": sorted(providers)}
-    if sight.live:
+    if probe.live:
         try:
             ctypes.CDLL("libibverbs.so.1")
             found["verbs"] = True
@@ -158,13 +158,13 @@ def _verbs(sight: Probe) -> dict[str, Any]:
     return found
 
 
-def nccl_files(sight: Probe) -> dict[str, Any]:
+def nccl_files(probe: Probe) -> dict[str, Any]:
     """Settings of NCCL that stand in files, where nobody sees them. The user's file wins over the system's, as in NCCL."""
     found: dict[str, str] = {}
-    home = os.environ.get("HOME", "") if sight.live else ""
-    named = os.environ.get("NCCL_CONF_FILE", "") if sight.live else ""
+    home = os.environ.get("HOME", "") if probe.live else ""
+    named = os.environ.get("NCCL_CONF_FILE", "") if probe.live else ""
     for path in (named or (f"{home}/.nccl.conf" if home else ""), "/etc/nccl.conf"):
-        for line in sight.read(path).splitlines() if path else ():
+        for line in probe.read(path).splitlines() if path else ():
             name, equals, value = line.partition("#")[0].strip().partition("=")
             if equals and re.fullmatch(r"NCCL_[A-Z0-9_]+", name.strip()):
                 found.setdefault(name.strip(), f"{value.strip()} ({path})")

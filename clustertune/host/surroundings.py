@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from clustertune.host.credentials import holds_secret
-from clustertune.host.sight import Probe
+from clustertune.host.probe import Probe
 
 _KEPT = re.compile(
     r"(SLURM|SRUN|SBATCH|NCCL|GLOO|UCX|UCC|FI|OMPI|PMI|PMIX|TORCH|TORCHINDUCTOR|PYTORCH|CUDA|NVIDIA|HF|HUGGINGFACE|TRANSFORMERS"
@@ -57,17 +57,17 @@ def has_login(text: str) -> bool:
     return "://***@" in text
 
 
-def container(sight: Probe, environ: Mapping[str, str]) -> str:
+def container(probe: Probe, environ: Mapping[str, str]) -> str:
     """What kind of container this is; empty: none."""
-    if environ.get("APPTAINER_CONTAINER") or environ.get("SINGULARITY_CONTAINER") or sight.path("/.singularity.d").exists():
+    if environ.get("APPTAINER_CONTAINER") or environ.get("SINGULARITY_CONTAINER") or probe.path("/.singularity.d").exists():
         return "apptainer"
     if environ.get("ENROOT_RUNTIME_PATH") or environ.get("ENROOT_ROOTFS"):
         return "enroot"
     if environ.get("KUBERNETES_SERVICE_HOST"):
         return "kubernetes"
-    if sight.path("/run/.containerenv").exists():
+    if probe.path("/run/.containerenv").exists():
         return "podman"
-    return "docker" if sight.path("/.dockerenv").exists() else ""
+    return "docker" if probe.path("/.dockerenv").exists() else ""
 
 
 def place(kind: str, environ: Mapping[str, str], *, slurm: bool) -> str:
@@ -105,14 +105,14 @@ def parse_nodes(text: str) -> dict[str, str]:
     return found
 
 
-def slurm(sight: Probe) -> dict[str, Any]:
+def slurm(probe: Probe) -> dict[str, Any]:
     """What the controller says. Not to be asked by every node of a job at once: it is one process for all of them."""
-    config = sight.call("scontrol", "show", "config", seconds=8.0)
+    config = probe.call("scontrol", "show", "config", seconds=8.0)
     if not config.present:
         return {}
     if not config.good:
         return {"slurm_silent": config.fault}
-    nodes = sight.call("sinfo", "-h", "-N", "-o", "%N|%T|%E", seconds=8.0)
+    nodes = probe.call("sinfo", "-h", "-N", "-o", "%N|%T|%E", seconds=8.0)
     return {"slurm": parse_config(config.text), "slurm_nodes": parse_nodes(nodes.text)}
 
 
@@ -160,7 +160,7 @@ def user_name() -> str:
         return str(os.getuid())
 
 
-def has_slurm(sight: Probe, environ: Mapping[str, str]) -> bool:
+def has_slurm(probe: Probe, environ: Mapping[str, str]) -> bool:
     """Whether this machine belongs to a Slurm: its commands alone may be left from anything."""
     named = environ.get("SLURM_CONF", "")
-    return any(sight.path(path).exists() for path in (named, "/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf") if path)
+    return any(probe.path(path).exists() for path in (named, "/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf") if path)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from clustertune.host.sight import Probe
+from clustertune.host.probe import Probe
 
 _STA_UNSYNC, _STA_NANO = 0x0040, 0x2000
 """linux/timex.h"""
@@ -19,26 +19,26 @@ _CGROUP_NONE = 1 << 60
 """Bytes from which a limit of cgroup v1 is none: it is the largest multiple of a page below 2^63."""
 
 
-def processors(sight: Probe) -> dict[str, Any]:
+def processors(probe: Probe) -> dict[str, Any]:
     """Hardware threads, those that this process may use, and those of each NUMA node."""
     folder = "/sys/devices/system/node"
-    nodes = {name[4:]: sight.read(f"{folder}/{name}/cpulist") for name in sight.names(folder) if re.fullmatch(r"node\d+", name)}
-    online = readable_cpus(sight.read("/sys/devices/system/cpu/online"))
+    nodes = {name[4:]: probe.read(f"{folder}/{name}/cpulist") for name in probe.names(folder) if re.fullmatch(r"node\d+", name)}
+    online = readable_cpus(probe.read("/sys/devices/system/cpu/online"))
     found: dict[str, Any] = {
-        "cpus": len(online) or (os.cpu_count() if sight.live else None),
+        "cpus": len(online) or (os.cpu_count() if probe.live else None),
         "numa_cpus": {node: cpus for node, cpus in nodes.items() if cpus},
     }
-    if sight.live:
+    if probe.live:
         mine = os.sched_getaffinity(0)
         found.update(affinity=len(mine), affinity_list=format_cpu_list(mine))
     return found
 
 
-def topology(sight: Probe) -> dict[int, tuple[int, int]]:
+def topology(probe: Probe) -> dict[int, tuple[int, int]]:
     """Package and core of each CPU that the machine tells them of."""
     folder, found = "/sys/devices/system/cpu", {}
-    for name in sight.names(folder):
-        places = [sight.number(f"{folder}/{name}/topology/{what}") for what in ("physical_package_id", "core_id")]
+    for name in probe.names(folder):
+        places = [probe.number(f"{folder}/{name}/topology/{what}") for what in ("physical_package_id", "core_id")]
         if re.fullmatch(r"cpu\d+", name) and places[0] is not None and places[1] is not None:
             found[int(name[3:])] = (places[0], places[1])
     return found
@@ -49,25 +49,25 @@ def parse_meminfo(text: str) -> dict[str, int]:
     return {match[1]: int(match[2]) * 1024 for match in re.finditer(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
 
 
-def memory(sight: Probe) -> dict[str, Any]:
+def memory(probe: Probe) -> dict[str, Any]:
     """Memory and swap of the machine, and the limit of this process's cgroup."""
-    info = parse_meminfo(sight.read("/proc/meminfo"))
+    info = parse_meminfo(probe.read("/proc/meminfo"))
     total, free = info.get("SwapTotal"), info.get("SwapFree")
-    defrag = re.search(r"\[([a-z+]+)\]", sight.read("/sys/kernel/mm/transparent_hugepage/defrag"))
+    defrag = re.search(r"\[([a-z+]+)\]", probe.read("/sys/kernel/mm/transparent_hugepage/defrag"))
     return {
         "memory_bytes": info.get("MemTotal"),
         "memory_available_bytes": info.get("MemAvailable"),
         "swap_bytes": total,
         "swap_used_bytes": total - free if total is not None and free is not None else None,
-        "memory_limit_bytes": memory_limit(sight),
+        "memory_limit_bytes": memory_limit(probe),
         "thp_defrag": defrag[1] if defrag else "",
     }
 
 
-def memory_limit(sight: Probe) -> int | None:
+def memory_limit(probe: Probe) -> int | None:
     """The smallest limit of the cgroups above this process, bytes; None: none, or not seen."""
     limits = []
-    for line in sight.read("/proc/self/cgroup").splitlines():
+    for line in probe.read("/proc/self/cgroup").splitlines():
         parts = line.split(":", 2)
         if len(parts) != 3:
             continue
@@ -79,7 +79,7 @@ def memory_limit(sight: Probe) -> int | None:
             continue
         folder = parts[2].rstrip("/")
         while True:  # the limit of a folder above holds below
-            limit = sight.number(f"{base}{folder}/{name}")
+            limit = probe.number(f"{base}{folder}/{name}")
             if limit is not None and limit < _CGROUP_NONE:
                 limits.append(limit)
             if not folder:
@@ -88,9 +88,9 @@ def memory_limit(sight: Probe) -> int | None:
     return min(limits) if limits else None
 
 
-def limits(sight: Probe) -> dict[str, Any]:
+def limits(probe: Probe) -> dict[str, Any]:
     """Soft limits of this process; -1: unlimited."""
-    if not sight.live:
+    if not probe.live:
         return {}
     kinds = (("memlock_bytes", "RLIMIT_MEMLOCK"), ("nofile", "RLIMIT_NOFILE"), ("nproc", "RLIMIT_NPROC"))
     found = {}
@@ -106,16 +106,16 @@ def version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in found[1].split(".")) if found else ()
 
 
-def kernel(sight: Probe) -> dict[str, Any]:
+def kernel(probe: Probe) -> dict[str, Any]:
     """Versions of kernel, distribution and C library, and since when the machine runs."""
-    release = re.search(r'^PRETTY_NAME="?([^"\n]*)', sight.read("/etc/os-release"), re.MULTILINE)
-    uptime = re.match(r"[\d.]+", sight.read("/proc/uptime"))
+    release = re.search(r'^PRETTY_NAME="?([^"\n]*)', probe.read("/etc/os-release"), re.MULTILINE)
+    uptime = re.match(r"[\d.]+", probe.read("/proc/uptime"))
     found: dict[str, Any] = {
-        "kernel": sight.read("/proc/sys/kernel/osrelease"),
+        "kernel": probe.read("/proc/sys/kernel/osrelease"),
         "os": release[1] if release else "",
         "uptime_s": float(uptime[0]) if uptime else None,
     }
-    if sight.live:
+    if probe.live:
         name, version = platform.libc_ver()
         found["glibc"] = version if name == "glibc" else ""
     return found
@@ -159,19 +159,19 @@ def kernel_clock() -> tuple[bool, float] | None:
     return not clock.status & _STA_UNSYNC, abs(clock.offset * unit)
 
 
-def clock(sight: Probe) -> dict[str, Any]:
+def clock(probe: Probe) -> dict[str, Any]:
     """The time, and whether something keeps it right: chrony's word, else systemd's, else the kernel's."""
     found: dict[str, Any] = {"time": time.time()}
-    answer = sight.call("chronyc", "-c", "tracking", seconds=3.0)
+    answer = probe.call("chronyc", "-c", "tracking", seconds=3.0)
     chrony = parse_chrony(answer.text) if answer.good else None
     if chrony is not None:
         found["clock_synchronised"], found["clock_offset_s"] = chrony
         return found
-    state = kernel_clock() if sight.live else None
+    state = kernel_clock() if probe.live else None
     if state is not None and state[0]:
         found["clock_synchronised"], found["clock_offset_s"] = state
         return found
-    output = sight.call("timedatectl", "show", "--property=NTPSynchronized", "--value", seconds=3.0)
+    output = probe.call("timedatectl", "show", "--property=NTPSynchronized", "--value", seconds=3.0)
     word = output.text.strip()
     if output.good and word in ("yes", "no"):
         found["clock_synchronised"] = word == "yes"

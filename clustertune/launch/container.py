@@ -16,7 +16,7 @@ from clustertune.config.cluster_schema import Cluster
 from clustertune.config.cluster_schema import Container as Settings
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, raise_if
-from clustertune.launch import places
+from clustertune.launch import cluster_paths
 from clustertune.rundir import RunDir
 from clustertune.tree import IS_INSTALLED, PACKAGE, ROOT, env_file
 
@@ -105,7 +105,7 @@ def _seen(places: Sequence[str], repo: Path) -> list[str]:
 
 
 PYXIS_EXPORTED = (
-    "PATH", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR", *places.VARIABLES,
+    "PATH", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR", *cluster_paths.VARIABLES,
 )  # fmt: skip
 """What srun exports into enroot, which passes on all that it is given. The image's own PATH wins; this machine's
 LD_LIBRARY_PATH would be searched inside where the image sets none."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import local, megatron, places, rendezvous
+from clustertune.launch import cluster_paths, local, megatron, rendezvous
 from clustertune.launch.agent import Agent, leave_record
 from clustertune.launch.environment import make_own_folder
 from clustertune.launch.plan import AttemptPlan, check_fence, newest_attempt
@@ -39,7 +39,7 @@ def main(run_path: Path, attempt: int, node: int, *, quiet: bool, around: Around
     try:
         plan = _read_plan(folder)
         check_fence(run_path, attempt)
-        places.make()
+        cluster_paths.make()
         _check_interface(plan, node)
         own = make_own_folder(plan.environment)
         stack.enter_context(around(run_path, plan, node))

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from clustertune.config.cluster_schema import Cluster
-from clustertune.launch import container, places
+from clustertune.launch import cluster_paths, container
 from clustertune.process import die_with_parent, stop_signals
 
 BASIC = (
@@ -31,7 +31,7 @@ BASIC = (
     "APPTAINER_TMPDIR",
 )
 """Variables of the batch script that reach the nodes where it has them; srun passes over the others without a word."""
-EXPORTED = (*BASIC, *places.VARIABLES)
+EXPORTED = (*BASIC, *cluster_paths.VARIABLES)
 """The variables that reach the nodes, beside Slurm's own and those that the cluster's modules changed. Whatever else a login
 shell exports, tokens among it, stays behind; rank 0 reads ``.env`` itself."""
 
@@ -97,7 +97,7 @@ def in_step(
     ``binds``: what it has to see beside the checkout and what the cluster file names. Raises UserError for what cannot be
     bound.
     """
-    placed = container.place(command, cluster, binds=[*binds, *places.binds(environ)], gpus=gpus)
+    placed = container.place(command, cluster, binds=[*binds, *cluster_paths.binds(environ)], gpus=gpus)
     return srun_command(
         placed.command,
         nodes=nodes,
@@ -105,7 +105,7 @@ def in_step(
         gpus=gpus,
         environ=environ,
         options=[*options, *placed.options],
-        kept=placed.kept or (*EXPORTED, *places.of_modules(environ)),
+        kept=placed.kept or (*EXPORTED, *cluster_paths.of_modules(environ)),
         added=placed.added,
     )
 
@@ -123,7 +123,7 @@ def on_first_node(
         return in_step(
             command, cluster, binds=binds, nodes=1, cpus=cpus, gpus=gpus, environ=environ, options=[f"--nodelist={host}"]
         )
-    return list(container.place(command, cluster, binds=[*binds, *places.binds(environ)], gpus=gpus).command)
+    return list(container.place(command, cluster, binds=[*binds, *cluster_paths.binds(environ)], gpus=gpus).command)
 
 
 # --- srun -----------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import re
 import time
 from pathlib import Path
 
-from clustertune.host.sight import Probe
+from clustertune.host.probe import Probe
 from clustertune.host.system import parse_meminfo
 
 COLUMNS = {
@@ -22,15 +22,15 @@ _DISK = re.compile(r"(sd[a-z]+|vd[a-z]+|xvd[a-z]+|nvme\d+n\d+|mmcblk\d+)$")
 
 
 class NodeSampler:
-    """One node. ``sight``: where its files are read, a recorded tree in tests; ``run``: whose storage is looked at."""
+    """One node. ``probe``: where its files are read, a recorded tree in tests; ``run``: whose storage is looked at."""
 
-    def __init__(self, run: Path, sight: Probe | None = None) -> None:
-        self.run, self.sight = run, sight or Probe()
+    def __init__(self, run: Path, probe: Probe | None = None) -> None:
+        self.run, self.probe = run, probe or Probe()
         self._before: dict[str, float] = {}
 
     def sample(self, seconds: float) -> dict[str, float | None]:
         """A row of :data:`COLUMNS`; what this machine does not tell is None. ``seconds`` since the row before."""
-        read = self.sight.read
+        read = self.probe.read
         memory = parse_meminfo(read("/proc/meminfo"))
         rates = {name: self._growth(name, value) for name, value in self._counters().items()}
         busy, ticks = rates.pop("busy"), rates.pop("ticks")
@@ -59,13 +59,13 @@ class NodeSampler:
 
     def _counters(self) -> dict[str, float | None]:
         """Jiffies of all processors, and bytes since the machine was started (proc(5), sysfs-class-infiniband)."""
-        read = self.sight.read
+        read = self.probe.read
         ticks = [float(word) for word in read("/proc/stat").partition("\n")[0].split()[1:9]]
         disks = [line.split() for line in read("/proc/diskstats").splitlines()]
         disks = [fields for fields in disks if len(fields) > 9 and _DISK.match(fields[2])]
         lines = [line.replace(":", " ").split() for line in read("/proc/net/dev").splitlines()[2:]]
         links = [
-            fields for fields in lines if len(fields) > 9 and self.sight.path(f"/sys/class/net/{fields[0]}/device").exists()
+            fields for fields in lines if len(fields) > 9 and self.probe.path(f"/sys/class/net/{fields[0]}/device").exists()
         ]
         links = links or [fields for fields in lines if len(fields) > 9 and fields[0] != "lo"]
         return {
@@ -84,9 +84,9 @@ class NodeSampler:
         """A counter of every port of every RDMA adapter."""
         top = "/sys/class/infiniband"
         ports = (
-            f"{top}/{card}/ports/{port}" for card in self.sight.names(top) for port in self.sight.names(f"{top}/{card}/ports")
+            f"{top}/{card}/ports/{port}" for card in self.probe.names(top) for port in self.probe.names(f"{top}/{card}/ports")
         )
-        found = (self.sight.number(f"{port}/counters/{counter}") for port in ports)
+        found = (self.probe.number(f"{port}/counters/{counter}") for port in ports)
         return [value for value in found if value is not None]
 
 

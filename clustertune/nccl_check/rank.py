@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from clustertune.errors import UserError
-from clustertune.host.sight import Probe
+from clustertune.host.probe import Probe
 from clustertune.host.system import memory
 from clustertune.launch import binding, rendezvous
 from clustertune.nccl_check import measure, schedule

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from clustertune.config.counted import LayerKind
 from clustertune.plan.constants import Constants
-from clustertune.plan.kept import Policy, SavedActivations
 from clustertune.plan.machine import PlanMachine
+from clustertune.plan.saved_activations import Policy, SavedActivations
 from clustertune.plan.shape import ModelShape
 from clustertune.plan.strategy import Strategy
 from clustertune.plan.term import SECONDS, Term, total

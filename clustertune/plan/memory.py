@@ -12,7 +12,7 @@ from functools import cached_property
 
 from clustertune.config.counted import LayerKind
 from clustertune.plan.constants import Constants
-from clustertune.plan.kept import FULL, HALF, Policy, SavedActivations
+from clustertune.plan.saved_activations import FULL, HALF, Policy, SavedActivations
 from clustertune.plan.shape import ModelShape
 from clustertune.plan.term import BYTES, Term, total
 

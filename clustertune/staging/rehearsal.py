@@ -204,13 +204,13 @@ class Rehearsal:
 
     def benchmark(self) -> str:
         """lm-eval's tasks on the prompts that the chain will score, with the sentence splitter."""
-        from clustertune.evaluate import ifeval, punkt, quiet, tasks
+        from clustertune.evaluate import ifeval, progress, punkt, tasks
 
         wanted, published = self.resolved.recipe.eval, self.resolved.recipe.model.weights == "hub"
         given = bundle.prompts(self.resolved)
         reason, folder = "", self._scratch / "task"
         with contextlib.ExitStack() as stack:
-            stack.enter_context(quiet.quiet())
+            stack.enter_context(progress.quiet())
             rows, own_files = None, {}
             if ifeval.NAME in wanted.tasks:
                 rows = stack.enter_context(ifeval.inputs(given, published, self._scratch))

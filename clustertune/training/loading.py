@@ -35,7 +35,8 @@ from clustertune.training import loading_quantised as quantised
 from clustertune.training import loading_zero as zero
 from clustertune.training.collectives import Group
 from clustertune.training.loading_files import RowReader, survey
-from clustertune.training.loading_place import (
+from clustertune.training.loading_sources import SHOWN, ParameterSource, Sources, Unfollowed, find
+from clustertune.training.loading_storage import (
     broadcast,
     clean,
     empty_storage,
@@ -47,7 +48,6 @@ from clustertune.training.loading_place import (
     rows,
     span,
 )
-from clustertune.training.loading_sources import SHOWN, ParameterSource, Sources, Unfollowed, find
 from clustertune.training.startup import Startup
 
 THREADS = IN_FLIGHT - 1

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from clustertune.training.loading_files import RowReader
-from clustertune.training.loading_place import empty_storage, is_empty_storage, plain, put, span
 from clustertune.training.loading_sources import ParameterSource, Unfollowed
+from clustertune.training.loading_storage import empty_storage, is_empty_storage, plain, put, span
 
 NESTED_BLOCK = 256
 """Scales to one scale of theirs (bitsandbytes/functional.py, quantize_4bit)."""

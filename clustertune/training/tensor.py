@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from clustertune.config import accelerate_file as acc
 from clustertune.errors import Problem, UserError
-from clustertune.training.loading_place import empty_part, is_empty_storage
+from clustertune.training.loading_storage import empty_part, is_empty_storage
 
 STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce")
 """The styles of transformers' plans (transformers/distributed/tensor_parallel.py) that are carried out here."""

@@ -18,9 +18,9 @@ from rich.console import Console
 from clustertune.config import cluster as module
 from clustertune.config.cluster import load_cluster
 from clustertune.config.cluster_checks import read_cluster
-from clustertune.config.cluster_look import LocalMachine
 from clustertune.config.cluster_schema import Cluster, same_host
 from clustertune.config.cluster_show import as_json, render
+from clustertune.config.local_cluster import LocalMachine
 from clustertune.config.yamlfile import parse_yaml, read_yaml
 from clustertune.errors import Problem, UserError
 from clustertune.host.system import format_cpu_list, parse_cpu_list

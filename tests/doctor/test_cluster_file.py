@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from clustertune.config.cluster import load_cluster
-from clustertune.config.cluster_look import LocalMachine, judge
 from clustertune.config.cluster_schema import ClusterFile, expand_hosts, expand_nodes, shorten_hosts
+from clustertune.config.local_cluster import LocalMachine, judge
 from clustertune.doctor.cluster_file import draft
 from clustertune.errors import UserError
 from clustertune.host.facts import Gpu, HostFacts, Mount, Nic, RdmaPort

@@ -13,8 +13,8 @@ from huggingface_hub import constants
 
 from clustertune.errors import UserError
 from clustertune.evaluate import ifeval as room
-from clustertune.evaluate import quiet as quiet_room
-from clustertune.evaluate.quiet import quiet
+from clustertune.evaluate import progress as quiet_room
+from clustertune.evaluate.progress import quiet
 from tests.evaluate.conftest import forbid_network
 
 GIVEN = yaml.safe_load((room.FOLDER / "task.yaml").read_text())

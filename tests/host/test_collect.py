@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from clustertune.host import gpus, mounts, network, surroundings, system, touch
+from clustertune.host import gpus, mounts, network, probe_process, surroundings, system
 from clustertune.host.collect import collect
 from clustertune.host.facts import from_dict
 from clustertune.host.network import nccl_files
 from clustertune.host.packages import parse_torch_version
-from clustertune.host.sight import ABSENT, CommandOutput, Probe, ask
+from clustertune.host.probe import ABSENT, CommandOutput, Probe, ask
 from clustertune.host.system import format_cpu_list, readable_cpus
 
 REPO = Path(__file__).resolve().parents[2]
@@ -426,10 +426,10 @@ def test_bits_that_help_nobody_are_no_fault(tmp_path: Path) -> None:
         if folder.stat().st_mode & 0o001 == 0:
             break
     else:
-        assert (touch.mode(str(file)) or {})["mode"] & 0o007 == 0o006
+        assert (probe_process.mode(str(file)) or {})["mode"] & 0o007 == 0o006
     file.parent.chmod(0o700)
-    assert (touch.mode(str(file)) or {})["mode"] & 0o077 == 0
-    assert touch.mode(str(tmp_path / "none")) is None
+    assert (probe_process.mode(str(file)) or {})["mode"] & 0o077 == 0
+    assert probe_process.mode(str(tmp_path / "none")) is None
 
 
 def test_what_waits_for_its_first_use_is_known() -> None:
@@ -443,8 +443,8 @@ def test_a_damaged_inforom_is_no_silent_driver(tmp_path: Path) -> None:
     """nvidia-smi ends with 14 then, after a whole answer."""
     text = "<?xml version='1.0' ?>\n<nvidia_smi_log><driver_version>580.95.05</driver_version><gpu id='00000000:18:00.0'/>"
     text += "</nvidia_smi_log>\nWARNING: infoROM is corrupted at gpu 0000:18:00.0\n"
-    sight = Probe(tmp_path, lambda *_args: CommandOutput(text, "<?xml version='1.0' ?>"))
-    found = gpus.driver(sight)
+    probe = Probe(tmp_path, lambda *_args: CommandOutput(text, "<?xml version='1.0' ?>"))
+    found = gpus.driver(probe)
     assert (found["nvidia_smi"], found["driver"], len(found["gpus"])) == ("", "580.95.05", 1)
 
 

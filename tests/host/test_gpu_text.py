@@ -6,7 +6,7 @@ import pytest
 
 from clustertune.host import gpu_text
 from clustertune.host.gpus import driver, module_version, topology
-from clustertune.host.sight import ABSENT, CommandOutput, Probe
+from clustertune.host.probe import ABSENT, CommandOutput, Probe
 
 GPU = """
  <gpu id="00000000:18:00.0">
@@ -151,7 +151,7 @@ def test_the_kernel_modules_version(text: str, version: str) -> None:
 # --- asking ------------------------------------------------------------------------------------------------------------
 
 
-def sight(**answers: CommandOutput) -> tuple[Probe, list[str]]:
+def probe(**answers: CommandOutput) -> tuple[Probe, list[str]]:
     """A machine whose nvidia-smi answers by the first option; and what was asked."""
     asked: list[str] = []
 
@@ -168,12 +168,12 @@ def sight(**answers: CommandOutput) -> tuple[Probe, list[str]]:
 
 def test_a_machine_without_the_program_has_no_fault() -> None:
     """A login node."""
-    assert driver(sight()[0]) == {} == topology(sight()[0])
+    assert driver(probe()[0]) == {} == topology(probe()[0])
 
 
 def test_a_driver_that_fails_says_why_and_what_it_still_knows() -> None:
     """The short question may be answered where the long one is not."""
-    one, asked = sight(q=CommandOutput("", "Unable to determine the device handle for GPU2"), query_gpu=CommandOutput(CSV))
+    one, asked = probe(q=CommandOutput("", "Unable to determine the device handle for GPU2"), query_gpu=CommandOutput(CSV))
     found = driver(one)
     assert found["nvidia_smi"].startswith("Unable") and [gpu.index for gpu in found["gpus"]] == [0, 1]
     assert asked == ["-q", f"--query-gpu={gpu_text.CSV_QUERY}"]
@@ -181,5 +181,5 @@ def test_a_driver_that_fails_says_why_and_what_it_still_knows() -> None:
 
 def test_a_driver_that_hangs_is_asked_once() -> None:
     """The second question would hang as well."""
-    one, asked = sight(q=CommandOutput("", "no answer within 45 s"), query_gpu=CommandOutput(CSV))
+    one, asked = probe(q=CommandOutput("", "no answer within 45 s"), query_gpu=CommandOutput(CSV))
     assert driver(one) == {"nvidia_smi": "no answer within 45 s"} and asked == ["-q"]

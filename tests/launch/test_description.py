@@ -18,7 +18,7 @@ from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
-from clustertune.launch import allocation, places, progress, shape
+from clustertune.launch import allocation, cluster_paths, progress, shape
 from clustertune.rundir import SCHEMA, RunDir
 from tests.command import REPO
 from tests.launch.machines import OURS, RECIPES, cluster_of
@@ -113,7 +113,7 @@ def test_the_job_command_reads_no_file_of_the_recipe(recipe: Path, monkeypatch: 
     got: list[Any] = []
     given = allocation.Allocation("7", 0, ("n1",), wanted.resolved.world_size, 8, 1, None, 600.0)
     monkeypatch.setattr(allocation, "read", lambda: given)
-    monkeypatch.setattr(places, "enter", lambda *words: [])
+    monkeypatch.setattr(cluster_paths, "enter", lambda *words: [])
     monkeypatch.setattr(program, "run", lambda *words: got.extend(words))
     monkeypatch.setattr(allocation, "first_node_problems", lambda *words, **named: [])
     stages = {"first": "report", "last": "report"}
@@ -138,7 +138,7 @@ def test_a_job_by_hand_that_starts_again_goes_on_as_it_began(recipe: Path, monke
             chain.open_run(resolved, path, []).describe(resolved, machine)
 
     stages = {"first": "report", "last": "report"}
-    monkeypatch.setattr(places, "enter", lambda *words: [])
+    monkeypatch.setattr(cluster_paths, "enter", lambda *words: [])
     monkeypatch.setattr(program, "run", begin)
     monkeypatch.setattr(allocation, "first_node_problems", lambda *words, **named: [])
     first = start(0)

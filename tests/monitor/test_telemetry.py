@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.host.sight import Probe
+from clustertune.host.probe import Probe
 from clustertune.monitor import machine, nvml, store
 from clustertune.monitor.machine import NodeSampler
 from clustertune.monitor.store import TelemetryWriter

@@ -15,10 +15,10 @@ from clustertune.config.overrides import RecipeSource
 from clustertune.config.resolve import resolve
 from clustertune.plan import memory
 from clustertune.plan.compute import flops, micro_batch
-from clustertune.plan.kept import Policy, SavedActivations, products
 from clustertune.plan.machine import machine as read_machine
 from clustertune.plan.predict import Plan, make_plan, read_strategy
 from clustertune.plan.remedy import remedies
+from clustertune.plan.saved_activations import Policy, SavedActivations, products
 from clustertune.plan.shape import ModelShape
 from clustertune.plan.term import total
 from clustertune.plan.traffic import traffic

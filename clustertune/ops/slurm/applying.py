@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune.errors import Problem, UserError, storage_error
-from clustertune.host.sight import ask
+from clustertune.host.probe import ask
 from clustertune.ops.files import NODE, exclusive, inside, put
 from clustertune.ops.nodes import require_here
 from clustertune.ops.slurm.planning import Mode, SlurmPlan

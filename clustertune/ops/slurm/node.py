@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clustertune.config.cluster_schema import Cluster, Host
-from clustertune.host import sight
+from clustertune.host import probe
 from clustertune.ops.files import NODE, inside
 from clustertune.ops.nodes import has_systemd, is_here, tool
 from clustertune.ops.slurm.texts import CGROUP_CONF, ETC, GRES_CONF, LOGS, MUNGE_KEY, SLURM_CONF, SLURMDBD_CONF, SPOOL, STATE
@@ -78,7 +78,7 @@ def collect(cluster: Cluster, node: Host, root: Path = NODE) -> NodeFacts:
 def ask(*words: str) -> str:
     """What a program prints; empty where it is not there, fails or does not answer."""
     program = tool(words[0])
-    answer = sight.ask([program, *words[1:]], SECONDS) if program else sight.ABSENT
+    answer = probe.ask([program, *words[1:]], SECONDS) if program else probe.ABSENT
     return answer.text.strip() if answer.good else ""
 
 

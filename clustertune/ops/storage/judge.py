@@ -9,8 +9,8 @@ from typing import NamedTuple
 from clustertune.check.rule import FAIL, PASS, STORAGE, UNKNOWN, WARN, Finding, Seen, checks, finding, in_order, rule
 from clustertune.config.cluster_schema import Brick
 from clustertune.ops.storage import etab
+from clustertune.ops.storage.collect import Facts, MountState
 from clustertune.ops.storage.layout import CACHE_FILES, DATA, StorageLayout, mode_of, size_text
-from clustertune.ops.storage.look import Facts, MountState
 
 SKEW_WARN, SKEW_FAIL = 2.0, 300.0
 """Seconds: more than a probe may be off; munge's default time to live (munge(7), 5 minutes)."""

@@ -18,7 +18,7 @@ from clustertune.config.cluster import load_cluster
 from clustertune.config.cluster_schema import Cluster, SlurmFacts, Storage
 from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
-from clustertune.launch import allocation, places, shape, submit
+from clustertune.launch import allocation, cluster_paths, shape, submit
 from clustertune.staging import bundle
 from tests.command import run
 from tests.launch.machines import machine
@@ -33,7 +33,7 @@ def on(**storage: Any) -> Cluster:
 
 
 def values(cluster: Cluster, environ: dict[str, str], **given: str) -> dict[str, str]:
-    return {setting.name: setting.value for setting in places.settings(cluster, given, {**ME, **environ})}
+    return {setting.name: setting.value for setting in cluster_paths.settings(cluster, given, {**ME, **environ})}
 
 
 def test_what_is_more_particular_wins_and_both_are_told() -> None:
@@ -42,7 +42,7 @@ def test_what_is_more_particular_wins_and_both_are_told() -> None:
     assert values(cluster, {"HF_HOME": ""})["HF_HOME"] == "/big/hf", "empty is not set, as for the libraries"
     assert values(cluster, {"HF_HOME": "/mine"})["HF_HOME"] == "/mine"
     assert values(cluster, {"HF_HOME": "/mine"}, HF_HOME="/given")["HF_HOME"] == "/given"
-    told = {s.name: s.reason for s in places.settings(cluster, {}, {**ME, "HF_HOME": "/mine"})}
+    told = {s.name: s.reason for s in cluster_paths.settings(cluster, {}, {**ME, "HF_HOME": "/mine"})}
     assert "exported" in told["HF_HOME"] and "storage.caches" in told["HF_HOME"] and "/big/hf" in told["HF_HOME"]
     assert values(on(), {}) == {}, "a cluster file that says nothing changes nothing"
 
@@ -56,10 +56,10 @@ def test_a_token_stays_at_home() -> None:
 def test_the_folders_of_ops_storage_are_the_default() -> None:
     """Made by it only where there are bricks; caches and runs of each user, who would meet in one folder."""
     rno = load_cluster("rno-rtxpro6000")
-    assert [str(places.folder(rno, what, ME)) for what in ("caches", "models", "runs")] == [
+    assert [str(cluster_paths.folder(rno, what, ME)) for what in ("caches", "models", "runs")] == [
         "/pool/hf_cache/me", "/pool/models", "/pool/checkpoints/me",
     ]  # fmt: skip
-    assert places.folder(load_cluster("dgx-h100"), "runs", ME) is None and places.runs(None) == Path("runs")
+    assert cluster_paths.folder(load_cluster("dgx-h100"), "runs", ME) is None and cluster_paths.runs(None) == Path("runs")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_the_folders_of_ops_storage_are_the_default() -> None:
     ],
 )
 def test_what_is_put_in(text: str, path: str) -> None:
-    assert places.folder(on(runs=text), "runs", {**ME, "SCRATCH": "/fast/me"}) == Path(path)
+    assert cluster_paths.folder(on(runs=text), "runs", {**ME, "SCRATCH": "/fast/me"}) == Path(path)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_what_is_put_in(text: str, path: str) -> None:
 )  # fmt: skip
 def test_what_cannot_be_put_in(environ: dict[str, str], words: str) -> None:
     with pytest.raises(UserError) as error:
-        places.folder(on(caches="$SCRATCH/hf"), "caches", {**ME, **environ})
+        cluster_paths.folder(on(caches="$SCRATCH/hf"), "caches", {**ME, **environ})
     assert words in str(error.value) and error.value.problems[0].key == "storage.caches"
     assert values(on(caches="$SCRATCH/hf"), environ, HF_HOME="/given")["HF_HOME"] == "/given"
 
@@ -106,22 +106,22 @@ def test_relative_and_home_folders_of_the_shell_are_made_absolute(monkeypatch: p
 @pytest.mark.parametrize("word", ["HF_TOKEN=x", "LD_PRELOAD=/x", "HF_HOME", "=x", "HF_HOME=/a\nb"])
 def test_env_takes_no_other_variable(word: str) -> None:
     with pytest.raises(UserError):
-        places.parse([word])
+        cluster_paths.parse([word])
 
 
 def test_folders_that_cannot_be(tmp_path: Path) -> None:
     """A file in the way, and one where nothing can be made: with the machine, the path and the variable."""
     file = tmp_path / "file"
     file.touch()
-    places.make({"HF_HOME": str(tmp_path / "new" / "hf")})
+    cluster_paths.make({"HF_HOME": str(tmp_path / "new" / "hf")})
     assert (tmp_path / "new" / "hf").is_dir()
     for path in (file, file / "below", Path("/proc/none/hf")):
         with pytest.raises(UserError) as error:
-            places.make({"HF_HOME": str(path)})
+            cluster_paths.make({"HF_HOME": str(path)})
         assert str(path) in str(error.value) and "HF_HOME" in str(error.value) and os.uname().nodename in str(error.value)
     with pytest.raises(UserError):
-        places.make({"HF_HOME": "/proc/self"})  # there, and nothing can be written to it
-    places.make({"HF_HOME": "/proc/self", "HF_HUB_OFFLINE": "1"})
+        cluster_paths.make({"HF_HOME": "/proc/self"})  # there, and nothing can be written to it
+    cluster_paths.make({"HF_HOME": "/proc/self", "HF_HUB_OFFLINE": "1"})
 
 
 SITE = {"account": "abc@h100", "qos": "qos_gpu-dev", "constraint": "h100&ib|(a[1-2])", "reservation": "r1"}
@@ -186,7 +186,7 @@ def test_modules_are_loaded_and_what_they_set_goes_on(tmp_path: Path) -> None:
         "LD_LIBRARY_PATH",
     }
     environ = {"CUDA_HOME": where, "HF_TOKEN": "x", "CLUSTERTUNE_MODULE_VARIABLES": f"{variables} HF_TOKEN"}
-    assert places.of_modules(environ) == ["CUDA_HOME"]
+    assert cluster_paths.of_modules(environ) == ["CUDA_HOME"]
     failed = in_shell("cuda", "gone/1", MODULESHOME=str(tmp_path))
     assert failed.returncode == 2 and "module load gone/1 failed" in failed.stderr and not failed.stdout
 
@@ -197,9 +197,9 @@ def test_by_hand_the_program_begins_anew_with_the_modules(tmp_path: Path) -> Non
     (tmp_path / "init" / "bash").write_text('module() { echo "LOADED $2 $CUDA" >&2; export CUDA=$2; }\n')
     code = """
 import os, sys
-from clustertune.launch import places
+from clustertune.launch import cluster_paths
 from tests.launch.test_places import machine, SlurmFacts
-places.load_modules(machine(slurm=SlurmFacts(partition="p", modules=("a/1", "b"))))
+cluster_paths.load_modules(machine(slurm=SlurmFacts(partition="p", modules=("a/1", "b"))))
 print("went on", os.environ.get("CLUSTERTUNE_MODULES"))
 """
     words = [sys.executable, "-c", code, "show-cluster", "dgx-h100", "--json"]
@@ -240,8 +240,8 @@ def test_the_lists_of_variables_are_one() -> None:
     """launch/inside.sh and the header of launch/run.sbatch cannot import the list."""
     inside = re.search(r"\npassed=\((.*?)\n\)", (REPO / "launch" / "inside.sh").read_text(), re.DOTALL)
     header = re.search(r"#SBATCH --export=(\S+)", (REPO / "launch" / "run.sbatch").read_text())
-    assert inside and set(places.VARIABLES) <= set(inside[1].split())
-    assert header and tuple(header[1].split(",")) == places.VARIABLES
+    assert inside and set(cluster_paths.VARIABLES) <= set(inside[1].split())
+    assert header and tuple(header[1].split(",")) == cluster_paths.VARIABLES
 
 
 def test_a_run_cannot_lie_below_a_file(tmp_path: Path) -> None:
@@ -262,15 +262,15 @@ def test_a_sweep_and_its_points_take_the_same_folders(tmp_path: Path) -> None:
 def test_commands_of_a_login_node_find_the_runs_of_its_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``runs/NAME/ID`` and the newest merged model, in the folder that the cluster file of this machine names."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(places, "here", lambda: on(runs=f"{tmp_path}/far"))
+    monkeypatch.setattr(cluster_paths, "here", lambda: on(runs=f"{tmp_path}/far"))
     with pytest.raises(UserError):
-        newest_merged(places.runs(places.here()))
+        newest_merged(cluster_paths.runs(cluster_paths.here()))
     for age, name in ((10, "old"), (5, "new")):
         merged = tmp_path / "far" / "recipe" / name / "merged"
         merged.mkdir(parents=True)
         (merged / "MANIFEST.json").write_text("{}")
         os.utime(merged / "MANIFEST.json", (1e9 - age, 1e9 - age))
-    assert newest_merged(places.runs(places.here())) == tmp_path / "far" / "recipe" / "new" / "merged"
+    assert newest_merged(cluster_paths.runs(cluster_paths.here())) == tmp_path / "far" / "recipe" / "new" / "merged"
     assert existing_folder(Path("runs/recipe/old"), "a run") == tmp_path / "far" / "recipe" / "old"
     (tmp_path / "runs" / "recipe" / "old").mkdir(parents=True)
     assert existing_folder(Path("runs/recipe/old"), "a run") == Path("runs/recipe/old"), "what is here goes first"

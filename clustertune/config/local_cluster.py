@@ -22,7 +22,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.host import system
 from clustertune.host.facts import Gpu
 from clustertune.host.gpu_text import parse_csv
-from clustertune.host.sight import Probe, ask
+from clustertune.host.probe import Probe, ask
 
 SECONDS = {"scontrol": 10, "nvidia-smi": 60}
 """``scontrol`` waits minutes for a controller that is down; a driver without persistence mode wakes one GPU after the other."""
@@ -60,7 +60,7 @@ class LocalMachine:
 
 def collect() -> LocalMachine:
     """Ask Slurm, the driver and the kernel. Takes seconds at most; raises nothing for what is not there."""
-    sight = Probe()
+    probe = Probe()
     gpus, _ = _ask("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader")
     job = os.environ.get("SLURM_JOB_ID", "")
     nodes, silent = _ask("scontrol", "-o", "show", "nodes")
@@ -77,10 +77,10 @@ def collect() -> LocalMachine:
         partitions=_ask("scontrol", "-o", "show", "partition")[0] if nodes else "",
         config=_ask("scontrol", "show", "config")[0] if nodes else "",
         gpus=gpus,
-        gpu_numa=_gpu_numa(gpus, sight),
-        numa_cpus=dict(sorted((int(node), cpus) for node, cpus in system.processors(sight)["numa_cpus"].items())),
-        topology=system.topology(sight),
-        memory_kb=(system.memory(sight)["memory_bytes"] or 0) // 1024,
+        gpu_numa=_gpu_numa(gpus, probe),
+        numa_cpus=dict(sorted((int(node), cpus) for node, cpus in system.processors(probe)["numa_cpus"].items())),
+        topology=system.topology(probe),
+        memory_kb=(system.memory(probe)["memory_bytes"] or 0) // 1024,
     )
 
 
@@ -90,8 +90,8 @@ def _ask(*command: str) -> tuple[str, str]:
     return answer.text if answer.good else "", answer.fault
 
 
-def _gpu_numa(gpus: str, sight: Probe) -> dict[int, int]:
-    nodes = {gpu.index: sight.number(f"/sys/bus/pci/devices/{gpu.bus}/numa_node") for gpu in parse_csv(gpus, _QUERY)}
+def _gpu_numa(gpus: str, probe: Probe) -> dict[int, int]:
+    nodes = {gpu.index: probe.number(f"/sys/bus/pci/devices/{gpu.bus}/numa_node") for gpu in parse_csv(gpus, _QUERY)}
     return {index: node for index, node in nodes.items() if node is not None}
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clustertune.config import cluster_look
-from clustertune.config.cluster_look import LocalMachine, fields, gpus_of, judge
+from clustertune.config import local_cluster
+from clustertune.config.local_cluster import LocalMachine, fields, gpus_of, judge
 from clustertune.errors import ExitCode, UserError
 from clustertune.host import system
-from clustertune.host.sight import Probe
+from clustertune.host.probe import Probe
 
 RECORDED = Path(__file__).parent / "recorded"
 EIGHT = (RECORDED / "nvidia-smi-8-gpus.txt").read_text()
@@ -157,22 +157,22 @@ def test_whatever_was_said_is_judged(text: str, where: str) -> None:
 
 def test_looking_on_this_machine_raises_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also where scontrol hangs, fails or writes rubbish: each in its time limit."""
-    assert judge(cluster_look.collect()).compute.threads >= 1
+    assert judge(local_cluster.collect()).compute.threads >= 1
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setattr(cluster_look, "PAUSE", 0.01)
-    monkeypatch.setattr(cluster_look, "SECONDS", {"scontrol": 0.2, "nvidia-smi": 0.2})
+    monkeypatch.setattr(local_cluster, "PAUSE", 0.01)
+    monkeypatch.setattr(local_cluster, "SECONDS", {"scontrol": 0.2, "nvidia-smi": 0.2})
     for body in ("exec sleep 30", "exit 1", "printf '\\377\\376 NodeName'"):
         for name in ("scontrol", "nvidia-smi"):
             (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
             (tmp_path / name).chmod(stat.S_IRWXU)
-        found = judge(cluster_look.collect())
+        found = judge(local_cluster.collect())
         assert found.slurm is None
         assert bool(found.notes) is not body.startswith("printf"), found.notes
         with monkeypatch.context() as inside:
             inside.setenv("SLURM_JOB_ID", "7")
             with pytest.raises(UserError, match="Slurm does not report its nodes") as caught:
-                judge(cluster_look.collect())
+                judge(local_cluster.collect())
             assert caught.value.code is ExitCode.AGAIN
 
 
@@ -188,8 +188,8 @@ def test_a_controller_that_comes_back_is_waited_for_in_a_job(monkeypatch: pytest
     script.chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(cluster_look, "PAUSE", 0.01)
-    assert len(judge(cluster_look.collect()).compute_nodes) == 2
+    monkeypatch.setattr(local_cluster, "PAUSE", 0.01)
+    assert len(judge(local_cluster.collect()).compute_nodes) == 2
 
 
 def test_the_kernel_is_read(tmp_path: Path) -> None:
@@ -200,6 +200,6 @@ def test_the_kernel_is_read(tmp_path: Path) -> None:
         file = tmp_path / "sys" / path
         file.parent.mkdir(parents=True)
         file.write_text(text + "\n")
-    sight = Probe(tmp_path)
-    assert cluster_look._gpu_numa(EIGHT, sight) == {0: 0, 7: 1}
-    assert system.processors(sight)["numa_cpus"] == {"0": "0-1", "10": "4"}
+    probe = Probe(tmp_path)
+    assert local_cluster._gpu_numa(EIGHT, probe) == {0: 0, 7: 1}
+    assert system.processors(probe)["numa_cpus"] == {"0": "0-1", "10": "4"}

@@ -51,7 +51,7 @@ def quiet() -> Iterator[None]:
 def progress() -> Iterator[Callable[[int, int], None]]:
     """A function ``report(done, total)``: a bar on a terminal; elsewhere a line every half minute."""
     with console.count_progress() as bar:
-        task = bar.add_task("IFEval", total=None)
+        task = bar.add_task("evaluation", total=None)
         last = time.monotonic()
 
         def report(done: int, total: int) -> None:
@@ -59,6 +59,6 @@ def progress() -> Iterator[Callable[[int, int], None]]:
             bar.update(task, completed=done, total=total)
             if not console.stderr.is_terminal and time.monotonic() - last > SECONDS_BETWEEN_LINES:
                 last = time.monotonic()
-                console.say(f"IFEval: {done} of {total} prompts answered")
+                console.say(f"evaluation: {done} of {total} prompts answered")
 
         yield report
