@@ -225,7 +225,7 @@ def mount_is_last(mount: Mount, mounts: Sequence[Mount]) -> bool:
 
 
 def answers(requests: Sequence[Sequence[str]], seconds: float) -> dict[tuple[str, ...], Any]:
-    """What the process of :mod:`clustertune.host.probe_process` says to each request within ``seconds``; the others are missing."""
+    """What the process of :mod:`clustertune.host.probe_process` answers within ``seconds``, by request."""
     program = str(Path(__file__).with_name("probe_process.py"))
     # -P and -I are not options here: 3.8 has no -P, and -I would hide nothing that matters. -S saves 10 ms.
     answer = ask([sys.executable, "-E", "-S", program], seconds, json.dumps(list(map(list, requests))))

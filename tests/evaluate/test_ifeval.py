@@ -144,4 +144,4 @@ class TestQuiet:
         monkeypatch.setattr(quiet_room, "SECONDS_BETWEEN_LINES", -1.0)
         with quiet_room.progress() as report:
             report(8, 36)
-        assert said == ["IFEval: 8 of 36 prompts answered"]
+        assert said == ["evaluation: 8 of 36 prompts answered"]
