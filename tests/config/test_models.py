@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clustertune import draft
-from clustertune.commands.planning import _plan
+from clustertune.commands.plan import _plan
 from clustertune.config import show
 from clustertune.config.load import RECIPES
 from clustertune.config.models import find_model, find_obstacles, known_models, lift, read_models
