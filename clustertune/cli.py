@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from clustertune import console, secrets
 from clustertune.arguments import (
@@ -67,7 +68,18 @@ from clustertune.process import Stopped
 from clustertune.storage import storage_cause
 from clustertune.tree import how_to_install
 
+
+class Commands(TyperGroup):
+    """Lists each command with its whole first sentence, which click would cut at the width of the terminal."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        found = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, one.get_short_help_str(1000)) for name, one in found if one and not one.hidden])
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

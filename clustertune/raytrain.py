@@ -96,7 +96,7 @@ def train_loop(config: dict[str, Any]) -> None:
     folder = run.attempt(attempt)
     own = Node(os.uname().nodename, ray.util.get_node_ip_address())
     write_durably(folder / f"worker-{rank}.json", json.dumps(asdict(own)) + "\n")
-    meeting = broadcast_from_rank_zero(_meet(run, attempt, config, context.get_world_size()) if rank == 0 else None)
+    rendezvous = broadcast_from_rank_zero(_agree_on_port(run, attempt, config, context.get_world_size()) if rank == 0 else None)
     plan = AttemptPlan.read(folder)
     agent = RankAgent(run.path, plan, rank)
     environment = {
@@ -105,9 +105,9 @@ def train_loop(config: dict[str, Any]) -> None:
         "LOCAL_RANK": str(context.get_local_rank()),
         "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
         "GROUP_RANK": str(context.get_node_rank()),
-        "MASTER_ADDR": str(meeting["address"]),
-        "MASTER_PORT": str(meeting["port"]),
-        **torchrun.network_environment(torchrun.interface_to(str(meeting["address"]))[1]),
+        "MASTER_ADDR": str(rendezvous["address"]),
+        "MASTER_PORT": str(rendezvous["port"]),
+        **torchrun.network_environment(torchrun.interface_to(str(rendezvous["address"]))[1]),
     }
     program = local.rank_program(run.path, attempt, quiet=bool(config["quiet"]))
     agent.run_rank([sys.executable, "-m", "clustertune", *program], environment, Path(config["stop"]), quiet=config["quiet"])
@@ -139,7 +139,7 @@ def _newest_step(run: RunDir) -> int:
     return newest.step if newest else 0
 
 
-def _meet(run: RunDir, attempt: int, config: dict[str, Any], world_size: int) -> dict[str, Any]:
+def _agree_on_port(run: RunDir, attempt: int, config: dict[str, Any], world_size: int) -> dict[str, Any]:
     """Write the plan as soon as every worker has reported its node, and choose the rendezvous: on this node."""
     folder = run.attempt(attempt)
     nodes = tuple(_await_worker(folder / f"worker-{rank}.json") for rank in range(world_size))

@@ -178,9 +178,9 @@ def mig(m: Machine) -> Iterator[Seen]:
     See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
     """
     gpus = m.facts.gpus if m.computes else []
-    sliced = [gpu.index for gpu in gpus if gpu.mig]
-    if sliced:
-        yield Seen(FAIL, f"{_gpus(sliced)}: MIG is on")
+    with_mig = [gpu.index for gpu in gpus if gpu.mig]
+    if with_mig:
+        yield Seen(FAIL, f"{_gpus(with_mig)}: MIG is on")
     elif any(gpu.mig is False for gpu in gpus):
         yield Seen(PASS, "off")
 

@@ -7,20 +7,13 @@ from collections.abc import Iterator
 
 from clustertune.check.script_batch import Batch, Mistake, scanned
 from clustertune.check.script_shell import ShellCommand
-from clustertune.host.credentials import holds_secret
+from clustertune.host.credentials import holds_secret, names_secret
 
-_NAME = re.compile(r"(?:^|_)(?:TOKEN|API_?KEY|SECRET|SECRET_KEY|SECRET_ACCESS_KEY|PASSWORD|PASSWD)$")
-_NOT_SECRET = re.compile(r"^(?:PAD|EOS|BOS|SEP|CLS|MASK|UNK|STOP|START|END|SPECIAL|IMAGE|EXTRA|NEXT|MAX|MIN|NUM)_")
 _OPTIONS = re.compile(r"--(?:(?:hub|hf|push_to_hub|auth|access)_)?token|--(?:wandb_)?(?:api_?)?key|--password|--secret")
 _GIVEN = re.compile(r"(?:^|[,\s])([A-Za-z_]\w*)=([^,\s]+)")
 _DOTENV = re.compile(r"(?:^|/)(?:\.env(?:\.\w+)?|secrets?(?:\.env|\.sh)?)$")
 _DECLARING = ("export", "declare", "typeset", "local", "readonly", "unset", "read", "[", "[[", "test", ":")
 _READ = 'HF_TOKEN=$(sed -n "s/^HF_TOKEN=//p" .env); export HF_TOKEN'
-
-
-def is_secret(name: str) -> bool:
-    """Whether a variable's name says that it holds a secret."""
-    return bool(_NAME.search(name.upper())) and not _NOT_SECRET.search(name.upper())
 
 
 def _looks_real(value: str) -> bool:
@@ -52,7 +45,7 @@ def _written(batch: Batch) -> Iterator[Mistake]:
             yield Mistake(number, "secret-in-file", message, f"revoke it, and read it from a file of mode 0600: {_READ}")
     for command in batch.everything():
         for assignment in command.assignments:
-            if is_secret(assignment.name) and assignment.line not in seen and _looks_real(assignment.value.text):
+            if names_secret(assignment.name) and assignment.line not in seen and _looks_real(assignment.value.text):
                 seen.add(assignment.line)
                 remedy = f"revoke it, and read it from a file of mode 0600: {_READ}"
                 yield Mistake(assignment.line, "secret-in-file", message, remedy)
@@ -63,7 +56,7 @@ def _exported(batch: Batch) -> Iterator[Mistake]:
     values += [(srun.line, srun.options.get("export") or "") for srun in batch.sruns]
     for line, value in values:
         for match in _GIVEN.finditer(value):
-            if is_secret(match.group(1)):
+            if names_secret(match.group(1)):
                 message = f"--export with the value of {match.group(1)}"
                 yield Mistake(
                     line, "secret-in-export", message, f"name it only, without a value: --export=ALL,{match.group(1)}"
@@ -74,7 +67,7 @@ def _shown(batch: Batch) -> Iterator[Mistake]:
     """Command lines and the log: ``set -x``, ``echo``, ``env``."""
     tracing = "-" in batch.lines[0] and bool(re.search(r"\s-\w*x", batch.lines[0])) and batch.lines[0].startswith("#!")
     traced = 1 if tracing else 0
-    holds = any(is_secret(name) for name in batch.assigned) or any(_reads_dotenv(c) for c in batch.everything())
+    holds = any(names_secret(name) for name in batch.assigned) or any(_reads_dotenv(c) for c in batch.everything())
     holds = holds or any(_names(command) for command in batch.everything())
     commands = list(batch.everything())
     for at, command in enumerate(commands):
@@ -85,7 +78,7 @@ def _shown(batch: Batch) -> Iterator[Mistake]:
                 traced = command.line
             elif re.search(r"(?:^|\s)\+\w*x|\+o xtrace", flags):
                 traced = 0
-        secrets = _names(command) or [a.name for a in command.assignments if is_secret(a.name)]
+        secrets = _names(command) or [a.name for a in command.assignments if names_secret(a.name)]
         if traced and (secrets or _reads_dotenv(command)):
             what = f"the value of {secrets[0]}" if secrets else "what .env holds"
             yield Mistake(traced, "secret-in-log", f"set -x writes {what} (line {command.line}) into the log", "set +x")
@@ -103,7 +96,7 @@ def _names(command: ShellCommand) -> list[str]:
         reference.name
         for word in command.words
         for reference in word.references
-        if is_secret(reference.name) and not re.search(r"\$\{(?:#|\w+(?:\[\w\])?:?\+)", word.text)
+        if names_secret(reference.name) and not re.search(r"\$\{(?:#|\w+(?:\[\w\])?:?\+)", word.text)
     ]
 
 

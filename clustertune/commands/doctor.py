@@ -271,7 +271,7 @@ def _on_nodes(
 
 
 def _waiting(seconds: float, text: str) -> contextlib.AbstractContextManager[Any]:
-    """A sign of life on a terminal, for as long as it takes."""
+    """A spinner on a terminal, for as long as it takes."""
     from clustertune import console
 
     return console.stderr.status(f"{text} (up to {seconds:.0f} s)") if console.stderr.is_terminal else contextlib.nullcontext()

@@ -14,11 +14,11 @@ from clustertune.config import native_rules, quantization
 from clustertune.config.findings import SECRET_FIX, Found, schema_findings
 from clustertune.config.library_facts import facts
 from clustertune.config.load import did_you_mean, nearest
-from clustertune.config.native_rules import NativeField, NumberRange, names_secret, show_value
+from clustertune.config.native_rules import NativeField, NumberRange, show_value
 from clustertune.config.parameters import adapted_experts, adapter_modules, expert_parameters, head_names, is_counted, matches
 from clustertune.config.schema import FORMATS, METRICS, Eval, Recipe
 from clustertune.config.yamlfile import KeyPath
-from clustertune.host.credentials import holds_secret
+from clustertune.host.credentials import holds_secret, may_name_secret
 
 QUANTIZATION = "quantization_config"
 TRANSPOSED = ("gpt_oss",)
@@ -177,7 +177,7 @@ def check_native(section: NativeSection, given: Mapping[str, Any]) -> tuple[dict
                 shown = "" if value is None else f"{show_value(value)}: "
                 known_words = f"{len(field.choices)} values are known here" if fix and len(field.choices) > 8 else str(error)
                 found.append((path, f"{shown}{known_words}", fix))
-        elif key not in section.removed and names_secret(key) and nearest(key, known) is None:
+        elif key not in section.removed and may_name_secret(key) and nearest(key, known) is None:
             found.append((path, "looks like a secret (value not shown)", SECRET_FIX))
         else:
             fix = section.removed.get(key) or did_you_mean(key, known)

@@ -28,6 +28,7 @@ from clustertune.config.hardware import GpuModel, load_hardware, read_hardware
 from clustertune.config.load import did_you_mean
 from clustertune.config.yamlfile import Document, KeyPath
 from clustertune.errors import Problem, UserError
+from clustertune.host.credentials import speaks_of_secret
 from clustertune.host.system import parse_cpu_list
 
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
@@ -378,7 +379,6 @@ MOST = 64
 _NAME = re.compile(r"(NCCL|GLOO|UCX|FI)(_[A-Z0-9]+)+")
 _VALUE = re.compile(r"[A-Za-z0-9_=^.,:;/%+*\[\]-]{1,256}")
 """What values of these libraries are made of: nothing that a shell between here and a rank would read otherwise."""
-_SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_?KEY)(_|$)")
 _OWN = {
     "NCCL_COMM_ID": "every job has one of its own",
     "NCCL_HOSTID": "every node has one of its own: with one for all NCCL takes them for one machine",
@@ -402,7 +402,7 @@ def check_environment(values: Mapping[str, object] | None) -> Iterator[Found]:
         elif not _NAME.fullmatch(name) or len(name) > 64:
             fix = did_you_mean(name, _KNOWN) or f"names that begin with {', '.join(PREFIXES)}"
             yield path, "no variable of NCCL, gloo, UCX or libfabric", fix
-        elif _SECRET.search(name):
+        elif speaks_of_secret(name):
             yield path, "a secret: everybody reads this file", "leave it out"
         elif not isinstance(value, str):
             continue  # the schema reports it

@@ -10,9 +10,10 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from clustertune.config.load import did_you_mean, nearest
-from clustertune.config.native_rules import names_secret, show_value
+from clustertune.config.native_rules import show_value
 from clustertune.config.yamlfile import Document, KeyPath
 from clustertune.errors import Problem, UserError, raise_if
+from clustertune.host.credentials import may_name_secret
 
 Found = tuple[KeyPath, str, str | None]
 """A key path, what is wrong with it, and what to do."""
@@ -80,7 +81,7 @@ def schema_findings(
         kind, value = item["type"], item.get("input")
         name = next((part for part in reversed(path) if not part.isdigit()), "")
         shown, fix = show_value(value, name), None
-        if kind == "extra_forbidden" and names_secret(name) and nearest(name, _siblings(root, path)) is None:
+        if kind == "extra_forbidden" and may_name_secret(name) and nearest(name, _siblings(root, path)) is None:
             message, fix = "looks like a secret and is not a key of this file (value not shown)", SECRET_FIX
         elif kind == "extra_forbidden":
             message, fix = "unknown key", did_you_mean(name, _siblings(root, path))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import types
 from dataclasses import dataclass
 from functools import cache, reduce
@@ -14,7 +13,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from clustertune.config.library_facts import facts
 from clustertune.config.schema import Number, refuse_bool
-from clustertune.host.credentials import holds_secret
+from clustertune.host.credentials import holds_secret, may_name_secret
 
 
 @dataclass(frozen=True)
@@ -240,17 +239,10 @@ LORA_REMOVED = {
     "lora_target_modules": "write target_modules",
 }
 
-_SECRET_NAME = re.compile(r"token|key|passw|secret|credential", re.IGNORECASE)
-
-
-def names_secret(key: str) -> bool:
-    """Whether an unknown key's name says that its value must not be in a file, nor on a screen."""
-    return bool(_SECRET_NAME.search(key))
-
 
 def show_value(value: object, key: str = "") -> str:
     """A value for a message: short, in one line, and never a secret."""
-    if names_secret(key) or holds_secret(value):
+    if may_name_secret(key) or holds_secret(value):
         return "the value (not shown)"
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -22,7 +22,7 @@ from clustertune.doctor.recipe_model import ModelFolder, snapshot
 from clustertune.errors import Problem, UserError
 from clustertune.host import packages
 from clustertune.host.facts import HostFacts
-from clustertune.host.mounts import lies_elsewhere
+from clustertune.host.mounts import lies_elsewhere, own_mounts
 from clustertune.launch import visible
 from clustertune.ops import bounded
 from clustertune.plan.calibrated import find_calibrated
@@ -277,10 +277,6 @@ def build(
     pinned = pins.Pins()
     with contextlib.suppress(OSError, UserError):  # `make lock` says what is wrong with it
         pinned = pins.read()
-    try:
-        mounts = visible.MOUNTS.read_text()
-    except OSError:
-        mounts = ""
     context = RecipeContext(
         resolved=resolved,
         cluster=cluster,
@@ -294,7 +290,7 @@ def build(
         env_file=env_file,
         pins=pinned[pins.PY],
         reference_pins=pinned[pins.REF],
-        mounts=mounts,
+        mounts=own_mounts(),
         arch=arch or platform.machine(),
     )
     staged = bundle.staged_folder(resolved)

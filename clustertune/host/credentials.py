@@ -14,7 +14,13 @@ TOKEN = re.compile(
 """Hugging Face, OpenAI, GitHub, GitLab, W&B, Slack, AWS, private keys. Real ones have 20 characters and more behind the prefix:
 16 leaves room for a token that was cut, and no name of a model or a dataset is taken for one."""
 
-
+_NAME = re.compile(
+    r"TOKEN|KEY|SECRET|PASS(W|PHRASE)|CREDENTIAL|COOKIE|JWT|NETRC|SESSION(_ID)?$|AUTH(?!OR)|PRIVATE|SIGNATURE", re.IGNORECASE
+)
+_SURE = re.compile(r"(?:^|_)(?:TOKEN|API_?KEY|ACCESS_?KEY|SECRET|SECRET_KEY|PASSWORD|PASSWD)$", re.IGNORECASE)
+_OF_TEXT = re.compile(r"^(?:PAD|EOS|BOS|SEP|CLS|MASK|UNK|STOP|START|END|SPECIAL|IMAGE|EXTRA|NEXT|MAX|MIN|NUM)_", re.IGNORECASE)
+"""Tokens of a tokenizer."""
+_PART = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_?KEY)(_|$)")
 _IN_ADDRESS = re.compile(r"(?<=://)[^\s/@:]*:[^\s/@]+(?=@)")
 
 
@@ -26,3 +32,18 @@ def mask(text: str) -> str:
 def holds_secret(value: object) -> bool:
     """Whether a text holds what has the form of a token."""
     return isinstance(value, str) and bool(TOKEN.search(value))
+
+
+def may_name_secret(name: str) -> bool:
+    """Whether a name may be a secret's: its value is not shown, whatever it is."""
+    return bool(_NAME.search(name))
+
+
+def names_secret(name: str) -> bool:
+    """Whether a variable's name says that it holds a secret: it is reported."""
+    return bool(_SURE.search(name)) and not _OF_TEXT.search(name)
+
+
+def speaks_of_secret(name: str) -> bool:
+    """Whether a variable has to do with a secret, such as a file that holds one: files that all can read must not name it."""
+    return bool(_PART.search(name))

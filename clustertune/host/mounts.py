@@ -93,6 +93,15 @@ class MountLine(NamedTuple):
     """``major:minor``."""
 
 
+def own_mounts() -> str:
+    """The text of ``/proc/self/mountinfo``; empty where there is none. Reading it asks no file system."""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:  # noqa: PTH123
+            return file.read()
+    except OSError:
+        return ""
+
+
 def mount_lines(text: str) -> list[MountLine]:
     """The lines of ``/proc/self/mountinfo``, in its order: a later one covers an earlier one at its point."""
     found = []

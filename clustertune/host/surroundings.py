@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from clustertune.host.credentials import holds_secret
+from clustertune.host.credentials import holds_secret, may_name_secret
 from clustertune.host.probe import Probe
 
 _KEPT = re.compile(
@@ -17,10 +17,6 @@ _KEPT = re.compile(
     r"|TMPDIR|HOME|VIRTUAL_ENV|CONDA_PREFIX|CONDA_DEFAULT_ENV|LC_ALL|LANG"
 )
 """Names that steer Slurm, the frameworks, caches and proxies."""
-_SECRET = re.compile(
-    r"TOKEN|KEY|SECRET|PASS(WORD|WD|PHRASE)|CREDENTIAL|COOKIE|JWT|NETRC|SESSION(_ID)?$|AUTH(?!OR)|PRIVATE|SIGNATURE",
-    re.IGNORECASE,
-)
 _KEY_IN_HEX = re.compile(r"\b[0-9a-f]{40}\b|\beyJ[A-Za-z0-9_.\-]{12,}")
 """A key of W&B, or a signed web token: in a recipe 40 hex digits are a commit."""
 _LOGIN_IN_URL = re.compile(r"(?<=://)[^/\s]*@")
@@ -46,7 +42,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that rules read. What looks like a secret is left out, by its name or by its value."""
     found = {}
     for name, value in sorted(environ.items()):
-        if not _KEPT.fullmatch(name) or _SECRET.search(name) or holds_secret(value) or _KEY_IN_HEX.search(value):
+        if not _KEPT.fullmatch(name) or may_name_secret(name) or holds_secret(value) or _KEY_IN_HEX.search(value):
             continue
         found[name] = _LOGIN_IN_URL.sub("***@", value[:_LONGEST])
     return found

@@ -146,7 +146,7 @@ def _stated(path: Path) -> tuple[str | None, list[str]]:
 
 
 def _digest(path: Path) -> tuple[str, int]:
-    """SHA-256 and size of an image; remembered as long as the file is the same. Raises OSError, or UserError."""
+    """SHA-256 and size of an image; cached as long as the file is the same. Raises OSError, or UserError."""
     before = _identity(path)
     if (known := _recall(path, before)) is not None:
         return known, before["size"]

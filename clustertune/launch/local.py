@@ -35,10 +35,10 @@ def accelerate_command(
     folder ``torchelastic_*`` in /tmp for every node and attempt; the ranks have logs of their own.
     """
     nodes = len(plan.nodes) if plan else 1
-    meeting = ["--main_process_ip", address, "--same_network", "--rdzv_backend", "static"] if nodes > 1 else []
+    rendezvous = ["--main_process_ip", address, "--same_network", "--rdzv_backend", "static"] if nodes > 1 else []
     if nodes > 1 and resolved.distribution.is_deepspeed:
         # accelerate's default starts the ranks of all nodes itself, with pdsh and a hostfile.
-        meeting += ["--deepspeed_multinode_launcher", "standard"]
+        rendezvous += ["--deepspeed_multinode_launcher", "standard"]
     return [
         sys.executable,
         "-m",
@@ -51,7 +51,7 @@ def accelerate_command(
         str(nodes),
         "--machine_rank",
         str(node),
-        *meeting,
+        *rendezvous,
         "--main_process_port",
         str(port),
         "--log_dir",

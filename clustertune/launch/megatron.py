@@ -69,12 +69,12 @@ def torchrun_command(program: Sequence[str], plan: AttemptPlan, node: int, addre
     With several nodes the rendezvous is static: node 0 listens at ``address:port``. ``--log_dir``: as for accelerate.
     """
     nodes = len(plan.nodes)
-    meeting = (
+    rendezvous = (
         ["--rdzv_backend", "static", "--master_addr", address, "--master_port", str(port)] if nodes > 1 else ["--standalone"]
     )
     return [
         sys.executable, "-m", "torch.distributed.run",
         "--nnodes", str(nodes), "--nproc_per_node", str(plan.ranks_per_node), "--node_rank", str(node),
-        "--max_restarts", "0", "--log_dir", os.devnull, *meeting,
+        "--max_restarts", "0", "--log_dir", os.devnull, *rendezvous,
         "--module", "clustertune", *program,
     ]  # fmt: skip

@@ -8,9 +8,7 @@ from pathlib import Path
 
 from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import Problem
-from clustertune.host.mounts import lies_elsewhere, mount_lines
-
-MOUNTS = Path("/proc/self/mountinfo")
+from clustertune.host.mounts import lies_elsewhere, mount_lines, own_mounts
 
 
 def filesystem(path: Path, mounts: str) -> tuple[str, str]:
@@ -34,11 +32,6 @@ def is_shared(path: Path, cluster: Cluster, mounts: str) -> bool:
     return lies_elsewhere(filesystem(path, mounts)[1]) or any(map(path.is_relative_to, shared_places(cluster)))
 
 
-def mounts_here() -> str:
-    """What this machine has mounted; empty where it does not say."""
-    return MOUNTS.read_text(errors="replace") if MOUNTS.exists() else ""
-
-
 def find_problems(
     places: Sequence[tuple[str, Path]], cluster: Cluster, host: str | None = None, mounts: str | None = None
 ) -> list[Problem]:
@@ -51,7 +44,7 @@ def find_problems(
     if cluster.host(host or platform.node()) is None or len(cluster.nodes) < 2 or not shared:
         return []
     if mounts is None:
-        mounts = mounts_here()
+        mounts = own_mounts()
     problems = []
     for what, path in places:
         if is_shared(path, cluster, mounts):

@@ -234,7 +234,7 @@ class _Training:
     # What NVIDIA's loop calls, on every rank.
 
     def on_step(self, step: int, loss: float | None, rate: float | None, norm: float | None, memory: int) -> Path:
-        """After each step; returns where a checkpoint of this step would go. The beat tells the watchers that it gets on."""
+        """After each step; returns where a checkpoint of this step would go. The heartbeat shows that it makes progress."""
         seconds, self._since = time.monotonic() - self._since, time.monotonic()
         self.step = step
         self.attempt.heartbeat("train", step)

@@ -191,7 +191,7 @@ class _Look:
 
     @property
     def _silence(self) -> float:
-        """Seconds since any rank of the newest attempt gave a sign of life."""
+        """Seconds since any rank of the newest attempt wrote a heartbeat."""
         return self.now - max((attempt.seen for attempt in self.cost.attempts[-1:]), default=0.0)
 
     def _eta(self, step: int | None, steps: int | None) -> float | None:

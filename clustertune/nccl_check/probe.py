@@ -66,10 +66,10 @@ class PairProbe:
 
     def _start(self, pair: tuple[int, int], folder: Path) -> list[subprocess.Popen[bytes]]:
         children = []
-        meeting = folder / f"pair-{pair[0]}-{pair[1]}"
+        store = folder / f"pair-{pair[0]}-{pair[1]}"
         for rank, gpu in enumerate(pair):
-            arguments = ["--gpu", str(gpu), "--rank", str(rank), "--backend", self.backend, "--meeting", str(meeting)]
-            with (folder / f"{meeting.name}-{rank}.out").open("wb") as out:
+            arguments = ["--gpu", str(gpu), "--rank", str(rank), "--backend", self.backend, "--store", str(store)]
+            with (folder / f"{store.name}-{rank}.out").open("wb") as out:
                 children.append(
                     subprocess.Popen(
                         [sys.executable, "-m", "clustertune.nccl_check.probe", *arguments],
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", type=int, required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--backend", choices=("nccl", "gloo"), required=True)
-    parser.add_argument("--meeting", required=True)
+    parser.add_argument("--store", required=True)
     given = parser.parse_args(argv)
     import torch
     import torch.distributed as dist
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", given.gpu) if given.backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = dist.FileStore(given.meeting, 2)
+    store = dist.FileStore(given.store, 2)
     limit = datetime.timedelta(seconds=600)  # the parent's is shorter
     dist.init_process_group(given.backend, store=store, rank=given.rank, world_size=2, timeout=limit)
     value = torch.full((ELEMENTS,), float(given.rank + 1), device=device)

@@ -26,7 +26,7 @@ from clustertune.host.probe import Probe
 from clustertune.host.system import memory
 from clustertune.launch import binding, rendezvous
 from clustertune.nccl_check import measure, schedule
-from clustertune.nccl_check.setup import MEETING, RECORDS, CollectiveCase, Setup, await_file, write_whole
+from clustertune.nccl_check.setup import RECORDS, RENDEZVOUS, CollectiveCase, Setup, await_file, write_whole
 
 HUNG, FAILED = 3, 4
 """Exit codes: something did not end; something failed."""
@@ -127,9 +127,9 @@ class Rank:
             # From the ports that training takes: a firewall that lets one through lets the other.
             port = rendezvous.free_port(rendezvous.first_port(os.getpid(), 1))
             self.store = dist.TCPStore(address, port, None, True, limit, wait_for_workers=False)
-            write_whole(self.folder / MEETING, {"address": address, "port": self.store.port})
+            write_whole(self.folder / RENDEZVOUS, {"address": address, "port": self.store.port})
         else:
-            found = await_file(self.folder / MEETING, setup.start_seconds)
+            found = await_file(self.folder / RENDEZVOUS, setup.start_seconds)
             if found is None:
                 raise RuntimeError(f"{setup.hosts[0]} did not say where to meet within {setup.start_seconds:.0f} s")
             self.store = dist.TCPStore(found["address"], int(found["port"]), None, False, limit)

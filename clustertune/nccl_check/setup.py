@@ -18,7 +18,7 @@ from clustertune.manifest import write_durably
 from clustertune.nccl_check.result import COLLECTIVES, SCOPES
 
 SETUP = "setup.json"
-MEETING = "meeting.json"
+RENDEZVOUS = "rendezvous.json"
 END = "end.json"
 LOGS = "nccl-rank-{rank}.log"
 """NCCL's own log of a rank."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clustertune.host.mounts import MountLine, mount_lines
+from clustertune.host.mounts import MountLine, mount_lines, own_mounts
 
 Work = Callable[[], Mapping[str, Any]]
 """What a child does; its answer is sent as JSON. It may raise OSError."""
@@ -140,8 +140,5 @@ def mount_points() -> list[str]:
 
 
 def mounts(text: str | None = None) -> list[MountLine]:
-    """What is mounted, in the order of mounting; ``text`` is that of mountinfo, proc(5). Reading it asks no file system."""
-    if text is None:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:  # noqa: PTH123
-            text = file.read()
-    return mount_lines(text)
+    """What is mounted, in the order of mounting; ``text`` is that of mountinfo, proc(5)."""
+    return mount_lines(own_mounts() if text is None else text)

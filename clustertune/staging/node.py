@@ -19,7 +19,7 @@ from clustertune.config.resolved import Resolved
 from clustertune.console import say
 from clustertune.errors import UserError
 from clustertune.events import read_object
-from clustertune.launch import visible
+from clustertune.host.mounts import own_mounts
 from clustertune.launch.agent import ask_anew, node_record
 from clustertune.launch.plan import AttemptPlan, newest_attempt
 from clustertune.manifest import write_durably
@@ -89,7 +89,7 @@ def cluster_of(run: RunDir) -> Cluster | None:
 def _stage(run: RunDir, resolved: Resolved, cluster: Cluster, leases: list[StagedTree]) -> list[str]:
     """Fill ``leases``; returns messages on what could not be copied."""
     bounds, warnings = Bounds(), []
-    mounts = visible.mounts_here()
+    mounts = own_mounts()
     assert cluster.storage.staging is not None
     try:
         stager = Stager(cache.open_cache(cluster.storage.staging), bounds, deep=False)
@@ -119,14 +119,14 @@ def _stage_one(stager: Stager, source: SourceFolder) -> StagedTree:
 def _beating(path: Path) -> Iterator[None]:
     end = threading.Event()
 
-    def beat() -> None:
+    def heartbeat() -> None:
         while True:
             with contextlib.suppress(OSError):
                 path.write_text(f"{time.time()}\n")
             if end.wait(BEAT_SECONDS):
                 return
 
-    thread = threading.Thread(target=beat, daemon=True)
+    thread = threading.Thread(target=heartbeat, daemon=True)
     thread.start()
     try:
         yield

@@ -1,4 +1,4 @@
-"""A rank's sign of life: one short line in its attempt's folder, rewritten in place while the main thread gets on."""
+"""A rank's heartbeat: one short line in its attempt's folder, rewritten in place while the main thread makes progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 PHASES = ("start", "model", "resume", "train", "eval", "save", "end")
 EVERY_SECONDS = 0.2
-"""Between two signs of one phase: a beat costs a system call, on NFS a message to the server."""
+"""Between two heartbeats of one phase: each costs a system call, on NFS a message to the server."""
 _WIDTH = 47
 
 
