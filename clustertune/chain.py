@@ -331,7 +331,7 @@ class Chain:
         newest, broken = store.newest_whole(self.run.checkpoints)
         if newest is None or not _is_final(newest):
             for bad, problems in broken if self.quiet else []:  # the ranks' own messages go to their logs only
-                say(f"checkpoint {bad.path.name} is not whole and is passed over: {problems[0]}")
+                say(f"checkpoint {bad.path.name} is not whole and is skipped: {problems[0]}")
             cost.check(self.run, self.resolved.recipe.budget)
             outcome = self.run_attempt(self.make_plan(self.run.new_attempt(), newest.step if newest else 0))
             with contextlib.suppress(OSError, UserError):  # a page more or less

@@ -50,12 +50,12 @@ _FIXES = {
     "archive": "archive the run again, to another place",
     "checkpoint": "remove the folder, then run the same command again: it resumes from the checkpoint before",
     "adapter": "move the folder away, then export it again",
-    "dataset": "remove the folder, then run the same command again: it is prepared anew",
+    "dataset": "remove the folder, then run the same command again: it is prepared again",
     "merged": "move the folder away, then merge or export again",
-    "model": "remove the folder, then run the same command again: it is made anew",
+    "model": "remove the folder, then run the same command again: it is made again",
     "parcel": "copy it again from where it was staged, or stage it again",
-    "tokens": "remove the folder, then run the same command again: they are made anew",
-    "staged": "remove the folder, then run the same command again: it is copied anew",
+    "tokens": "remove the folder, then run the same command again: they are made again",
+    "staged": "remove the folder, then run the same command again: it is copied again",
     _HUB: "remove the file and the blob that it links to, then fetch it again (hf download)",
 }
 """What to do about a damaged file, by the kind of its folder."""

@@ -1,7 +1,7 @@
 """The training stage on Ray Train: one worker for each rank, which it starts as a process of its own and watches.
 
 The rank is the same program as everywhere: its signals, its exit and its logs are its own, and Ray's process holds no memory
-of the GPU. Where an attempt fails, Ray starts its workers anew, on other machines where some are gone; they take the next
+of the GPU. Where an attempt fails, Ray starts its workers again, on other machines where some are gone; they take the next
 attempt number, and the ranks resume from the newest whole checkpoint.
 """
 
@@ -57,7 +57,7 @@ PROGRESS = "progress.log"
 
 
 class RankFailed(Exception):
-    """A rank failed, and another attempt may succeed: what makes Ray start the workers anew."""
+    """A rank failed, and another attempt may succeed: what makes Ray start the workers again."""
 
 
 class _NoGroup(Backend):  # type: ignore[misc]
@@ -85,7 +85,7 @@ class RanksOnly(ray.train.torch.TorchConfig):  # type: ignore[misc]
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """What Ray runs in each worker. Raises RankFailed where the workers should be started anew."""
+    """What Ray runs in each worker. Raises RankFailed where the workers should be started again."""
     from ray.train.collective import broadcast_from_rank_zero
 
     context = ray.train.get_context()
@@ -255,7 +255,7 @@ class RayChain(Chain):
     """The chain with its training on a Ray cluster; all other stages here."""
 
     max_failures: int = -1
-    """How often Ray may start the workers anew; -1: as long as there is progress."""
+    """How often Ray may start the workers again; -1: as long as there is progress."""
     use_gpu: bool = False
     job: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     """Attempts without progress are counted within one call."""

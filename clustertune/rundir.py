@@ -208,7 +208,7 @@ class RunDir:
         """Write the distribution as it was resolved, in the ecosystem's own files: what the run's ranks read.
 
         The recipe's may be edited while a job waits. Absolute paths in them are this run's: a run folder that was moved is
-        written anew by the next command.
+        written again by the next command.
         """
         if resolved.recipe.megatron is not None:
             return  # Megatron-Bridge reads neither

@@ -100,7 +100,7 @@ def parse(text: bytes, file: str) -> tuple[dict[str, str], list[str], list[Probl
         lines = text.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         line = text[: error.start].count(b"\n") + 1
-        return {}, [], [Problem("is not UTF-8 text", file=f"{file}:{line}", fix=f"write it anew: {_FORM}")]
+        return {}, [], [Problem("is not UTF-8 text", file=f"{file}:{line}", fix=f"write it again: {_FORM}")]
     if b"\r" in text:
         line = text[: text.index(b"\r")].count(b"\n") + 1
         problem = Problem("carriage return: the line ends are Windows'", file=f"{file}:{line}", fix=f"sed -i 's/\\r$//' {file}")
@@ -143,7 +143,7 @@ def _assignment(line: str) -> tuple[str, str]:
     if not _NAME.fullmatch(name):
         raise _Wrong("bad name before '='", f"capital letters, digits and _, without blanks: {_FORM}")
     if any(not c.isprintable() for c in value):
-        raise _Wrong(f"{name} holds a character that cannot be printed", "type the value anew")
+        raise _Wrong(f"{name} holds a character that cannot be printed", "type the value again")
     quote = value[:1]
     if quote in ("'", '"'):
         inner = value[1:-1]

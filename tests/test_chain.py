@@ -200,7 +200,7 @@ def test_the_full_size_is_refused_here_with_the_way_out() -> None:
 
 
 def test_other_marks_and_settings_of_the_evaluation_need_no_training(finished: tuple[Path, Done], tmp_path: Path) -> None:
-    """A mark that is missed fails the stage; other decoding is evaluated anew, beside what was there."""
+    """A mark that is missed fails the stage; other decoding is evaluated again, beside what was there."""
     folder = tmp_path / "run"
     shutil.copytree(finished[0], folder)
     missed = run("run", RECIPE, "--run-dir", folder, *SHORT, "eval.pass_mark.ifeval.prompt_level_strict_acc=0.99", stack=True)
@@ -222,7 +222,7 @@ def test_a_run_is_its_users_alone(tmp_path: Path) -> None:
 
 
 def test_a_run_folder_that_is_deleted_is_named(tmp_path: Path) -> None:
-    """And is not made anew by the save that follows, empty but for a checkpoint."""
+    """And is not made again by the save that follows, empty but for a checkpoint."""
     folder = tmp_path / "run"
 
     def delete(_: object) -> None:

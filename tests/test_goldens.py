@@ -20,7 +20,7 @@ from tests.launch.machines import REPO, cluster_of
 
 @pytest.mark.parametrize("name", goldens.documents())
 def test_the_document_is_the_one_that_was_read(name: str) -> None:
-    """A difference is a change of meaning to review; ``make golden`` writes them anew."""
+    """A difference is a change of meaning to review; ``make golden`` writes them again."""
     assert goldens.documents()[name]() == (GOLDEN / name).read_text()
 
 

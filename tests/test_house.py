@@ -391,7 +391,7 @@ def shell_faults(path: str, text: str) -> list[str]:
 
 
 def test_shell_files_stop_at_the_first_error() -> None:
-    """Without it a failed step is passed over, and the job continues with half of what it needs."""
+    """Without it a failed step is skipped, and the job continues with half of what it needs."""
     assert [fault for path, text in tree.texts().items() for fault in shell_faults(path, text)] == []
     lint = tree.texts()["Makefile"].partition("\nlint:")[2].partition("\n\n")[0]
     (search,) = (line for line in lint.splitlines() if "$(BIN)/shellcheck" in line)

@@ -5,7 +5,7 @@ turn (:mod:`tools.forking`): launchers and ranks.
 
 A process forked of a forked one: what a command leaves behind (threads, handlers, a changed folder) ends with it, and what
 ``clustertune/__main__.py`` does at its end is done. Where a test has changed the environment, which libraries read when they
-are imported, and where a fork cannot do what is asked, :func:`tests.command.run` starts Python anew.
+are imported, and where a fork cannot do what is asked, :func:`tests.command.run` starts Python again.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def load(folder: Path, way: str, axes: Axes, store: Path) -> Measured:
     if way == "rows" or not axes.zero:
         loading.install()
     torch.manual_seed(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
     before, anonymous, calls, began = _status("VmRSS"), _status("RssAnon"), _read_calls(), time.perf_counter()
     base = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))

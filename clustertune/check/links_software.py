@@ -242,7 +242,7 @@ def small_world(context: LinkContext) -> Iterator[Seen]:
 def forced_algorithm(context: LinkContext) -> Iterator[Seen]:
     """NCCL chooses its algorithms and protocols.
 
-    Why: FSDP lives on all_gather and reduce_scatter, which have no tree: NCCL_ALGO=Tree stops them, or is passed over.
+    Why: FSDP lives on all_gather and reduce_scatter, which have no tree: NCCL_ALGO=Tree stops them, or is skipped.
     Fix: unset NCCL_ALGO and NCCL_PROTO; since 2.24 NCCL_ALGO may name one collective: NCCL_ALGO=allreduce:tree
     See: https://github.com/NVIDIA/nccl/issues/317
     """

@@ -145,7 +145,7 @@ def pcie(m: Machine) -> Iterator[Seen]:
     slow = [gpu for gpu in gpus if gpu.pcie_gen and gpu.pcie_gen < (wanted or gpu.pcie_gen_max or 0)]
     if narrow:
         text = "; ".join(f"GPU {gpu.index}: x{gpu.pcie_width} of x{gpu.pcie_width_max}" for gpu in narrow)
-        yield Seen(WARN, text, "seat card and riser anew, look at the slot's settings in the firmware; lspci -vv shows LnkSta")
+        yield Seen(WARN, text, "seat card and riser again, look at the slot's settings in the firmware; lspci -vv shows LnkSta")
     elif slow:
         text = "; ".join(f"GPU {gpu.index}: PCIe {gpu.pcie_gen} of {wanted or gpu.pcie_gen_max}" for gpu in slow)
         fix = "look at riser and the slot's settings in the firmware; if the board has no more, say so in the cluster file"

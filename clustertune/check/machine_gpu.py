@@ -56,7 +56,7 @@ def driver(m: Machine) -> Iterator[Seen]:
         fix = "the driver was updated while the old one is loaded: reboot the node, and pin the driver's packages"
         yield Seen(FAIL, f"nvidia-smi: {f.nvidia_smi}", fix)
     elif (waited := re.search(r"no answer within (\d+) s", f.nvidia_smi)) and int(waited[1]) < SURE_S:
-        fix = "look longer (--seconds=60): without persistence mode the driver wakes each GPU anew; else a GPU hangs"
+        fix = "look longer (--seconds=60): without persistence mode the driver wakes each GPU again; else a GPU hangs"
         yield Seen(WARN, f"nvidia-smi gave {f.nvidia_smi}", fix)
     elif "no answer" in f.nvidia_smi:
         fix = "a GPU hangs: look for Xid in dmesg, drain the node, power it off and on"

@@ -97,7 +97,7 @@ def scattered(m: Machine) -> Iterator[Seen]:
 
     Looks at: all packages of the stack in one place
     Why: packages of two installations do not fit each other: imports fail, or old code runs
-    Fix: make the environment anew, with all of them: make setup
+    Fix: make the environment again, with all of them: make setup
     See: https://github.com/apptainer/singularity/issues/5592
     """
     f = m.facts

@@ -183,7 +183,7 @@ def shebang() -> None:
 def not_a_directive() -> None:
     """What looks like a directive is one.
 
-    Why: only a line that begins with #SBATCH is one; anything else with a # is a comment, passed over without a message
+    Why: only a line that begins with #SBATCH is one; anything else with a # is a comment, skipped without a message
     See: https://github.com/LambdaLabsML/distributed-training-guide/blob/main/03-job-launchers/job.sbatch
     """
 
@@ -192,7 +192,7 @@ def not_a_directive() -> None:
 def late_directive() -> None:
     """Directives stand in front of the first command.
 
-    Why: sbatch stops reading at the first command: what follows is passed over without a message
+    Why: sbatch stops reading at the first command: what follows is skipped without a message
     See: https://slurm.schedmd.com/sbatch.html
     """
 
@@ -264,7 +264,7 @@ def no_time() -> None:
 def log_truncated() -> None:
     """A requeue keeps the log.
 
-    Why: a requeued job opens its log anew: what led to the requeue is gone
+    Why: a requeued job opens its log again: what led to the requeue is gone
     See: https://slurm.schedmd.com/sbatch.html
     """
 

@@ -309,7 +309,7 @@ class LocalTier:
                 shutil.rmtree(target, ignore_errors=True)
             ranks.barrier()
             text = f"{len(lost)} of its {len(places)} files survived on no node ({lost[0]})"
-            self._tell(f"the local checkpoint of step {step} is newer than the shared one, but is passed over: {text}")
+            self._tell(f"the local checkpoint of step {step} is newer than the shared one, but is skipped: {text}")
             return False
         assert target is not None
         meta = {key: value for key, value in whole.meta.items() if key != "attempt"}

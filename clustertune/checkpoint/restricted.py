@@ -3,7 +3,7 @@
 What is written today contains no pickle (:mod:`clustertune.checkpoint.shards`, ``values``); checkpoints of earlier releases do.
 torch 2.13 writes the index (``.metadata``) and every value that is not a tensor as pickles, and runs what stands in them when
 it loads: ``FileSystemReader.read_metadata`` is a ``pickle.load``, ``DefaultLoadPlanner.load_bytes`` a ``torch.load`` with
-``weights_only=False``. Who can write to a checkpoint can seal it anew, so digests do not protect.
+``weights_only=False``. Who can write to a checkpoint can seal it again, so digests do not protect.
 """
 
 from __future__ import annotations
@@ -138,5 +138,5 @@ def reading(checkpoint: str | Path) -> Iterator[None]:
         message = " ".join(str(refused).split())
         message = message if message.startswith("it ") else "its values are more than tensors and plain values"
         text = f"is not read, a pickle in it could run code: {message[:300]}"
-        fix = "find out who wrote it; resume from another checkpoint, or train anew"
+        fix = "find out who wrote it; resume from another checkpoint, or train again"
         raise UserError(Problem(text, file=str(checkpoint), fix=fix)) from None

@@ -139,7 +139,7 @@ class StateWriter:
     def copy(self, states: Mapping[str, Any], parts: list[torch.Tensor]) -> tuple[Mapping[str, Any], list[torch.Tensor]]:
         """The same in host memory. Storages that both hold are copied once.
 
-        The state of a training keeps its place. So the second copy makes nothing anew (torch's stager copies each DTensor's
+        The state of a training keeps its place. So the second copy makes nothing again (torch's stager copies each DTensor's
         description too, which takes longer than the bytes of a small one): it moves the bytes.
         """
         taken = {"states": _local(states), "parts": parts}

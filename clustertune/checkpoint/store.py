@@ -80,7 +80,7 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 def find_open(path: Path) -> list[Problem]:
     """What of a checkpoint somebody else could have written: other owners, files or folders that others can write to.
 
-    The rule of :func:`clustertune.launch.environment.make_own_folder`. A digest does not help against who can seal anew.
+    The rule of :func:`clustertune.launch.environment.make_own_folder`. A digest does not help against who can seal again.
     """
     root = path.resolve()
     problems = []
@@ -191,7 +191,7 @@ class CheckpointStore:
                 return chosen, manifest.read_manifest(chosen).meta
             damaged.append(chosen)
             if self.ranks.rank == 0:
-                self.tell(f"checkpoint {chosen.name} is not whole and is passed over: {found[0]}")
+                self.tell(f"checkpoint {chosen.name} is not whole and is skipped: {found[0]}")
 
     def _choose(self, damaged: list[Path]) -> tuple[Path | None, list[Problem]]:
         """The newest that is whole but for those known to be ``damaged``, on rank 0; what forbids to load it."""
@@ -200,7 +200,7 @@ class CheckpointStore:
                 continue
             if problems := verify(checkpoint.path, hashes=False):
                 damaged.append(checkpoint.path)
-                self.tell(f"checkpoint {checkpoint.path.name} is not whole and is passed over: {problems[0]}")
+                self.tell(f"checkpoint {checkpoint.path.name} is not whole and is skipped: {problems[0]}")
                 continue
             try:
                 require_own(checkpoint.path)
@@ -243,7 +243,7 @@ class CheckpointStore:
         failure: tuple[int | None, str | None] | None = None
         if self.ranks.rank == 0:
             try:
-                self.folder.mkdir(exist_ok=True)  # a run folder that was deleted is not made anew, empty but for this
+                self.folder.mkdir(exist_ok=True)  # a run folder that was deleted is not made again, empty but for this
                 path.mkdir()
                 close(path)
             except OSError as error:

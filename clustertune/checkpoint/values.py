@@ -112,6 +112,6 @@ def load(folder: Path, name: str) -> Any:
                 found[entry.name] = flat.view(entry.shape)
         return _unpack(json.loads(header.metadata[_KEY]), [found[str(at)] for at in range(len(found))])
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        fix = "find out who wrote it; resume from another checkpoint, or train anew"
+        fix = "find out who wrote it; resume from another checkpoint, or train again"
         text = f"contains no state of a training: {type(error).__name__}: {error}"
         raise UserError(Problem(text, file=str(path), fix=fix)) from None

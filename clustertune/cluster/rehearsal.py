@@ -84,7 +84,7 @@ class AddedLines:
         """The whole lines since the last call; with ``rest`` an unfinished one too."""
         try:
             with self.path.open("rb") as file:
-                if file.seek(0, 2) < self._at:  # written anew
+                if file.seek(0, 2) < self._at:  # written again
                     self._at, self._rest = 0, b""
                 file.seek(self._at)
                 read = file.read()

@@ -52,7 +52,7 @@ def chat(
     if prompt is not None:
         talk.answer([*start, {"role": "user", "content": prompt}])
         return
-    say(f"{facts.folder}: /new begins anew, /exit ends")
+    say(f"{facts.folder}: /new begins again, /exit ends")
     turns = list(start)
     while True:
         try:

@@ -240,7 +240,7 @@ def _check_container(container: Container) -> Iterator[Found]:
         if runtime == "pyxis" and named and named.endswith(".sif"):
             yield ("container", key), "a .sif, which enroot cannot open", "runtime: apptainer; or a .sqsh of enroot import"
         elif runtime and runtime != "pyxis" and named and named.startswith("docker://"):
-            yield ("container", key), f"{runtime} would fetch it anew on every node", "make build-sif, and name the file"
+            yield ("container", key), f"{runtime} would fetch it again on every node", "make build-sif, and name the file"
     if runtime == "pyxis" and container.program:
         yield ("container", "program"), "given, while pyxis is a part of srun", "leave it out"
     yield from _check_options(container)

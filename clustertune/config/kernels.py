@@ -147,7 +147,7 @@ def warnings(distribution: Distribution) -> Iterator[str]:
     """What is allowed and rarely meant."""
     if distribution.compiled and not distribution.compiled_by_layer:
         yield (
-            "the model is compiled as a whole, every layer anew, and the first step takes minutes; "
+            "the model is compiled as a whole, every layer again, and the first step takes minutes; "
             "accelerate.dynamo_config.dynamo_use_regional_compilation=true compiles one layer for all"
         )
     if distribution.compiled and distribution.recompute.by == "fsdp" and distribution.kind == "FSDP2":

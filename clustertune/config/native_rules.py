@@ -156,7 +156,7 @@ TRAIN_OWNED = {
 """Fields of ``SFTConfig`` that a recipe may not set, each with the reason."""
 
 _REFERENCE = "the reference stays the base model: a checkpoint holds no other"
-_BESIDE = "each attempt would compute them anew before its first step: the reference is computed beside the model"
+_BESIDE = "each attempt would compute them again before its first step: the reference is computed beside the model"
 
 DPO_OWNED = {
     "precompute_ref_log_probs": _BESIDE,
@@ -272,7 +272,7 @@ def usable(value: object, otherwise: int) -> int:
 # The fields of the pinned ``SFTConfig`` and ``LoraConfig``, and values checked against them.
 
 UNKNOWN = object()
-"""The default of a field that is made anew for each object, or is not a plain value."""
+"""The default of a field that is made again for each object, or is not a plain value."""
 
 _WHOLE = Annotated[int, BeforeValidator(refuse_bool)]
 _PLAIN: dict[str, Any] = {

@@ -86,7 +86,7 @@ def run(
         ) from error
     except OSError as error:
         raise UserError(
-            Problem(f"{command[0]} does not start: {error.strerror}", fix="install it anew"), ExitCode.FAILED
+            Problem(f"{command[0]} does not start: {error.strerror}", fix="install it again"), ExitCode.FAILED
         ) from error
     if done.returncode:
         fix = "its last lines above say why; where no registry is reached: BASE=standin"

@@ -218,7 +218,7 @@ def cpu_torch(version: str, present: PackageLock | None) -> LockedPackage:
 
 
 def make_all(found: Pins, say: Callable[[str], None], *, keep: bool = False) -> dict[str, PackageLock]:
-    """Every lock anew, from the pins; ``keep``: with the versions that are locked."""
+    """Every lock again, from the pins; ``keep``: with the versions that are locked."""
     known: dict[str, PackageLock] = {}
     for spec in SPECS:
         present = _present(spec)

@@ -216,7 +216,7 @@ class RemoteFiles(LocalFiles):
             marks = [str(info[key]) for key in _MARKS if info.get(key)]
             if not marks:
                 self.warnings.append(
-                    f"{self.shown}: the storage does not say when {file.name} changed: it is read anew each time"
+                    f"{self.shown}: the storage does not say when {file.name} changed: it is read again each time"
                 )
                 return None
             found.append([file.name, file.split, info.get("size"), *marks])
@@ -267,7 +267,7 @@ class HubDataset:
         self.warnings: list[str] = []
         self.unused: set[str] = set()
         if part.revision is None:
-            self.warnings.append(f"{part.name}: data.revision is not pinned, the dataset is prepared anew each time")
+            self.warnings.append(f"{part.name}: data.revision is not pinned, the dataset is prepared again each time")
         self._loaded: list[tuple[str, str | None, Any]] | None = None
 
     def identity(self) -> list[Any] | None:

@@ -86,11 +86,11 @@ def gated(context: RecipeContext) -> Iterator[Seen]:
     name = context.resolved.recipe.model.name
     needs_access = _is_absent(context) and not context.offline and _sees_cache(context)
     if needs_access and name.startswith(GATED) and not _has_token(context):
-        yield Seen(WARN, f"{name} may ask for an accepted licence, and no token is at hand")
+        yield Seen(WARN, f"{name} may ask for an accepted licence, and no token is available")
 
 
 def _has_token(context: RecipeContext) -> bool:
-    """Whether a token of the Hub is at hand; its value is never read."""
+    """Whether a token of the Hub is available; its value is never read."""
     if context.environment.get(SECRET[0]) or context.environment.get("HUGGING_FACE_HUB_TOKEN"):
         return True
     try:

@@ -120,7 +120,7 @@ To add a rule write one function in `clustertune/check/`: `machine_*.py` for a m
 `recipe_*`, `stack_*`, `data_*` and `run_*`, where it needs the resolved recipe. Its decorator gives the id, its docstring the
 texts that people read, and it yields what it saw; `clustertune/check/rule.py` shows one. Add a case in
 `tests/doctor/machine_cases.py`, `tests/doctor/test_compare.py`, `tests/nccl_check/test_judge.py`, `tests/doctor/cases.txt` or
-`tests/doctor/test_recipe_rules.py`: a rule without one fails a test. Then write the pages anew with
+`tests/doctor/test_recipe_rules.py`: a rule without one fails a test. Then write the pages again with
 `clustertune doctor --list --out docs/doctor.md` and `python3 -m clustertune.nccl_check.judge > docs/nccl-verdicts.md`.
 """
 

@@ -127,7 +127,7 @@ def labels(context: RecipeContext) -> Iterator[Seen]:
 def shapes(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: torch.compile with batches of one shape
 
-    Why: new lengths are compiled anew, or their CUDA graphs recorded anew: what compiling gains is lost again
+    Why: new lengths are compiled again, or their CUDA graphs recorded again: the gain of compiling is lost
     See: https://github.com/pytorch/pytorch/issues/188150
     """
     args = context.resolved.train_args

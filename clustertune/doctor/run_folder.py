@@ -115,7 +115,7 @@ def damaged(context: RecipeContext) -> Iterator[Seen]:
     See: https://github.com/awslabs/awsome-distributed-ai/issues/190
     """
     whole, broken, more = context.newest
-    after, fix = "no older one of the newest three is whole", "look at the storage, then train anew"
+    after, fix = "no older one of the newest three is whole", "look at the storage, then train again"
     if whole:
         after = f"the run resumes from {whole.path.name}"
         fix = "nothing, if that is enough; else fix the storage and copy it back"
@@ -137,7 +137,7 @@ def no_metadata(context: RecipeContext) -> Iterator[Seen]:
         for shards in shards_of(checkpoint.path):
             if not (shards / ".metadata").is_file():
                 text = f"{checkpoint.path.name}/{shards.name} holds shards and no .metadata"
-                # A broken one is passed over: that it is broken was reported, this is what may be behind it.
+                # A broken one is skipped: that it is broken was reported, this is what may be behind it.
                 yield Seen(FAIL if checkpoint is whole else WARN, text, where=str(shards))
 
 
@@ -224,7 +224,7 @@ def shapes(context: RecipeContext) -> Iterator[Seen]:
         bad.append(f"{found:,} parameters, the recipe trains {count:,}")
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        yield Seen(FAIL, f"{'; '.join(bad[:3])}{more}", "export it anew: clustertune export", str(path.parent))
+        yield Seen(FAIL, f"{'; '.join(bad[:3])}{more}", "export it again: clustertune export", str(path.parent))
 
 
 def bad_shapes(tensors: list[Tensor]) -> Iterator[str]:
@@ -289,7 +289,7 @@ def readable(context: RecipeContext) -> Iterator[Seen]:
         read_env(context.env_file, lambda _note: None)
     except UserError as error:
         for problem in error.problems:
-            fix = problem.fix or "write it anew: KEY=value, one a line, mode 0600"
+            fix = problem.fix or "write it again: KEY=value, one a line, mode 0600"
             yield Seen(FAIL, problem.message, fix, problem.file or str(context.env_file))
 
 

@@ -268,7 +268,7 @@ def pinned(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: installed versions against containers/versions.env
 
     Why: what was tested together is not what runs: keys, defaults and files of another release
-    Fix: make setup, or build the image anew; or move the pins with the reason beside them
+    Fix: make setup, or build the image again; or move the pins with the reason beside them
     See: https://github.com/huggingface/trl/pull/4983
     """
     # The reference image has an older stack, whole: it is held against its own pins.

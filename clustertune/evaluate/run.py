@@ -412,7 +412,7 @@ def _check_out(out: Path) -> None:
 
 
 def _read_finished(out: Path, identity: Mapping[str, Any], settings: Eval) -> dict[str, Any]:
-    """The result that lies in ``out`` whole, judged anew. Raises UserError where it is another evaluation's or damaged."""
+    """The result that lies in ``out`` whole, judged again. Raises UserError where it is another evaluation's or damaged."""
     problems = manifest.find_problems(out, KIND)
     if not problems:
         found = manifest.read_manifest(out, KIND).meta.get("identity", {})

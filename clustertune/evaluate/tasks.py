@@ -134,7 +134,7 @@ def load(names: Sequence[str], own: Mapping[str, Path], settings: Eval) -> tuple
 
 
 def digest(loaded: Mapping[str, Any], settings: Eval, seed: int, render: Callable[..., str] | None) -> str:
-    """SHA-256 of all requests: documents, few-shot examples, instructions and template. Sets the few-shot seed anew.
+    """SHA-256 of all requests: documents, few-shot examples, instructions and template. Sets the few-shot seed again.
 
     ``render`` makes a prompt of a conversation (lm-eval's ``apply_chat_template``); None: plain text.
     """

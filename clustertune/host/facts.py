@@ -286,7 +286,7 @@ _PARTS: dict[str, Any] = {
 
 
 def from_dict(data: dict[str, Any]) -> HostFacts:
-    """The facts of a JSON document. Keys that this version does not know are passed over. Raises ValueError."""
+    """The facts of a JSON document. Keys that this version does not know are skipped. Raises ValueError."""
     if not isinstance(data, dict) or not isinstance(data.get("hostname"), str):
         raise ValueError("contains no facts of a machine: no hostname")
     known = {name: value for name, value in data.items() if name in HostFacts.__dataclass_fields__}

@@ -40,7 +40,7 @@ def flag(text: str | None) -> bool | None:
 def parse_xml(text: str) -> tuple[str, str, list[Gpu]]:
     """Driver version, CUDA version of the driver, and GPUs of ``nvidia-smi -q -x``, in its order.
 
-    Raises ValueError where it is not that. What comes before it, complaints about a lost GPU, is passed over.
+    Raises ValueError where it is not that. What comes before it, complaints about a lost GPU, is skipped.
     """
     start = text.find("<?xml")
     start = text.find("<nvidia_smi_log") if start < 0 else start
@@ -114,7 +114,7 @@ def _throttle(node: ET.Element) -> Iterator[str]:
 
 
 def parse_csv(text: str, query: str = CSV_QUERY) -> list[Gpu]:
-    """GPUs of ``nvidia-smi --query-gpu=QUERY --format=csv,noheader``; lines that are none are passed over.
+    """GPUs of ``nvidia-smi --query-gpu=QUERY --format=csv,noheader``; lines that are none are skipped.
 
     ``query``: fields of :data:`CSV_QUERY`, ``index`` first.
     """

@@ -170,7 +170,7 @@ def of_modules(environ: Mapping[str, str]) -> list[str]:
 
 
 def load_modules(cluster: Cluster) -> None:
-    """Begin this process anew in a shell that has loaded the cluster's modules; returns where that is done, or there are none.
+    """Begin this process again in a shell that has loaded the cluster's modules; returns where that is done, or there are none.
 
     A submitted script has loaded them already; of launch/run.sbatch by hand only this process knows the cluster.
     """

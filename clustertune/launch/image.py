@@ -116,8 +116,8 @@ def look(settings: Container) -> tuple[Image | None, list[str]]:
             raise UserError("no such image", file=str(path), key="container.image", fix=fix) from None
         raise storage_error(error, "reading the image", path) from None
     if stated is not None and digest != stated:
-        anew = f"sha256sum {path.name} > {path.name}.sha256"
-        fix = f"it was altered or copied in part: copy or build it anew; where it is meant so: {anew}"
+        again = f"sha256sum {path.name} > {path.name}.sha256"
+        fix = f"it was altered or copied in part: copy or build it again; where it is meant so: {again}"
         text = f"its sum is {digest[:16]}..., and {path.name}.sha256 says {stated[:16]}..."
         raise UserError(text, file=str(path), key="container.image", fix=fix)
     labels = labels_of(settings, path)

@@ -165,7 +165,7 @@ class _Traces:
             return None
         if not self.folder.is_dir():
             text = "the run folder was deleted or moved, or its storage was unmounted, while the ranks worked in it"
-            fix = "bring it back, then the same command again; without it the run begins anew"
+            fix = "bring it back, then the same command again; without it the run starts from its first step"
             return Outcome(ExitCode.STORAGE, [Problem(text, file=str(self.folder.parent.parent), fix=fix)], self.gone)
         if is_full(self.folder):
             problem = Problem("no space left for what the ranks write", file=str(self.folder), fix=f"free space, then {AGAIN}")

@@ -75,7 +75,7 @@ def without_progress(attempts: Sequence[PastAttempt], job: str | None, step: int
 
 
 def check(run_path: Path, job: str | None, step: int) -> None:
-    """Refuse another attempt of a job that makes no progress. A new job, submitted after a look, begins to count anew.
+    """Refuse another attempt of a job that makes no progress. A new job, submitted after a look, begins to count again.
 
     Raises UserError (exit 93) with what the attempts have in common.
     """
@@ -115,7 +115,7 @@ def check_requeue(run_path: Path, job: str) -> None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         count = 1
     if count > ENDED_LIMIT:
-        fix = "give it more time: --time must be far longer than --signal; a new job counts anew"
+        fix = "give it more time: --time must be far longer than --signal; a new job counts from zero"
         text = f"requeued {ENDED_LIMIT} times before it began an attempt or finished anything: the job stops"
         raise UserError(text, file=str(run_path), fix=fix, code=ExitCode.STOP)
     with contextlib.suppress(OSError):
@@ -147,7 +147,7 @@ def _advice(attempts: Sequence[PastAttempt]) -> str:
         return "killed each time: most often memory; more memory, more nodes, or a smaller train.max_length"
     if len(set(texts)) == 1 and texts[0]:
         return "the same each time: not the machine; fix it, then submit again"
-    return "look at the logs of the attempts, fix it, then submit again: a new job counts anew"
+    return "look at the logs of the attempts, fix it, then submit again: a new job counts from zero"
 
 
 def _places(text: str) -> list[str]:

@@ -107,7 +107,7 @@ class Bridge:
         heartbeat("model")
         self.hf().save_megatron_model(chunks, out)
         del chunks, provider
-        # The training makes its groups anew, with what it knows of its own.
+        # The training makes its groups again, with what it knows of its own.
         _of("megatron.core.parallel_state").destroy_model_parallel()
         _of("gc").collect()
         _of("torch").cuda.empty_cache()

@@ -296,7 +296,7 @@ class _Training:
 
 
 def _empty(folder: Path) -> str | None:
-    """Make a folder anew; returns the system's error where it cannot."""
+    """Make a folder again; returns the system's error where it cannot."""
     import shutil
 
     try:

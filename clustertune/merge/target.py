@@ -183,7 +183,7 @@ class Journal:
             self.shards[str(event["shard"])] = parse_record(event)
 
     def rewrite(self) -> None:
-        """Write all of it anew, so that nothing is appended after a torn line."""
+        """Write all of it again, so that nothing is appended after a torn line."""
         events: list[dict[str, Any]] = [{"inputs": self.inputs}]
         events += [{"shard": name, **record.as_json()} for name, record in self.shards.items()]
         events += [{"publish": self.published}] if self.published else []

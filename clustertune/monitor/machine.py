@@ -51,7 +51,7 @@ class NodeSampler:
         return found.f_bavail * found.f_frsize / 2**30
 
     def _growth(self, name: str, value: float | None) -> float | None:
-        """What a counter grew by; None at its first value, and where it began anew."""
+        """What a counter grew by; None at its first value, and where it began again."""
         if value is None:
             return None
         before, self._before[name] = self._before.get(name), value

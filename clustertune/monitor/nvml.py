@@ -144,7 +144,7 @@ class Gpus:
         return found
 
     def _rate(self, index: int, name: str, value: float | None, seconds: float) -> float | None:
-        """Growth of a counter per second; None at its first value, and where it began anew."""
+        """Growth of a counter per second; None at its first value, and where it began again."""
         if value is None:
             return None
         before, self._before[index][name] = self._before[index].get(name), value

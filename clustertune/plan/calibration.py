@@ -175,14 +175,14 @@ def read(path: Path, base: Constants | None = None, *, cluster: str | None = Non
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or None
-        fix = "make it anew: clustertune plan --calibrate RUN"
+        fix = "make it again: clustertune plan --calibrate RUN"
         raise UserError(Problem(f"is not a calibration: {first['msg']}", file=str(path), key=key, fix=fix)) from None
     if cluster is not None and body.cluster != cluster:
         text = f"{body.cluster}, while the plan is for {cluster}"
         raise UserError(Problem(text, file=str(path), key="cluster", fix="take the file away, or calibrate this cluster"))
     wrong = [name for name, value in body.constants.items() if name not in PRIOR or not _possible(value)]
     if wrong:
-        fix = "make it anew: clustertune plan --calibrate RUN"
+        fix = "make it again: clustertune plan --calibrate RUN"
         text = f"is not a factor of the planner, or out of {LEAST:g} to {MOST:g}"
         raise UserError([Problem(text, file=str(path), key=f"constants.{name}", fix=fix) for name in wrong])
     return replace(base.with_values(body.constants), calibrated=tuple(body.constants), deviation=body.deviation)

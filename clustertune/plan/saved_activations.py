@@ -83,7 +83,7 @@ class SavedActivations:
 
     def heads(self, kind: LayerKind) -> int:
         """Elements of queries, keys, values and attention's output. Under a mask the keys and values of a group are repeated
-        for each of its heads (transformers/integrations/sdpa_attention.py, use_gqa_in_sdpa); a compiler repeats them anew."""
+        for each of its heads (transformers/integrations/sdpa_attention.py, use_gqa_in_sdpa); a compiler repeats them again."""
         attention = kind.attention
         plan = self.shape.strategy
         copies = 2 if self.shape.cudnn_attention and plan.attention == "sdpa" and (plan.compiled or self.masked) else 1
@@ -101,7 +101,7 @@ class SavedActivations:
         return kind.attention.heads * plan.row * (self.width + FULL) if plan.attention == "eager" else 0.0
 
     def mask(self) -> float:
-        """An entry for every token of the row, shared by all heads: sdpa makes a boolean mask one of the queries' type, anew in
+        """One entry for each token of the row, shared by all heads: sdpa makes a boolean mask one of the queries' type, again in
         every layer."""
         plan = self.shape.strategy
         return float(self.width * plan.row) if self.masked and plan.attention == "sdpa" and not plan.compiled else 0.0
@@ -129,7 +129,7 @@ class SavedActivations:
         shape, kept_already = self.shape, index == 1
         if not shape.strategy.lora:
             if self.stream > self.width and index in (0, 2):
-                return float(self.width * len(names))  # autocast casts the norm's float32 row for each product anew
+                return float(self.width * len(names))  # autocast casts the norm's float32 row for each product again
             return 0.0 if kept_already else float(self.width)
         adapted = sum(name in shape.targets for name in names)
         if shape.dropout:

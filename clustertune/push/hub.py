@@ -85,7 +85,7 @@ def send(
 def push(upload: Upload, target: Target, token: str, say: Callable[[str], None]) -> Pushed:
     """Send an upload in one commit. Raises UserError: what is there is something else, the token, the network.
 
-    Nothing appears in the repository before the commit: after a failure the same command begins anew.
+    Nothing appears in the repository before the commit: after a failure the same command begins again.
     """
     with _message(target, token):
         api = _connect(target.endpoint, token)

@@ -277,7 +277,7 @@ def _of_a_run(run: Mapping[str, Any], metrics: Metrics, entry: ComparedRun) -> I
     elif entry.values.get(STEADY) is None:
         yield "has too few timed steps for a steady rate"
     if metrics.unreadable_lines:
-        yield f"{metrics.unreadable_lines} unreadable lines in metrics.jsonl were passed over"
+        yield f"{metrics.unreadable_lines} unreadable lines in metrics.jsonl were skipped"
     if entry.values["status"] not in ("finished", "not started"):
         yield f"is not finished ({entry.values['status']}): its figures are of the steps that it took"
     if get(run, "recipe", "tiny"):

@@ -266,7 +266,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read a metrics file; a missing one is an empty run. Unknown events and keys are passed over.
+    """Read a metrics file; a missing one is an empty run. Unknown events and keys are skipped.
 
     Where an attempt resumes from step S, what earlier attempts logged after S has been thrown away and is left out here,
     whether or not the new attempt has come as far again, and wherever in the file it stands: the last lines of an attempt

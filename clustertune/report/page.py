@@ -153,7 +153,7 @@ class _Run:
                 ) if part[2] or part[0] == "Recipe"
             ],
             "footer": f"From run.json and metrics.jsonl of {run.path.resolve().name}."
-            + (f" {torn} lines of metrics.jsonl are not events and were passed over." if torn else ""),
+            + (f" {torn} lines of metrics.jsonl are not events and were skipped." if torn else ""),
         }  # fmt: skip
 
     def _scored(self) -> dict[str, Any] | None:

@@ -115,7 +115,7 @@ def find_problems(resolved: Resolved) -> list[Problem]:
 
 
 def offered(resolved: Resolved, models: Path | None) -> tuple[Path | None, list[str]]:
-    """The bundle for a recipe in the cluster's folder of models, under the recipe's name, and why it is passed over.
+    """The bundle for a recipe in the cluster's folder of models, under the recipe's name, and why it is skipped.
 
     It is taken where nobody else can have written it: who names ``staged=DIR`` trusts the folder, this is found by its name.
     """
@@ -127,12 +127,12 @@ def offered(resolved: Resolved, models: Path | None) -> tuple[Path | None, list[
             return None, []
         found = folder.stat()
     except OSError as error:
-        return None, [f"{folder} is passed over: {error.strerror or error}"]
+        return None, [f"{folder} is skipped: {error.strerror or error}"]
     if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
-        return None, [f"{folder} is passed over: others can write there -> staged={folder} takes it all the same"]
+        return None, [f"{folder} is skipped: others can write there -> staged={folder} takes it all the same"]
     recipe = resolved.recipe.model_copy(update={STAGED: str(folder)})
     if problems := find_problems(replace(resolved, recipe=recipe)):
-        return None, [f"{folder} is passed over: {problems[0].message}"]
+        return None, [f"{folder} is skipped: {problems[0].message}"]
     return folder, []
 
 

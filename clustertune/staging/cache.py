@@ -229,7 +229,7 @@ def _journal_line(name: str, record: FileRecord) -> str:
 
 
 def write_journal(folder: Path, records: Mapping[str, FileRecord]) -> None:
-    """The journal anew, with these files."""
+    """The journal again, with these files."""
     write_durably(folder / JOURNAL, "".join(_journal_line(*item) for item in sorted(records.items())))
 
 

@@ -27,7 +27,7 @@ def snapshot(cache: Path, kind: str, name: str, revision: str) -> Path:
 
 
 def local_model(resolved: Resolved, run: RunDir | None) -> Path | None:
-    """The base model's folder: made by the run, in the offline bundle, or named by the recipe; None: the Hub's, or no run is known."""
+    """The base model's folder: made by the run, in the offline bundle, or named by the recipe; None: the Hub has it."""
     model = resolved.recipe.model
     if model.weights == "random":
         return run.local_model(model.name) if run else None

@@ -107,7 +107,7 @@ def machine_facts() -> dict[str, str | None]:
 def set_tracker_environment(run_dir: Path, run_id: str, project: str, *, has_key: bool = False) -> None:
     """The trackers' own variables: below the run folder, W&B as one run across attempts, offline unless someone is logged in.
 
-    ``has_key``: an API key is at hand that is not in the environment.
+    ``has_key``: an API key is available that is not in the environment.
     """
     host = urllib.parse.urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     logged_in = has_key or bool(os.environ.get("WANDB_API_KEY")) or _netrc_has(host)

@@ -1,4 +1,4 @@
-"""Saving and loading that FSDP1 needs done anew: the stock way loses the adapter and the optimizer state, without a message.
+"""Saving and loading that FSDP1 needs done again: the stock way loses the adapter and the optimizer state, without a message.
 
 Seen with accelerate 1.15, peft 0.20, torch 2.13: ``set_peft_model_state_dict`` looks for keys without the prefixes of
 FSDP1's and activation checkpointing's wrappers, torch skips what it does not find, and a resumed run starts over from a

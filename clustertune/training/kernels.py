@@ -23,7 +23,7 @@ def set_environment(distribution: Distribution) -> list[str]:
     """Let torch find out which lengths differ, unless the recipe says so; before the Trainer is made. Returns notes.
 
     ``accelerate launch`` says "no dynamic shapes" where the file says nothing (utils/launch.py:192, utils/dataclasses.py:1107).
-    Every packed length is then compiled anew, eight times, and from the ninth on the layers run uncompiled, without a message.
+    Every packed length is then compiled again, eight times, and from the ninth on the layers run uncompiled, without a message.
     """
     dynamic = distribution.dynamic_shapes_said
     if dynamic or not distribution.compiled or os.environ.get(DYNAMIC, "").lower() not in ("false", "0"):

@@ -45,7 +45,7 @@ def attend(
 
     Shapes: ``query`` [batch, heads, tokens, size], ``key`` and ``value`` the same with the key-value heads. ``cu_seq_lens_q``
     [conversations + 1], int32: where each one begins in the rows laid end to end, as TRL's collator counts them; without them
-    it is where ``position_ids`` [batch, tokens] begin anew. Returns [batch, tokens, heads, size].
+    it is where ``position_ids`` [batch, tokens] begin again. Returns [batch, tokens, heads, size].
     """
     batch, _, tokens, _ = query.shape
     if attention_mask is not None or tokens != key.shape[2] or not getattr(module, "is_causal", True):

@@ -166,7 +166,7 @@ class ZeroTrainer(TimedTrainer):
     def check_world_of(self, saved: int, now: int) -> None:
         """Raise UserError where a checkpoint of another number of ranks is to be loaded: ZeRO's parts do not fit."""
         if self.is_deepspeed_enabled and saved not in (0, now):
-            text = f"the checkpoint is of {saved} ranks, this attempt has {now}: DeepSpeed cannot lay its parts out anew"
+            text = f"the checkpoint is of {saved} ranks, this attempt has {now}: DeepSpeed cannot lay its parts out again"
             fix = f"continue with {saved} ranks, or export it and start from that"
             raise UserError(Problem(text, fix=fix))
 
@@ -774,7 +774,7 @@ class RankTrainer(ZeroTrainer):
     def _stored(checkpoint: str, name: str) -> Any:
         """A state that every checkpoint has. Raises UserError where this one does not."""
         if (found := values.load(Path(checkpoint), name)) is None:
-            fix = "resume from another checkpoint, or train anew"
+            fix = "resume from another checkpoint, or train again"
             raise UserError(Problem(f"the {name}'s state is missing", file=checkpoint, fix=fix))
         return found
 

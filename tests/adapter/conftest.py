@@ -45,7 +45,7 @@ def write_recipe(checkpoint: Path, lora: Mapping[str, Any] | None, architecture:
 
 
 def seal_checkpoint(checkpoint: Path, step: int = 2) -> Path:
-    """Trainer state and manifest, anew."""
+    """Trainer state and manifest, again."""
     (checkpoint / MANIFEST).unlink(missing_ok=True)
     (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     seal(checkpoint, "checkpoint", {"step": step, "world_size": 2})

@@ -66,7 +66,7 @@ def test_a_state_in_words(record: dict[str, str], words: str) -> None:
 
 
 def test_the_lines_that_are_added(tmp_path: Path) -> None:
-    """Half a line waits for its rest, a file that begins anew is read from its begin, an absent one is empty."""
+    """Half a line waits for its rest, a file that begins again is read from its begin, an absent one is empty."""
     path = tmp_path / "log"
     tail = AddedLines(path)
     assert list(tail.lines()) == []

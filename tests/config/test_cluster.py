@@ -217,7 +217,7 @@ REFUSALS: list[tuple[str, Any, str, str]] = [
     ("container.runtime", "docker", "container.runtime", "not one of none, apptainer, singularity, pyxis"),
     ("container.runtime", "pyxis", "container.image", "a .sif, which enroot cannot open"),
     ("container.image", "docker://ubuntu:24.04", "container.image", "docker://NAME@sha256:DIGEST (a tag moves)"),
-    ("container.image", "docker://ubuntu@sha256:" + "a" * 64, "container.image", "apptainer would fetch it anew"),
+    ("container.image", "docker://ubuntu@sha256:" + "a" * 64, "container.image", "apptainer would fetch it again"),
     ("container.options", ["--bind=/etc"], "container.options[0]", "'--bind=/etc' is not among them"),
     ("container.options", ["--userns", "--userns"], "container.options[1]", "stands twice"),
     ("container.program", "apptainer", "container.program", "absolute path"),

@@ -150,7 +150,7 @@ def test_no_default_partition_and_several_types_are_said() -> None:
     st.sampled_from(["nodes", "partitions", "config", "gpus", "hostname"]),
 )
 def test_whatever_was_said_is_judged(text: str, where: str) -> None:
-    """A release that words things anew must not end in a traceback."""
+    """A release that words things again must not end in a traceback."""
     seen = recorded("22.05", "node1")
     assert judge(LocalMachine(**{**vars(seen), where: text})).name == "local"
 

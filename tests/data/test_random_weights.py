@@ -20,7 +20,7 @@ SIZES: dict[str, Any] = {
     [("llama", {}), ("qwen2", {"tie_word_embeddings": True}), ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2})],
 )
 def test_transformers_loads_them_whole(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
-    """A missing key would be drawn anew by each rank, and ranks would train different models."""
+    """A missing key would be drawn again by each rank, and ranks would train different models."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Tokens on disk: the same bytes however they are cut; kept over a kill; made anew for every cause and no other."""
+"""Tokens on disk: the same bytes however they are cut; kept over a kill; made again for every cause and no other."""
 
 from __future__ import annotations
 

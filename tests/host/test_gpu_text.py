@@ -117,7 +117,7 @@ def test_pci_addresses_are_the_kernels(text: str, address: str) -> None:
 
 
 def test_the_short_answer() -> None:
-    """Lines that are not GPUs are passed over."""
+    """Lines that are not GPUs are skipped."""
     first, second = gpu_text.parse_csv(CSV)
     assert (first.index, first.name, first.bus, first.memory_mib, first.used_mib) == (
         0,

@@ -204,8 +204,8 @@ print("went on", os.environ.get("CLUSTERTUNE_MODULES"))
 """
     words = [sys.executable, "-c", code, "show-cluster", "dgx-h100", "--json"]
     environ = {**os.environ, "MODULESHOME": str(tmp_path)}
-    anew = subprocess.run(words, cwd=REPO, env=environ, capture_output=True, text=True, check=True)
-    assert json.loads(anew.stdout)["name"] == "dgx-h100" and anew.stderr.split("\n")[:2] == ["LOADED a/1 ", "LOADED b a/1"]
+    again = subprocess.run(words, cwd=REPO, env=environ, capture_output=True, text=True, check=True)
+    assert json.loads(again.stdout)["name"] == "dgx-h100" and again.stderr.split("\n")[:2] == ["LOADED a/1 ", "LOADED b a/1"]
     environ["CLUSTERTUNE_MODULES"] = "a/1 b"
     gone_on = subprocess.run(words, cwd=REPO, env=environ, capture_output=True, text=True, check=True)
     assert gone_on.stdout == "continued a/1 b\n"
@@ -221,14 +221,14 @@ def test_a_node_without_modules_says_so() -> None:
 
 
 def test_collected_models_are_taken_by_the_recipes_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that others can write, or of another model, is passed over with the reason."""
+    """One that others can write, or of another model, is skipped with the reason."""
     resolved = resolve("llama8b-lima")
     folder = tmp_path / "llama8b-lima"
     assert bundle.offered(resolved, None) == bundle.offered(resolved, tmp_path) == (None, [])
     folder.mkdir(mode=0o755)
     (folder / "MANIFEST.json").write_text("{}")
     found, notes = bundle.offered(resolved, tmp_path)
-    assert found is None and "passed over" in notes[0]
+    assert found is None and "skipped" in notes[0]
     monkeypatch.setattr(bundle, "find_problems", lambda _resolved: [])
     assert bundle.offered(resolved, tmp_path) == (folder, [])
     folder.chmod(0o777)

@@ -132,7 +132,7 @@ def test_every_restart_is_a_new_attempt_until_nothing_moves(tmp_path: Path) -> N
     config["job"] = "the next call"
     assert raytrain._begin(run, config) == 4
     AttemptPlan(4, (Node("n", "a"),), 1, launcher="ray", job="j").write(run.attempt(4))
-    (tmp_path / "stop").touch()  # asked to, while Ray was about to start the workers anew
+    (tmp_path / "stop").touch()  # asked to, while Ray was about to start the workers again
     assert raytrain._begin(run, config) is None
 
 

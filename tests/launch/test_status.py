@@ -109,7 +109,7 @@ def test_without_a_controller(tmp_path: Path) -> None:
 
 
 def test_a_foreign_job_of_the_same_number(tmp_path: Path) -> None:
-    """Job 101 of a controller that was set up anew is somebody else's."""
+    """Job 101 of a controller that was set up again is somebody else's."""
     run = submitted(tmp_path)
     other = controller(RunDir(tmp_path / "other"), {"101": "RUNNING"})
     assert states(status.read(run, other))["prepare"] == status.FORGOTTEN

@@ -46,7 +46,7 @@ def test_the_command_passes_over_a_damaged_checkpoint(stopped: Path, tmp_path: P
     shutil.copytree(stopped, folder)
     flip(folder / "checkpoints" / "step-000004" / name)
     code, text = Command(folder, STEPS).end(PATIENCE * 2)
-    assert code == 0 and "step-000004 is not whole and is passed over" in text and "resume from step-000002" in text
+    assert code == 0 and "step-000004 is not whole and is skipped" in text and "resume from step-000002" in text
     assert adapter_sha(folder) == reference
     assert (folder / "checkpoints" / "step-000004").exists()
     assert "step-000004 is damaged: kept, not counted" in text
@@ -58,5 +58,5 @@ def test_a_damaged_final_checkpoint_is_trained_again(fresh: Callable[[], Path], 
     assert Command(folder, STEPS, to="train").end(300)[0] == 0
     flip(folder / "checkpoints" / "step-000006" / "optimizer_0" / "__0_0.distcp")
     code, text = Command(folder, STEPS).end(PATIENCE * 2)
-    assert code == 0 and "step-000006 is not whole and is passed over" in text, text
+    assert code == 0 and "step-000006 is not whole and is skipped" in text, text
     assert adapter_sha(folder) == reference

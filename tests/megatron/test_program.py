@@ -181,7 +181,7 @@ def test_the_parts_are_those_of_the_training(run: RunDir, resolved: Resolved, lo
     assert (made["tensor_model_parallel_size"], made["pipeline_model_parallel_size"]) == (8, 2)
     assert made["params_dtype"] == made["pipeline_dtype"] and str(made["params_dtype"]) == "torch.bfloat16"
     assert loop.called("from_hf_pretrained")[0] == (str(OneRank.fetched), {"torch_dtype": torch.bfloat16})
-    assert loop.called("destroy"), "the training makes its groups anew"
+    assert loop.called("destroy"), "the training makes its groups again"
     peft = loop.config.peft
     assert peft.target_modules == ["linear_q", "linear_k", "linear_v", "linear_proj"] and peft.dim == 32 and peft.alpha == 64
     assert int(loop.config.train.exit_signal) == 10, "SIGUSR1, which the launcher sends"

@@ -170,7 +170,10 @@ def test_the_project_imports_nothing_of_nvidias_by_itself() -> None:
     [
         ("{runtime: none, megatron: /s/m.sif}", "container.megatron: given, while runtime is none"),
         ("{runtime: pyxis, image: /s/t.sqsh, megatron: /s/m.sif}", "container.megatron: a .sif, which enroot cannot open"),
-        (f"{{runtime: apptainer, image: /s/t.sif, megatron: 'docker://a/b@sha256:{'0' * 64}'}}", "fetch it anew on every node"),
+        (
+            f"{{runtime: apptainer, image: /s/t.sif, megatron: 'docker://a/b@sha256:{'0' * 64}'}}",
+            "fetch it again on every node",
+        ),
     ],
 )
 def test_the_image_is_checked_like_the_projects_own(submit: Submit, container: str, says: str) -> None:

@@ -79,7 +79,7 @@ def test_twenty_of_twenty_slowed_ranks_are_found_in_noise() -> None:
 
 
 def test_a_clock_adds_up_what_a_rank_does_alone() -> None:
-    """Layers inside of the pass, the wait for batches, tokens without padding; each take begins anew."""
+    """Layers inside of the pass, the wait for batches, tokens without padding; each take begins again."""
     clock = Clock()
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(20)])
     clock.watch(list(model))

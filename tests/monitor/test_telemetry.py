@@ -162,7 +162,7 @@ def test_the_kernel_s_counters_by_hand(tmp_path: Path) -> None:
     assert found["net_rx_mb_s"] == 2.0 and found["disk_read_mb_s"] == 0.256 and found["disk_write_mb_s"] == 0.512
     assert found["rdma_rx_mb_s"] == 1.0
     recorded(tmp_path, "30 0 20 65 25 0 0 0", 1, 1, 1)
-    assert look.sample(2.0)["net_rx_mb_s"] is None, "a counter that began anew is not a rate"
+    assert look.sample(2.0)["net_rx_mb_s"] is None, "a counter that began again is not a rate"
 
 
 def wide_row(at: float) -> TelemetryRow:

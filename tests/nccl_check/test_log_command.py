@@ -63,7 +63,7 @@ def run(python: str, *arguments: str, stdin: bytes = b"") -> subprocess.Complete
 
 
 def pythons() -> dict[str, str]:
-    """Old interpreters that are at hand, by version."""
+    """Old interpreters that are available, by version."""
     found = {version: shutil.which(f"python{version}") for version in OLDEST}
     for folder in sorted((Path.home() / ".pyenv" / "versions").glob("3.*")):
         version = ".".join(folder.name.split(".")[:2])

@@ -214,7 +214,7 @@ def test_newer_mergerfs_tells_sizes_in_its_own_way() -> None:
 
 
 def test_a_hung_pool_names_the_brick() -> None:
-    """The pool waits for the brick: the remedy is there, not in mounting the pool anew."""
+    """The pool waits for the brick: the remedy is there, not in mounting the pool again."""
     facts = healthy()
     brick(B, silent=True)(facts)
     pool(silent=True)(facts)

@@ -163,7 +163,7 @@ def test_it_is_kept_beside_the_cluster_and_read_again(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_refused(tmp_path: Path, damage: Any) -> None:
-    """One clear screen with the command that makes it anew: a plan with half a calibration would be wrong without a message."""
+    """One clear screen with the command that makes it again: half a calibration would make plans wrong."""
     path = tmp_path / "c.calibration.json"
     store(path, "c", "2026-11-02", FOUND)
     path.write_text(damage(path.read_text()))

@@ -111,7 +111,7 @@ def test_two_changes_where_one_is_not_enough(tmp_path: Path, place: PlanMachine)
 
 
 def test_given_overrides_stay(tmp_path: Path, place: PlanMachine) -> None:
-    """A remedy is laid over what was given, and replaces what it says anew."""
+    """A remedy is laid over what was given, and replaces what it says again."""
     given = ("train.per_device_train_batch_size=8", "train.activation_checkpointing=false", "train.max_length=8192")
     plan = planned(tmp_path / "r", place, *given)
     check(plan, place, *given)

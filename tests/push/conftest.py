@@ -29,7 +29,7 @@ def trained(tmp_path: Path) -> RunDir:
 
 
 def reseal(run: RunDir, config: dict[str, Any] | None = None, metadata: dict[str, str] | None = None) -> None:
-    """Write the adapter anew, and its manifest."""
+    """Write the adapter again, and its manifest."""
     meta = json.loads((RECORDED / "adapter" / manifest.MANIFEST).read_bytes())["meta"]
     shutil.rmtree(run.adapter)
     run.adapter.mkdir()

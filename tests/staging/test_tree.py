@@ -55,7 +55,7 @@ def test_a_copy_is_the_source_and_is_used_again(tmp_path: Path, bench: Bench) ->
 
 
 def test_another_content_is_another_tree(tmp_path: Path, bench: Bench) -> None:
-    """A model that was made anew at the same place must not be found in its old copy."""
+    """A model that was made again at the same place must not be found in its old copy."""
     root = fill(tmp_path / "source", {"a": 10})
     old = bench.stage(root)
     time.sleep(0.01)
@@ -177,7 +177,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, change:
 
 
 def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
-    """kill -9: what was whole is kept, what was half is copied anew, and nothing counted as whole in between."""
+    """kill -9: what was whole is kept, what was half is copied again, and nothing counted as whole in between."""
     root = fill(tmp_path / "source", {f"{n:02}.bin": 8 * MIB for n in range(40)})
     local = tmp_path / "local"
     child = start(local, root)

@@ -20,7 +20,7 @@ def graded() -> dict[str, Flow]:
 
 
 def test_the_page_is_current() -> None:
-    """A figure in docs/results that the code no longer gives would be a lie; make planner-grade writes the page anew."""
+    """A figure in docs/results that the code no longer gives would be a lie; make planner-grade writes the page again."""
     assert PAGE.read_text(encoding="utf-8") == page()
 
 

@@ -155,7 +155,7 @@ def test_a_loss_that_is_not_finite_stops_before_deepspeed_steps(bench: ZeroBench
 
 @pytest.mark.jobs
 def test_other_ranks_and_another_stage_are_refused(bench: ZeroBench, trained: Path, tmp_path: Path) -> None:
-    """ZeRO's parts cannot be laid out anew; an engine that is not what the file says trains nothing."""
+    """ZeRO's parts cannot be laid out again; an engine that is not what the file says trains nothing."""
     path = bench.zero("zero3", ranks=1)
     shutil.copytree(trained / "checkpoints", path / "checkpoints")
     shutil.rmtree(path / "checkpoints" / "step-000003")

@@ -1,4 +1,4 @@
-"""``docs/results/planner.md``: the grade of the planner as a page, made anew by ``make planner-grade``."""
+"""``docs/results/planner.md``: the grade of the planner as a page, made again by ``make planner-grade``."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _claims() -> Iterator[str]:
     counts = {verdict: sum(r.verdict == verdict for r in results) for verdict in ("right", "imprecise", "refuted")}
     yield "## The sources' figures\n"
     words = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    yield f"{len(results)} figures computed anew: {words}.\n"
+    yield f"{len(results)} figures computed again: {words}.\n"
     for title, verdict in (("Refuted", "refuted"), ("Imprecise", "imprecise"), ("Right", "right")):
         yield f"### {title}\n"
         yield "| source | claim | claimed | computed | arithmetic | instead |"

@@ -17,7 +17,7 @@ REFITTED = {
     "gemm_share.hopper": 0.3, "gemm_share.blackwell": 0.3, "gemm_share.ampere": 0.3, "attention_share": 0.3,
     "compiled_hidden": 0.6, "eager_hidden": 0.6, "overlap_loss": 0.6,
 }  # fmt: skip
-"""Constants that are fitted anew where a model is left out, with the width of their prior around what the tables alone would
+"""Constants that are fitted again where a model is left out, with the width of their prior around what the tables alone would
 say."""
 NEUTRAL = {
     "gemm_share.hopper": 0.60, "gemm_share.blackwell": 0.60, "gemm_share.ampere": 0.60, "attention_share": 0.60,
@@ -115,7 +115,7 @@ def flows() -> list[Flow]:
     fast = [c for c in fast if "a100" not in c.run.cluster]
     neutral = "no calibration, nominal bandwidth; the constants were fitted to these runs among others"
     cheapest = "calibrated with the cluster's cheapest run (the fewest GPUs), which does not count; measured bandwidth on A100"
-    other = "constants fitted anew without any run of the model, then one calibration run of another model per cluster"
+    other = "constants fitted again without any run of the model, then one calibration run of another model per cluster"
     larger = "Qwen2.5-72B and larger batches on the same clusters, as shipped; never fitted"
     own = "nothing: the 8.0 GB/s of its link come from this very run"
     return [

@@ -30,7 +30,7 @@ class FstabEntry:
 
 
 def entries(lines: Iterable[tuple[int, str]]) -> list[FstabEntry]:
-    """The mounts among numbered lines; comments and what is not an entry are passed over."""
+    """The mounts among numbered lines; comments and what is not an entry are skipped."""
     found = []
     for number, line in lines:
         fields = _BLANKS.split(line.strip(" \t\r"))

@@ -236,7 +236,7 @@ def _steps(wanted: StorageLayout, mounted: list[MountLine], changes: list[Change
         if mount.kind == "device" and mount.target not in where:
             yield from devices.steps(mount)
     if has_systemd() and (changes[0].needed or outdated(wanted.mounts)):
-        yield StorageStep(("systemctl", "daemon-reload"), "systemd makes its mount units of fstab anew")
+        yield StorageStep(("systemctl", "daemon-reload"), "systemd makes its mount units of fstab again")
     local = [mount for mount in wanted.mounts if mount.kind in ("device", "bind") and mount.target not in where]
     yield from (_mount_step(mount) for mount in local)
     if wanted.exports:
@@ -259,7 +259,7 @@ def _server_steps(wanted: StorageLayout, changed: bool) -> Iterator[StorageStep]
         return
     now = etab.read()
     if changed or list(etab.faults(wanted.exports, now, etab.canonical(wanted.exports, now, PROBE_SECONDS))):
-        yield StorageStep(("exportfs", "-ra"), "the server reads the exports anew")
+        yield StorageStep(("exportfs", "-ra"), "the server reads the exports again")
 
 
 def serves(proc: Path = Path("/proc")) -> bool:

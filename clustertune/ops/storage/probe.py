@@ -21,7 +21,7 @@ NOBODY = 65534
 """Root writes as this user, with the group's right: as root, root_squash would answer for everybody."""
 XATTRS = ("version", "branches", "srcmounts", "cache.files", "minfreespace", "moveonenospc", "category.create", "func.create")
 _PROBE, _MOST = ".clustertune-check.", 5000
-"""How our files begin, and how many entries of a folder are passed over to find old ones."""
+"""How our files begin, and how many entries of a folder are skipped to find old ones."""
 _SIZE = 256 * 1024
 """Bytes of the probe: several pages, and more than one NFS write where wsize is small."""
 
