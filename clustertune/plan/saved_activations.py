@@ -101,7 +101,7 @@ class SavedActivations:
         return kind.attention.heads * plan.row * (self.width + FULL) if plan.attention == "eager" else 0.0
 
     def mask(self) -> float:
-        """One entry for each token of the row, shared by all heads: sdpa makes a boolean mask one of the queries' type, again in
+        """An entry for every token of the row, shared by all heads: sdpa makes a boolean mask one of the queries' type, in
         every layer."""
         plan = self.shape.strategy
         return float(self.width * plan.row) if self.masked and plan.attention == "sdpa" and not plan.compiled else 0.0
