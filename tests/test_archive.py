@@ -158,7 +158,7 @@ def test_storage_that_refuses_is_named_and_a_pipe_is_not_waited_for(tmp_path: Pa
     place._root.mkdir()
     os.mkfifo(place._root / manifest.MANIFEST)
     (place._root / "run.json").mkdir()
-    with pytest.raises(UserError, match=f"{manifest.MANIFEST}: is no plain file"):
+    with pytest.raises(UserError, match=f"{manifest.MANIFEST}: is not a plain file"):
         place.manifest()
     with pytest.raises(UserError, match=r"away/run\.json"):
         place.record("run.json")

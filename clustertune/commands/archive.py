@@ -142,7 +142,7 @@ class Destination:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise UserError("is no plain file", file=str(path), fix="remove it, or name another place")
+            raise UserError("is not a plain file", file=str(path), fix="remove it, or name another place")
         with os.fdopen(fd, mode) as file:
             yield file
             if mode == "wb":
