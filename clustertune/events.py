@@ -9,7 +9,7 @@ from typing import Any
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file in its order. A line that is none (the last of a killed writer) is passed over, as is no file."""
+    """The objects of a file in its order. A line that is none (the last of a killed writer) is skipped, as is no file."""
     if not path.is_file():  # who opens a pipe waits without end
         return
     try:

@@ -231,7 +231,7 @@ def read_manifest(folder: Path, kind: str | None = None) -> Manifest:
     path = folder / MANIFEST
     try:
         if path.exists() and not path.is_file():  # who reads a pipe waits without end
-            raise UserError("unreadable manifest: is no plain file", file=str(path))
+            raise UserError("unreadable manifest: is not a plain file", file=str(path))
         data = path.read_bytes()
     except FileNotFoundError:
         raise UserError("no manifest: the folder was never finished", file=str(path)) from None
@@ -248,7 +248,7 @@ def parse(data: bytes, shown: str) -> Manifest:
     try:
         body = json.loads(data)
         if not isinstance(body, dict):
-            raise ValueError("it holds no JSON object")
+            raise ValueError("it contains no JSON object")
         if body.get("checksum", checksum := _checksum(body)) != checksum:
             raise ValueError("its content differs from its checksum")
         files = {}
@@ -294,7 +294,7 @@ def find_problem(
     try:
         at = path.stat()
         if not stat.S_ISREG(at.st_mode):
-            return Problem("is no plain file", file=str(path), fix=fix)
+            return Problem("is not a plain file", file=str(path), fix=fix)
         if (size := at.st_size) != record.size:
             return Problem(f"{size} bytes, the manifest says {record.size}", file=str(path), fix=fix)
         if not hashes or (found := hash_file(path, record.algorithm, stop)) == record or (stop and stop.is_set()):

@@ -115,7 +115,7 @@ class RunDir:
         """``run.json``. Raises UserError where the folder is not a run."""
         try:
             if self.run_json.exists() and not self.run_json.is_file():
-                raise UserError("unreadable: is no plain file", file=str(self.run_json))
+                raise UserError("unreadable: is not a plain file", file=str(self.run_json))
             found: dict[str, Any] = json.loads(self.run_json.read_bytes())
         except FileNotFoundError:
             raise UserError(

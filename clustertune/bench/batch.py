@@ -58,7 +58,7 @@ def recorded(request: BenchRequest) -> tuple[Cluster, Bench] | None:
         recipes = (Resolved.from_dict(body[key]) for key in ("whole", "measured"))
         return Cluster.model_validate(body["cluster"]), preparation.as_made(request, *recipes)
     except (OSError, KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
-        fix = "clustertune bench RECIPE --submit writes it anew"
+        fix = "clustertune bench RECIPE --submit writes it again"
         raise UserError(Problem(f"cannot be read: {error!r}", file=str(file), fix=fix)) from None
 
 

@@ -89,7 +89,7 @@ def read_lengths(path: Path) -> Lengths:
         counts = json.loads(text)["lengths"].items() if text.lstrip().startswith("{") else [(line, 1) for line in text.split()]
         pairs = [(int(length), int(count)) for length, count in counts]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        raise UserError(Problem("holds no lengths", file=str(path), fix=fix)) from None
+        raise UserError(Problem("contains no lengths", file=str(path), fix=fix)) from None
     if not pairs or any(length < 1 or count < 0 for length, count in pairs) or not 0 < sum(count for _, count in pairs) <= MOST:
         raise UserError(Problem(f"must hold 1 to {MOST} lengths of 1 token or more", file=str(path), fix=fix))
     return of_counts(pairs, str(path))

@@ -296,7 +296,7 @@ class MetricsReader:
     def follow(self, path: Path) -> bytes:
         """Take the whole lines that came since the call before; returns what follows them. Raises OSError."""
         if path.exists() and not path.is_file():
-            raise OSError(errno.EINVAL, "is no plain file", str(path))
+            raise OSError(errno.EINVAL, "is not a plain file", str(path))
         with path.open("rb") as lines:
             lines.seek(self._place)
             for line in lines:

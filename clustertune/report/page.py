@@ -321,7 +321,7 @@ def _read(read: Callable[[Path], Any], path: Path) -> Any:
 
 def _read_json(path: Path) -> Any:
     if path.exists() and not path.is_file():
-        say(f"warning: {path} is left out of the report: it is no plain file")
+        say(f"warning: {path} is left out of the report: it is not a plain file")
         return None
     return _read(lambda file: json.loads(file.read_bytes()), path)
 

@@ -122,7 +122,7 @@ def read_sweep(path: Path) -> Sweep:
         )
     except FileNotFoundError:
         fix = "clustertune sweep RECIPE section.key=value,value makes one"
-        raise UserError(f"is no sweep: it has no {SWEEP}", file=str(path), fix=fix) from None
+        raise UserError(f"is not a sweep: it has no {SWEEP}", file=str(path), fix=fix) from None
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"unreadable: {error!r}", file=str(file)) from None
 

@@ -55,16 +55,16 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None
     manifest.seal(tmp_path, "checkpoint", {})
     (tmp_path / "empty").unlink()
     os.mkfifo(tmp_path / "empty")
-    assert "empty: is no plain file" in str(manifest.find_problems(tmp_path)[0])
+    assert "empty: is not a plain file" in str(manifest.find_problems(tmp_path)[0])
     (tmp_path / manifest.MANIFEST).unlink()
     os.mkfifo(tmp_path / manifest.MANIFEST)
-    with pytest.raises(UserError, match="is no plain file"):
+    with pytest.raises(UserError, match="is not a plain file"):
         manifest.read_manifest(tmp_path)
     run = RunDir(tmp_path)
     os.mkfifo(run.run_json)
     os.mkfifo(run.metrics)
-    with pytest.raises(UserError, match="is no plain file"):
+    with pytest.raises(UserError, match="is not a plain file"):
         run.read()
     assert read_object(run.run_json) == {} and list(read_events(run.metrics)) == []
-    with pytest.raises(OSError, match="is no plain file"):
+    with pytest.raises(OSError, match="is not a plain file"):
         MetricsReader().follow(run.metrics)

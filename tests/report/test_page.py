@@ -283,7 +283,7 @@ def test_a_pipe_among_a_runs_files_is_named(run_dir: Path) -> None:
     assert read(run_dir)[1].headings
     (run_dir / "metrics.jsonl").unlink()
     os.mkfifo(run_dir / "metrics.jsonl")
-    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read: is no plain file"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read: is not a plain file"):
         build(run_dir)
 
 
