@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from clustertune import console, secrets
 from clustertune.arguments import (
@@ -68,18 +67,7 @@ from clustertune.process import Stopped
 from clustertune.storage import storage_cause
 from clustertune.tree import how_to_install
 
-
-class Commands(TyperGroup):
-    """Lists each command with its whole first sentence, which click would cut at the width of the terminal."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        found = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, one.get_short_help_str(1000)) for name, one in found if one and not one.hidden])
-
-
 app = typer.Typer(
-    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -171,7 +159,7 @@ def prepare(
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Turn a recipe's data into conversations, and these into the tokens that training reads.
+    """Turn a recipe's data into conversations and tokens.
 
     Every bad row is reported with file and line, and counted. All cores tokenise; what is made is kept and reused.
     """
@@ -275,7 +263,10 @@ def export(
     base: Annotated[Path | None, path_option("Whose tokenizer to take.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the LoRA adapter out of a sharded checkpoint, or the model where all parameters were trained."""
+    """Write the adapter, or the whole model, out of a checkpoint.
+
+    The adapter of a LoRA run; the model where all parameters were trained.
+    """
     from clustertune.adapter.whole import export_either
 
     _summarise(export_either(existing_folder(source, "a run folder or a checkpoint"), out, base), as_json)
@@ -378,7 +369,7 @@ def report(
     out: Annotated[Path | None, path_option("The page; without it RUN/report.html.", "--out", metavar="FILE")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the run's one-page report, and what it answers as report.json beside it."""
+    """Write a run's one-page report, and report.json beside it."""
     from clustertune.report.page import build
 
     run_dir = existing_folder(run_dir, "a run folder")

@@ -80,6 +80,15 @@ REFUSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("group", [(), ("ops", "storage"), ("ops", "slurm"), ("cluster",), ("doctor",)])
+def test_the_list_of_commands_has_whole_sentences(call: Call, group: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """click cuts at the width of the terminal what is longer, with an ellipsis."""
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, err = call(*group, "--help")
+    listed = (out + err).partition("Commands:")[2]
+    assert listed and "..." not in listed
+
+
 @pytest.mark.parametrize("arguments", REFUSED, ids=range(len(REFUSED)))
 def test_what_is_wrong_is_said_and_nothing_is_made(call: Call, arguments: tuple[object, ...]) -> None:
     code, out, err = call(*arguments)

@@ -58,7 +58,7 @@ def archive(
     remove: Annotated[bool, typer.Option("--remove", help="Then remove the run folder, with all that was not taken.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Keep the adapter, scores, metrics and report of an ended run elsewhere.
+    """Copy an ended run's adapter, scores and report elsewhere.
 
     Every file is read back and compared after it was written; the manifest comes last. The same command continues after an
     interruption. The keys of an object store are those of its own tools, in the environment.

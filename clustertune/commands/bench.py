@@ -118,9 +118,10 @@ def add(app: typer.Typer) -> None:
 
 @takes(BenchArguments)
 def bench(args: BenchArguments) -> None:
-    """Measure a recipe's training: speed, memory, communication, and what the whole of it will take.
+    """Measure a recipe's training: speed, memory, communication.
 
-    The ranks are those of clustertune run. Warm-up is left out; the result stands beside what plan says.
+    Says what the whole training will take. The ranks are those of clustertune run. Warm-up is left out; the result stands
+    beside what plan says.
     """
     raise typer.Exit(answer(args))
 

@@ -29,7 +29,7 @@ def show_cluster(
     ] = None,
     as_document: AsJson = False,
 ) -> None:
-    """Check a cluster file and show what it says; without one, what is found by looking."""
+    """Check and show a cluster file, or what this machine has."""
     from clustertune.config.cluster import load_cluster
     from clustertune.config.cluster_show import as_json, render
 

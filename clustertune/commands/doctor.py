@@ -98,7 +98,7 @@ def _group() -> None:
 @doctor_app.command()
 @takes(DoctorArguments)
 def check(args: DoctorArguments) -> None:
-    """Look at this machine, or every node of this Slurm job, and at a recipe.
+    """Check this machine, or all nodes of this job, and a recipe.
 
     Exit 0: nothing found; 1: warnings; 2: what would stop or spoil a job. python3 -m clustertune.doctor needs no installation.
     """
@@ -110,7 +110,7 @@ def sbatch(
     files: Annotated[list[str], typer.Argument(metavar="FILE", help="Batch scripts.")],
     as_json: AsJson = False,
 ) -> None:
-    """Find the known mistakes in batch scripts, each with line and remedy.
+    """Find known mistakes in batch scripts, with line and remedy.
 
     Exit 0: none; 1: findings. It reads only: python3 -m clustertune.doctor.sbatch does the same without an installation.
     """

@@ -41,7 +41,10 @@ def new(
     as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Write a recipe folder: model, data, LoRA's targets, the distribution that the planner chooses; list what was assumed."""
+    """Write a recipe folder for a model and its data.
+
+    LoRA's targets are the model's, the distribution is the planner's choice. What was assumed is listed.
+    """
     from clustertune import draft
     from clustertune.config.hardware import price
     from clustertune.config.resolve import resolve

@@ -68,7 +68,7 @@ def plan(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what apply would change: a diff of each file, then the commands.
+    """Show what apply would change: diffs, then commands.
 
     Exit 0: nothing to do; 1: there is; 2: something stands in the way.
     """
@@ -153,9 +153,10 @@ def check(
     seconds: Annotated[float, typer.Option(min=0.5, max=600, help="How long each look may take.")] = 5.0,
     as_json: AsJson = False,
 ) -> None:
-    """Look whether bricks, pool and exports of this machine work; a small file is written, and removed.
+    """Check whether this machine's bricks, pool and exports work.
 
-    Exit 0: no findings; 1: warnings; 2: what would stop or spoil a job. A hung brick costs twice --seconds at most.
+    Writes a small file, and removes it. Exit 0: no findings; 1: warnings; 2: what would stop or spoil a job. A hung brick costs
+    twice --seconds at most.
     """
     from clustertune.check import rule
     from clustertune.config.cluster import load_cluster

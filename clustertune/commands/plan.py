@@ -67,9 +67,9 @@ def plan(
     lengths: Annotated[str | None, typer.Option(metavar="FILE", help="Tokens per conversation, one number a line.")] = None,
     as_document: AsJson = False,
 ) -> None:
-    """Does a recipe fit, how long does it take, what does it cost, what limits it, what would be better.
+    """Predict whether a recipe fits, its hours, cost and limits.
 
-    --model plans a model that no recipe describes.
+    --advise says what would be better. --model plans a model that no recipe describes.
     """
     request = PlanRequest(
         names=[t for t in targets or [] if "=" not in t], overrides=[t for t in targets or [] if "=" in t], cluster=cluster,

@@ -38,7 +38,7 @@ def push(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show files, sizes and card; needs no token.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Send a run's adapter to the Hub, with a card made from the run.
+    """Send a run's adapter to the Hub, with its model card.
 
     Never the base model, never a merged one. HF_TOKEN must be in .env. Pushing the same adapter again changes nothing.
     """

@@ -42,7 +42,7 @@ Name = Annotated[str, typer.Option(help="Which cluster, where there are several.
 
 def add(app: typer.Typer) -> None:
     """Register the commands."""
-    group = typer.Typer(no_args_is_help=True, help="A throw-away Slurm on this machine, to play with and to rehearse on.")
+    group = typer.Typer(no_args_is_help=True, help="A throw-away Slurm on this machine, to try things on.")
     group.command()(up)
     group.command()(down)
     group.command()(status)
@@ -227,9 +227,10 @@ def demo_slurm(
     run_dir: Annotated[Path | None, path_option("The run's folder; without it a new one in runs/rehearsal/.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rehearse a recipe on a throw-away Slurm: the real job script, scaled down to a tiny model.
+    """Rehearse a recipe, scaled down, on a throw-away Slurm.
 
-    Starts the cluster, submits launch/run.sbatch, follows the job to its end, and ends the cluster again.
+    The job script is the real one. Starts the cluster, submits launch/run.sbatch, follows the job to its end, and ends the
+    cluster again.
     """
     from clustertune.cluster.rehearsal import rehearse
     from clustertune.launch import cluster_paths

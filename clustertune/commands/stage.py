@@ -47,9 +47,10 @@ def stage(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Copy model and data to the node's own disk, or collect them for machines without network.
+    """Copy model and data to local disks, or into a bundle.
 
-    In an allocation every node copies. What is there already is verified and kept; what was used longest ago makes room.
+    A bundle carries them to machines without network. In an allocation every node copies. What is there already is verified and
+    kept; what was used longest ago makes room.
     """
     from clustertune.staging.copying import WORKERS
     from clustertune.staging.worker import STALL_SECONDS, Bounds

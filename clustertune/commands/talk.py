@@ -42,9 +42,10 @@ def chat(
     greedy: Annotated[bool, typer.Option("--greedy", help="The likeliest token always: the same answer each time.")] = False,
     device: Device = None,
 ) -> None:
-    """Talk to a model in the terminal, in its own chat template; answers appear as they are made.
+    """Talk to a model in the terminal, in its own chat template.
 
-    /new forgets the conversation, /exit ends. Sampling is that of the model's generation_config.json.
+    Answers appear as they are made. /new forgets the conversation, /exit ends. Sampling is that of the model's
+    generation_config.json.
     """
     facts = _facts(model, max_new_tokens)
     talk = _Talk(facts, device, max_new_tokens, greedy)
@@ -107,9 +108,10 @@ def serve(
         str, typer.Option(metavar="TIME", help="With --submit: the job's time limit, in Slurm's form.")
     ] = "04:00:00",
 ) -> None:
-    """Serve a model with an OpenAI-compatible API: by vLLM where it is, else by transformers' own server.
+    """Serve a model with an OpenAI-compatible API.
 
-    Requests name the model "model" with vLLM, and its folder with transformers.
+    By vLLM where it is installed, else by transformers' own server. Requests name the model "model" with vLLM, and its folder
+    with transformers.
     """
     folder = _folder(model)
     if submit:

@@ -27,9 +27,10 @@ def watch(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Follow a run: step, speed against the plan, time and money left, every GPU, stragglers, alerts. Ends with the training.
+    """Follow a run: step, speed, time and money, GPUs, alerts.
 
-    With --json one document; what this machine cannot say is null.
+    Shows speed against the plan, what is left of time and money, and stragglers. Ends with the training. With --json one
+    document; what this machine cannot say is null.
     """
     from clustertune.console import emit_json, stderr
     from clustertune.errors import storage_error
@@ -81,7 +82,10 @@ def runs(
     below: Annotated[Path | None, path_given("Where runs lie; without it the cluster's folder, or ./runs.", "FOLDER")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List runs: state, step, score, GPU-hours, US dollars and kWh, the newest first."""
+    """List runs with state, step, score and cost, newest first.
+
+    Cost is GPU-hours, US dollars and kWh.
+    """
     from clustertune.console import emit_json, say, stderr
     from clustertune.errors import UserError
     from clustertune.launch import cluster_paths
