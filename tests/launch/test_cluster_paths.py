@@ -208,7 +208,7 @@ print("went on", os.environ.get("CLUSTERTUNE_MODULES"))
     assert json.loads(again.stdout)["name"] == "dgx-h100" and again.stderr.split("\n")[:2] == ["LOADED a/1 ", "LOADED b a/1"]
     environ["CLUSTERTUNE_MODULES"] = "a/1 b"
     gone_on = subprocess.run(words, cwd=REPO, env=environ, capture_output=True, text=True, check=True)
-    assert gone_on.stdout == "continued a/1 b\n"
+    assert gone_on.stdout == "went on a/1 b\n"
 
 
 def test_a_node_without_modules_says_so() -> None:
