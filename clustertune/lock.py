@@ -70,6 +70,17 @@ def _open(path: Path) -> int:
     return fd
 
 
+def _sign(fd: int) -> None:
+    """Write who holds a lock. A full disk is no reason not to: an archive of the run may be what makes room."""
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            os.close(fd)
+            raise
+
+
 def take(
     path: Path, how: int = fcntl.LOCK_EX, wait: Callable[[str], None] | None = None, *, in_cache: bool = False
 ) -> int | str:
@@ -108,8 +119,7 @@ def take(
         if _is_at(path, fd):
             if how == fcntl.LOCK_EX:
                 before = os.fstat(fd)
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+                _sign(fd)
                 if in_cache:
                     with contextlib.suppress(OSError):  # another user's file
                         os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))

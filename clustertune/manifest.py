@@ -146,13 +146,17 @@ def write_durably(path: Path, data: bytes | str) -> None:
     Others cannot write to the file, whatever the umask: a checkpoint whose manifest they can write is not resumed from.
     """
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with tmp.open("wb") as out:
-        os.fchmod(out.fileno(), os.fstat(out.fileno()).st_mode & 0o755)
-        out.write(data.encode() if isinstance(data, str) else data)
-        out.flush()
-        os.fsync(out.fileno())
-    tmp.replace(path)
-    fsync_path(path.parent)
+    try:
+        with tmp.open("wb") as out:
+            os.fchmod(out.fileno(), os.fstat(out.fileno()).st_mode & 0o755)
+            out.write(data.encode() if isinstance(data, str) else data)
+            out.flush()
+            os.fsync(out.fileno())
+        tmp.replace(path)
+        fsync_path(path.parent)
+    except OSError as error:
+        error.filename = str(path)  # of a full disk the system says no name
+        raise
 
 
 def hash_file(path: Path, algorithm: str = SHA256, stop: threading.Event | None = None) -> FileRecord:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from clustertune import lock
+from clustertune import lock, manifest
 from clustertune.errors import ExitCode, UserError
 from clustertune.lock import held, in_turn
 
@@ -155,3 +155,17 @@ def test_a_lock_that_is_held_is_a_fresh_file_and_a_look_into_a_cache_is_no_use(t
         assert isinstance(fd, int)
         os.close(fd)
         assert (path.stat().st_mtime == 1e6) is in_cache
+
+
+def test_a_full_disk_keeps_nobody_from_a_lock_and_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    fd = lock.take(tmp_path / "lock")
+    assert isinstance(fd, int) and lock.take(tmp_path / "lock") == "another process"
+    os.close(fd)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        manifest.write_durably(tmp_path / "run.json", "{}")
+    assert caught.value.filename == str(tmp_path / "run.json")
