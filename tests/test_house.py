@@ -39,7 +39,7 @@ ORDER = (
     ("chain", "rank", "summary"),
     ("job", "launched", "raytrain", "sweep", "draft"),
     ("bench",),
-    ("arguments", "front"),
+    ("arguments",),
     ("commands",),
     ("cli",),
     ("__main__",),

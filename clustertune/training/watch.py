@@ -47,7 +47,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self._console = console
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
-        """Save as this attempt is asked to: a state that goes on from a checkpoint has the steps of the one before."""
+        """Save as this attempt is asked to: a state that resumes from a checkpoint has the steps of the one before."""
         state.compute_steps(args, state.max_steps)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002

@@ -73,7 +73,7 @@ def test_a_save_that_is_named_by_its_step_is_not_left_out_while_another_is_writt
 
 
 def test_an_attempt_saves_as_it_is_asked_to_and_not_as_the_one_before() -> None:
-    """The Trainer takes save_steps from the checkpoint that it goes on from, without a word."""
+    """The Trainer takes save_steps from the checkpoint that it resumes from, without a word."""
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from clustertune.training.watch import Watch
