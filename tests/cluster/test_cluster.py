@@ -202,8 +202,8 @@ def test_power_loss_without_namespaces(tmp_path: Path) -> None:
 
 OWNER = """
 import json, sys, time
-from tests.slurm import FaultyCluster, Spec
-cluster = FaultyCluster(Spec(isolation=sys.argv[1])).start()
+from tests.slurm import ClusterSpec, FaultyCluster
+cluster = FaultyCluster(ClusterSpec(isolation=sys.argv[1])).start()
 cluster.submit(sys.argv[2], options=["--nodes=2", "--output=/dev/null"])
 while not cluster.processes(2, "sleep 4321"):
     time.sleep(0.05)
