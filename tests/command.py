@@ -51,7 +51,8 @@ def run(*arguments: str | Path, network: bool = True, cwd: Path = REPO, stack: b
     """Run ``clustertune`` to its end; with ``network=False`` in a network namespace that has nothing but loopback, where there
     can be one. ``stack``: the command needs torch, and is forked of a process that has it."""
     words = [*map(str, arguments)]
-    done = _forked(words, cwd, stack) if network and warm(stack=stack).fits() else _started(words, network, cwd)
+    forks = network and warm(stack=stack).fits()
+    done = _forked([*["clustertune"] * stack, *words], cwd, stack) if forks else _started(words, network, cwd)
     assert "Traceback" not in done.err, done.err
     return done
 
@@ -63,9 +64,8 @@ def warm(*, stack: bool = False) -> Warm:
 
 
 def _forked(arguments: list[str], cwd: Path, stack: bool, wait: Callable[[socket.socket], None] = lambda _: None) -> Done:
-    words = ["clustertune", *arguments] if stack else arguments
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        with warm(stack=stack).start(words, cwd, out.fileno(), err.fileno()) as answer:
+        with warm(stack=stack).start(arguments, cwd, out.fileno(), err.fileno()) as answer:
             wait(answer)
             answer.settimeout(SECONDS + 30)
             code = os.waitstatus_to_exitcode(int(answer.recv(64)))
@@ -105,7 +105,7 @@ def run_until(condition: Callable[[], bool], act: Callable[[int], None], *argume
                 pass
             act(0)
 
-        done = _forked([*map(str, arguments)], REPO, True, wait)
+        done = _forked(["clustertune", *map(str, arguments)], REPO, True, wait)
         assert "Traceback" not in done.err, done.err
         return done
     with subprocess.Popen(

@@ -79,7 +79,7 @@ def test_killed_again_and_again(ended: Path, tmp_path: Path, restoring: bool) ->
     words, target, last = [str(ended), str(tmp_path / "t"), "--merged"], tmp_path / "t", manifest.MANIFEST
     if restoring:
         words, last = ["--restore", str(whole), str(tmp_path / "t")], "run.json"
-    for number in range(1, 12):
+    for number in (1, 2, 4, 7, 11):
         child = subprocess.Popen([sys.executable, "-c", SLOW, "archive", *words], cwd=REPO, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 60
         while child.poll() is None and time.monotonic() < deadline:

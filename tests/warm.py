@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import runpy
 import signal
 import socket
@@ -26,8 +27,10 @@ from typing import Any
 REPO = Path(__file__).resolve().parent.parent
 SECONDS = 600
 """After which a command that hangs is killed, and its test fails."""
-SET_BY_PYTEST = ("PYTEST_CURRENT_TEST",)
-"""Differs from test to test; nothing of the command reads it."""
+READ_AT_IMPORT = re.compile(r"(PYTHON|PYDANTIC|TYPER|LD_|LC_|MALLOC)\w*|LANG|TZ")
+"""Variables that Python and the packages of the command read before it runs."""
+READ_BY_COMMANDS = re.compile(r"(CLUSTERTUNE|SLURM|CT|FAKE|PYTEST)_\w*")
+"""Those that nothing of the stack reads when it is imported."""
 
 
 class Warm:
@@ -36,7 +39,8 @@ class Warm:
     def __init__(self, *, stack: bool = False) -> None:
         self._lock = threading.Lock()
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.environment = _comparable(os.environ)
+        self._differs = READ_BY_COMMANDS if stack else None
+        self.environment = self._comparable()
         with theirs:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "tests.warm", str(theirs.fileno()), *["stack"] * stack],
@@ -47,25 +51,28 @@ class Warm:
             )
 
     def fits(self) -> bool:
-        """Whether a command started now would find the environment that the process was started with."""
-        return self._child.poll() is None and _comparable(os.environ) == self.environment
+        """Whether what was imported read the environment that a command started now would find."""
+        return self._child.poll() is None and self._comparable() == self.environment
+
+    def _comparable(self) -> dict[str, str]:
+        given = os.environ.items()
+        if self._differs:
+            return {key: value for key, value in given if not self._differs.fullmatch(key)}
+        return {key: value for key, value in given if READ_AT_IMPORT.fullmatch(key)}
 
     def start(
         self, arguments: Sequence[str], cwd: Path, out: int, err: int, env: Mapping[str, str] | None = None
     ) -> socket.socket:
         """Start the command with these as its stdout and stderr; what is returned gives its wait status once it has ended.
 
-        Of a process with the stack the arguments begin with the module, and ``env`` may be another environment.
+        Of a process with the stack the arguments begin with the module. ``env``: in place of this process' environment.
         """
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, self._lock:
-            request = json.dumps({"arguments": [*arguments], "cwd": str(cwd), "env": env and dict(env)}).encode()
+            given = dict(env) if env is not None else {**os.environ, "PYTHONPATH": str(REPO)}
+            request = json.dumps({"arguments": [*arguments], "cwd": str(cwd), "env": given}).encode()
             socket.send_fds(self._ours, [request], [theirs.fileno(), out, err])
         return mine
-
-
-def _comparable(environment: Mapping[str, str]) -> dict[str, str]:
-    return {key: value for key, value in environment.items() if key not in SET_BY_PYTEST}
 
 
 def _serve(requests: socket.socket) -> dict[str, Any]:
@@ -119,6 +126,8 @@ def main() -> None:
     for name in (*(f"clustertune.{name}" for name in PRELOADED), "rich.console", "rich.table"):
         importlib.import_module(name)
     asked = _serve(socket.socket(fileno=int(sys.argv[1])))
+    os.environ.clear()
+    os.environ.update(asked["env"])
     os.chdir(asked["cwd"])
     sys.path[0] = asked["cwd"]  # as python -m does
     sys.argv = ["clustertune", *asked["arguments"]]

@@ -42,31 +42,40 @@ def recorded_run(tmp_path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("key", forms.RUN)
-def test_a_run_with_a_wrong_value_is_told(key: str, tmp_path: Path) -> None:
-    """run.json, every key that is read of it, by ``compare`` as a person calls it."""
-    body = recorded_run(tmp_path)
-    other = written(tmp_path / "one.json", ONE)
-    for value in WRONG[forms.RUN[key]]:
-        file = written(tmp_path / "r" / "run.json", put(body, key, value))
-        done = run("compare", tmp_path / "r", other, "--json")
-        assert done.code == 2, (value, done.err)
-        (told,) = done.json["problems"]
-        assert told["file"] == str(file) and told["key"] == key and forms.RUN[key] in told["message"] and told["fix"]
-    assert forms.find_problems(body, forms.RUN, "x", "y") == []
+def cases(form: dict[str, str]) -> list[tuple[int, int]]:
+    """The depths of keys, each with the numbers of the wrong values that one of them has."""
+    return sorted({(key.count("."), at) for key, kind in form.items() for at in range(len(WRONG[kind]))})
 
 
-@pytest.mark.parametrize("key", forms.BENCH)
-def test_a_result_with_a_wrong_value_is_told(key: str, tmp_path: Path) -> None:
+def check_wrong_values(form: dict[str, str], body: dict[str, Any], file: Path, compared: Path, depth: int, at: int) -> None:
+    """Every key of one depth has the wrong value of this number; ``compare``, as a person calls it, names them all."""
+    other = written(file.parent.parent / "one.json", ONE)
+    keys = {key: kind for key, kind in form.items() if key.count(".") == depth and at < len(WRONG[kind])}
+    wrong = body
+    for key, kind in keys.items():
+        wrong = put(wrong, key, WRONG[kind][at])
+    written(file, wrong)
+    done = run("compare", compared, other, "--json")
+    assert done.code == 2, done.err
+    problems = {problem["key"]: problem for problem in done.json["problems"]}
+    assert problems.keys() == keys.keys() and len(problems) == len(done.json["problems"])
+    for key, kind in keys.items():
+        assert problems[key]["file"] == str(file) and kind in problems[key]["message"] and problems[key]["fix"]
+        assert [found.key for found in forms.find_problems(put(body, key, WRONG[kind][at]), form, "x", "y")] == [key]
+    assert forms.find_problems(body, form, "x", "y") == []
+
+
+@pytest.mark.parametrize(("depth", "at"), cases(forms.RUN))
+def test_a_run_with_wrong_values_is_told(depth: int, at: int, tmp_path: Path) -> None:
+    """run.json, every key that is read of it."""
+    check_wrong_values(forms.RUN, recorded_run(tmp_path), tmp_path / "r" / "run.json", tmp_path / "r", depth, at)
+
+
+@pytest.mark.parametrize(("depth", "at"), cases(forms.BENCH))
+def test_a_result_with_wrong_values_is_told(depth: int, at: int, tmp_path: Path) -> None:
     """A benchmark's JSON, in the same way."""
-    other = written(tmp_path / "one.json", ONE)
-    for value in WRONG[forms.BENCH[key]]:
-        file = written(tmp_path / "b.json", put(document(), key, value))
-        done = run("compare", file, other, "--json")
-        assert done.code == 2, (value, done.err)
-        (told,) = done.json["problems"]
-        assert told["file"] == str(file) and told["key"] == key and forms.BENCH[key] in told["message"]
-    assert forms.find_problems(document(), forms.BENCH, "x", "y") == []
+    (tmp_path / "b").mkdir()
+    check_wrong_values(forms.BENCH, document(), tmp_path / "b" / "b.json", tmp_path / "b" / "b.json", depth, at)
 
 
 @pytest.mark.parametrize("body", [[], 5, None, "x"])

@@ -24,7 +24,7 @@ def test_chat_answers_in_the_model_s_template(tiny_model: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    done = run("chat", tiny_model, "--prompt", "Hello", "--greedy", "--max-new-tokens", "12", "--device", "cpu")
+    done = run("chat", tiny_model, "--prompt", "Hello", "--greedy", "--max-new-tokens", "12", "--device", "cpu", stack=True)
     assert done.code == 0, done.err
     tokenizer, model = AutoTokenizer.from_pretrained(tiny_model), AutoModelForCausalLM.from_pretrained(tiny_model)
     inputs = tokenizer.apply_chat_template(
@@ -44,7 +44,7 @@ def test_a_run_without_a_model_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_serve_listens_on_loopback_with_the_model_s_type(tiny_model: Path, vllm: Path) -> None:
-    done = run("serve", tiny_model, "--port", "8123", "--dry-run")
+    done = run("serve", tiny_model, "--port", "8123", "--dry-run", stack=True)
     assert done.code == 0, done.err
     words = done.out.split()
     assert words[:3] == [str(vllm), "serve", str(tiny_model)]
@@ -60,7 +60,7 @@ def test_serve_refuses_a_model_that_lacks_weights(tiny_model: Path, tmp_path: Pa
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    done = run("serve", folder, "--dry-run")
+    done = run("serve", folder, "--dry-run", stack=True)
     assert done.code == 2
     assert "lm_head.weight" in done.err
 

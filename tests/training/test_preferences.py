@@ -148,7 +148,7 @@ def test_one_process_computes_what_trl_computes(more: list[str], bench: Bench, t
         job(DDP, EXACT, id="ddp-lora"),
         job(DDP, FULL, id="ddp-full"),
         job(SLICED, EXACT, id="fsdp2-lora"),
-        pytest.param(SLICED, FULL, id="fsdp2-full"),
+        job(SLICED, FULL, id="fsdp2-full"),
         job(FSDP2, FULL, id="fsdp2-full-read-whole"),
     ],
 )
