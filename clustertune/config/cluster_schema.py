@@ -1,7 +1,7 @@
 """The schema of a cluster file: on what is trained. Everything that launchers and administrators need is derived from it.
 
 What a person writes is checked by :mod:`clustertune.config.cluster_checks`, far beyond what the types say; a cluster that was
-found by looking may lack facts that nothing on the machine tells. :func:`clustertune.config.cluster_load.load_cluster` is
+found by looking may lack facts that nothing on the machine tells. :func:`clustertune.config.cluster.load_cluster` is
 the way in.
 """
 

@@ -81,7 +81,7 @@ def _cut_tensor(tensor: Tensor, adapter: Adapter) -> Iterator[tuple[int, CopiedB
 def cut(shard: Shard, adapter: Adapter) -> Iterator[Piece]:
     """All pieces of one output file in the order of their bytes, none empty, each of about ``CHUNK`` bytes at most.
 
-    A tensor whose single row block is larger (see :func:`~clustertune.merge.kernel.row_blocks`) is the exception.
+    A tensor whose single row block is larger (see :func:`row_blocks`) is the exception.
     """
     yield Piece(0, len(shard.header), shard.header)
     position = len(shard.header)

@@ -106,10 +106,10 @@ def test_a_rank_dies_with_its_worker(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[2])\n"
         "from pathlib import Path\n"
-        "from clustertune.launch.plan import Plan\n"
+        "from clustertune.launch.plan import AttemptPlan\n"
         "from clustertune.rundir import RunDir\n"
         "from tests.launch import test_ray as t\n"
-        "run = RunDir(Path(sys.argv[1])); t.Worker(run, Plan.read(run.attempt(1)), Path('none')).join()\n"
+        "run = RunDir(Path(sys.argv[1])); t.Worker(run, AttemptPlan.read(run.attempt(1)), Path('none')).join()\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(REPO)], cwd=REPO) as worker:
         until((run.attempt(1) / "rank-0.pid").exists)
