@@ -71,7 +71,7 @@ def _open(path: Path) -> int:
 
 
 def _sign(fd: int) -> None:
-    """Write who holds a lock. A full disk is no reason not to: an archive of the run may be what makes room."""
+    """Write who holds a lock. On a full disk the lock is held without that: archiving the run may make room."""
     try:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)

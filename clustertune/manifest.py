@@ -155,7 +155,7 @@ def write_durably(path: Path, data: bytes | str) -> None:
         tmp.replace(path)
         fsync_path(path.parent)
     except OSError as error:
-        error.filename = str(path)  # of a full disk the system says no name
+        error.filename = str(path)  # the system names no file when a disk is full
         raise
 
 
@@ -234,7 +234,7 @@ def read_manifest(folder: Path, kind: str | None = None) -> Manifest:
     """Read and check the form of a manifest (not the files it names). Raises UserError where it is missing or unreadable."""
     path = folder / MANIFEST
     try:
-        if path.exists() and not path.is_file():  # who reads a pipe waits without end
+        if path.exists() and not path.is_file():  # reading a pipe may wait for ever
             raise UserError("unreadable manifest: is not a plain file", file=str(path))
         data = path.read_bytes()
     except FileNotFoundError:

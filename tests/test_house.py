@@ -143,7 +143,7 @@ def shared_class_names(package: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def test_no_class_name_stands_in_two_rooms() -> None:
-    """Two meanings of one name mislead whoever searches for it."""
+    """A class name means one thing, so a search for it finds one class."""
     assert shared_class_names(tree.sources("clustertune/")) == {}
     assert shared_class_names({"clustertune/a/x.py": "class Plan: ...", "clustertune/b/x.py": "class Plan: ..."}) == {
         "Plan": ["clustertune/a", "clustertune/b"]

@@ -36,8 +36,8 @@ class Cadence:
     def is_due(self, step: int, *, busy: bool = False) -> bool:
         """Whether to save behind this step. The first one starts the clock.
 
-        ``busy``: the save before is still being written. One that comes by time begins after it; one that is named by its
-        step cannot come at another, so training waits for it.
+        ``busy``: the previous save is still being written. A save that is due by time begins after it. A save that is due at
+        a step cannot move to another step, so training waits for the previous one.
         """
         now = self.clock()
         if math.isnan(self._last):

@@ -135,7 +135,7 @@ class Destination:
 
     @contextlib.contextmanager
     def _open(self, path: Path, mode: str) -> Iterator[IO[bytes]]:
-        """A file of a folder. A link is refused, and so is what a reader could wait for without end."""
+        """A file of a folder. A link is refused, and so is a pipe, which a reader may wait for forever."""
         if mode == "wb":
             path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDONLY if mode == "rb" else os.O_WRONLY | os.O_CREAT | os.O_TRUNC

@@ -16,7 +16,7 @@ from clustertune.report.metrics import Metrics
 LEAST = 2
 """Failures from which on a run's own rate is believed: one alone says little about the next."""
 BEFORE_HOURS = 24.0
-"""Node-hours up to one more failure, as if seen before the run: two that fall into its first minutes are not a rate."""
+"""Node-hours up to one more failure, as if seen before the run: two failures in the first minutes do not make a rate."""
 CERTAIN = 3.0
 """No failure in this many times some hours shows, with 95 % certainty, that the mean is not below them: -ln(0.05)."""
 

@@ -49,7 +49,7 @@ def test_a_flipped_bit_is_seen_or_changes_nothing(sealed: Path, place: int, bit:
 
 
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
-    """Whoever opens one to read waits until somebody writes."""
+    """A reader that opens a pipe waits until a writer opens it too."""
     (tmp_path / "empty").touch()
     (tmp_path / "more").touch()
     manifest.seal(tmp_path, "checkpoint", {})

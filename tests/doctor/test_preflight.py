@@ -1,4 +1,4 @@
-"""Before a job only that stops it which is sure to: everything else is told, and the job continues."""
+"""The check before a job ends the job only for a fault that is certain. It reports everything else."""
 
 from __future__ import annotations
 
