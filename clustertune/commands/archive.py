@@ -308,7 +308,9 @@ def _restore(source: Destination, run: RunDir) -> tuple[Manifest, int]:
 
 def _demand_apart(place: Destination, run: RunDir) -> None:
     if place.meets(run.path):
-        raise UserError("one of run folder and archive lies inside the other", file=place.shown, fix="name a place outside of the run")
+        raise UserError(
+            "one of run folder and archive lies inside the other", file=place.shown, fix="name a place outside of the run"
+        )
 
 
 def _wrong(text: str, fix: str) -> UserError:
