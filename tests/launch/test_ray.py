@@ -49,6 +49,13 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
+def written_pid(run: RunDir) -> int:
+    """The process of rank 0, once its file holds a number: the file is there before it is written."""
+    path = run.attempt(1) / "rank-0.pid"
+    until(lambda: path.exists() and path.read_text().strip().isdigit())
+    return int(path.read_text())
+
+
 def plan(run: RunDir, ranks: int = 1) -> AttemptPlan:
     found = AttemptPlan(run.new_attempt(), tuple(Node(f"n{i}", "127.0.0.1") for i in range(ranks)), 1, launcher="ray", job="j")
     found.write(run.attempt(found.attempt))
@@ -80,7 +87,7 @@ def test_a_worker_passes_the_wish_to_stop_on(tmp_path: Path) -> None:
     """Ray's own stop kills the worker: the driver asks by a file, and the rank saves first."""
     run = RunDir(tmp_path)
     worker = Worker(run, plan(run), tmp_path / "stop")
-    until((run.attempt(1) / "rank-0.pid").exists)
+    written_pid(run)
     assert (run.attempt(1) / "parent").read_text() == (run.attempt(1) / "node-0.pid").read_text().strip() == str(os.getpid())
     (tmp_path / "stop").touch()
     worker.join(60)
@@ -92,8 +99,7 @@ def test_a_superseded_rank_is_ended(tmp_path: Path) -> None:
     """Ray took the worker for dead and started the next attempt; this one is only cut off."""
     run = RunDir(tmp_path)
     worker = Worker(run, plan(run), tmp_path / "stop")
-    until((run.attempt(1) / "rank-0.pid").exists)
-    pid = int((run.attempt(1) / "rank-0.pid").read_text())
+    pid = written_pid(run)
     plan(run)
     worker.join(60)
     assert worker.code is ExitCode.AGAIN and not alive(pid)
@@ -112,8 +118,7 @@ def test_a_rank_dies_with_its_worker(tmp_path: Path) -> None:
         "run = RunDir(Path(sys.argv[1])); t.Worker(run, AttemptPlan.read(run.attempt(1)), Path('none')).join()\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(REPO)], cwd=REPO) as worker:
-        until((run.attempt(1) / "rank-0.pid").exists)
-        pid = int((run.attempt(1) / "rank-0.pid").read_text())
+        pid = written_pid(run)
         assert alive(pid)
         worker.kill()
     until(lambda: not alive(pid))
