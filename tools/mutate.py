@@ -46,6 +46,8 @@ class Mutation:
     old: str
     new: str
     breaks: str
+    first: str = ""
+    """Tests that are likely to see it, with blanks between them: they run before the others."""
 
     @property
     def digest(self) -> str:
@@ -161,7 +163,7 @@ def run_tests(tree: Path, tests: list[str], deselected: list[str], seconds: floa
 def judge(tree: Path, mutation: Mutation, seconds: float) -> dict[str, Any]:
     """Run one mutation in a copy, which is as it was afterwards: ``status`` is caught, missed, cannot-apply or unfinished."""
     began, deselected = time.monotonic(), list[str]()
-    tests = covering_tests(tree, mutation.file)
+    batches = [tests for tests in (mutation.first.split(), covering_tests(tree, mutation.file)) if tests]
     before = mutation.apply(tree)
     if before is None:
         return {"status": "cannot-apply", "by": "", "seconds": 0}
@@ -171,7 +173,10 @@ def judge(tree: Path, mutation: Mutation, seconds: float) -> dict[str, Any]:
     try:
         while len(deselected) <= UNSTABLE_LIMIT:
             path.write_text(after)
-            code, test, said = run_tests(tree, tests, deselected, seconds)
+            code, test, said = run_tests(tree, batches[0], deselected, seconds)
+            if code in (0, 5) and len(batches) > 1:
+                batches.pop(0)
+                continue
             if code in (0, 5):
                 found = {"status": "missed", "by": ""}
                 break

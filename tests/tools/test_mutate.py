@@ -26,6 +26,8 @@ def test_a_mutation_applies(mutation: Mutation) -> None:
     assert path.is_file(), f"{mutation.id}: {mutation.file} is gone: port the mutation to where that code is now"
     assert path.read_text().count(mutation.old) == 1, f"{mutation.id}: port its text to the code of {mutation.file}"
     assert covering_tests(REPO, mutation.file), f"{mutation.id}: no test names {mutation.file}"
+    for first in mutation.first.split():
+        assert (REPO / first.split("::")[0]).exists(), f"{mutation.id}: {first} is gone"
 
 
 @pytest.fixture
@@ -54,6 +56,15 @@ def test_a_fault_is_caught_or_missed(tree: Path, tmp_path: Path) -> None:
     assert (found["status"], found["by"]) == ("caught", "tests/shop/test_sums.py::test_add[a sum]")
     unseen = replace(seen, id="shop-sub", old="return a - b", new="return a + b")
     assert judge(tree, unseen, 60)["status"] == "missed"
+    (tree / "tests/other").mkdir()
+    (tree / "tests/other/test_differences.py").write_text(
+        "import importlib\n\n\ndef test_sub():\n    assert importlib.import_module('clustertune.shop').__name__\n"
+        "    assert importlib.import_module('.sums', 'clustertune.shop').sub(2, 1) == 1\n"
+    )
+    assert judge(tree, unseen, 60)["status"] == "missed", "a test that names no module runs only where it is given"
+    found = judge(tree, replace(unseen, first="tests/other"), 60)
+    assert (found["status"], found["by"]) == ("caught", "tests/other/test_differences.py::test_sub")
+    assert judge(tree, replace(seen, first="tests/other"), 60)["by"] == "tests/shop/test_sums.py::test_add[a sum]"
     assert judge(tree, replace(seen, old="return a"), 60)["status"] == "cannot-apply"
     assert (tree / "clustertune/shop/sums.py").read_text() == text
 
