@@ -198,6 +198,7 @@ FORBIDDEN = {
     r"eval|exec|__import__|builtins\.(eval|exec)": "runs text as code",
     r"os\.(system|popen)|subprocess\.(getoutput|getstatusoutput)": "goes through a shell",
     r"print": "stdout is for one JSON document: console.say",
+    r"clustertune\.check\.rule\.(Rule|Check)": "stands beside the one registry: @rule, or register",
 }
 STARTERS = re.compile(r"subprocess\.(run|Popen|call|check_call|check_output)")
 ONLY_FALSE = {"shell": "a shell", "trust_remote_code": "code of a model repository", "allow_pickle": "a pickle"}
@@ -241,7 +242,7 @@ def _call_faults(node: ast.Call, name: str) -> Iterator[str]:
 
 
 def call_faults(path: str, source: str) -> list[str]:
-    """Calls of a Python file that run data as code, go through a shell, or write on stdout."""
+    """Calls that run data as code, go through a shell, write on stdout, or make a rule that is not registered."""
     module = ast.parse(source)
     names = _full_names(module)
     faults = []
@@ -284,6 +285,7 @@ def test_no_data_is_run_as_code() -> None:
         "AutoModel.from_pretrained(x, trust_remote_code=flag)",
         "import numpy\nnumpy.load(f, allow_pickle=True)",
         "def f():\n    print('x')",
+        "from clustertune.check.rule import Rule\nRule('a', 'b', 'c', 'd')",
     ],
 )
 def test_a_planted_call_is_found(source: str) -> None:

@@ -13,6 +13,7 @@ from clustertune.check.machine import Machine
 from clustertune.check.nodes import JobNodes
 from clustertune.check.rule import (
     FAIL,
+    LOOKS,
     MACHINE,
     NODES,
     PASS,
@@ -21,24 +22,29 @@ from clustertune.check.rule import (
     Check,
     Finding,
     Rule,
+    Seen,
     checks,
-    finding,
     in_order,
     printable,
+    rule,
 )  # fmt: skip
 
-BROKEN = Rule(
-    "rule-broken",
-    "the rules themselves",
-    "a rule that ended in an error has judged nothing",
-    "https://docs.python.org/3/library/exceptions.html",
-)
-"""What stands for a rule that raised: facts that nobody foresaw must not keep a job from its other rules."""
+
+@rule("rule-broken", LOOKS)
+def broken(unread: tuple[str, str]) -> Iterator[Seen]:
+    """Looks at: the rules themselves
+
+    Why: a rule that ended in an error has judged nothing
+    See: https://docs.python.org/3/library/exceptions.html
+    """
+    # Facts that nobody foresaw must not keep a job from its other rules.
+    text, where = unread
+    yield Seen(UNKNOWN, text, where=where)
 
 
 def machine_rules() -> tuple[Rule, ...]:
     """The rules that need nothing but the machine, and those over several machines."""
-    return (*(one.rule for one in checks(MACHINE)), *(one.rule for one in checks(NODES)), BROKEN)
+    return tuple(one.rule for one in checks(MACHINE, NODES, LOOKS))
 
 
 def run(looks: Iterable[Callable[[Any], Iterable[Finding]]], context: Any, where: str = "") -> Iterator[Finding]:
@@ -49,12 +55,12 @@ def run(looks: Iterable[Callable[[Any], Iterable[Finding]]], context: Any, where
         except Exception as error:
             name = look.name if isinstance(look, Check) else f"{look.__module__}.{look.__name__}"
             message = f"{name}: {type(error).__name__}: {error}"
-            yield finding(BROKEN, UNKNOWN, message[:300], where=where)
+            yield from broken((message[:300], where))
 
 
 def machine_findings(machine: Machine) -> list[Finding]:
     """What all machine rules find on one machine."""
-    unread = [finding(BROKEN, UNKNOWN, text, where=machine.where) for text in machine.facts.unread]
+    unread = [found for text in machine.facts.unread for found in broken((text, machine.where))]
     return [*run(checks(MACHINE), machine, machine.where), *unread]
 
 

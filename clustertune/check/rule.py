@@ -33,9 +33,12 @@ STATUSES = (PASS, UNKNOWN, WARN, FAIL)
 
 MACHINE, NODES, LINKS, SCRIPT = "machine", "nodes", "links", "script"
 """What rules look at: one machine, the nodes of a job together, links between GPUs as measured and logged, a batch script."""
-RECIPE, REFUSED, STORAGE = "recipe", "refused", "storage"
+RECIPE, REFUSED, STORAGE, SLURM = "recipe", "refused", "storage", "slurm"
 """A resolved recipe with its stack, data and run folder, and why one could not be resolved: rules in ``clustertune/doctor``.
-The storage of a node that ``ops storage`` sets up: rules in ``clustertune/ops/storage/judge.py``."""
+The storage and the Slurm of a node that ``ops`` sets up: rules in ``clustertune/ops/storage/judge.py`` and
+``clustertune/ops/slurm/judge.py``."""
+LOOKS = "looks"
+"""A rule that ended in an error, or a fact that could not be read: the rule in ``clustertune/check/report.py``."""
 
 
 @dataclass(frozen=True)
@@ -106,24 +109,28 @@ def rule(name: str, subject: str, *, rank: int | None = None) -> Callable[[Calla
 
     The docstring's first line says what holds where all is well. ``Looks at:`` is the title (without it the first line),
     ``Why:`` the reason, ``See:`` the link, and ``Fix:`` what to do where the function does not say it. ``subject``:
-    :data:`MACHINE`, :data:`NODES`, :data:`LINKS`, :data:`SCRIPT` or :data:`RECIPE`. ``rank``: its place in the verdict of
-    ``nccl-check``, where the lowest of findings that are alike bad comes first; None: ``nccl-check`` does not ask it.
+    one of the constants of this module that name what rules look at. ``rank``: its place in the verdict of ``nccl-check``,
+    where the lowest of findings that are alike bad comes first; None: ``nccl-check`` does not ask it.
     """
-    return lambda look: register(described(name, look.__doc__ or ""), look, subject, rank)
+    return lambda look: register(name, *_described(look.__doc__ or ""), look=look, subject=subject, rank=rank)
 
 
-def register(given: Rule, look: Callable[[Any], Iterable[Seen]], subject: str, rank: int | None = None) -> Check:
-    """Puts a rule into the registry with the function that looks; :func:`rule` does so for functions with a docstring."""
-    assert (subject, given.id) not in _CHECKS, f"two rules are named {given.id}"
-    return _CHECKS.setdefault((subject, given.id), Check(given, look, subject, rank))
+def register(*texts: str, look: Callable[[Any], Iterable[Seen]], subject: str, rank: int | None = None) -> Check:
+    """Puts a rule into the registry with the function that looks; :func:`rule` does so for functions with a docstring.
+
+    ``texts``: the fields of :class:`Rule` in their order.
+    """
+    check = Check(Rule(*texts), look, subject, rank)
+    assert (subject, check.rule.id) not in _CHECKS, f"two rules are named {check.rule.id}"
+    return _CHECKS.setdefault((subject, check.rule.id), check)
 
 
-def described(name: str, docstring: str) -> Rule:
-    """The rule that a docstring describes; empty texts where Python leaves docstrings out (-OO)."""
+def _described(docstring: str) -> tuple[str, str, str, str]:
+    """Title, why, link and fix of the rule that a docstring describes; empty texts where Python leaves docstrings out (-OO)."""
     first, *parts = _FIELD.split(docstring)
     texts = {key: " ".join(text.split()) for key, text in zip(parts[::2], parts[1::2])}  # noqa: B905 - Python 3.8
     title = texts.get("Looks at") or first.strip().partition("\n")[0].rstrip(".")
-    return Rule(name, title, texts.get("Why", ""), texts.get("See", ""), texts.get("Fix", ""))
+    return title, texts.get("Why", ""), texts.get("See", ""), texts.get("Fix", "")
 
 
 def checks(*subjects: str, package: ModuleType = clustertune.check, modules: tuple[str, ...] = ()) -> list[Check]:

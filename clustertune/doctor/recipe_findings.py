@@ -8,8 +8,7 @@ from pathlib import Path
 import clustertune.doctor
 from clustertune import secrets
 from clustertune.check import report
-from clustertune.check.report import BROKEN
-from clustertune.check.rule import FAIL, MACHINE, NODES, RECIPE, REFUSED, WARN, Check, Finding, Rule, Seen, checks, rule
+from clustertune.check.rule import FAIL, LOOKS, MACHINE, NODES, RECIPE, REFUSED, WARN, Check, Finding, Rule, Seen, checks, rule
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolved import Resolved
 from clustertune.doctor.recipe_context import RecipeContext, build
@@ -130,7 +129,7 @@ def render() -> str:
     parts = [HEAD]
     sections: list[tuple[str, Iterable[Rule]]] = [
         ("Each machine", (one.rule for one in checks(MACHINE))),
-        ("Between the nodes of a job", (*(one.rule for one in checks(NODES)), BROKEN)),
+        ("Between the nodes of a job", (one.rule for one in checks(NODES, LOOKS))),
         ("Recipe, stack, data and runs", recipe_rules()),
     ]
     for title, rules in sections:

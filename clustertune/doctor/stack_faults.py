@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
 
-from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Rule, Seen, register, rule
+from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, register, rule
 from clustertune.config import accelerate_file as acc
 from clustertune.config import kernels, quantization
 from clustertune.config.parameters import weight_bytes
@@ -39,6 +39,8 @@ def holds(version: str, ranges: str) -> bool:
 class ReleaseFault:
     """One fault of some releases."""
 
+    key: str
+    """The id of its rule."""
     package: str
     ranges: str
     """``>=1.2,<1.4``: all parts hold."""
@@ -47,7 +49,9 @@ class ReleaseFault:
     status: str
     what: str
     """What is seen."""
-    rule: Rule
+    why: str
+    fix: str
+    link: str
 
 
 def lora(context: RecipeContext) -> bool:
@@ -85,22 +89,8 @@ NCCL = "nccl"
 """Stands for nvidia-nccl-cu12 and nvidia-nccl-cu13, whichever is there."""
 
 
-def _fault(
-    key: str,
-    package: str,
-    ranges: str,
-    when: Callable[[RecipeContext], bool],
-    status: str,
-    what: str,
-    why: str,
-    fix: str,
-    link: str,
-) -> ReleaseFault:
-    return ReleaseFault(package, ranges, when, status, what, Rule(key, f"{package} {ranges}", why, link, fix))
-
-
 FAULTS = (
-    _fault(
+    ReleaseFault(
         "adapter-of-rank-0-only", "accelerate", "<1.15",
         lambda c: fsdp2(c) and lora(c) and c.resolved.distribution.state_dict == "FULL_STATE_DICT", FAIL,
         "a FULL_STATE_DICT checkpoint of a LoRA under FSDP2 holds the slice of rank 0 only",
@@ -108,21 +98,21 @@ FAULTS = (
         f"accelerate 1.15 or later, or {acc.key_of('state_dict_type')}: SHARDED_STATE_DICT",
         "https://github.com/huggingface/accelerate/pull/4206",
     ),
-    _fault(
+    ReleaseFault(
         "frozen-base-in-float32", "accelerate", "<1.13", lambda c: fsdp2(c) and lora(c) and _mixed(c), FAIL,
         "FSDP2 casts the frozen base to float32 too: twice the memory of bfloat16 weights",  # read: 1.12.0
         "a LoRA run that fits under FSDP1 is out of memory under FSDP2",
         "accelerate 1.13 or later",
         "https://github.com/huggingface/accelerate/pull/3848",
     ),
-    _fault(
+    ReleaseFault(
         "no-float32-master", "accelerate", ">=1.13,<1.14", _full_bf16, FAIL,
         "FSDP2 keeps the trained weights in the type they were loaded in: the cast to float32 is lost",  # read: 1.13.0, 1.14.0
         "updates smaller than bfloat16's rounding are lost, and the loss stays higher, without a message",
         "accelerate 1.14 or later",
         "https://github.com/huggingface/accelerate/issues/3979",
     ),
-    _fault(
+    ReleaseFault(
         "empty-adapter", "peft", ">=0.21.0,<=0.21.2",
         lambda c: lora(c) and (fsdp1(c) or c.resolved.distribution.recompute.by == "fsdp"), FAIL,
         "the saved adapter is empty under FSDP1 and under FSDP's activation checkpointing",
@@ -131,7 +121,7 @@ FAULTS = (
         "the release that containers/versions.env pins",
         "https://github.com/huggingface/peft/issues/970",
     ),
-    _fault(
+    ReleaseFault(
         "every-rank-loads-all", "transformers", ">=5.0,<5.23",
         lambda c: c.is_real and c.resolved.distribution.efficient_loading, WARN,
         f"{acc.key_of('cpu_ram_efficient_loading')} does not spare the other ranks: each makes the whole model in RAM",
@@ -139,21 +129,21 @@ FAULTS = (
         "transformers 5.23 or 4.57, or RAM for ranks per node x model",
         "https://github.com/huggingface/transformers/issues/43749",
     ),
-    _fault(
+    ReleaseFault(
         "offline-asks-the-hub", "transformers", ">=4.57.2,<4.57.4", lambda c: c.is_real and c.offline, FAIL,
         "loading a tokenizer by its name asks the Hub even with HF_HUB_OFFLINE=1, and fails",  # read: 4.57.3 to 4.57.6
         "a job without network ends although everything is in the cache",
         "transformers 4.57.4 or later, or model.path",
         "https://github.com/huggingface/transformers/issues/44843",
     ),
-    _fault(
+    ReleaseFault(
         "packed-see-each-other", "transformers", "<4.53.1", _packs_without_flash, FAIL,
         "packed conversations see each other: only flash attention keeps them apart",  # read: 4.53.0 and 4.53.1
         "a higher loss: each conversation is learnt with strangers in front of it",
         "transformers 4.53.1 or later, attn_implementation: flash_attention_2, or train.packing=false",
         "https://github.com/huggingface/transformers/pull/39194",
     ),
-    _fault(
+    ReleaseFault(
         "accumulated-loss", "transformers", "<4.46",
         lambda c: int(c.resolved.train_args.get("gradient_accumulation_steps") or 1) > 1, FAIL,
         "the loss of accumulated micro batches is averaged per micro batch, not per token",
@@ -161,35 +151,35 @@ FAULTS = (
         "transformers 4.46 or later, or a batch without accumulation",
         "https://github.com/huggingface/transformers/pull/34191",
     ),
-    _fault(
+    ReleaseFault(
         "nccl-hang-arm", NCCL, "<2.29.3", lambda c: _gpus(c) and c.arch == "aarch64", WARN,
         "on ARM hosts (GH200, GB200) a collective may hang for ever: NCCL compiled with gcc before 10 loses proxy slots",
         "all ranks stand at full load without an error or a time-out",
         "NCCL 2.29.3 or later",
         "https://github.com/marin-community/marin/pull/8038",
     ),
-    _fault(
+    ReleaseFault(
         "nccl-hang-2-29-2", NCCL, ">=2.29.2,<2.29.3", _gpus, FAIL,
         "this release hangs",
         "a regression that NCCL 2.29.3 fixes; PyTorch left 2.29.2 out for it",
         "NCCL 2.29.3 or later",
         "https://github.com/pytorch/pytorch/pull/174338",
     ),
-    _fault(
+    ReleaseFault(
         "nccl-2-28", NCCL, ">=2.28.3,<2.28.9", _gpus, WARN,
         "NVIDIA's resiliency extension says to avoid 2.28.3 to 2.28.8",
         "aborting and restarting communicators inside a process fails in these releases",
         "NCCL 2.28.9 or later",
         "https://github.com/NVIDIA/nvidia-resiliency-ext/blob/main/README.md",
     ),
-    _fault(
+    ReleaseFault(
         "checkpoint-runs-code", "torch", "<2.6", lambda _: True, WARN,
         "torch.load with weights_only=True can run code from the file (CVE-2025-32434)",
         "a checkpoint or an adapter of somebody else's runs what it likes as you",
         "torch 2.6 or later",
         "https://github.com/pytorch/pytorch/security/advisories/GHSA-53q9-r3pm-6pq6",
     ),
-    _fault(
+    ReleaseFault(
         "punkt-format", "nltk", "<3.8.2", lambda c: "ifeval" in c.resolved.recipe.eval.tasks, WARN,
         "reads the pickled punkt, not punkt_tab",
         "the task ifeval asks for punkt_tab, which this release does not know: it fails after all answers are generated",
@@ -238,7 +228,7 @@ def _known_fault(fault: ReleaseFault) -> Callable[[RecipeContext], Iterator[Seen
             if version is None or not holds(version, fault.ranges) or not fault.when(context):
                 continue
             judged: tuple[str, str] | None = (fault.status, "")
-            if fault.rule.id == "every-rank-loads-all":
+            if fault.key == "every-rank-loads-all":
                 judged = _ranks_load(context, version)
             if judged is not None:
                 yield Seen(judged[0], f"{name} {version}: {fault.what}{judged[1]}", where=context.versions_of)
@@ -247,7 +237,8 @@ def _known_fault(fault: ReleaseFault) -> Callable[[RecipeContext], Iterator[Seen
 
 
 for _known in FAULTS:
-    register(_known.rule, _known_fault(_known), RECIPE)
+    _title = f"{_known.package} {_known.ranges}"
+    register(_known.key, _title, _known.why, _known.link, _known.fix, look=_known_fault(_known), subject=RECIPE)
 
 
 def _ranks_load(context: RecipeContext, version: str) -> tuple[str, str] | None:

@@ -54,7 +54,7 @@ def test_a_rule_that_raises_is_told_and_the_others_go_on() -> None:
         yield finding(B, WARN, "second", "fix")
 
     found = list(reports.run([broken, whole], None, "node1"))
-    assert [(item.rule, item.status) for item in found] == [("rule-a", PASS), (reports.BROKEN.id, UNKNOWN), ("rule-b", WARN)]
+    assert [(item.rule, item.status) for item in found] == [("rule-a", PASS), ("rule-broken", UNKNOWN), ("rule-b", WARN)]
     assert "KeyError: 'x'" in found[1].found and found[1].where == "node1"
 
 

@@ -26,7 +26,7 @@ def faults(found: list[Finding]) -> set[tuple[str, str]]:
 def test_nothing_is_wrong_with_a_good_node() -> None:
     """A doctor that cries wolf is switched off. Most rules look at something here: they say so."""
     found = report.machine_findings(machine())
-    assert faults(found) == set() and report.BROKEN.id not in {item.rule for item in found}
+    assert faults(found) == set() and report.broken.rule.id not in {item.rule for item in found}
     passed = {item.rule for item in found if item.status == PASS}
     assert len(passed) > 45, sorted({rule.id for rule in RULES} - passed)
 
@@ -42,7 +42,7 @@ def test_a_bad_one_is_found(rule: str, status: str, facts: Patch, cluster: Patch
     assert mine, [item for item in found if item.status != PASS]
     assert all(item.fix and item.found and item.where == m.facts.hostname for item in mine)
     assert {name for name, _ in faults(found)} - {also} == {rule}
-    assert report.BROKEN.id not in {item.rule for item in found}
+    assert report.broken.rule.id not in {item.rule for item in found}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_where_a_rule_keeps_silent(rule: str, status: str, facts: Patch, cluster
     found = report.machine_findings(machine(facts, cluster, **expects))
     worst = {item.status for item in found if item.rule == rule}
     assert (FAIL if FAIL in worst else WARN if WARN in worst else "") == status, [i for i in found if i.rule == rule]
-    assert report.BROKEN.id not in {item.rule for item in found}
+    assert report.broken.rule.id not in {item.rule for item in found}
 
 
 def test_every_rule_has_a_bad_case_and_a_good_one() -> None:
@@ -85,7 +85,7 @@ def test_any_fact_may_be_missing(key: str) -> None:
     empty: dict[type, Any] = {list: [], dict: {}, str: ""}
     m = machine({key: empty.get(type(GOOD[key]))})
     found = report.machine_findings(m)
-    assert report.BROKEN.id not in {item.rule for item in found}
+    assert report.broken.rule.id not in {item.rule for item in found}
     allowed = {"rdma": {"rdma-port"}, "rdma_devices": {"rdma-verbs"}, "verbs_providers": {"rdma-verbs"}, "gpus": {"gpu-driver"},
                "own_addresses": {"hostname-loopback"}, "nics": set()}  # fmt: skip
     bad = {name for name, _ in faults(found)} - allowed.get(key, set())
@@ -132,7 +132,7 @@ def test_harmless_xids_and_other_lines_are_passed_over() -> None:
     """A program's own fault (13, 31, 43, 45) is not the GPU's."""
     for line in ("[1.0] NVRM: Xid (PCI:0000:18:00): 31, pid=1", "NVRM: Xid (0000:03:00): 14, Channel 1", "nonsense"):
         found = report.machine_findings(machine({"xids.+": line}))
-        assert faults(found) == set() and report.BROKEN.id not in {item.rule for item in found}
+        assert faults(found) == set() and report.broken.rule.id not in {item.rule for item in found}
     assert read_xid("kernel: NVRM: Xid (PCI:0002:00:00): 79, GPU has fallen") == ("0002:00:00", 79, None)
     assert read_xid("[ 12.5] NVRM: Xid (PCI:0000:01:00): 48, pid") == ("0000:01:00", 48, 12.5)
     assert read_xid("NVRM: GPU at PCI:0000:01:00") is None

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN
+from clustertune.check.rule import FAIL, PASS, SLURM, UNKNOWN, WARN, checks
 from clustertune.config.cluster import load_cluster
 from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import ExitCode, UserError
@@ -22,7 +22,7 @@ from clustertune.ops import files as files_room
 from clustertune.ops.nodes import choose_node, is_here, tool
 from clustertune.ops.slurm import applying
 from clustertune.ops.slurm.applying import apply_plan
-from clustertune.ops.slurm.judge import RULES, judge
+from clustertune.ops.slurm.judge import BLOCKING, SlurmSubject, judge
 from clustertune.ops.slurm.node import NodeFacts, PathState
 from clustertune.ops.slurm.planning import SlurmPlan, make_plan
 from clustertune.ops.slurm.reading import entries, hide, losses
@@ -368,16 +368,37 @@ def test_what_a_machine_lacks(
     facts: NodeFacts, version: tuple[int, int] | None, expected: dict[str, str], rno: Cluster
 ) -> None:
     """Each rule on recorded facts: found where it is, silent where it is not, with a remedy."""
-    found = judge(rno, choose_node(rno, NODE), facts, version=Version(*version) if version else None)
+    found = judge(SlurmSubject(rno, choose_node(rno, NODE), facts, Version(*version) if version else None))
     assert {item.rule: item.status for item in found} == expected
     assert all(item.fix or item.status in (PASS, UNKNOWN) for item in found)
-    assert expected.keys() <= {rule.id for rule in RULES}
+
+
+OF_FILES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+    ("another address", {"hosts": [(2, "10.0.0.9 rno-it-gpu0008-1")]}, {"slurm-hosts": FAIL}),
+    ("somebody else's file", {"foreign": {"/etc/slurm/slurm.conf": 3}}, {"slurm-foreign-file": FAIL}),
+    ("set twice", {"repeated": [("/etc/slurm/slurm.conf", 9, "KillWait=60")]}, {"slurm-own-lines": WARN}),
+    ("an unknown key", {"parser": "slurmd: error: unrecognized key: X"}, {"slurm-parser": FAIL}),
+    ("no munge yet", {"parser": "slurmd: error: auth/munge: no socket"}, {"slurm-parser": UNKNOWN}),
+]
+
+
+@pytest.mark.parametrize(("files", "expected"), [row[1:] for row in OF_FILES], ids=[row[0] for row in OF_FILES])
+def test_what_is_wrong_with_files(files: dict[str, Any], expected: dict[str, str], rno: Cluster) -> None:
+    """Alone, on a machine where all else is well."""
+    found = judge(SlurmSubject(rno, choose_node(rno, NODE), GOOD, Version(22, 5), **files))
+    assert {item.rule: item.status for item in found} == expected
+
+
+def test_every_rule_has_a_case() -> None:
+    ids = {check.rule.id for check in checks(SLURM)}
+    assert {rule for row in (*JUDGED, *OF_FILES) for rule in row[-1]} == ids > BLOCKING
+    assert all(check.rule.link.startswith("https://") and check.rule.why and check.rule.title for check in checks(SLURM))
 
 
 def test_what_a_login_node_is_not_asked_for(rno: Cluster) -> None:
     """It has neither GPUs nor slurmd nor the user slurm's folders, but it must have munge's key."""
     bare = NodeFacts(True, versions=("slurm-wlm 22.05.8",), users={})
-    found = judge(rno, choose_node(rno, "rno-it-gpu0006-1"), bare, version=Version(22, 5))
+    found = judge(SlurmSubject(rno, choose_node(rno, "rno-it-gpu0006-1"), bare, Version(22, 5)))
     assert [item.rule for item in found] == ["munge-key"]
 
 
@@ -503,10 +524,10 @@ def test_a_release_that_the_file_does_not_say(rno: Cluster) -> None:
     """What is installed counts here, and the cluster file everywhere else: the machines would get different files."""
     assert rno.slurm
     cluster = rno.model_copy(update={"slurm": rno.slurm.model_copy(update={"version": "24.11"})})
-    found = judge(cluster, choose_node(cluster, NODE), GOOD, version=Version(22, 5))
+    found = judge(SlurmSubject(cluster, choose_node(cluster, NODE), GOOD, Version(22, 5)))
     assert [(item.rule, item.status) for item in found] == [("slurm-version", WARN)]
     same = replace(GOOD, versions=("slurm 24.11.5",))
-    assert judge(cluster, choose_node(cluster, NODE), same, version=Version(24, 11)) == []
+    assert judge(SlurmSubject(cluster, choose_node(cluster, NODE), same, Version(24, 11))) == []
 
 
 def test_the_other_machines_get_the_same_slurm_conf(tmp_path: Path) -> None:

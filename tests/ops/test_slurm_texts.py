@@ -106,7 +106,7 @@ def test_slurms_own_parser_takes_the_files(odd: str, tmp_path: Path) -> None:
     for cluster in clusters:
         for accounting in (False, True):
             texts = all_texts(make_plan(cluster, cluster.compute_nodes[0], accounting=accounting))
-            assert parsed(cluster, texts) == []
+            assert parsed(cluster, texts) == ""
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,8 @@ def test_the_parser_refuses_what_is_wrong(path: str, line: str) -> None:
     cluster = load_cluster("rno-rtxpro6000")
     texts = all_texts(make_plan(cluster, cluster.compute_nodes[0]))
     found = parsed(cluster, {**texts, path: texts[path] + line + "\n"})
-    assert [item.rule for item in found] == ["slurm-parser"]
-    assert "/tmp" not in found[0].found
-    assert re.search(r"unrecognized key|CPUs|[Pp]arsing error", found[0].found)
+    assert "/tmp" not in found
+    assert re.search(r"unrecognized key|CPUs|[Pp]arsing error", found)
 
 
 def test_what_the_reference_document_says_of_its_slurm() -> None:

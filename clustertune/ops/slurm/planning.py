@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, as_json, finding, in_order
+from clustertune.check.rule import FAIL, Finding, as_json, in_order
 from clustertune.config.cluster_schema import Cluster, Host
 from clustertune.errors import Problem, UserError
 from clustertune.ops.files import NODE, Change, block, diff, foreign, read, with_block
 from clustertune.ops.nodes import is_here, tool
 from clustertune.ops.slurm import judge as rules
 from clustertune.ops.slurm import node as node_room
-from clustertune.ops.slurm.judge import PARSER
+from clustertune.ops.slurm.judge import SlurmSubject
 from clustertune.ops.slurm.node import NodeFacts, ask
 from clustertune.ops.slurm.reading import entries, hide, losses, repeated
 from clustertune.ops.slurm.steps import PreviousState, SetupStep, steps
@@ -159,23 +159,35 @@ def make_plan(
     version, version_from = _version(cluster, seen)
     with_accounting = cluster.slurm.accounting if accounting is None else accounting
     wanted = wanted_files(cluster, node, version=version, accounting=with_accounting, hybrid=seen.cgroup == "hybrid")
-    found, files, problems = rules.judge(cluster, node, seen, version=version), list[FileChange](), list[Problem]()
+    files, problems = list[FileChange](), list[Problem]()
     texts: dict[str, str | None] = {}
     after: dict[str, str] = {}
+    others: dict[str, list[tuple[int, str]]] = {}
     for want in wanted:
         before = None if bare else read(root, want.path)
         try:
-            item, more = _file(cluster, want, before, adopt=adopt, force=force)
+            others[want.path] = foreign(before, BLOCK, shown=want.path)
+            item = _file(cluster, want, before, others[want.path], force=force)
         except UserError as error:
             problems += error.problems
             continue
-        found += more
         files += [item] if item.change.needed else []
         texts[want.path] = None if before is None else _decode(before)
         after[want.path] = _decode(item.change.after)
     if problems:
         raise UserError(problems)
     modes = _modes(node, wanted, seen)
+    lost = {item.change.path: len(item.taken_over) for item in files if item.taken_over is not None}
+    own = [want for want in wanted if not want.shared and want.path not in lost]
+    subject = SlurmSubject(
+        cluster,
+        node,
+        seen,
+        version,
+        hosts=others.get(HOSTS, ()),
+        foreign={} if adopt else lost,
+        repeated=[(want.path, *line) for want in own for line in repeated(others[want.path], want.lines)],
+    )
     return SlurmPlan(
         cluster=cluster,
         node=node,
@@ -185,7 +197,7 @@ def make_plan(
         accounting=with_accounting,
         files=tuple(files),
         modes=modes,
-        findings=tuple(in_order(found)),
+        findings=tuple(in_order(rules.judge(subject))),
         seen=PreviousState(texts, after),
         bare=bare,
     )
@@ -209,33 +221,16 @@ def _version(cluster: Cluster, facts: NodeFacts) -> tuple[Version | None, str]:
 
 
 def _file(
-    cluster: Cluster, want: WantedFile, before: bytes | None, *, adopt: bool, force: bool
-) -> tuple[FileChange, list[Finding]]:
-    """What becomes of one file, and what there is to say about its other lines."""
-    if want.shared:
+    cluster: Cluster, want: WantedFile, before: bytes | None, others: Sequence[tuple[int, str]], *, force: bool
+) -> FileChange:
+    """What becomes of one file; ``others``: its lines that are not ours."""
+    if want.shared or not any(entries(line) for _, line in others) or block(before, BLOCK, shown=want.path) is not None:
         after = with_block(before, BLOCK, want.lines, shown=want.path, origin=cluster.name, force=force)
-        findings = rules.hosts_findings(cluster, foreign(before, BLOCK, shown=want.path)) if want.path == HOSTS else []
-        return FileChange(Change(want.path, before, after, mode=want.mode), want.owner), findings
-    others = [(number, line) for number, line in foreign(before, BLOCK, shown=want.path) if entries(line)]
-    if others and block(before, BLOCK, shown=want.path) is None:
-        return _take_over(cluster, want, before or b"", adopt)
-    after = with_block(before, BLOCK, want.lines, shown=want.path, origin=cluster.name, force=force)
-    findings = [
-        finding(rules.EXTRA, WARN, f"line {number} sets again what the block sets: {text}", "keep one of them", want.path)
-        for number, text in repeated(others, want.lines)
-    ]
-    return FileChange(Change(want.path, before, after, mode=want.mode), want.owner), findings
-
-
-def _take_over(cluster: Cluster, want: WantedFile, before: bytes, adopt: bool) -> tuple[FileChange, list[Finding]]:
+        return FileChange(Change(want.path, before, after, mode=want.mode), want.owner)
+    before = before or b""
     after = with_block(None, BLOCK, want.lines, shown=want.path, origin=cluster.name)
     lost = tuple(losses(*(data.decode(errors="replace") for data in (before, after))))  # what is shown is valid text
-    item = FileChange(Change(want.path, before, after, mode=want.mode), want.owner, lost)
-    if adopt:
-        return item, []
-    text = f"somebody else wrote it; {len(lost)} of its settings would be lost or change"
-    fix = "--adopt takes it over (a backup stays beside it); settings to keep go below our block afterwards"
-    return item, [finding(rules.FOREIGN, FAIL, text, fix, want.path)]
+    return FileChange(Change(want.path, before, after, mode=want.mode), want.owner, lost)
 
 
 def _modes(node: Host, wanted: Sequence[WantedFile], facts: NodeFacts) -> tuple[Mode, ...]:
@@ -342,15 +337,15 @@ SECONDS = 30.0
 """For a program to read the files; it looks up names of nodes, and a name server may be slow."""
 
 
-def parsed(cluster: Cluster, texts: Mapping[str, str]) -> list[Finding]:
-    """What ``slurmd -G`` (keys, nodes, GPUs) or, without it, ``scontrol`` (keys alone) says; [] where they take the files.
+def parsed(cluster: Cluster, texts: Mapping[str, str]) -> str:
+    """What ``slurmd -G`` (keys, nodes, GPUs) or, without it, ``scontrol`` (keys alone) complains of.
 
     They are read from a folder of their own, for the first node of the cluster, with devices and folders that are there.
-    Nothing is asked of a controller. [] also where neither program is installed.
+    Nothing is asked of a controller. Empty where they take the files, and where neither program is installed.
     """
     slurmd, scontrol = tool("slurmd"), tool("scontrol")
     if SLURM_CONF not in texts or not (slurmd or scontrol):
-        return []
+        return ""
     with tempfile.TemporaryDirectory(prefix="clustertune-slurm-") as name:
         folder = Path(name)
         conf = _write(folder, cluster, texts)
@@ -358,14 +353,7 @@ def parsed(cluster: Cluster, texts: Mapping[str, str]) -> list[Finding]:
         output = _run([scontrol, "show", "hostnames", "x"], conf) if scontrol else ""
         if not output and slurmd:
             output = _run([slurmd, "-G", "-N", node, "-f", str(conf)], conf)
-    if not output:
-        return []
-    if re.search(r"auth/|munge", output, re.IGNORECASE):  # a machine that is not set up yet, or a Slurm without auth/none
-        fix = "start munge, then plan again; or plan --try where it can be"
-        return [finding(PARSER, UNKNOWN, "slurmd -G wants to prove who it is before it reads nodes and GPUs", fix, SLURM_CONF)]
-    text = hide(re.sub(re.escape(name) + r"\S*/", "", output))  # it quotes the line that it cannot read
-    fix = "slurm.version of the cluster file must be what is installed; sinfo --version shows it"
-    return [finding(PARSER, FAIL, text, fix, SLURM_CONF)]
+    return hide(re.sub(re.escape(name) + r"\S*/", "", output))  # it quotes the line that it cannot read
 
 
 def _write(folder: Path, cluster: Cluster, texts: Mapping[str, str]) -> Path:
@@ -391,9 +379,9 @@ def _write(folder: Path, cluster: Cluster, texts: Mapping[str, str]) -> Path:
 
 def _run(arguments: list[str], conf: Path) -> str:
     """What a program complains of, in one line; empty where it took the files."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH"))}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH"))}
     try:
-        done = captured(arguments, SECONDS, {**kept, "SLURM_CONF": str(conf)})
+        done = captured(arguments, SECONDS, {**environment, "SLURM_CONF": str(conf)})
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{Path(arguments[0]).name}: {error}"
     if done.returncode == 0:
@@ -405,7 +393,9 @@ def _run(arguments: list[str], conf: Path) -> str:
 def checked(plan: SlurmPlan) -> SlurmPlan:
     """``plan`` with what Slurm's own parser says, where the release that will read the files is the one that is installed."""
     answer = next((text for name in ("slurmd", "sinfo") if (text := ask(name, "-V"))), "")
-    here = parse_version(answer)
-    if here is None or (plan.version is not None and plan.version != here):
+    installed = parse_version(answer)
+    if installed is None or (plan.version is not None and plan.version != installed):
         return plan
-    return replace(plan, findings=tuple(in_order([*plan.findings, *parsed(plan.cluster, plan.seen.after)])))
+    answer = parsed(plan.cluster, plan.seen.after)
+    found = rules.parser(SlurmSubject(plan.cluster, plan.node, plan.facts, plan.version, parser=answer))
+    return replace(plan, findings=tuple(in_order([*plan.findings, *found])))
