@@ -1,6 +1,7 @@
-"""What the tokens of well-known services look like: recipes, scripts, environments and uploads must not hold one.
+"""What tokens look like and how variables with secrets are named: recipes, scripts, environments and uploads must not hold one.
 
-Standard library only, Python 3.8 or later.
+Standard library only, Python 3.8 or later. ``launch/run.sbatch`` has a pattern of its own, for bash: what :func:`names_secret`
+reports it takes out of the job's environment, and nothing that cannot be a secret's (:func:`may_name_secret`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,19 @@ _SURE = re.compile(r"(?:^|_)(?:TOKEN|API_?KEY|ACCESS_?KEY|SECRET|SECRET_KEY|PASS
 _OF_TEXT = re.compile(r"^(?:PAD|EOS|BOS|SEP|CLS|MASK|UNK|STOP|START|END|SPECIAL|IMAGE|EXTRA|NEXT|MAX|MIN|NUM)_", re.IGNORECASE)
 """Tokens of a tokenizer."""
 _PART = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_?KEY)(_|$)")
+_SETTING = re.compile(r"(?im)(?<![a-z_])([a-z_]*(?:pass|secret|jwt_key)[a-z_]*(?:[ \t]*=|[ \t])(?:[ \t]|\\\r?\n)*)([^\s\\].*)$")
+"""A secret setting of Slurm's files: in a comment too, behind another one, in the next line, or without its sign."""
 _IN_ADDRESS = re.compile(r"(?<=://)[^\s/@:]*:[^\s/@]+(?=@)")
 
 
 def mask(text: str) -> str:
     """``text`` with what has the form of a token, and with user and password of an address, left out."""
     return _IN_ADDRESS.sub("***", TOKEN.sub("(a token, not shown)", text))
+
+
+def mask_settings(text: str) -> str:
+    """``text`` of a file of Slurm's form with the values of passwords and keys left out."""
+    return _SETTING.sub(r"\1(hidden)", text)
 
 
 def holds_secret(value: object) -> bool:

@@ -17,6 +17,7 @@ from clustertune.check.rule import FAIL, PASS, SLURM, UNKNOWN, WARN, checks
 from clustertune.config.cluster import load_cluster
 from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import ExitCode, UserError
+from clustertune.host.credentials import mask_settings
 from clustertune.lock import held
 from clustertune.ops import files as files_room
 from clustertune.ops.nodes import choose_node, is_here, tool
@@ -25,7 +26,7 @@ from clustertune.ops.slurm.applying import apply_plan
 from clustertune.ops.slurm.judge import BLOCKING, SlurmSubject, judge
 from clustertune.ops.slurm.node import NodeFacts, PathState
 from clustertune.ops.slurm.planning import SlurmPlan, make_plan
-from clustertune.ops.slurm.reading import entries, hide, losses
+from clustertune.ops.slurm.reading import entries, losses
 from clustertune.ops.slurm.texts import MUNGE_KEY, Version
 from tests.command import REPO, run
 from tests.ops.slurm_clusters import HEAD, NO_GPU, load, nodes, write
@@ -431,14 +432,14 @@ def test_settings_of_a_foreign_file() -> None:
 )
 def test_passwords_are_hidden(line: str) -> None:
     """In every place where lines of a file are shown."""
-    assert "hunter2" not in hide(f"a=1\n{line}\nb=2")
-    assert hide(f"a=1\n{line}\nb=2").splitlines()[::2] == ["a=1", "b=2"]
+    assert "hunter2" not in mask_settings(f"a=1\n{line}\nb=2")
+    assert mask_settings(f"a=1\n{line}\nb=2").splitlines()[::2] == ["a=1", "b=2"]
     assert "hunter2" not in str(entries(line))
 
 
 def test_a_password_in_the_next_line_is_hidden() -> None:
     """A line that a backslash continues is one to Slurm."""
-    assert hide("StoragePass=\\\n hunter2\nb=2") == "StoragePass=\\\n (hidden)\nb=2"
+    assert mask_settings("StoragePass=\\\n hunter2\nb=2") == "StoragePass=\\\n (hidden)\nb=2"
     assert "hunter2" not in str(entries("StoragePass=\\\nhunter2"))
 
 
@@ -463,7 +464,7 @@ def test_a_file_of_empty_lines_is_read_at_once(rno: Cluster, tmp_path: Path) -> 
     """A pattern that looks at each of n lines from each of n would take hours here."""
     (tmp_path / "etc/slurm").mkdir(parents=True)
     (tmp_path / CONF).write_text("\n" * 1_000_000 + "StoragePass=hunter2\n")
-    assert "hunter2" not in hide((tmp_path / CONF).read_text())
+    assert "hunter2" not in mask_settings((tmp_path / CONF).read_text())
 
 
 def test_bytes_that_are_no_text_are_shown_in_any_locale(tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ from typing import Any
 from clustertune.check.rule import FAIL, Finding, as_json, in_order
 from clustertune.config.cluster_schema import Cluster, Host
 from clustertune.errors import Problem, UserError
+from clustertune.host.credentials import mask_settings
 from clustertune.ops.files import NODE, Change, block, diff, foreign, read, with_block
 from clustertune.ops.nodes import is_here, tool
 from clustertune.ops.slurm import judge as rules
 from clustertune.ops.slurm import node as node_room
 from clustertune.ops.slurm.judge import SlurmSubject
 from clustertune.ops.slurm.node import NodeFacts, ask
-from clustertune.ops.slurm.reading import entries, hide, losses, repeated
+from clustertune.ops.slurm.reading import entries, losses, repeated
 from clustertune.ops.slurm.steps import PreviousState, SetupStep, steps
 from clustertune.ops.slurm.texts import (
     BLOCK,
@@ -55,8 +56,8 @@ class FileChange:
     def diff(self) -> list[str]:
         """A unified diff; what a password or key is stays hidden."""
         before = self.change.before
-        hidden = None if before is None else _encode(hide(_decode(before)))
-        return diff(replace(self.change, before=hidden, after=_encode(hide(_decode(self.change.after)))))
+        hidden = None if before is None else _encode(mask_settings(_decode(before)))
+        return diff(replace(self.change, before=hidden, after=_encode(mask_settings(_decode(self.change.after)))))
 
 
 @dataclass(frozen=True)
@@ -353,7 +354,7 @@ def parsed(cluster: Cluster, texts: Mapping[str, str]) -> str:
         output = _run([scontrol, "show", "hostnames", "x"], conf) if scontrol else ""
         if not output and slurmd:
             output = _run([slurmd, "-G", "-N", node, "-f", str(conf)], conf)
-    return hide(re.sub(re.escape(name) + r"\S*/", "", output))  # it quotes the line that it cannot read
+    return mask_settings(re.sub(re.escape(name) + r"\S*/", "", output))  # it quotes the line that it cannot read
 
 
 def _write(folder: Path, cluster: Cluster, texts: Mapping[str, str]) -> Path:

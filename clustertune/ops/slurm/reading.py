@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from clustertune.host.credentials import mask_settings
+
 RECORDS = ("nodename", "partitionname", "downnodes", "nodeset", "frontendname", "name")
 """Keys that stand several times, each with a name (``Name`` in gres.conf)."""
-SECRET = re.compile(r"(?im)(?<![a-z_])([a-z_]*(?:pass|secret|jwt_key)[a-z_]*(?:[ \t]*=|[ \t])(?:[ \t]|\\\r?\n)*)([^\s\\].*)$")
-"""A setting whose value is secret: in a comment too, behind another one, in the next line, or without its sign."""
 _PAIR = re.compile(r'(?<!\S)[\w.]+ ?[-*+/]?= ?(?:"[^"]*"|\S+)(?= |$)')
 """One of several settings that stand in one line, as Slurm's own parser takes them."""
 
@@ -26,11 +26,6 @@ class ConfEntry:
     """The line without comment, with single blanks; secrets are hidden."""
 
 
-def hide(text: str) -> str:
-    """``text`` with the values of passwords and keys replaced."""
-    return SECRET.sub(r"\1(hidden)", text)
-
-
 def entries(text: str) -> list[ConfEntry]:
     """The settings of ``slurm.conf``, ``gres.conf``, ``cgroup.conf`` or ``slurmdbd.conf``; lines ended by ``\\`` continue."""
     found = []
@@ -42,7 +37,7 @@ def entries(text: str) -> list[ConfEntry]:
         if line.endswith("\\"):
             continue
         joined = " ".join(" ".join(pending).split())
-        found += [ConfEntry(start, _key(shown), shown) for shown in map(hide, _parts(joined))]
+        found += [ConfEntry(start, _key(shown), shown) for shown in map(mask_settings, _parts(joined))]
         pending, start = [], 0
     return found
 
