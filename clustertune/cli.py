@@ -143,7 +143,7 @@ def show(
     if as_json:
         emit_json(view.as_json(resolved))
     else:
-        view.render(resolved, console.stderr)
+        view.render(resolved, console.stdout)
 
 
 @app.command()

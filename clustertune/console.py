@@ -1,4 +1,5 @@
-"""What a person sees: messages on stderr, tables, progress bars only on a terminal, one JSON document on stdout."""
+"""What a person sees: messages on stderr, progress bars only on a terminal; on stdout what was asked for, as tables or one JSON
+document."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     stderr: Console
+    stdout: Console
 
 
 @cache
-def _stderr() -> Console:
+def _console(name: str) -> Console:
     """Made when the first message comes: rich takes 70 ms to import, and many commands say nothing."""
     from rich.console import Console
     from rich.table import Table
@@ -42,7 +44,7 @@ def _stderr() -> Console:
             finally:
                 self._width = before
 
-    stream = Whole(stderr=True, highlight=False, soft_wrap=True)
+    stream = Whole(stderr=name == "stderr", highlight=False, soft_wrap=True)
     if not stream.is_terminal:
         stream.width = _PIPE_WIDTH  # rich takes a pipe for 80 columns wide
     return stream
@@ -63,9 +65,9 @@ def _least_width(console: Console, table: Table) -> int:
 
 
 def __getattr__(name: str) -> Any:
-    """``console.stderr``, the console that all messages go to."""
-    if name == "stderr":
-        return _stderr()
+    """``console.stderr``, the console that all messages go to, and ``console.stdout``, that of a command's result."""
+    if name in ("stderr", "stdout"):
+        return _console(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -82,7 +84,12 @@ _MAX_TEXT = 600
 
 def say(message: str) -> None:
     """One line for a person, on stderr. Markup is not interpreted: paths may hold brackets."""
-    _stderr().print(escape(message), markup=False)
+    _console("stderr").print(escape(message), markup=False)
+
+
+def show(message: str) -> None:
+    """As :func:`say`, on stdout: a line of what the command was asked for."""
+    _console("stdout").print(escape(message), markup=False)
 
 
 def escape(text: str, keep: str = "\n\t") -> str:
@@ -126,7 +133,7 @@ def _plain(value: Any) -> Any:
 
 def show_error(error: UserError) -> None:
     """The problems of an error, one paragraph each, as many as fit a screen."""
-    stderr = _stderr()
+    stderr = _console("stderr")
     label = "note" if error.code is ExitCode.AGAIN else "error"
     for problem in error.problems[:MAX_PROBLEMS]:
         where = "".join(f"{_fit(escape(part, keep=''))}: " for part in (problem.file, problem.key) if part)
@@ -165,7 +172,7 @@ def _progress(*columns: ProgressColumn) -> Progress:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     shown = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
-    return Progress(*shown, console=_stderr(), disable=not _stderr().is_terminal)
+    return Progress(*shown, console=_console("stderr"), disable=not _console("stderr").is_terminal)
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:

@@ -107,7 +107,7 @@ def plan_text(recipe: str, cluster: str, *overrides: str) -> str:
     """What ``plan`` says to a person."""
     done = CliRunner().invoke(app, ["plan", recipe, *overrides, "--cluster", cluster])
     assert done.exit_code == 0, done.output
-    return done.stderr
+    return done.stdout
 
 
 def plans() -> str:

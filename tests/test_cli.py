@@ -374,7 +374,7 @@ def test_a_table_never_cuts_a_number(columns: int | None, capsys: pytest.Capture
     for name in ("recipe", "bytes", "time", "loss", "speed", "why"):
         table.add_column(name, no_wrap=name == "recipe", justify="right")
     table.add_row("llama405b-oasst2-hsdp-qlora", *numbers, "a sentence with words " * 9)
-    stream = console._stderr.__wrapped__()
+    stream = console._console.__wrapped__("stderr")
     if columns:
         stream.width = columns
     stream.print(table)

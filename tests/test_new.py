@@ -121,7 +121,7 @@ def test_a_model_is_planned_without_files(tmp_path: Path) -> None:
     assert any("is assumed (hardware" in line and "2x8xh100-sxm" in line for line in found["assumptions"])
     bare = run(*asked, "--json").json
     assert bare["fits"] and bare["hours"] is None and bare["total"]["gpu_hours"] is None
-    shown = run(*asked, "--advise").err
+    shown = run(*asked, "--advise").out
     assert "clustertune plan --model Qwen/Qwen2.5-72B-Instruct --gpus 2x8xh100-sxm --method lora" in shown
 
 

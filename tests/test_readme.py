@@ -161,10 +161,10 @@ def test_the_commands_before_training(tmp_path: Path) -> None:
     """``show`` and ``prepare`` as they are told."""
     for line in (line for line in COMMANDS if line.startswith("clustertune show-cluster ") and "--write" not in line):
         done = run(*shlex.split(line)[1:])
-        assert done.code == 0 and line.rpartition(" ")[2] in done.err
+        assert done.code == 0 and line.rpartition(" ")[2] in done.out
     for line in (line for line in COMMANDS if line.startswith("clustertune show ")):
         done = run(*shlex.split(line)[1:])
-        assert done.code == 0 and (done.json if "--json" in line else "learning_rate" in done.err)
+        assert done.code == 0 and (done.json if "--json" in line else "learning_rate" in done.out)
     done = run(*told("prepare", {"/tmp/data": tmp_path / "data"}), stack=True)
     assert done.code == 0
     assert find_problems(tmp_path / "data", "dataset", allow_extra=True) == []  # tokens/ has a manifest of its own

@@ -50,7 +50,7 @@ def show_cluster(
     if as_document:
         emit_json(as_json(found))
     else:
-        render(found, console.stderr)
+        render(found, console.stdout)
 
 
 def _draft(file: Path) -> str:

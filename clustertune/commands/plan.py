@@ -16,7 +16,7 @@ import typer
 from clustertune import console
 from clustertune.arguments import AsJson, ClusterOption, Tiny, path_argument
 from clustertune.commands.new import DataOption, GpusOption, MethodOption, ModelOption
-from clustertune.console import emit_json, say
+from clustertune.console import emit_json, show
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _answer(request: PlanRequest, calibrated: CalibratedCluster, plans: list[Pla
         if request.as_document:
             emit_json({"part": request.why, "arithmetic": lines})
         else:
-            say("\n".join(lines))
+            show("\n".join(lines))
     elif request.advise:
         _advise(calibrated, plans[0], request)
     else:
@@ -241,23 +241,23 @@ def _show(found: Plan, given: tuple[str, ...], as_document: bool, scored: Evalua
     else:
         from clustertune.plan import tables
 
-        tables.render(found, money, console.stderr)
-        say(f"\nmerge: about {max(1, merge / 60):.0f} min on a node's CPUs, no GPU" if merge else "")
-        say(str(scored))
+        tables.render(found, money, console.stdout)
+        show(f"\nmerge: about {max(1, merge / 60):.0f} min on a node's CPUs, no GPU" if merge else "")
+        show(str(scored))
         if whole is not None:
             spent = explanation.money(document.spent(whole, money))
-            say(f"in all: {whole:,.1f} GPU-hours" + (f", {spent}" if spent else ""))
+            show(f"in all: {whole:,.1f} GPU-hours" + (f", {spent}" if spent else ""))
     if found.fits:
         return
     if not as_document:
-        say(
+        show(
             "\nIt would fit with one of these, the smallest change first:"
             if better
             else "\nNo single change would make it fit."
         )
         for remedy in better[:6]:
             arguments = " ".join(remedy.arguments or ["not on this cluster"])
-            say(f"  {remedy.what}: {remedy.plan.step.seconds:.3g} s a step, {remedy.plan.needed / GIB:.1f} GiB  ({arguments})")
+            show(f"  {remedy.what}: {remedy.plan.step.seconds:.3g} s a step, {remedy.plan.needed / GIB:.1f} GiB  ({arguments})")
     raise typer.Exit(int(ExitCode.CONFIG))
 
 
@@ -276,7 +276,7 @@ def _compare(plans: list[Plan], as_document: bool) -> None:
     else:
         from clustertune.plan import tables
 
-        tables.compare(one, other, [price(p.machine.gpu) for p in plans], console.stderr)
+        tables.compare(one, other, [price(p.machine.gpu) for p in plans], console.stdout)
     if not (one.fits and other.fits):
         raise typer.Exit(int(ExitCode.CONFIG))
 
@@ -303,7 +303,7 @@ def _advise(calibrated: CalibratedCluster, found: Plan, request: PlanRequest) ->
         recipe = [*request.names, *(word for key, value in given.items() if value for word in (key, value))]
         quoted = {family: [shlex.quote(text) for text in arguments] for family, arguments in named.items()}
         money = price(found.machine.gpu)
-        tables.advice(advice, quoted, found, console.stderr, recipe=shlex.join(recipe), cluster=calibrated.cluster, price=money)
+        tables.advice(advice, quoted, found, console.stdout, recipe=shlex.join(recipe), cluster=calibrated.cluster, price=money)
     if not any(option.starts(calibrated.cluster) for option in advice.fitting):
         raise typer.Exit(int(ExitCode.CONFIG))
 
@@ -346,8 +346,8 @@ def _calibrate(calibrated: CalibratedCluster, runs: list[str], lengths: Lengths 
 
     from clustertune.plan import tables
 
-    tables.calibration(found, console.stderr)
-    console.stderr.print(
+    tables.calibration(found, console.stdout)
+    console.stdout.print(
         Text(f"kept in {calibrated.calibration}: plans on {calibrated.cluster.name} use it from now on"), soft_wrap=True
     )
 

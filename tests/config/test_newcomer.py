@@ -39,7 +39,7 @@ def test_the_page_makes_a_recipe(place: Path) -> None:
     """One folder, no code: it is planned, and what would be submitted is shown."""
     assert len((place / "recipes/my-qwen/recipe.yaml").read_text().splitlines()) <= 15
     done = run(*told("plan"), cwd=place)
-    assert done.code == 0 and "fits" in done.err, done.err
+    assert done.code == 0 and "fits" in done.out, done.err
     done = run(*told("submit"), "--verbose", cwd=place)
     assert done.code == 0 and "#SBATCH --nodes=1" in done.out, done.err
     found = resolve(place / "recipes/my-qwen", tiny=True, ranks=2)

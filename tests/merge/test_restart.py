@@ -267,15 +267,21 @@ def test_a_finished_output_that_was_damaged_is_not_called_merged(base: Path, ada
     assert file_hashes(out) == before
 
 
+@pytest.mark.parametrize("changed", ["base", "adapter"])
 def test_an_input_that_changes_meanwhile(
-    own_base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
     """The output could be a mixture: it is not published, and the next run starts over."""
     original = streaming.write_shards
+    adapter = shutil.copytree(adapter, tmp_path / "own-adapter")
 
     def write_and_touch(*args: Any) -> None:
         original(*args)
-        os.utime(sorted(own_base.glob("*.safetensors"))[0], (1, 1))
+        if changed == "base":
+            os.utime(sorted(own_base.glob("*.safetensors"))[0], (1, 1))
+        else:
+            weights = adapter / "adapter_model.safetensors"
+            weights.write_bytes(weights.read_bytes()[:-1] + b"x")
 
     monkeypatch.setattr(streaming, "write_shards", write_and_touch)
     with pytest.raises(UserError, match="changed while") as caught:

@@ -326,7 +326,7 @@ def test_what_is_not_started_here_stands_below_the_line(tmp_path: Path, where: C
     other = plain.model_copy(update={"container": Container(**image)})
     megatron = [option for option in advice.fitting if option.strategy.kind == "Megatron"]
     assert megatron and not any(option.starts(plain) for option in megatron) and all(o.starts(other) for o in advice.fitting)
-    shown = run("plan", str(recipe), "--cluster", str(file), "--advise").err
+    shown = run("plan", str(recipe), "--cluster", str(file), "--advise").out
     first, table = shown.splitlines()[0], shown[shown.index("searched") :]
     assert not first.startswith("TP") and table.count("not started here") == 1
     rows = [line for line in table.splitlines() if re.search(r" \d+ x \d+ +\d+%", line)]
@@ -338,10 +338,10 @@ def test_a_winner_says_what_it_saves(tmp_path: Path, where: Callable[[int], Plan
     """Hours and money first; what the model cannot tell from the recipe is no gain, and nothing is 0.97 times slower."""
     train = {"max_steps": 2000, "activation_checkpointing": None}
     recipe = write_recipe(tmp_path / "recipe", train=train, activation_checkpointing={"ratio": 1}, nodes=1)
-    shown = run("plan", str(recipe), "--cluster", str(tmp_path / "hgx.yaml"), "--advise").err
+    shown = run("plan", str(recipe), "--cluster", str(tmp_path / "hgx.yaml"), "--advise").out
     assert re.search(r"h, [\d,.]+ USD; saves [\d.]+ h and [\d,.]+ USD of the recipe's", shown.splitlines()[0])
     words = shlex.split(shown.splitlines()[1])[1:]
-    again = run(*words, "--advise").err
+    again = run(*words, "--advise").out
     assert "as fast as the recipe" in again.splitlines()[0] and not re.search(r" 0\.\d+ x", shown + again)
 
 

@@ -19,10 +19,10 @@ def test_the_commands_of_the_documents() -> None:
     """Each ends with 0 and says what the page promises."""
     table = run(*REFERENCE)
     assert table.code == 0
-    assert "fits" in table.err
-    assert "The network between nodes" in table.err
-    assert "parameters x 2 B / 16 ranks" in run(*REFERENCE, "--why", "memory").err
-    advice = run(*REFERENCE, "--advise").err
+    assert "fits" in table.out
+    assert "The network between nodes" in table.out
+    assert "parameters x 2 B / 16 ranks" in run(*REFERENCE, "--why", "memory").out
+    advice = run(*REFERENCE, "--advise").out
     assert "HSDP 8 x 2" in advice
     assert "clustertune plan llama405b-oasst2 " in advice
     document = json.loads(run(*REFERENCE, "--json").out)
@@ -33,7 +33,7 @@ def test_the_commands_of_the_documents() -> None:
     assert set(promised) <= set(document)
     compared = run("plan", "--compare", "llama405b-oasst2", "tiny-oasst2", "--cluster", "rno-rtxpro6000")
     assert compared.code == 0
-    assert "tiny-oasst2" in compared.err
+    assert "tiny-oasst2" in compared.out
 
 
 def test_learning_from_a_run(tmp_path: Path) -> None:
@@ -52,8 +52,8 @@ def test_learning_from_a_run(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = run("plan", "--calibrate", str(folder), "--cluster", str(cluster))
     assert done.code == 0, done.err
-    assert "inter scale" in done.err
-    assert "left as they were: compute scale" in done.err
+    assert "inter scale" in done.out
+    assert "left as they were: compute scale" in done.out
     assert (tmp_path / "mine.calibration.json").is_file()
     after = json.loads(run("plan", "llama405b-oasst2", "--cluster", str(cluster), "--json").out)
     assert after["calibrated"] == ["inter_scale"]
