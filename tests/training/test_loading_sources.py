@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -17,6 +18,7 @@ from clustertune.errors import UserError
 from clustertune.training import loading_quantised
 from clustertune.training.loading_files import RowReader, survey
 from clustertune.training.loading_sources import Sources, find
+from clustertune.training.loading_storage import plain
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -216,3 +218,14 @@ def test_4_bits_by_rows_are_those_of_the_whole(
         same = found.as_dict()[key]
         assert torch.equal(same, value) if isinstance(value, torch.Tensor) else same == value, key
     reader.close()
+
+
+def test_frozen_parameters_of_a_wrapped_model_have_the_base_models_names() -> None:
+    """LoRA on a layer wraps it once, on both bare parameters of the experts twice; a copy that is trained is not the base's."""
+    model = empty(MIXTRAL)
+    names = {name for name, _ in model.named_parameters()}
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(target_modules=["q_proj"], target_parameters=experts, modules_to_save=["lm_head"])
+    wrapped = dict(get_peft_model(model, config).named_parameters())
+    assert any(".base_layer.base_layer." in name for name in wrapped)
+    assert {plain(name) for name, parameter in wrapped.items() if not parameter.requires_grad} == names
