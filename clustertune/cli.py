@@ -301,11 +301,15 @@ def evaluate(
         Path | None,
         typer.Argument(metavar="MODEL", parser=path_argument, help="A model's folder; without it a run's newest merged one."),
     ] = None,
-    tasks: Annotated[str, typer.Option(metavar="LIST", help="lm-eval's tasks, with commas between.")] = "ifeval",
+    tasks: Annotated[
+        str | None, typer.Option(metavar="LIST", help="lm-eval's tasks, with commas between; without it a recipe's default.")
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", parser=path_argument, help="IFEval prompts; without it google/IFEval or the project's own."
+            metavar="FILE",
+            parser=path_argument,
+            help="Rows of the task that reads some; without it the Hub's or the project's own.",
         ),
     ] = None,
     base: Annotated[
@@ -338,10 +342,9 @@ def evaluate(
 
     below = cluster_paths.enter_here()
     model = newest_merged(below) if model is None else existing_folder(model, "a model")
-    given = {"num_fewshot": num_fewshot, "max_gen_toks": max_gen_toks, "batch_size": batch_size, "limit": limit}
-    settings = eval_settings(
-        {"tasks": tasks.split(","), **given, "apply_chat_template": apply_chat_template, "backend": backend.value}
-    )
+    given: dict[str, Any] = {"num_fewshot": num_fewshot, "max_gen_toks": max_gen_toks, "batch_size": batch_size, "limit": limit}
+    given |= {} if tasks is None else {"tasks": tasks.split(",")}
+    settings = eval_settings({**given, "apply_chat_template": apply_chat_template, "backend": backend.value})
     used = {**settings.model_dump(mode="json"), "device": device}
     beside = {"adapter": str(adapter.resolve()) if adapter else None, "base": str(base.resolve()) if base else None}
     folder = out or eval_folder(below / "eval", model, data, {**used, **beside})

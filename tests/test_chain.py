@@ -14,7 +14,7 @@ import pytest
 
 from clustertune import manifest
 from clustertune.checkpoint import store
-from clustertune.evaluate.ifeval import SCORES as IFEVAL_SCORES
+from clustertune.config.tasks import first_task
 from clustertune.report import source
 from clustertune.rundir import STAGES
 from tests.command import SHORT, Done, events, rank_pid, run, run_until
@@ -31,7 +31,7 @@ def test_the_document(finished: tuple[Path, Done]) -> None:
     assert done.json["run_dir"] == str(folder)
     assert list(done.json["stages"]) == list(STAGES)
     assert all(stage["status"] == "done" and stage["seconds"] >= 0 for stage in done.json["stages"].values())
-    assert set(done.json["ifeval"]) == set(IFEVAL_SCORES)
+    assert set(done.json["ifeval"]) == set(first_task().metrics)
     for name, kind in (("data", "dataset"), ("adapter", "adapter"), ("merged", "merged"), ("eval", "evaluation")):
         assert manifest.find_problems(folder / name, kind) == [] or name == "data"
     assert "<svg" in (folder / "report.html").read_text()

@@ -188,6 +188,32 @@ def test_a_planted_key_is_found() -> None:
     assert not key_faults("clustertune/config/accelerate_file.py", version)
 
 
+# --- tasks -----------------------------------------------------------------------------------------------------------
+
+SPEAKS_OF_A_TASK = {
+    "clustertune/config/schema.py": "the default of eval.tasks, and what keys and files were called before there were tasks",
+    "clustertune/commands/stage.py": "an option of before there were tasks",
+    "clustertune/arguments.py": "a target of make",
+}
+"""Besides a task's own folder and ``evaluate/own/NAME.py``."""
+
+
+def task_faults(path: str, source: str) -> list[str]:
+    """Tasks of ``eval/`` that a module names: it would have to be edited for the next one."""
+    names = {file.split("/")[1] for file in tree.files() if file.startswith("eval/")}
+    own = {f"clustertune/evaluate/own/{name}.py": name for name in names}
+    named = [name for name in sorted(names) if re.search(rf"(?i)(?<![a-z]){name}(?![a-z])", source) and own.get(path) != name]
+    return [f"{path}: {name}" for name in named if path not in SPEAKS_OF_A_TASK]
+
+
+def test_no_module_names_a_task() -> None:
+    """What is known of a task stands in its folder, and modules ask config/tasks.py: adding one touches one folder."""
+    sources = tree.sources("clustertune/")
+    assert [fault for path, source in sources.items() for fault in task_faults(path, source)] == []
+    assert all("ifeval" in sources[path].lower() for path in SPEAKS_OF_A_TASK)
+    assert task_faults("clustertune/report/x.py", "# IFEval alone") == ["clustertune/report/x.py: ifeval"]
+
+
 # --- calls that are not made ---------------------------------------------------------------------------------------------
 
 FORBIDDEN = {

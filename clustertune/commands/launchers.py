@@ -167,11 +167,13 @@ def finish(run: Any, results: dict[str, dict[str, Any]], as_json: bool) -> None:
 
 
 def _scores(found: dict[str, Any] | None) -> dict[str, Any]:
-    """``tasks``, and ``paired`` where the base was scored; ``ifeval``: its four scores, as before there were tasks."""
+    """``tasks``, and ``paired`` where the base was scored; by its name those of the first task, as before there were more."""
+    from clustertune.config.schema import FIRST_TASK
+
     if found is None:
-        return {"tasks": None, "ifeval": None}
+        return {"tasks": None, FIRST_TASK: None}
     paired = {"paired": found["paired"]} if found.get("paired") else {}
-    return {"tasks": found["tasks"], "ifeval": found.get("scores"), **paired}
+    return {"tasks": found["tasks"], FIRST_TASK: found.get("scores"), **paired}
 
 
 def sky(

@@ -38,7 +38,9 @@ def stage(
     node_local: Annotated[bool, typer.Option("--node-local", help="Only this node; else all of the allocation.")] = False,
     run_dir: Annotated[Path | None, path_option("The run whose data is copied; without it the recipe's.")] = None,
     to: Annotated[Path | None, path_option("Collect all that the recipe needs in one folder.", "--to")] = None,
-    ifeval: Annotated[Path | None, path_option("google/IFEval's prompts, for --to.", metavar="FILE")] = None,
+    eval_data: Annotated[
+        Path | None, path_option("Rows of the task that reads some, for --to.", "--eval-data", "--ifeval", metavar="FILE")
+    ] = None,
     verify: Annotated[Path | None, path_option("Check such a folder, and rehearse without network.", "--verify")] = None,
     clean: Annotated[bool, typer.Option("--clean", help="Remove the copies that no job uses.")] = False,
     tiny: Tiny = False,
@@ -55,7 +57,7 @@ def stage(
     from clustertune.staging.copying import WORKERS
     from clustertune.staging.worker import STALL_SECONDS, Bounds
 
-    _check_modes(to, verify, clean, ifeval)
+    _check_modes(to, verify, clean, eval_data)
     bounds = Bounds(workers or WORKERS, stall or STALL_SECONDS)
     if verify is not None:
         _verify(verify, recipe, overrides or [], tiny, bounds, as_json)
@@ -69,19 +71,21 @@ def stage(
 
     resolved = resolve(recipe, overrides or [], tiny=tiny)
     if to is not None:
-        _collect(resolved, overrides or [], cluster, to, ifeval, bounds, dry_run, as_json)
+        _collect(resolved, overrides or [], cluster, to, eval_data, bounds, dry_run, as_json)
     elif not node_local and (nodes := _allocation()) and not dry_run:
         _on_all_nodes(nodes, cluster, as_json)
     else:
         _here(resolved, _staging_of(cluster), run_dir, bounds, dry_run, as_json)
 
 
-def _check_modes(to: Path | None, verify: Path | None, clean: bool, ifeval: Path | None) -> None:
+def _check_modes(to: Path | None, verify: Path | None, clean: bool, rows: Path | None) -> None:
     modes = [name for name, given in (("--to", to), ("--verify", verify), ("--clean", clean)) if given]
     if len(modes) > 1:
         raise UserError(f"{' and '.join(modes)} exclude each other", file="command line", fix="give one of them")
-    if ifeval is not None and to is None:
-        raise UserError("--ifeval is for --to", file="command line", fix="clustertune stage RECIPE --to DIR --ifeval FILE")
+    if rows is not None and to is None:
+        raise UserError(
+            "--eval-data is for --to", file="command line", fix="clustertune stage RECIPE --to DIR --eval-data FILE"
+        )
 
 
 def _allocation() -> tuple[str, ...]:
@@ -215,7 +219,7 @@ def _collect(
     overrides: list[str],
     cluster: str | None,
     out: Path,
-    ifeval: Path | None,
+    rows: Path | None,
     bounds: Bounds,
     dry_run: bool,
     as_json: bool,
@@ -225,7 +229,7 @@ def _collect(
     from clustertune.staging.collect import Collector
     from clustertune.staging.worker import amount
 
-    collector = Collector(resolved, _machine(cluster), out, ifeval, bounds)
+    collector = Collector(resolved, _machine(cluster), out, rows, bounds)
     collector.check()
     with secrets.lent(secrets.of_the_hub()):
         parts = collector.plan()

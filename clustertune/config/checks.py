@@ -16,7 +16,8 @@ from clustertune.config.library_facts import facts
 from clustertune.config.load import did_you_mean, nearest
 from clustertune.config.native_rules import NativeField, NumberRange, show_value
 from clustertune.config.parameters import adapted_experts, adapter_modules, expert_parameters, head_names, is_counted, matches
-from clustertune.config.schema import FORMATS, METRICS, Eval, Recipe
+from clustertune.config.schema import FORMATS, Eval, Recipe
+from clustertune.config.tasks import find_task
 from clustertune.config.yamlfile import KeyPath
 from clustertune.host.credentials import holds_secret, may_name_secret
 
@@ -95,7 +96,7 @@ def _check_scores(values: Mapping[str, Any]) -> Iterator[Found]:
             part_of_a_group = any(str(task).startswith(f"{group}_") for group in tasks)
             if task not in tasks and not part_of_a_group and nearest(str(task), tasks):
                 yield (*path, str(task)), "no task of this name in eval.tasks", did_you_mean(str(task), tasks)
-            known = METRICS.get(task, ())
+            known = found.metrics if (found := find_task(str(task))) else ()
             for metric in metrics if known and isinstance(metrics, dict) else ():
                 if str(metric).removesuffix(",none") not in known:
                     yield (*path, str(task), str(metric)), f"{task} has no such metric", did_you_mean(str(metric), known)

@@ -91,9 +91,8 @@ TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}$")
 """lm-eval's name of a task, a group or a tag."""
 MetricName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+-]{1,80}(,[A-Za-z0-9_.+-]{1,80})?$")]
 """lm-eval's ``METRIC``, or ``METRIC,FILTER``."""
-METRICS = {"ifeval": ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc")}
-"""lm-eval's names of the metrics of the default task, in its order. Those of other tasks are known when lm-eval loads them."""
-
+FIRST_TASK = "ifeval"
+"""What ``eval.tasks`` is by default: the only task of the first releases, whose keys and files bear its name."""
 
 Scores = dict[TaskName, dict[MetricName, Score]]
 Differences = dict[TaskName, dict[MetricName, Annotated[Number, Field(ge=-1, le=1)]]]
@@ -272,14 +271,14 @@ class Slurm(Section):
 class Eval(Section):
     """How the model is scored, in lm-eval's names."""
 
-    tasks: Annotated[list[TaskName], Field(min_length=1)] = ["ifeval"]
+    tasks: Annotated[list[TaskName], Field(min_length=1)] = [FIRST_TASK]
     num_fewshot: Count | None = None
     """Examples before each question; None: the task's own number."""
     limit: Positive | None = None
     """Score only the first documents of each task; never for a published number."""
     batch_size: Positive = 8
     max_gen_toks: Positive | None = None
-    """Tokens generated per answer at most; None: the task's own, which for ifeval is 1280."""
+    """Tokens generated per answer at most; None: the task's own."""
     apply_chat_template: bool = True
     backend: Literal["auto", "hf", "vllm"] = "auto"
     """``hf``: one process of transformers; ``vllm``: servers. ``auto``: by the model's size and what the cluster has."""
@@ -320,15 +319,15 @@ class Expect(Section):
 
 
 def without_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe's values with ``eval.ifeval`` and ``expect.ifeval``, from when there was one task, where they stand today."""
+    """A recipe's values with ``eval.TASK`` and ``expect.TASK``, from when there was one task, where they stand today."""
     found = dict(values)
-    if isinstance(section := found.get("eval"), dict) and isinstance(old := section.get("ifeval"), dict):
-        marks = {"pass_mark": {"ifeval": old["pass_mark"]} if old["pass_mark"] else {}} if "pass_mark" in old else {}
-        rest = {key: value for key, value in section.items() if key != "ifeval"}
+    if isinstance(section := found.get("eval"), dict) and isinstance(old := section.get(FIRST_TASK), dict):
+        marks = {"pass_mark": {FIRST_TASK: old["pass_mark"]} if old["pass_mark"] else {}} if "pass_mark" in old else {}
+        rest = {key: value for key, value in section.items() if key != FIRST_TASK}
         found["eval"] = {**{key: value for key, value in old.items() if key != "pass_mark"}, **marks, **rest}
-    if isinstance(section := found.get("expect"), dict) and "ifeval" in section:
-        scores = {"tasks": {"ifeval": section["ifeval"]} if section["ifeval"] else {}}
-        found["expect"] = {**scores, **{key: value for key, value in section.items() if key != "ifeval"}}
+    if isinstance(section := found.get("expect"), dict) and FIRST_TASK in section:
+        scores = {"tasks": {FIRST_TASK: section[FIRST_TASK]} if section[FIRST_TASK] else {}}
+        found["expect"] = {**scores, **{key: value for key, value in section.items() if key != FIRST_TASK}}
     return found
 
 

@@ -12,7 +12,7 @@ from clustertune.config import accelerate_file as acc
 from clustertune.config.load import RECIPES
 from clustertune.config.native_rules import usable
 from clustertune.config.resolved import Derived
-from clustertune.config.schema import CHOOSING
+from clustertune.config.schema import CHOOSING, FIRST_TASK
 from clustertune.config.yamlfile import Document
 
 CONVERSATIONS = Path("tiny-oasst2", "conversations.jsonl")
@@ -116,7 +116,7 @@ def tiny_layer(values: dict[str, Any], folder: Path, data_parallel_size: int) ->
         },
         "train": _train(train, data_parallel_size),
         "eval": {
-            "tasks": ["ifeval"],
+            "tasks": [FIRST_TASK],
             "max_gen_toks": MAX_NEW_TOKENS,
             "base": False,
             "pass_mark": {},

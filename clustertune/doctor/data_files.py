@@ -6,24 +6,18 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from clustertune import manifest
 from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, rule
 from clustertune.config.resolved import expand_home, is_there
 from clustertune.config.schema import is_address
+from clustertune.config.tasks import PUNKT, needed, with_rows
 from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.doctor.recipe_model import snapshot
 from clustertune.errors import UserError
 from clustertune.evaluate import punkt
 from clustertune.staging import bundle
-from clustertune.tree import ROOT
-
-TASK = ROOT / "eval" / "ifeval" / "task.yaml"
 
 
 @rule("staged-inputs", RECIPE)
@@ -111,41 +105,29 @@ def expected(context: RecipeContext) -> Iterator[Seen]:
             yield Seen(WARN, text, where=str(context.run_dir / "data"))
 
 
-def _is_scored(context: RecipeContext) -> bool:
-    """The recipe compares its score of the task ifeval with something."""
+def _compared(context: RecipeContext) -> list[str]:
+    """The tasks whose scores the recipe compares with something."""
     recipe = context.resolved.recipe
-    compared = {*recipe.expect.tasks, *recipe.eval.pass_mark}
-    return context.is_real and "ifeval" in recipe.eval.tasks and "ifeval" in compared
+    return [name for name in recipe.eval.tasks if name in {*recipe.expect.tasks, *recipe.eval.pass_mark} and context.is_real]
 
 
-@cache
-def _benchmark() -> dict[str, Any]:
-    """The benchmark's place on the Hub, of eval/ifeval; empty where that cannot be read."""
-    for path in sorted(TASK.parent.glob("*.yaml")):
-        try:
-            body = yaml.safe_load(path.read_text())
-        except (OSError, yaml.YAMLError):
-            continue
-        if isinstance(body, dict) and isinstance(body.get("hub"), dict):
-            return dict(body["hub"])
-    return {}
+@rule("task-data", RECIPE)
+def own_rows(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: the rows of a task in eval/, where its score is compared
 
-
-@rule("ifeval-data", RECIPE)
-def ifeval(context: RecipeContext) -> Iterator[Seen]:
-    """Looks at: the prompts of the task ifeval, where its score is compared
-
-    Why: without them the project's own 36 prompts are scored: that is not an IFEval score
-    See: https://huggingface.co/datasets/google/IFEval
+    Why: without them the project's own few are scored: that is not the benchmark's score
+    See: https://huggingface.co/docs/huggingface_hub/guides/cli
     """
-    if not _is_scored(context) or context.silent or context.staged_problems:
+    if context.silent or context.staged_problems or not context.offline:
         return
-    hub = _benchmark()
-    folder = snapshot(context.hub, "datasets", str(hub.get("name")), hub.get("revision"))
-    if context.offline and hub and (folder is None or not is_there(folder / str(hub["file"]))):
-        fix = f"hf download {hub['name']} {hub['file']} --repo-type dataset --revision {hub['revision']}, where the network is"
-        text = f"{hub['name']} is not in {context.hub}, and HF_HUB_OFFLINE is set"
-        yield Seen(FAIL if "ifeval" in context.resolved.recipe.eval.pass_mark else WARN, text, fix)
+    for name, task in with_rows(_compared(context)).items():
+        if (hub := task.hub) is None:
+            continue
+        folder = snapshot(context.hub, "datasets", hub.name, hub.revision)
+        if folder is None or not is_there(folder / hub.file):
+            fix = f"hf download {hub.name} {hub.file} --repo-type dataset --revision {hub.revision}, where the network is"
+            text = f"{hub.name} is not in {context.hub}, and HF_HUB_OFFLINE is set"
+            yield Seen(FAIL if name in context.resolved.recipe.eval.pass_mark else WARN, text, fix)
 
 
 @rule("eval-tasks", RECIPE)
@@ -155,7 +137,8 @@ def tasks(context: RecipeContext) -> Iterator[Seen]:
     Why: a name that lm-eval does not know, or a data set that is not there, ends the evaluation after the training
     See: https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/task_guide.md
     """
-    names = [name for name in context.resolved.recipe.eval.tasks if name != "ifeval"]
+    own = with_rows(context.resolved.recipe.eval.tasks)
+    names = [name for name in context.resolved.recipe.eval.tasks if name not in own]
     if not names or context.silent or context.staged_problems:
         return
     if importlib.util.find_spec("lm_eval") is None:
@@ -187,13 +170,13 @@ def nltk_folders(context: RecipeContext) -> list[Path]:
 
 @rule("punkt-data", RECIPE)
 def splitter(context: RecipeContext) -> Iterator[Seen]:
-    """Looks at: NLTK's punkt_tab for the task ifeval, where its score is compared
+    """Looks at: NLTK's punkt_tab for the tasks that need it, where their scores are compared
 
     Why: lm-eval downloads it where it is missing and fails after the last prompt without a network; a splitter trained here
       instead counts some sentences otherwise than the official one
     See: https://github.com/EleutherAI/lm-evaluation-harness/issues/2266
     """
-    if not _is_scored(context):
+    if not needed(_compared(context), PUNKT):
         return
     places = [folder / punkt.FOLDER for folder in nltk_folders(context)]
     found = next((path for path in places if is_there(path)), None)

@@ -168,7 +168,7 @@ def _template(context: RecipeContext) -> str | None:
 def no_template(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: a chat template for conversations and for the tasks of the evaluation
 
-    Why: training refuses conversations without one; a model scored without one loses most of its points (IFEval: 28, not 83)
+    Why: training refuses conversations without one; a model scored without one loses most of its points (28 of 100, not 83)
     Fix: put a Jinja file beside the recipe and name it: model.chat_template
     See: https://github.com/EleutherAI/lm-evaluation-harness/issues/3161
     """

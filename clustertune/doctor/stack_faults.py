@@ -16,6 +16,7 @@ from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, register, 
 from clustertune.config import accelerate_file as acc
 from clustertune.config import kernels, quantization
 from clustertune.config.parameters import weight_bytes
+from clustertune.config.tasks import PUNKT, needed
 from clustertune.doctor.recipe_context import RecipeContext
 
 COMPARE = {"<": operator.lt, "<=": operator.le, "==": operator.eq, ">": operator.gt, ">=": operator.ge}
@@ -180,9 +181,9 @@ FAULTS = (
         "https://github.com/pytorch/pytorch/security/advisories/GHSA-53q9-r3pm-6pq6",
     ),
     ReleaseFault(
-        "punkt-format", "nltk", "<3.8.2", lambda c: "ifeval" in c.resolved.recipe.eval.tasks, WARN,
+        "punkt-format", "nltk", "<3.8.2", lambda c: bool(needed(c.resolved.recipe.eval.tasks, PUNKT)), WARN,
         "reads the pickled punkt, not punkt_tab",
-        "the task ifeval asks for punkt_tab, which this release does not know: it fails after all answers are generated",
+        "a task asks for punkt_tab, which this release does not know: it fails after all answers are generated",
         "nltk 3.9 or later",
         "https://github.com/EleutherAI/lm-evaluation-harness/issues/2266",
     ),

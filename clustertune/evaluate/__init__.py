@@ -1,1 +1,1 @@
-"""IFEval: lm-eval's own task on a merged model, resumable and without network."""
+"""lm-eval's tasks on a merged model, resumable and without network."""

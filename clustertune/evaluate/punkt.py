@@ -1,4 +1,4 @@
-"""NLTK's sentence splitter, found and tried before anything costly: IFEval's scorer needs it after all generation.
+"""NLTK's sentence splitter, found and tried before anything costly: scorers need it after all generation.
 
 lm-eval downloads ``punkt_tab`` when its scorer is imported; without a network it continues and fails after the last prompt
 (EleutherAI/lm-evaluation-harness#2266). Here the data is there before the import, and a download is an error.
@@ -155,7 +155,7 @@ def _forget(tokenize: Any) -> None:
     import sys
 
     tokenize._get_punkt_tokenizer.cache_clear()
-    util = sys.modules.get("lm_eval.tasks.ifeval.instructions_util")
-    if util is not None:
-        util._get_sentence_tokenizer.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("lm_eval.tasks.")]:
+        if (kept := vars(sys.modules[name]).get("_get_sentence_tokenizer")) is not None:
+            kept.cache_clear()
     sys.modules["nltk.data"].clear_cache()

@@ -15,9 +15,10 @@ from typing import Any
 
 from clustertune import manifest
 from clustertune.config.schema import Eval
+from clustertune.config.tasks import Seeds
 from clustertune.errors import Problem, UserError, gathered, raise_if, storage_error
 from clustertune.evaluate import backend as backends
-from clustertune.evaluate import ifeval, paired, tasks
+from clustertune.evaluate import inputs, paired, tasks
 from clustertune.evaluate.answers import AnswerLog, RecordedLM, hold
 from clustertune.evaluate.model import (
     Backend,
@@ -33,7 +34,8 @@ from clustertune.evaluate.scores import RESULT, clustered_stderr, judge, read_re
 
 KIND = "evaluation"
 SAMPLES, TASK = "samples.jsonl", "task"
-_OURS = {RESULT, SAMPLES, TASK, manifest.MANIFEST, *ifeval.FILES}
+_OURS = {RESULT, SAMPLES, TASK, manifest.MANIFEST, inputs.NLTK, "prompts.jsonl"}
+"""The last is a former release's."""
 _PACKAGES = ("lm_eval", "torch", "transformers", "datasets", "nltk", "langdetect")
 
 
@@ -53,8 +55,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score ``model`` and write ``out`` (result, samples, manifest): whole, or without a manifest.
 
-    ``data`` is a JSON Lines file of IFEval rows; without it the benchmark is taken where it can be had (unless
-    ``benchmark`` is false), else the project's own prompts, and the result says which. ``device``: ``cpu``, ``cuda``,
+    ``data`` is a JSON Lines file of rows for the task that reads some; without it the benchmark is taken where it can be had
+    (unless ``benchmark`` is false), else the project's own rows, and the result says which. ``device``: ``cpu``, ``cuda``,
     ``cuda:N``, ``auto`` (spread over all GPUs), or None (the first GPU where the weights fit, else as ``auto``).
     ``adapter``: a LoRA adapter that is applied to ``model`` without merging. ``base``: a model that is asked the same, with
     ``model``'s tokenizer and template, and compared; its own result lies in ``base_out`` and is used again.
@@ -118,24 +120,17 @@ def _prepared(
         problems += check_device(device)
         if adapter is not None:
             problems += check_adapter(model, adapter)
-        rows, own = None, {}
         with gathered(problems):
-            if ifeval.NAME in settings.tasks:
-                rows = stack.enter_context(ifeval.inputs(data, benchmark, scratch))
-                own = rows.write_task(settings, scratch / TASK, scratch)
-            elif data is not None:
-                problems.append(Problem("holds prompts of ifeval, which is not a task here", file=str(data), key="--data"))
-            loaded, places = tasks.load(settings.tasks, own, settings)
+            own = stack.enter_context(inputs.opened(settings.tasks, data, benchmark, scratch))
+            loaded, places = tasks.load(settings.tasks, own.write_tasks(settings, scratch / TASK), settings)
             problems += _check_marks(loaded, settings)
-            if rows is not None:
-                problems += rows.find_difference(loaded["tasks"][ifeval.NAME])
+            problems += own.find_differences(loaded["tasks"])
         raise_if(problems)
         assert facts is not None
         name, why = backends.choose(settings.backend, facts, device)
-        seeds = ifeval.read_task_file().seeds
-        _seed(seeds)
-        prompts = tasks.digest(loaded, settings, seeds.numpy, facts.render if settings.apply_chat_template else None)
-        run = _Run(settings, facts, adapter, backends.describe(name, facts, adapter), loaded, places, prompts, rows, seeds, why)
+        _seed(own.seeds)
+        prompts = tasks.digest(loaded, settings, own.seeds.numpy, facts.render if settings.apply_chat_template else None)
+        run = _Run(settings, facts, adapter, backends.describe(name, facts, adapter), loaded, places, prompts, own, why)
         run.device = pick_device(device, model)
         yield run
 
@@ -175,9 +170,7 @@ class _Run:
     """Where each data set came from: a commit of the Hub, or a description."""
     prompts: str
     """Digest of all requests."""
-    rows: ifeval.Inputs | None
-    """IFEval's prompts, where it is a task."""
-    seeds: ifeval.Seeds
+    own: inputs.Inputs
     why: str
     """Why this backend."""
     device: str = "cpu"
@@ -206,8 +199,8 @@ class _Run:
             "limit": self.settings.limit,
             "max_gen_toks": self.settings.max_gen_toks,
             "batch_size": self.settings.batch_size,
-            "seeds": self.seeds.model_dump(),
-            "punkt": self.rows and self.rows.splitter.sha256,
+            "seeds": self.own.seeds.model_dump(),
+            "punkt": self.own.splitter and self.own.splitter.sha256,
             "device": self.device,
             "base": base and hashlib.sha256(json.dumps(base, sort_keys=True).encode()).hexdigest(),
             "versions": {name: version(name) for name in _PACKAGES},
@@ -215,8 +208,7 @@ class _Run:
 
     def execute(self, out: Path, started: float) -> dict[str, Any]:
         """Answer, score, compare, write, seal."""
-        if self.rows is not None:
-            self.rows.keep(self.settings, out, out / TASK)
+        self.own.keep(self.settings, out, out / TASK)
         name = hashlib.sha256(json.dumps({**self.identity(), "base": None}, sort_keys=True).encode()).hexdigest()[:16]
         log = AnswerLog(out / f".answers-{name}.tmp")
         try:
@@ -245,7 +237,7 @@ class _Run:
         """What ``lm_eval run`` does, without its look at the whole machine (pip, git, Hub) around it."""
         import lm_eval.evaluator
 
-        _seed(self.seeds)
+        _seed(self.own.seeds)
         folder, size = self.facts.folder, self.settings.batch_size
         with contextlib.ExitStack() as stack:
             with manifest.DigestComparison(folder) as weights:
@@ -293,7 +285,7 @@ class _Run:
                 "dtype": str(lm.model.dtype).removeprefix("torch.") if self.backend.name == "hf" else self.backend.dtype,
                 "device": "auto" if self.device == "auto" or self.backend.name != "hf" else str(lm.device),
                 "chat_template": self.settings.apply_chat_template,
-                "seeds": {**self.seeds.model_dump(), "langdetect": 0},
+                "seeds": {**self.own.seeds.model_dump(), "langdetect": 0},
             },
             "truncated_prompts": lm.truncated,
             "chat_template_sha": self.facts.template_sha if self.settings.apply_chat_template else None,
@@ -306,13 +298,10 @@ class _Run:
         if lm.truncated:
             found["notes"].append(f"{lm.truncated} prompts lost their beginning: prompt and answer exceed the model's context.")
         for name in self.settings.tasks:
-            if name != ifeval.NAME and name in details and details[name]["limited"]:
+            if name not in self.own.rows and name in details and details[name]["limited"]:
                 first = f"the first {scores[name]['n']} documents"
                 found["notes"].append(f"Not all of {name} ({first}): these numbers compare with nothing published.")
-        if self.rows is not None:
-            mine = [sample for sample in samples if sample["task"] == ifeval.NAME]
-            found |= self.rows.describe(scores[ifeval.NAME], mine, found)
-        return found
+        return self.own.describe(found, samples)
 
     def _notes(self) -> list[str]:
         """Which base an adapter was trained on and which it is scored on, where they differ or one is quantised."""
@@ -340,8 +329,9 @@ class _Run:
             "comparable": not limited,
             "members": self.members.get(name, []),
         }
-        if self.rows is not None and name == ifeval.NAME:
-            row |= {"data": [self.rows.name], "revisions": {}, "comparable": self.rows.prompts.is_benchmark and not limited}
+        if (rows := self.own.rows.get(name)) is not None:
+            found = rows.dataset(counts[0]["effective"])
+            row |= {"data": [rows.name], "revisions": {}, "comparable": found["is_benchmark"], "dataset": found}
         return row
 
     def _compare(self, result: Mapping[str, Any], samples: list[dict[str, Any]], higher: Mapping[str, Any]) -> dict[str, Any]:
@@ -364,11 +354,15 @@ class _Run:
         shots, tokens = settings.num_fewshot, settings.max_gen_toks
         return [
             *("lm_eval", "run", "--model", "hf", "--model_args", model, "--tasks", ",".join(settings.tasks)),
-            *(("--include_path", str((out / TASK).resolve())) if self.rows is not None else ()),
+            *(("--include_path", str((out / TASK).resolve())) if self.own.rows else ()),
             *(() if spread else ("--device", str(decoding["device"]))),
             *("--batch_size", str(settings.batch_size), *(("--apply_chat_template",) if settings.apply_chat_template else ())),
             *(("--num_fewshot", str(shots)) if shots is not None else ()),
-            *(("--gen_kwargs", f"max_gen_toks={tokens}") if tokens is not None and settings.tasks != [ifeval.NAME] else ()),
+            *(
+                ("--gen_kwargs", f"max_gen_toks={tokens}")
+                if tokens is not None and {*settings.tasks} - {*self.own.rows}
+                else ()
+            ),
             *(("--limit", str(settings.limit)) if settings.limit is not None else ()),
         ]
 
@@ -379,7 +373,7 @@ def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"n": int(row["sample_len"]), **values}
 
 
-def _seed(seeds: ifeval.Seeds) -> None:
+def _seed(seeds: Seeds) -> None:
     """As ``lm_eval.simple_evaluate`` does before it loads the model."""
     import random
 

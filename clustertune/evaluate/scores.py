@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from clustertune.config.schema import Eval
+from clustertune.config.schema import FIRST_TASK, Eval
+from clustertune.config.tasks import find_task, first_task
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.evaluate import punkt
 
 RESULT = "results.json"
-OLD_RESULT = "ifeval.json"
-"""What an evaluation was called while IFEval was the only task."""
+OLD_RESULT = f"{FIRST_TASK}.json"
+"""What an evaluation was called while there was one task."""
 
 
 def clustered_stderr(followed: Sequence[Sequence[bool]]) -> float | None:
@@ -50,7 +51,7 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 
 
 def _from_old(found: dict[str, Any]) -> dict[str, Any]:
-    """A result from when IFEval was the only task; as it is, where it is of no known form."""
+    """A result from when there was one task; as it is, where it is of no known form."""
     scores, dataset, stderr, verdict, splitter = (
         value if isinstance(value := found.get(key), dict) else {} for key in ("scores", "dataset", "stderr", "pass", "punkt")
     )
@@ -61,14 +62,14 @@ def _from_old(found: dict[str, Any]) -> dict[str, Any]:
         row |= {f"{name},none": value, f"{name}_stderr,none": stderr.get(name)}
     known = "" if "is_benchmark" in dataset else "known to be "
     whole = bool(dataset.get("is_benchmark") and not dataset.get("limited"))
-    notes = [] if whole else [f"Not {known}the IFEval benchmark: these numbers compare with nothing published."]
+    notes = [] if whole else [f"Not {known}the {first_task().title} benchmark: these numbers compare with nothing published."]
     notes += [punkt.NOTE] if splitter.get("source") == punkt.TRAINED else []
-    judged = {"marks": {"ifeval": verdict.get("marks") or {}}, "difference_marks": {}}
-    missed = [f"ifeval {name}" for name in verdict.get("missed") or []]
+    judged = {"marks": {FIRST_TASK: verdict.get("marks") or {}}, "difference_marks": {}}
+    missed = [f"{FIRST_TASK} {name}" for name in verdict.get("missed") or []]
     return {
         **found,
-        "tasks": {"ifeval": row},
-        "details": {"ifeval": {"data": [dataset.get("name")], "comparable": whole}},
+        "tasks": {FIRST_TASK: row},
+        "details": {FIRST_TASK: {"data": [dataset.get("name")], "comparable": whole}},
         "pass": {**judged, "missed": missed, "passed": not missed},
         "notes": notes,
     }
@@ -87,6 +88,13 @@ def metrics(row: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
         metric, comma, kept = key.partition(",")
         if comma and not metric.endswith("_stderr"):
             yield key, value, row.get(f"{metric}_stderr,{kept}")
+
+
+def headline(name: str, row: Mapping[str, Any]) -> tuple[str, Any]:
+    """The metric by which a task is known, ``METRIC,FILTER``, and its value; the first where its folder does not say."""
+    task = find_task(name)
+    key = find_metric(row, task.metrics[0]) if task else None
+    return next(((found, value) for found, value, _ in metrics(row) if key in (None, found)), ("", None))
 
 
 def shown(key: str) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 
 from clustertune.config.load import did_you_mean
 from clustertune.config.schema import Eval
+from clustertune.config.tasks import with_rows
 from clustertune.errors import Problem, UserError, raise_if
-from clustertune.evaluate import ifeval
 
 KINDS = ("generate_until", "loglikelihood", "loglikelihood_rolling", "multiple_choice")
 """lm-eval's output types that a language model answers."""
@@ -39,11 +39,12 @@ def manager(names: Sequence[str]) -> Any:
 
 
 def data_sets(names: Sequence[str]) -> dict[str, str]:
-    """The Hub's data set of each task, by task; groups and tags give those of their members. IFEval's is staged apart."""
+    """The Hub's data set of each task, by task; groups and tags give those of their members. Rows that are read
+    here are staged apart."""
     from lm_eval.tasks._index import Kind
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    names = [name for name in names if name != ifeval.NAME]
+    names = [name for name in names if name not in with_rows(names)]
     index = manager(names).task_index if names else {}
     found: dict[str, str] = {}
     waiting: list[Any] = list(names)

@@ -11,6 +11,7 @@ from clustertune.config.cluster_schema import Cluster
 from clustertune.config.hardware import load_hardware
 from clustertune.config.parameters import weight_bytes
 from clustertune.config.resolved import Resolved
+from clustertune.config.tasks import find_task, first_task
 from clustertune.config.values import Values
 
 GPU_SHARE = 0.9
@@ -20,7 +21,7 @@ GPU_OVERHEAD = 5e9
 KV_BYTES = 2
 """Of one element of the key-value cache: bfloat16, as the weights."""
 SEQUENCE_TOKENS = 1400
-"""Tokens of a prompt and its answer that the cache is counted for: IFEval's 120 and 1,280."""
+"""Tokens of a prompt and its answer that the cache is counted for: 120 and 1,280."""
 FEWEST, MOST = 16, 256
 """Sequences that a server must hold at once, so that its GPUs are worth their price; and those that it is sent at most."""
 LONGEST = 16_384
@@ -142,8 +143,6 @@ def in_one_process(size: ModelSize, layers: int, hbm_bytes_s: float, documents: 
 
 
 KEY = "container.vllm"
-IFEVAL_DOCUMENTS, ANSWER_TOKENS = 541, 1280
-"""Of IFEval, by which the time of each task is estimated."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ class Evaluation:
     note: str = ""
     """What keeps it from working; empty: nothing that is known."""
     assumed: str = ""
-    """What the estimate takes for granted; empty: the tasks are IFEval."""
+    """What the estimate takes for granted; empty: nothing, all tasks are known."""
 
     @property
     def gpu_hours(self) -> float | None:
@@ -192,9 +191,10 @@ class Evaluation:
 
 def evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     """How the recipe's tasks are answered on a cluster, with an estimate of the time."""
-    others = [task for task in resolved.recipe.eval.tasks if task != "ifeval"]
-    count = f"{resolved.recipe.eval.limit or IFEVAL_DOCUMENTS} prompts each"
-    assumed = f"{', '.join(others)} taken as long as IFEval, {count}" if others else ""
+    settings, like = resolved.recipe.eval, first_task()
+    others = [task for task in settings.tasks if find_task(task) is None]
+    count = f"{settings.limit or like.documents} prompts each"
+    assumed = f"{', '.join(others)} taken as long as {like.title}, {count}" if others else ""
     return replace(_evaluation(resolved, cluster), assumed=assumed)
 
 
@@ -204,8 +204,9 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     requested, models = settings.backend, 1 + settings.base
     weights = weight_bytes(resolved.architecture)
     gpu = load_hardware().get(compute.gpu) if compute.gpus and compute.gpu else None
-    documents = len(settings.tasks) * (settings.limit or IFEVAL_DOCUMENTS)
-    tokens = settings.max_gen_toks or ANSWER_TOKENS
+    tasks = [find_task(task) or first_task() for task in settings.tasks]
+    documents = sum(settings.limit or task.documents for task in tasks)
+    tokens = settings.max_gen_toks or max(task.generation_kwargs.max_gen_toks for task in tasks)
     shape = size = None
     if weights is not None and (gpu or not compute.gpus):
         size = ModelSize.of(resolved.architecture, weights)

@@ -205,10 +205,10 @@ class _Look:
         return (steps - step) * (ended - began) / (last - first) if last > first else None
 
     def _score(self) -> float | None:
-        """The first score of the evaluation."""
+        """The headline of the evaluation's first task."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            for row in (get(scores.read_result(self.run.eval), "tasks") or {}).values():
-                return next((float(value) for _, value, _ in scores.metrics(row)), None)
+            for name, row in (get(scores.read_result(self.run.eval), "tasks") or {}).items():
+                return None if (value := scores.headline(name, row)[1]) is None else float(value)
         return None
 
     # -- nodes and who is slow -----------------------------------------------------------------------------------------

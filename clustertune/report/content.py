@@ -111,7 +111,7 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any
         add("Wall time", duration(sum(seconds)), f"training {duration(get(stages, 'train', 'seconds'))}")
     add("Trainable parameters", number(trained))
     for name, row in (get(scored, "tasks") or {}).items():
-        key, value = next(((key, value) for key, value, _ in evaluation.metrics(row)), ("", None))
+        key, value = evaluation.headline(name, row)
         if not _is_part(scored, name):
             note = evaluation.shown(key) + ("" if get(scored, "details", name, "comparable") else ", not the benchmark")
             add(name, score(value), note)

@@ -17,10 +17,11 @@ from clustertune import manifest
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.load import find_elsewhere
 from clustertune.config.resolved import Resolved
+from clustertune.config.tasks import PUNKT, needed, reader_of, with_rows
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
-from clustertune.evaluate import ifeval as tasks
 from clustertune.evaluate import punkt
+from clustertune.evaluate.inputs import fetch_benchmark
 from clustertune.evaluate.tasks import data_sets
 from clustertune.evaluate.tasks import snapshot as cached_data
 from clustertune.launch import image as images
@@ -30,6 +31,9 @@ from clustertune.staging import bundle, cache, hub, needs, worker
 from clustertune.staging.cache import JOURNAL, SPARE
 from clustertune.staging.survey import SourceFile
 from clustertune.staging.worker import Bounds
+
+ROWS = "--eval-data"
+"""The option of ``stage`` that names a file of rows."""
 
 
 @dataclass
@@ -66,8 +70,9 @@ class BundlePart:
 class Collector:
     """Gathers the parts of one recipe."""
 
-    def __init__(self, resolved: Resolved, cluster: Cluster, out: Path, ifeval: Path | None, bounds: Bounds) -> None:
-        self._resolved, self._cluster, self._out, self._ifeval, self._bounds = resolved, cluster, out, ifeval, bounds
+    def __init__(self, resolved: Resolved, cluster: Cluster, out: Path, rows: Path | None, bounds: Bounds) -> None:
+        self._resolved, self._cluster, self._out, self._rows, self._bounds = resolved, cluster, out, rows, bounds
+        self._tasks = resolved.recipe.eval.tasks
         self.notes: list[str] = []
 
     def plan(self) -> list[BundlePart]:
@@ -133,37 +138,34 @@ class Collector:
         return [BundlePart("data", data.name, target, source, self._survey(source, "data"), path=target)]
 
     def _benchmark(self) -> list[BundlePart]:
-        if (path := self._ifeval) is not None:
+        if (path := self._rows) is not None:
             target = f"{bundle.EVAL}/{path.name}"
             return [BundlePart("benchmark", path.name, bundle.EVAL, path.parent, [_one(path)], path=target)]
-        if not self._scores_ifeval:
-            return []
-        if self._resolved.recipe.model.weights == "random":
+        sources = [task.hub for task in with_rows(self._tasks).values() if task.hub is not None]
+        if sources and self._resolved.recipe.model.weights == "random":
             self.notes.append("benchmark: random weights are scored on the project's own prompts, nothing is staged")
             return []
-        source = tasks.read_task_file().hub
-        target = needs.snapshot(Path(bundle.HUB), "datasets", source.name, source.revision).as_posix()
-        found = tasks.fetch_benchmark(source)
-        if found is None:
-            text = f"{source.name} cannot be had from the Hub or its cache: the project's own prompts would be scored"
-            self.notes.append(f"warning: {text} -> --ifeval FILE names a copy of its {source.file}")
-            return []
-        return [BundlePart("benchmark", source.name, target, found.parent, [_one(found)], revision=source.revision)]
+        parts = []
+        for source in sources:
+            target = needs.snapshot(Path(bundle.HUB), "datasets", source.name, source.revision).as_posix()
+            if (found := fetch_benchmark(source)) is not None:
+                files = [_one(found)]
+                parts.append(BundlePart("benchmark", source.name, target, found.parent, files, revision=source.revision))
+            else:
+                text = f"{source.name} cannot be had from the Hub or its cache: the project's own prompts would be scored"
+                self.notes.append(f"warning: {text} -> {ROWS} FILE names a copy of its {source.file}")
+        return parts
 
     def _task_data(self) -> list[BundlePart]:
         """The data sets of lm-eval's other tasks, from the Hub or its cache."""
         found = []
-        for name in sorted(set(data_sets(self._resolved.recipe.eval.tasks).values())):
+        for name in sorted(set(data_sets(self._tasks).values())):
             kept = cached_data(name)
             found.append(replace(self._repository("dataset", name, kept.name if kept else None), what="task"))
         return found
 
-    @property
-    def _scores_ifeval(self) -> bool:
-        return tasks.NAME in self._resolved.recipe.eval.tasks
-
     def _nltk(self) -> list[BundlePart]:
-        if not self._scores_ifeval:
+        if not needed(self._tasks, PUNKT):
             return []
         target = (Path(bundle.NLTK) / punkt.FOLDER).as_posix()
         site = punkt.locate_site_copy()
@@ -235,8 +237,8 @@ class Collector:
         Raises UserError.
         """
         out = self._out
-        if self._ifeval is not None:
-            _check_prompts(self._ifeval)
+        if self._rows is not None:
+            _check_rows(self._rows, self._tasks)
         if out.exists() and not out.is_dir():
             raise UserError("is a file, not a folder", file=str(out), key="--to", fix="give another")
         if not out.exists():
@@ -338,18 +340,18 @@ class Collector:
         manifest.seal(self._out, bundle.KIND, meta, records)
 
 
-def _check_prompts(path: Path) -> None:
-    """The file has the form of IFEval's rows; the rehearsal checks each of them. Raises UserError."""
+def _check_rows(path: Path, names: Sequence[str]) -> None:
+    """The file has the columns of the task that reads rows; the rehearsal checks each of them. Raises UserError."""
+    task = reader_of(names, path, ROWS)
     try:
         rows = [json.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", file=str(path), key="--ifeval") from None
+        raise UserError(f"cannot be read: {error.strerror}", file=str(path), key=ROWS) from None
     except ValueError:
         rows = []
-    columns = ("key", "prompt", "instruction_id_list", "kwargs")
-    if not rows or not all(isinstance(row, dict) and all(column in row for column in columns) for row in rows):
-        fix = f"JSON lines with {', '.join(columns)}, as google/IFEval has them"
-        raise UserError("contains no rows of IFEval", file=str(path), key="--ifeval", fix=fix)
+    if not rows or not all(isinstance(row, dict) and all(column in row for column in task.columns) for row in rows):
+        fix = f"JSON lines with {', '.join(task.columns)}, as {task.hub.name if task.hub else task.title} has them"
+        raise UserError(f"contains no rows of {task.title}", file=str(path), key=ROWS, fix=fix)
 
 
 def _one(path: Path) -> SourceFile:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from clustertune.config.resolved import Resolved
-from clustertune.errors import Problem, UserError
+from clustertune.config.tasks import PUNKT
+from clustertune.errors import Problem, UserError, raise_if
 from clustertune.staging import bundle, netwatch
 
 FORWARD_BYTES = 4e9
@@ -204,30 +205,26 @@ class Rehearsal:
 
     def benchmark(self) -> str:
         """lm-eval's tasks on the prompts that the chain will score, with the sentence splitter."""
-        from clustertune.evaluate import ifeval, progress, punkt, tasks
+        from clustertune.evaluate import inputs, progress, punkt, tasks
 
         wanted, published = self.resolved.recipe.eval, self.resolved.recipe.model.weights == "hub"
         given = bundle.prompts(self.resolved)
-        reason, folder = "", self._scratch / "task"
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(progress.quiet())
-            rows, own_files = None, {}
-            if ifeval.NAME in wanted.tasks:
-                rows = stack.enter_context(ifeval.inputs(given, published, self._scratch))
-                own_files = rows.write_task(wanted, folder, self._scratch)
-                own = given is None and rows.source.name != rows.task.hub.name
-                lacks = f" (the folder has no {rows.task.hub.name})" if published and own else ""
-                reason = f" of {rows.source.name}, sentence splitter: {rows.splitter.source}{lacks}"
-                if rows.splitter.source != punkt.TRAINED and not rows.splitter.path.is_relative_to(self._folder):
-                    text = f"the sentence splitter came from {rows.splitter.path}, not from the folder"
-                    raise UserError(text, fix="stage the recipe where NLTK_DATA names the data")
-            loaded, _ = tasks.load(wanted.tasks, own_files, wanted)
-            if rows is not None and (problems := rows.find_difference(loaded["tasks"][ifeval.NAME])):
-                raise UserError(problems)
-            counts = {name: len(task.eval_docs) for name, task in loaded["tasks"].items()}
-        others = ", ".join(f"{count} documents of {name}" for name, count in counts.items() if name != ifeval.NAME)
-        first = f"{counts[ifeval.NAME]} prompts{reason}" if ifeval.NAME in counts else ""
-        return "; ".join(part for part in (first, others) if part)
+        found = []
+        with progress.quiet(), inputs.opened(wanted.tasks, given, published, self._scratch) as own:
+            splitter = own.splitter
+            if splitter and splitter.source != punkt.TRAINED and not splitter.path.is_relative_to(self._folder):
+                text = f"the sentence splitter came from {splitter.path}, not from the folder"
+                raise UserError(text, fix="stage the recipe where NLTK_DATA names the data")
+            loaded, _ = tasks.load(wanted.tasks, own.write_tasks(wanted, self._scratch / "task"), wanted)
+            raise_if(own.find_differences(loaded["tasks"]))
+            for rows in own.rows.values():
+                hub, source = rows.task.hub, rows.source.name
+                lacks = f" (the folder has no {hub.name})" if published and hub and given is None and source != hub.name else ""
+                words = f", sentence splitter: {splitter.source}" if splitter and PUNKT in rows.task.needs else ""
+                found.append(f"{len(rows.rows)} prompts of {source}{words}{lacks}")
+            others = {name: len(task.eval_docs) for name, task in loaded["tasks"].items() if name not in own.rows}
+        others_text = ", ".join(f"{count} documents of {name}" for name, count in others.items())
+        return "; ".join([*found, *([others_text] if others else [])])
 
 
 def main() -> int:

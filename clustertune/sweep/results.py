@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from clustertune.config.schema import FIRST_TASK
+from clustertune.config.tasks import first_task
 from clustertune.console import aligned
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.evaluate.scores import metrics as scores_of
@@ -23,8 +25,8 @@ from clustertune.sweep.points import Point, Sweep
 
 LOWER = {"eval_loss": True, "loss": True, "eval_token_accuracy": False}
 """The metrics of training that points can be sorted by, and whether less is better; of a score more is better."""
-SCORE = re.compile(r"[\w.:+-]+[.]\w[\w,.-]*|(prompt|inst)_level_(strict|loose)_acc")
-"""``TASK.METRIC``; IFEval's four scores are known without their task, as before there were tasks."""
+SCORE = re.compile(r"[\w.:+-]+[.]\w[\w,.-]*")
+"""``TASK.METRIC``."""
 DONE, FAILED, OPEN, WAITING = "done", "failed", "unfinished", "waiting"
 
 
@@ -48,14 +50,18 @@ class PointResult:
 
     def value(self, metric: str) -> float | None:
         """Its value of a metric, where it is a number."""
-        found = self.metrics.get(metric, self.metrics.get(f"ifeval.{metric}"))
+        found = self.metrics.get(metric, self.metrics.get(f"{FIRST_TASK}.{metric}"))
         return found if found is not None and math.isfinite(found) else None
 
 
 def check_metric(metric: str) -> None:
-    """Raises UserError for what can be no metric; which scores the points have is known when they end."""
-    if metric not in LOWER and not SCORE.fullmatch(metric):
-        fix = f"one of {', '.join(LOWER)}, or a score: TASK.METRIC, such as ifeval.prompt_level_strict_acc"
+    """Raises UserError for what can be no metric; which scores the points have is known when they end.
+
+    Scores of the first task are known without its name, as before there were tasks.
+    """
+    first = first_task()
+    if metric not in (*LOWER, *first.metrics) and not SCORE.fullmatch(metric):
+        fix = f"one of {', '.join(LOWER)}, or a score: TASK.METRIC, such as {first.task}.{first.metrics[0]}"
         raise UserError(f"there is no metric {metric!r}", file="command line", key="--metric", fix=fix)
 
 
@@ -169,7 +175,7 @@ def columns(metric: str, results: Sequence[PointResult]) -> list[str]:
     """The metrics to show: the one that sorts, then those that any point has."""
     there = dict.fromkeys(name for result in results for name in result.metrics)
     order = [*(name for name in LOWER if name in there), *(name for name in there if name not in LOWER)]
-    return [metric, *(name for name in order if name not in (metric, f"ifeval.{metric}"))]
+    return [metric, *(name for name in order if name not in (metric, f"{FIRST_TASK}.{metric}"))]
 
 
 def rows(sweep: Sweep, names: Sequence[str], results: Sequence[PointResult]) -> list[list[str]]:

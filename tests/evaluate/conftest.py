@@ -17,11 +17,13 @@ import pytest
 import yaml
 
 from clustertune.config.schema import Eval
-from clustertune.evaluate import ifeval as tasks
+from clustertune.config.tasks import first_task
+from clustertune.evaluate.inputs import locate_upstream
 from clustertune.evaluate.run import evaluate
 
 SETTINGS = Eval(max_gen_toks=8, batch_size=8)
-OWN = tasks.FOLDER / "prompts.jsonl"
+IFEVAL = first_task()
+OWN = IFEVAL.folder / "prompts.jsonl"
 
 # Google's set has rows like the first: "#" is not a letter, and lm-eval draws one. The second has the Hub's null arguments.
 EXTRA_ROWS: list[dict[str, Any]] = [
@@ -80,7 +82,7 @@ def start_by_hand(model: Path, data: Path, nltk_data: Path, folder: Path) -> sub
     """``lm_eval run`` on a task file written here, not by the code under test."""
     (folder / "task").mkdir(parents=True)
     body = {
-        "include": str(tasks.locate_upstream()),
+        "include": str(locate_upstream(IFEVAL)),
         "task": "by_hand",
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"train": str(data)}},
@@ -121,7 +123,7 @@ def nltk_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from clustertune.evaluate import punkt
 
     folder = tmp_path_factory.mktemp("nltk")
-    punkt.train([(tasks.FOLDER / "punkt.txt").read_text()], folder)
+    punkt.train([(IFEVAL.folder / "punkt.txt").read_text()], folder)
     return folder
 
 

@@ -14,10 +14,10 @@ import pytest
 
 from clustertune import manifest
 from clustertune.config.schema import Eval
+from clustertune.config.tasks import first_task
 from clustertune.errors import ExitCode, UserError
 from clustertune.evaluate import run as room
 from clustertune.evaluate.answers import AnswerLog, hold
-from clustertune.evaluate.ifeval import SCORES as IFEVAL_SCORES
 from clustertune.evaluate.run import evaluate
 from tests.evaluate.conftest import SETTINGS, NetworkUsedError, Scored, forbid_network
 
@@ -27,7 +27,7 @@ def read_samples(out: Path) -> list[dict[str, Any]]:
 
 
 class TestAgainstLmEvalByHand:
-    @pytest.mark.parametrize("name", IFEVAL_SCORES)
+    @pytest.mark.parametrize("name", first_task().metrics)
     def test_scores_are_equal(self, scored: Scored, name: str) -> None:
         assert scored.result["scores"][name] == scored.hand["results"]["by_hand"][f"{name},none"]
 
@@ -166,7 +166,7 @@ class TestRefusals:
         def full(*_args: object) -> None:
             raise OSError(28, "No space left on device", str(tmp_path / "x"))
 
-        monkeypatch.setattr(room.ifeval.Inputs, "keep", full)
+        monkeypatch.setattr(room.inputs.Inputs, "keep", full)
         with pytest.raises(UserError, match="No space left") as caught:
             evaluate(tiny_model, tmp_path / "out", settings=SETTINGS, data=parity_data, device="cpu")
         assert caught.value.code == ExitCode.STORAGE

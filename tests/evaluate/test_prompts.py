@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clustertune.errors import UserError
-from clustertune.evaluate import prompts as room
 from clustertune.evaluate import punkt
-from clustertune.evaluate.prompts import find_difference, read_prompts, recognise_benchmark
-from tests.evaluate.conftest import OWN
+from clustertune.evaluate.inputs import Source
+from clustertune.evaluate.own import ifeval as room
+from clustertune.evaluate.own.ifeval import OwnRows, recognise_benchmark
+from tests.evaluate.conftest import IFEVAL, OWN
 
 GOOD: dict[str, Any] = {
     "key": 1,
@@ -24,6 +25,10 @@ GOOD: dict[str, Any] = {
     "instruction_id_list": ["length_constraints:number_words"],
     "kwargs": [{"num_words": 5, "relation": "less than"}],
 }
+
+
+def read_prompts(path: Path) -> OwnRows:
+    return OwnRows(IFEVAL, Source(path, path.name))
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +118,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("content", [b"", b"\n \n"])
     def test_nothing_in_it(self, content: bytes, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="contains no prompts"):
+        with pytest.raises(UserError, match="contains no rows"):
             read_prompts(write(tmp_path, content))
 
     def test_no_file(self, tmp_path: Path) -> None:
@@ -158,7 +163,7 @@ class TestAccepted:
         row = {**GOOD, "kwargs": [{"num_words": 5.0, "relation": "less than", "keywords": None}], "remark": [1]}
         found = read_prompts(write(tmp_path, row))
         assert json.loads(found.to_jsonl()) == GOOD
-        assert find_difference(found, [GOOD]) is None
+        assert found.find_difference([GOOD]) is None
 
     def test_what_is_drawn_is_counted_and_no_draw_is_spent(self, tmp_path: Path) -> None:
         rows = [one("keywords:letter_frequency", letter="#", let_frequency=4, let_relation="at least"), {**GOOD, "key": 2}]
@@ -175,10 +180,10 @@ class TestAccepted:
         table = datasets.load_dataset(
             "json", data_files=str(tmp_path / "plain.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
         )
-        problem = find_difference(found, list(table))
+        problem = found.find_difference(list(table))
         assert (problem is None) == (table[0]["kwargs"][0]["end_phrase"] == "2024-01-01")
-        assert find_difference(found, []) is not None
-        assert find_difference(found, [{**found.rows[0], "prompt": "other"}]) is not None
+        assert found.find_difference([]) is not None
+        assert found.find_difference([{**found.rows[0], "prompt": "other"}]) is not None
 
 
 class TestBenchmark:

@@ -10,9 +10,9 @@ import pytest
 
 from clustertune.errors import ExitCode, UserError
 from clustertune.evaluate import punkt
-from clustertune.evaluate.ifeval import FOLDER
+from tests.evaluate.conftest import IFEVAL
 
-CORPUS = [(FOLDER / "punkt.txt").read_text()]
+CORPUS = [(IFEVAL.folder / "punkt.txt").read_text()]
 
 
 @pytest.fixture(autouse=True)

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from clustertune.config.schema import Eval
+from clustertune.config.tasks import first_task
 from clustertune.errors import ExitCode, UserError
-from clustertune.evaluate.ifeval import SCORES as IFEVAL_SCORES
 from clustertune.evaluate.scores import clustered_stderr, judge, render, require_pass
 
-SCORES = dict(zip(IFEVAL_SCORES, (0.5, 0.6, 0.55, 0.7), strict=True))
+SCORES = dict(zip(first_task().metrics, (0.5, 0.6, 0.55, 0.7), strict=True))
 
 
 ROW = {"n": 30} | {f"{name},none": value for name, value in SCORES.items()}
 
 
 def make_result(marks: dict[str, float], **changes: Any) -> dict[str, Any]:
-    errors = {f"{name}_stderr,none": None if name == "inst_level_loose_acc" else 0.01 for name in IFEVAL_SCORES}
+    errors = {f"{name}_stderr,none": None if name == "inst_level_loose_acc" else 0.01 for name in first_task().metrics}
     result = {
         "model": "runs/a/merged",
         "tasks": {"ifeval": {**ROW, **errors}},
@@ -106,7 +106,7 @@ class TestTable:
     def test_scores_errors_and_marks(self) -> None:
         text = show(make_result({"prompt_level_strict_acc": 0.9, "inst_level_strict_acc": 0.1}))
         rows = {line.split()[3]: line for line in text.splitlines() if "_acc" in line}
-        assert list(rows) == list(IFEVAL_SCORES)
+        assert list(rows) == list(first_task().metrics)
         assert "0.5000" in rows["prompt_level_strict_acc"]
         assert "below" in rows["prompt_level_strict_acc"]
         assert "passed" in rows["inst_level_strict_acc"]

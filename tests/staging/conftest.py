@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.config.cluster_schema import Staging
-from clustertune.evaluate import ifeval as task
+from clustertune.config.tasks import first_task
 from clustertune.staging import cache, needs
 from clustertune.staging.tree import SourceFolder, Stager
 from clustertune.staging.worker import Bounds
@@ -143,10 +143,11 @@ def make_hub_recipe(place: Path, model: Path) -> tuple[Path, Path]:
     shutil.copy(model / "config.json", described / "model.json")
     (folder.parent / "_base" / "calm.yaml").write_text("train: {adam_epsilon: 1.0e-7}\n")
     (folder / "conversations.jsonl").unlink()
-    stand_in = task.read_task_file()
+    stand_in = first_task()
+    assert stand_in.hub is not None and stand_in.fallback is not None
     file = needs.snapshot(home / "hub", "datasets", stand_in.hub.name, stand_in.hub.revision) / stand_in.hub.file
     file.parent.mkdir(parents=True)
-    shutil.copy(task.FOLDER / stand_in.fallback.file, file)
+    shutil.copy(stand_in.folder / stand_in.fallback.file, file)
     return folder, home
 
 

@@ -54,7 +54,7 @@ def test_on_this_node_and_away_again(tmp_path: Path, cluster: Path, hub_recipe: 
         (["recipes/tiny-oasst2", "--cluster", "{cluster}", "--run-dir", "{tmp}/none"], "nothing of this recipe is there"),
         (["--cluster", "{cluster}"], "a recipe is missing"),
         (["recipes/tiny-oasst2", "--to", "{tmp}/o", "--clean"], "exclude each other"),
-        (["recipes/tiny-oasst2", "--ifeval", "x.jsonl"], "--ifeval is for --to"),
+        (["recipes/tiny-oasst2", "--ifeval", "x.jsonl"], "--eval-data is for --to"),
         (["recipes/tiny-oasst2", "--to", "{tmp}/o", "--ifeval", "{tmp}/none.jsonl"], "cannot be read"),
         (["recipes/tiny-oasst2", "--to", "{tmp}/o", "--ifeval", "{cluster}"], "contains no rows of IFEval"),
         (["--verify", "{tmp}"], "is not a folder of staged inputs"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,32 +12,39 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
+from clustertune.config.tasks import read_task_file
 from clustertune.errors import UserError
-from clustertune.evaluate import ifeval as room
+from clustertune.evaluate import inputs as room
 from clustertune.evaluate import progress as quiet_room
 from clustertune.evaluate.progress import quiet
-from tests.evaluate.conftest import forbid_network
+from tests.evaluate.conftest import IFEVAL, forbid_network
 
-GIVEN = yaml.safe_load((room.FOLDER / "task.yaml").read_text())
+GIVEN = yaml.safe_load((IFEVAL.folder / "task.yaml").read_text())
 
 
 def write(path: Path, **changes: object) -> Path:
-    (path / "task.yaml").write_text(yaml.safe_dump({**GIVEN, **changes}))
-    return path / "task.yaml"
+    shutil.copytree(IFEVAL.folder, path / "ifeval")
+    (path / "ifeval" / "task.yaml").write_text(yaml.safe_dump({**GIVEN, **changes}))
+    return path / "ifeval" / "task.yaml"
 
 
 class TestTaskFile:
     def test_decoding_is_lm_evals_own(self) -> None:
         from lm_eval.tasks._yaml_loader import load_yaml
 
-        upstream = load_yaml(room.locate_upstream(), resolve_func=False)
-        upstream["generation_kwargs"].pop("max_gen_toks")
+        upstream = load_yaml(room.locate_upstream(IFEVAL), resolve_func=False)
         assert GIVEN["generation_kwargs"] == upstream["generation_kwargs"]
+        assert GIVEN["metrics"] == [row["metric"] for row in upstream["metric_list"]]
+        assert GIVEN["hub"]["name"] == upstream["dataset_path"]
 
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"version": 3.0}, "installed lm-eval has version 4.0"),
+            ({"task": "other"}, "its folder is ifeval"),
+            ({"fallback": None}, "fallback"),
+            ({"include": ""}, "include"),
+            ({"columns": []}, "columns"),
+            ({"needs": ["luck"]}, "needs"),
             ({"generation_kwargs": {"until": [], "do_sample": True, "temperature": 0.0}}, "generation_kwargs.do_sample"),
             ({"generation_kwargs": {"until": [], "do_sample": False, "temperature": 0.7}}, "generation_kwargs.temperature"),
             ({"sampling": 1}, "sampling"),
@@ -46,17 +54,28 @@ class TestTaskFile:
     )
     def test_refused(self, changes: dict[str, object], message: str, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
-            room.read_task_file(write(tmp_path, **changes))
+            read_task_file(write(tmp_path, **changes))
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"version": 3.0}, "installed lm-eval has version 4.0"),
+            ({"include": "none.yaml"}, "neither in this folder nor below"),
+        ],
+    )
+    def test_another_definition_is_refused(self, changes: dict[str, object], message: str, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match=message):
+            room.check_version(read_task_file(write(tmp_path, **changes)))
 
     @pytest.mark.parametrize("content", ["a: [", "", "- 1"])
     def test_no_mapping(self, content: str, tmp_path: Path) -> None:
         (tmp_path / "task.yaml").write_text(content)
         with pytest.raises(UserError):
-            room.read_task_file(tmp_path / "task.yaml")
+            read_task_file(tmp_path / "task.yaml")
 
     def test_missing(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="does not exist"):
-            room.read_task_file(tmp_path / "task.yaml")
+            read_task_file(tmp_path / "task.yaml")
 
 
 class TestSource:
@@ -69,15 +88,13 @@ class TestSource:
 
     def test_a_given_file_is_taken_without_a_look_elsewhere(self) -> None:
         with forbid_network() as attempts:
-            assert room.choose_source(room.read_task_file(), Path("x/mine.jsonl")) == room.PromptSource(
-                Path("x/mine.jsonl"), "mine.jsonl"
-            )
+            assert room.choose_source(IFEVAL, Path("x/mine.jsonl")) == room.Source(Path("x/mine.jsonl"), "mine.jsonl")
         assert attempts == []
 
     def test_without_a_network_our_own(self) -> None:
         with forbid_network() as attempts:
-            found = room.choose_source(room.read_task_file(), None)
-        assert found == room.PromptSource(room.FOLDER / "prompts.jsonl", "clustertune-ifeval-smoke")
+            found = room.choose_source(IFEVAL, None)
+        assert found == room.Source(IFEVAL.folder / "prompts.jsonl", "clustertune-ifeval-smoke")
         assert attempts  # it did ask
 
     @pytest.mark.parametrize("variable", ["hub", "datasets"])
@@ -87,7 +104,7 @@ class TestSource:
         else:
             monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
         with forbid_network() as attempts:
-            assert room.choose_source(room.read_task_file(), None).name == "clustertune-ifeval-smoke"
+            assert room.choose_source(IFEVAL, None).name == "clustertune-ifeval-smoke"
         assert attempts == []
 
     def test_the_cached_benchmark_comes_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +116,7 @@ class TestSource:
 
         monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", find)
         with forbid_network() as attempts:
-            assert room.choose_source(room.read_task_file(), None) == room.PromptSource(
-                tmp_path / "cached.jsonl", "google/IFEval"
-            )
+            assert room.choose_source(IFEVAL, None) == room.Source(tmp_path / "cached.jsonl", "google/IFEval")
         assert attempts == []
         assert asked == [("google/IFEval", GIVEN["hub"]["file"], GIVEN["hub"]["revision"], "dataset")]
 

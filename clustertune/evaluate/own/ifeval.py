@@ -1,4 +1,4 @@
-"""The prompts that are scored: read, checked row by row and checker by checker before a model is loaded.
+"""IFEval's prompts, checked row by row and checker by checker before a model is loaded.
 
 A row is google/IFEval's: ``{"key": int, "prompt": str, "instruction_id_list": [str], "kwargs": [dict]}``, ``kwargs`` one
 mapping per instruction. lm-eval builds the checkers only after all generation, so that a bad row would cost the run.
@@ -11,13 +11,12 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clustertune.errors import Problem, UserError, raise_if
-from clustertune.manifest import require_whole
+from clustertune.config.tasks import TaskFile
+from clustertune.errors import Problem
+from clustertune.evaluate.inputs import Source, TaskRows
 
 BENCHMARK_PROMPTS, BENCHMARK_INSTRUCTIONS, KINDS = 541, 834, 25
 """The size of google/IFEval: prompts, instructions in them, kinds of instruction (arXiv:2311.07911 and its data file)."""
@@ -51,96 +50,67 @@ _PROBES = (
 """Answers that every checker must be able to judge."""
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """A checked file of prompts."""
-
-    file: Path
-    sha256: str
-    """Of the file as it was given."""
-    rows: list[dict[str, Any]]
-    is_benchmark: bool
-    """The rows are google/IFEval's: its counts and several of its prompts word for word."""
-    drawn: int
-    """Instructions whose arguments do not say everything, so that lm-eval draws the rest at random (from its seed)."""
-
-    def to_jsonl(self) -> str:
-        """The rows with the four columns and the arguments that count, in one type each.
-
-        lm-eval reads them through Arrow, which refuses a column of two types: whole numbers written as 2 and 2.0, or a
-        remark that is a text here and a number there.
-        """
-        return "".join(json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in self.rows)
+STDERR_METHOD = {
+    "prompt_level": "lm-eval's: sample standard deviation over prompts / sqrt(prompts)",
+    "inst_level": "ratio estimator, instructions clustered by prompt (lm-eval gives none)",
+}
 
 
-def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    kwargs = [
-        {name: int(value) if name in _INTEGERS else value for name, value in given.items() if value is not None}
-        for given in row["kwargs"]
-    ]
-    return {**{name: row[name] for name in _FORMS}, "kwargs": kwargs}
+class OwnRows(TaskRows):
+    """google/IFEval's rows."""
 
+    def __init__(self, task: TaskFile, source: Source) -> None:
+        self.drawn = 0
+        """Instructions whose arguments do not say everything, so that lm-eval draws the rest at random (from its seed)."""
+        self._seen: dict[int, str] = {}
+        super().__init__(task, source)
 
-def read_prompts(path: Path) -> Prompts:
-    """Read and check a file. Call within :func:`clustertune.evaluate.punkt.installed`: the checkers are imported here.
+    def check(self, row: Mapping[str, Any], location: str) -> list[Problem]:
+        """The form of the columns, a key of its own, and checkers that can judge."""
+        if problems := _check_form(row, location):
+            return problems
+        if (earlier := self._seen.setdefault(row["key"], location)) != location:
+            text = f"key {row['key']} stands in line {earlier.rpartition(':')[2]} too"
+            return [Problem(text, file=location, key="key")]
+        self.drawn += _check_instructions(row, location, problems)
+        return problems
 
-    Raises UserError with every bad line (``file:line``).
-    """
-    require_whole(path.parent, only=[path.name])
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            Problem(f"cannot be read: {error.strerror}", file=str(path), fix="give a JSON Lines file of IFEval rows")
-        ) from None
-    problems: list[Problem] = []
-    rows: list[dict[str, Any]] = []
-    drawn = 0
-    first_line: dict[int, int] = {}
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        row, found = _parse(line, f"{path}:{number}")
-        if row is not None and not found:
-            if (earlier := first_line.setdefault(row["key"], number)) != number:
-                found = [Problem(f"key {row['key']} stands in line {earlier} too", file=f"{path}:{number}", key="key")]
-            else:
-                drawn += _check_instructions(row, f"{path}:{number}", found)
-                rows.append(row)
-        problems += found
-    if not rows and not problems:
-        problems.append(Problem("contains no prompts", file=str(path)))
-    raise_if(problems)
-    return Prompts(path, hashlib.sha256(content).hexdigest(), rows, recognise_benchmark(rows), drawn)
+    def plain(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The four columns and the arguments that count; whole numbers may be written as 2 and 2.0."""
+        kwargs = [
+            {name: int(value) if name in _INTEGERS else value for name, value in given.items() if value is not None}
+            for given in row["kwargs"]
+        ]
+        return {**super().plain(row), "kwargs": kwargs}
 
+    @property
+    def is_benchmark(self) -> bool:
+        """The rows are google/IFEval's: its counts and several of its prompts word for word."""
+        return recognise_benchmark(self.rows)
 
-def _parse(line: bytes, location: str) -> tuple[dict[str, Any] | None, list[Problem]]:
-    """One line as a row of the right form, or what is wrong with it."""
-    try:
-        row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
-    except UnicodeDecodeError as error:
-        return None, [Problem(f"not UTF-8 at byte {error.start}", file=location)]
-    except (ValueError, RecursionError) as error:
-        return None, [Problem(f"not JSON: {error}", file=location)]
-    if not isinstance(row, dict):
-        return None, [Problem(f"a {type(row).__name__}, not an object", file=location)]
-    return row, _check_form(row, location)
+    def describe(self, result: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """All but ``notes`` stood there before there were tasks."""
+        row, data = result["tasks"][self.task.task], result["details"][self.task.task]["dataset"]
+        instructions = sum(len(sample["inst_level_strict_acc"]) for sample in samples)
+        return {
+            **super().describe(result, samples),
+            "dataset": {**data, "instructions": instructions, "drawn_arguments": self.drawn},
+            "scores": {name: row[f"{name},none"] for name in self.task.metrics},
+            "stderr": {name: row[f"{name}_stderr,none"] for name in self.task.metrics},
+            "stderr_method": STDERR_METHOD,
+            "task_version": self.task.version,
+            "decoding": {**result["decoding"], **samples[0]["arguments"][0][1]},
+        }
 
 
 def _check_form(row: Mapping[str, Any], location: str) -> list[Problem]:
-    """The four columns: there, of their types, and of equal lengths where they belong together."""
+    """The four columns: of their types, and of equal lengths where they belong together."""
     problems = []
     for name, form in _FORMS.items():
-        if name not in row:
-            problems.append(Problem("missing", file=location, key=name, fix=f"a row has {', '.join(_FORMS)}"))
-        elif not isinstance(row[name], form) or isinstance(row[name], bool):
-            problems.append(Problem(f"must be {form.__name__}, is {type(row[name]).__name__}", file=location, key=name))
+        if not isinstance(row.get(name), form) or isinstance(row.get(name), bool):
+            problems.append(Problem(f"must be {form.__name__}, is {type(row.get(name)).__name__}", file=location, key=name))
     if problems:
         return problems
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        problems.append(Problem("holds half of a surrogate pair (\\ud800 to \\udfff)", file=location))
     if abs(row["key"]) > _MAX_INTEGER:
         problems.append(Problem("exceeds 64 bits", file=location, key="key"))
     if not row["prompt"].strip():
@@ -155,10 +125,6 @@ def _check_form(row: Mapping[str, Any], location: str) -> list[Problem]:
             if not isinstance(value, form):
                 problems.append(Problem(f"must be {form.__name__}, is {value!r}", file=location, key=f"{name}[{index}]"))
     return problems
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _check_instructions(row: Mapping[str, Any], location: str, problems: list[Problem]) -> int:
@@ -269,22 +235,3 @@ def recognise_benchmark(rows: list[dict[str, Any]]) -> bool:
         and len(set(kinds)) == KINDS
         and found > len(LANDMARKS) // 2
     )
-
-
-def find_difference(prompts: Prompts, documents: list[dict[str, Any]]) -> Problem | None:
-    """Whether what lm-eval read through Arrow says the same as the file; None where it does.
-
-    Arrow guesses: a column of texts that all look like dates becomes a column of dates.
-    """
-    if len(documents) != len(prompts.rows):
-        return Problem(f"lm-eval reads {len(documents)} rows of {len(prompts.rows)}", file=str(prompts.file))
-    for row, document in zip(prompts.rows, documents, strict=True):
-        expected, found = _plain(row), {name: document[name] for name in _FORMS}
-        found["kwargs"] = [{k: v for k, v in given.items() if v is not None} for given in found["kwargs"]]
-        if expected != found:
-            return Problem(
-                f"lm-eval reads the row with key {row['key']} as {found!r}",
-                file=str(prompts.file),
-                fix="write its values so that they do not look like dates",
-            )
-    return None

@@ -1,0 +1,276 @@
+"""What tasks of ``eval/`` need beside lm-eval's own: checked rows, decoding laid over lm-eval's task, a sentence splitter."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from clustertune.config import tasks
+from clustertune.config.schema import Eval
+from clustertune.config.tasks import PinnedRows, Seeds, TaskFile
+from clustertune.errors import Problem, UserError, raise_if
+from clustertune.evaluate import punkt
+from clustertune.manifest import require_whole, write_durably
+
+NLTK = "nltk_data"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which file is scored, and under which name."""
+
+    file: Path
+    name: str
+
+
+class TaskRows:
+    """The rows of one task, read and checked before a model is loaded: lm-eval scores after all generation, so that a bad row
+    would cost the run. A task that needs more checks has a class of its own in :mod:`clustertune.evaluate.own`."""
+
+    def __init__(self, task: TaskFile, source: Source) -> None:
+        """Raises UserError with every bad line (``file:line``). Call within :func:`clustertune.evaluate.punkt.installed`
+        where the scorer needs that."""
+        self.task, self.source = task, source
+        path = source.file
+        require_whole(path.parent, only=[path.name])
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            fix = f"give a JSON Lines file of {task.title} rows"
+            raise UserError(Problem(f"cannot be read: {error.strerror}", file=str(path), fix=fix)) from None
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        """Of the file as it was given."""
+        self.rows: list[dict[str, Any]] = []
+        problems: list[Problem] = []
+        for number, line in enumerate(content.split(b"\n"), start=1):
+            if line.strip():
+                row, found = self._parse(line, f"{path}:{number}")
+                if row is not None and not found:
+                    found = self.check(row, f"{path}:{number}")
+                    self.rows.append(row)
+                problems += found
+        if not self.rows and not problems:
+            problems.append(Problem("contains no rows", file=str(path)))
+        raise_if(problems)
+
+    def _parse(self, line: bytes, location: str) -> tuple[dict[str, Any] | None, list[Problem]]:
+        """One line as a row with every column, or what is wrong with it."""
+        try:
+            row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+        except UnicodeDecodeError as error:
+            return None, [Problem(f"not UTF-8 at byte {error.start}", file=location)]
+        except (ValueError, RecursionError) as error:
+            return None, [Problem(f"not JSON: {error}", file=location)]
+        if not isinstance(row, dict):
+            return None, [Problem(f"a {type(row).__name__}, not an object", file=location)]
+        fix = f"a row has {', '.join(self.task.columns)}"
+        problems = [Problem("missing", file=location, key=name, fix=fix) for name in self.task.columns if name not in row]
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            problems.append(Problem("holds half of a surrogate pair (\\ud800 to \\udfff)", file=location))
+        return row, problems
+
+    def check(self, row: Mapping[str, Any], location: str) -> list[Problem]:  # noqa: ARG002
+        """What is wrong with a row that has every column."""
+        return []
+
+    def plain(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What of a row counts, in one type each: lm-eval reads rows through Arrow, which refuses a column of two types."""
+        return {name: row[name] for name in self.task.columns}
+
+    def to_jsonl(self) -> str:
+        """The rows as lm-eval reads them."""
+        return "".join(json.dumps(self.plain(row), ensure_ascii=False) + "\n" for row in self.rows)
+
+    @property
+    def is_benchmark(self) -> bool:
+        """The rows are the whole benchmark's."""
+        return self.task.hub is not None and self.source.name == self.task.hub.name
+
+    @property
+    def name(self) -> str:
+        """Of the data: the benchmark's where the rows are the benchmark's."""
+        return self.task.hub.name if self.task.hub and self.is_benchmark else self.source.name
+
+    def write_task(self, settings: Eval, folder: Path) -> Path:
+        """The task file in ``folder``, which replaces lm-eval's own, and the rows that it reads beside it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        file, rows = folder / f"{self.task.task}.yaml", folder / f"{self.task.task}.jsonl"
+        write_durably(rows, self.to_jsonl())
+        given = {"max_gen_toks": settings.max_gen_toks} if settings.max_gen_toks else {}
+        body = {
+            "include": str(locate_upstream(self.task)),
+            "task": self.task.task,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"train": str(rows.resolve())}},
+            "generation_kwargs": {**self.task.generation_kwargs.model_dump(), **given},
+        }
+        file.write_text(yaml.safe_dump(body, sort_keys=False))
+        return file
+
+    def find_difference(self, documents: Sequence[Mapping[str, Any]]) -> Problem | None:
+        """Whether what lm-eval read through Arrow says the same as the file; None where it does.
+
+        Arrow guesses: a column of texts that all look like dates becomes a column of dates.
+        """
+        if len(documents) != len(self.rows):
+            return Problem(f"lm-eval reads {len(documents)} rows of {len(self.rows)}", file=str(self.source.file))
+        for number, (row, document) in enumerate(zip(self.rows, documents, strict=True), start=1):
+            if self.plain(row) != (found := self.plain(document)):
+                fix = "write its values so that they do not look like dates"
+                return Problem(f"lm-eval reads row {number} as {found!r}", file=str(self.source.file), fix=fix)
+        return None
+
+    def dataset(self, count: int) -> dict[str, Any]:
+        """What a result says of the data; ``count`` rows were asked."""
+        return {
+            "name": self.name,
+            "file": str(self.source.file),
+            "sha256": self.sha256,
+            "prompts": count,
+            "rows": len(self.rows),
+            "limited": count < len(self.rows),
+            "is_benchmark": self.is_benchmark and count == len(self.rows),
+        }
+
+    def describe(self, result: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # noqa: ARG002
+        """What a result says at its top level about the task, whose samples these are: a note where it is not the benchmark."""
+        data = result["details"][self.task.task]["dataset"]
+        if data["is_benchmark"]:
+            return {}
+        why = f"the first {data['prompts']} of its {data['rows']} prompts" if data["limited"] else "other prompts"
+        text = f"Not the {self.task.title} benchmark ({why}): these numbers compare with nothing published."
+        return {"notes": [*result["notes"], text]}
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def read_rows(task: TaskFile, source: Source) -> TaskRows:
+    """The rows by the task's own class, where it has one. Raises UserError."""
+    module = f"clustertune.evaluate.own.{task.task}"
+    own = task.task.isidentifier() and importlib.util.find_spec(module)
+    return (importlib.import_module(module).OwnRows if own else TaskRows)(task, source)
+
+
+def locate_upstream(task: TaskFile) -> Path:
+    """The definition of a task: a file of its folder, else lm-eval's own."""
+    import lm_eval
+
+    beside = task.folder / task.include
+    return beside if beside.is_file() else Path(lm_eval.__file__).parent / "tasks" / task.include
+
+
+def check_version(task: TaskFile) -> None:
+    """Raises UserError where the definition is missing, or has another version than the one that ``task.yaml`` is for."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    path, file = locate_upstream(task), str(task.folder / tasks.FILE)
+    if not path.is_file():
+        raise UserError(f"{task.include} is neither in this folder nor below lm_eval/tasks", file=file, key="include")
+    installed = load_yaml(path, resolve_func=False).get("metadata", {}).get("version")
+    if task.version is not None and installed != task.version:
+        text = f"{task.version}, the installed lm-eval has version {installed} of {task.task}"
+        fix = "scores of two versions are not comparable: score the reference again, then change the line"
+        raise UserError(text, file=file, key="version", fix=fix)
+
+
+def choose_source(task: TaskFile, data: Path | None, *, benchmark: bool = True) -> Source:
+    """The given file; else the benchmark (where wanted) from the Hub's cache or the Hub; else the project's own rows."""
+    if data is not None:
+        return Source(data, data.name)
+    if benchmark and task.hub is not None and (cached := fetch_benchmark(task.hub)) is not None:
+        return Source(cached, task.hub.name)
+    assert task.fallback is not None
+    return Source(task.folder / task.fallback.file, task.fallback.name)
+
+
+def fetch_benchmark(hub: PinnedRows) -> Path | None:
+    """The benchmark's file: cached, or downloaded where the Hub answers within 5 s; None where it cannot be had."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    cached = huggingface_hub.try_to_load_from_cache(hub.name, hub.file, revision=hub.revision, repo_type="dataset")
+    if isinstance(cached, str):
+        return Path(cached)
+    if constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return None
+    url = huggingface_hub.hf_hub_url(hub.name, hub.file, repo_type="dataset", revision=hub.revision)
+    try:
+        # hf_hub_download alone retries for 24 s where no name server answers (huggingface_hub 2.4.0).
+        huggingface_hub.get_hf_file_metadata(url, timeout=5)
+        return Path(huggingface_hub.hf_hub_download(hub.name, hub.file, repo_type="dataset", revision=hub.revision))
+    # Name resolution, proxy, TLS, HTTP status: the classes come from the HTTP library of the day, and none stops the run.
+    except Exception:
+        return None
+
+
+@dataclass
+class Inputs:
+    """What the tasks of one evaluation need, found and checked."""
+
+    rows: dict[str, TaskRows]
+    """Of the tasks whose rows are read here."""
+    splitter: punkt.Punkt | None
+    """Where a scorer needs one."""
+    seeds: Seeds
+
+    def write_tasks(self, settings: Eval, folder: Path) -> dict[str, Path]:
+        """Task files that replace lm-eval's own of the same name, with their rows."""
+        return {name: rows.write_task(settings, folder) for name, rows in self.rows.items()}
+
+    def keep(self, settings: Eval, out: Path, folder: Path) -> None:
+        """Write what repeats the scoring by hand into the evaluation's folder."""
+        if self.splitter is not None and self.splitter.source == punkt.TRAINED:
+            shutil.copytree(self.splitter.path, out / NLTK, dirs_exist_ok=True)
+            self.splitter = dataclasses.replace(self.splitter, path=(out / NLTK).resolve())
+        self.write_tasks(settings, folder)
+
+    def find_differences(self, loaded: Mapping[str, Any]) -> list[Problem]:
+        """Where lm-eval has read rows otherwise than they stand in their file."""
+        found = [rows.find_difference(list(loaded[name].eval_docs)) for name, rows in self.rows.items()]
+        return [difference for difference in found if difference]
+
+    def describe(self, result: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What a result says about these tasks at its top level."""
+        found = dict(result)
+        for name, rows in self.rows.items():
+            found |= rows.describe(found, [sample for sample in samples if sample["task"] == name])
+        if self.splitter is not None:
+            found["punkt"] = {**vars(self.splitter), "path": str(self.splitter.path)}
+            found["notes"] = found["notes"] + [punkt.NOTE] * (self.splitter.source == punkt.TRAINED)
+        return found
+
+
+@contextlib.contextmanager
+def opened(names: Sequence[str], data: Path | None, benchmark: bool, scratch: Path) -> Iterator[Inputs]:
+    """What the tasks ``names`` need; while the context lasts, NLTK uses the splitter, if one is needed, and cannot download.
+
+    ``data``: a file of rows for the one task that reads some; None: see :func:`choose_source`. ``scratch``: where a splitter
+    is trained, if the site has none. Raises UserError.
+    """
+    known, reading = tasks.known_tasks(names), tasks.with_rows(names)
+    if data is not None:
+        tasks.reader_of(names, data, "--data")
+    for task in reading.values():
+        check_version(task)
+    with contextlib.ExitStack() as stack:
+        splitter, texts = None, [task.folder / tasks.TEXT for task in tasks.needed(names, tasks.PUNKT).values()]
+        if texts:
+            splitter = punkt.prepare([path.read_text(encoding="utf-8") for path in texts], scratch / NLTK)
+            stack.enter_context(punkt.installed(splitter.path))
+        rows = {name: read_rows(task, choose_source(task, data, benchmark=benchmark)) for name, task in reading.items()}
+        yield Inputs(rows, splitter, next((task.seeds for task in known.values()), Seeds()))

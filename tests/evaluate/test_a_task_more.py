@@ -1,0 +1,116 @@
+"""A folder more in ``eval/`` is a task more: known by its name from the recipe to the report, with no other file touched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from clustertune.config import tasks
+from clustertune.config.cluster import load_cluster
+from clustertune.config.resolve import resolve
+from clustertune.config.schema import Eval
+from clustertune.errors import UserError
+from clustertune.evaluate.run import evaluate
+from clustertune.launch.serving import evaluation
+from clustertune.report.page import build
+from tests.doctor.recipe_case import make
+from tests.evaluate.conftest import forbid_network
+
+FACTS = {
+    "task": "capitals",
+    "title": "Capitals",
+    "metrics": ["exact_match"],
+    "documents": 20,
+    "generation_kwargs": {"until": [], "do_sample": False, "temperature": 0.0, "max_gen_toks": 4},
+    "include": "capitals.yaml",
+    "version": 1.0,
+    "columns": ["question", "answer"],
+    "hub": {"name": "example/capitals", "revision": "a" * 40, "file": "all.jsonl"},
+    "fallback": {"name": "a-few-capitals", "file": "few.jsonl"},
+}
+SCORER = """\
+output_type: generate_until
+test_split: train
+doc_to_text: "The capital of {{question}}?"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+metadata: {version: 1.0}
+"""
+ROWS = [
+    {"question": "France", "answer": "Paris"},
+    {"question": "Italy", "answer": "Rome"},
+    {"question": "Peru", "answer": "Lima"},
+]
+NOTE = "Not the Capitals benchmark (other prompts): these numbers compare with nothing published."
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """``eval/`` with one folder more."""
+    shutil.copytree(tasks.FOLDER, tmp_path / "eval")
+    folder = tmp_path / "eval" / "capitals"
+    folder.mkdir()
+    (folder / "task.yaml").write_text(yaml.safe_dump(FACTS))
+    (folder / "capitals.yaml").write_text(SCORER)
+    (folder / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    monkeypatch.setattr(tasks, "FOLDER", folder.parent)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return folder
+
+
+def test_a_recipe_names_it() -> None:
+    wanted = ["eval.tasks=[capitals]", "eval.pass_mark={capitals: {exact_match: 0.1}}"]
+    assert resolve("tiny-oasst2", wanted).recipe.eval.tasks == ["capitals"]
+    with pytest.raises(UserError, match="capitals has no such metric"):
+        resolve("tiny-oasst2", [wanted[0], "eval.pass_mark={capitals: {exact_matches: 0.1}}"])
+
+
+def test_a_plan_estimates_it_by_its_own_numbers() -> None:
+    def found(*names: str) -> Any:
+        return evaluation(resolve("llama8b-lima", [f"eval.tasks=[{','.join(names)}]"]), load_cluster("rno-rtxpro6000"))
+
+    alone, others = found("capitals"), found("ifeval")
+    assert alone.assumed == "" and found("capitals", "gsm8k").assumed.startswith("gsm8k taken as long as")
+    assert alone.seconds < others.seconds
+
+
+def test_doctor_looks_for_its_data(tmp_path: Path) -> None:
+    (tmp_path / "case").mkdir()
+    case = make(tmp_path / "case")
+    case.environment["HF_HUB_OFFLINE"] = "1"
+    case.recipe |= {"eval": {"tasks": ["capitals"], "pass_mark": {"capitals": {"exact_match": 0.1}}}, "expect": {}}
+    found = {item.rule: item for item in case.findings() if item.rule in ("task-data", "eval-tasks", "punkt-data")}
+    assert set(found) == {"task-data"}
+    assert found["task-data"].found.startswith("example/capitals is not in ")
+
+
+def test_it_is_scored_and_reported(tiny_model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(Path(__file__).parents[1] / "report" / "recorded", run)
+    shutil.rmtree(run / "eval")
+    with forbid_network() as attempts:
+        result = evaluate(tiny_model, run / "eval", settings=Eval(tasks=["capitals"]), benchmark=False, device="cpu")
+    assert attempts == []
+    assert result["tasks"]["capitals"]["n"] == 3 and "exact_match,none" in result["tasks"]["capitals"]
+    detail = result["details"]["capitals"]
+    assert detail["data"] == ["a-few-capitals"] and not detail["comparable"] and result["notes"] == [NOTE]
+    assert "punkt" not in result and not (run / "eval" / "nltk_data").exists()
+    page = build(run).read_text()
+    assert "capitals (a-few-capitals: 3)" in page and NOTE in page
+
+
+def test_its_rows_are_checked_before_the_model(tiny_model: Path, folder: Path, tmp_path: Path) -> None:
+    (folder / "few.jsonl").write_text(json.dumps(ROWS[0]) + '\n{"question": "Chile"}\n')
+    with pytest.raises(UserError, match=r"few\.jsonl:2: answer: missing"):
+        evaluate(tiny_model, tmp_path / "out", settings=Eval(tasks=["capitals"]), benchmark=False, device="cpu")
+
+
+def test_a_file_of_rows_is_for_one_task(tiny_model: Path, folder: Path, tmp_path: Path) -> None:
+    settings = Eval(tasks=["ifeval", "capitals"])
+    with pytest.raises(UserError, match="rows are for one task that reads some, and the tasks here have ifeval and capitals"):
+        evaluate(tiny_model, tmp_path / "out", settings=settings, data=folder / "few.jsonl", device="cpu")
