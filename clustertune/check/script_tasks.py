@@ -163,6 +163,7 @@ _NODELIST = re.compile(r"\$\{?SLURM_(?:JOB_|STEP_)?NODELIST\}?(?::.*)?")
 _LOCAL = ("localhost", "127.0.0.1")
 _EPHEMERAL = (32768, 60999)
 """Linux's own net.ipv4.ip_local_port_range."""
+_TORCHRUN = ("torchrun", "torch.distributed.run")
 _PORT = "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))"
 
 
@@ -194,6 +195,25 @@ def check_host(batch: Batch) -> Iterator[Mistake]:
         message = "falls back to localhost: without the first node's name each node would train alone"
         remedy = "end the job instead: ... || exit 1"
         yield Mistake(line, "localhost-fallback", message, remedy)
+    for value in values if batch.nodes else []:
+        if value.line not in fallen and batch.resolve(value.text, value.line).partition(":")[0] in _LOCAL:
+            message = f"{value.text} is another machine on each of {batch.nodes} nodes: no node finds the others"
+            remedy = 'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+            yield Mistake(value.line, "localhost-fallback", message, remedy)
+
+
+def check_nodes(batch: Batch) -> Iterator[Mistake]:
+    """torchrun on several nodes that is not given their number: ``--nnodes`` is 1 without it."""
+    for srun in batch.sruns:
+        nodes = whole(srun.options.get("nodes") or "") or batch.nodes
+        hidden = srun.opaque or "PET_NNODES" in batch.assigned or any(token.text[:1] in "$@" for token in srun.payload)
+        if srun.launcher not in _TORCHRUN or hidden or not nodes or nodes < 2 or srun.options.get("ntasks") == "1":
+            continue
+        given = [batch.resolve(value.text, value.line) for _, value in options_in(srun.payload, ("nnodes",))]
+        if given in ([], ["1"], ["1:1"]):
+            message = f"torchrun starts on {nodes} nodes, each with --nnodes=1: {nodes} trainings that write the same files"
+            remedy = "torchrun --nnodes=$SLURM_NNODES --rdzv-backend=c10d --rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT ..."
+            yield Mistake(srun.line, "nodes-not-joined", message, remedy)
 
 
 def check_port(batch: Batch) -> Iterator[Mistake]:
@@ -305,11 +325,20 @@ def nodelist_as_host() -> None:
     """
 
 
+@scanned("nodes-not-joined", check_nodes)
+def nodes_not_joined() -> None:
+    """torchrun knows the number of nodes.
+
+    Why: without --nnodes it is 1: each node trains alone, without a message
+    See: https://docs.pytorch.org/docs/stable/elastic/run.html
+    """
+
+
 @scanned("localhost-fallback", check_host)
 def localhost_fallback() -> None:
-    """A job without its first node ends.
+    """No node of several takes itself for the first.
 
-    Why: where the name of the first node is not found each node trains alone, without a message
+    Why: where the rendezvous is at localhost each node waits for the others, or trains alone without a message
     See: https://github.com/pytorch/pytorch/issues/73656
     """
 
