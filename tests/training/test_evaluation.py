@@ -139,3 +139,18 @@ def test_accelerate_parts_filled_rows_without_a_repetition(ranks: int, batch: in
 def test_what_has_no_labels_is_left_as_it_is() -> None:
     rows = make_rows().remove_columns("labels")
     assert filled(rows, 4) is rows and filled("eval", 4) == "eval"
+
+
+@pytest.mark.parametrize(
+    ("real", "kept"), [([True, False], [0, 2]), ([False, False], [0, 1, 2, 3]), ([True, True], [0, 1, 2, 3])]
+)
+def test_pairs_that_only_fill_a_batch_cost_nothing(real: list[bool], kept: list[int]) -> None:
+    """Chosen answers are the first half of a batch, rejected ones the second. A batch of nothing else counts 0."""
+    import torch
+
+    from clustertune.training.evaluation import PairMeans
+
+    mask = torch.tensor([[0, 0, answer] for answer in (real + real)])
+    found, count = PairMeans().weighed({"input_ids": torch.arange(4)[:, None].expand(4, 3), "completion_mask": mask})
+    assert found["input_ids"][:, 0].tolist() == kept and len(found["completion_mask"]) == len(kept)
+    assert int(count) == sum(real)
