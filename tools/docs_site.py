@@ -28,7 +28,8 @@ _FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
 
 def sources() -> dict[str, str]:
     """Path of a document in the repository to the page that the site makes of it; those below ``docs`` are mkdocs' own."""
-    pages = {"README.md": "index.md", "eval/ifeval/README.md": "ifeval.md"}
+    pages = {"README.md": "index.md"}
+    pages |= {f"eval/{name}/README.md": f"{name}.md" for name in (path.parent.name for path in ROOT.glob("eval/*/README.md"))}
     pages |= {f"{name}.md": f"{name.lower()}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG")}
     recipes = [path.parent.name for path in ROOT.glob("recipes/*/README.md")]
     return pages | {f"recipes/{name}/README.md": f"recipes/{name}.md" for name in recipes}

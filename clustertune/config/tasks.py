@@ -99,14 +99,9 @@ def find_task(name: str) -> TaskFile | None:
     return read_task_file(path) if re.fullmatch(NAME, name) and path.is_file() else None
 
 
-def known_tasks(names: Iterable[str]) -> dict[str, TaskFile]:
-    """Those of ``names`` that have a folder."""
-    return {name: found for name in names if (found := find_task(name)) is not None}
-
-
 def with_rows(names: Iterable[str]) -> dict[str, TaskFile]:
-    """Those whose rows are read and checked here and not by lm-eval."""
-    return {name: found for name, found in known_tasks(names).items() if found.fallback is not None}
+    """Those of ``names`` whose rows are read and checked here and not by lm-eval."""
+    return {name: found for name in names if (found := find_task(name)) and found.fallback}
 
 
 def reader_of(names: Iterable[str], data: Path, key: str) -> TaskFile:
@@ -119,8 +114,8 @@ def reader_of(names: Iterable[str], data: Path, key: str) -> TaskFile:
 
 
 def needed(names: Iterable[str], what: str) -> dict[str, TaskFile]:
-    """Those whose scorer needs ``what``."""
-    return {name: found for name, found in known_tasks(names).items() if what in found.needs}
+    """Those of ``names`` whose scorer needs ``what``."""
+    return {name: found for name in names if (found := find_task(name)) and what in found.needs}
 
 
 def first_task() -> TaskFile:

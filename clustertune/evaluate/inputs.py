@@ -26,23 +26,16 @@ from clustertune.manifest import require_whole, write_durably
 NLTK = "nltk_data"
 
 
-@dataclass(frozen=True)
-class Source:
-    """Which file is scored, and under which name."""
-
-    file: Path
-    name: str
-
-
 class TaskRows:
     """The rows of one task, read and checked before a model is loaded: lm-eval scores after all generation, so that a bad row
     would cost the run. A task that needs more checks has a class of its own in :mod:`clustertune.evaluate.own`."""
 
-    def __init__(self, task: TaskFile, source: Source) -> None:
-        """Raises UserError with every bad line (``file:line``). Call within :func:`clustertune.evaluate.punkt.installed`
-        where the scorer needs that."""
-        self.task, self.source = task, source
-        path = source.file
+    def __init__(self, task: TaskFile, path: Path, called: str) -> None:
+        """``called``: what the file is called in a result. Raises UserError with every bad line (``file:line``).
+
+        Call within :func:`clustertune.evaluate.punkt.installed` where the scorer needs that.
+        """
+        self.task, self.file, self.called = task, path, called
         require_whole(path.parent, only=[path.name])
         try:
             content = path.read_bytes()
@@ -97,12 +90,12 @@ class TaskRows:
     @property
     def is_benchmark(self) -> bool:
         """The rows are the whole benchmark's."""
-        return self.task.hub is not None and self.source.name == self.task.hub.name
+        return self.task.hub is not None and self.called == self.task.hub.name
 
     @property
     def name(self) -> str:
         """Of the data: the benchmark's where the rows are the benchmark's."""
-        return self.task.hub.name if self.task.hub and self.is_benchmark else self.source.name
+        return self.task.hub.name if self.task.hub and self.is_benchmark else self.called
 
     def write_task(self, settings: Eval, folder: Path) -> Path:
         """The task file in ``folder``, which replaces lm-eval's own, and the rows that it reads beside it."""
@@ -126,18 +119,18 @@ class TaskRows:
         Arrow guesses: a column of texts that all look like dates becomes a column of dates.
         """
         if len(documents) != len(self.rows):
-            return Problem(f"lm-eval reads {len(documents)} rows of {len(self.rows)}", file=str(self.source.file))
+            return Problem(f"lm-eval reads {len(documents)} rows of {len(self.rows)}", file=str(self.file))
         for number, (row, document) in enumerate(zip(self.rows, documents, strict=True), start=1):
             if self.plain(row) != (found := self.plain(document)):
                 fix = "write its values so that they do not look like dates"
-                return Problem(f"lm-eval reads row {number} as {found!r}", file=str(self.source.file), fix=fix)
+                return Problem(f"lm-eval reads row {number} as {found!r}", file=str(self.file), fix=fix)
         return None
 
     def dataset(self, count: int) -> dict[str, Any]:
         """What a result says of the data; ``count`` rows were asked."""
         return {
             "name": self.name,
-            "file": str(self.source.file),
+            "file": str(self.file),
             "sha256": self.sha256,
             "prompts": count,
             "rows": len(self.rows),
@@ -159,11 +152,11 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def read_rows(task: TaskFile, source: Source) -> TaskRows:
-    """The rows by the task's own class, where it has one. Raises UserError."""
+def read_rows(task: TaskFile, path: Path, called: str) -> TaskRows:
+    """The rows of a file by the task's own class, where it has one. Raises UserError."""
     module = f"clustertune.evaluate.own.{task.task}"
     own = task.task.isidentifier() and importlib.util.find_spec(module)
-    return (importlib.import_module(module).OwnRows if own else TaskRows)(task, source)
+    return (importlib.import_module(module).OwnRows if own else TaskRows)(task, path, called)
 
 
 def locate_upstream(task: TaskFile) -> Path:
@@ -188,14 +181,15 @@ def check_version(task: TaskFile) -> None:
         raise UserError(text, file=file, key="version", fix=fix)
 
 
-def choose_source(task: TaskFile, data: Path | None, *, benchmark: bool = True) -> Source:
-    """The given file; else the benchmark (where wanted) from the Hub's cache or the Hub; else the project's own rows."""
+def choose_source(task: TaskFile, data: Path | None, *, benchmark: bool = True) -> tuple[Path, str]:
+    """The rows that are scored, and their name: the given file; else the benchmark (where wanted) from the Hub's cache or the
+    Hub; else the project's own."""
     if data is not None:
-        return Source(data, data.name)
+        return data, data.name
     if benchmark and task.hub is not None and (cached := fetch_benchmark(task.hub)) is not None:
-        return Source(cached, task.hub.name)
+        return cached, task.hub.name
     assert task.fallback is not None
-    return Source(task.folder / task.fallback.file, task.fallback.name)
+    return task.folder / task.fallback.file, task.fallback.name
 
 
 def fetch_benchmark(hub: PinnedRows) -> Path | None:
@@ -262,7 +256,7 @@ def opened(names: Sequence[str], data: Path | None, benchmark: bool, scratch: Pa
     ``data``: a file of rows for the one task that reads some; None: see :func:`choose_source`. ``scratch``: where a splitter
     is trained, if the site has none. Raises UserError.
     """
-    known, reading = tasks.known_tasks(names), tasks.with_rows(names)
+    reading = tasks.with_rows(names)
     if data is not None:
         tasks.reader_of(names, data, "--data")
     for task in reading.values():
@@ -272,5 +266,5 @@ def opened(names: Sequence[str], data: Path | None, benchmark: bool, scratch: Pa
         if texts:
             splitter = punkt.prepare([path.read_text(encoding="utf-8") for path in texts], scratch / NLTK)
             stack.enter_context(punkt.installed(splitter.path))
-        rows = {name: read_rows(task, choose_source(task, data, benchmark=benchmark)) for name, task in reading.items()}
-        yield Inputs(rows, splitter, next((task.seeds for task in known.values()), Seeds()))
+        rows = {name: read_rows(task, *choose_source(task, data, benchmark=benchmark)) for name, task in reading.items()}
+        yield Inputs(rows, splitter, next((found.seeds for name in names if (found := tasks.find_task(name))), Seeds()))

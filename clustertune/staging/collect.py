@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import time
@@ -21,7 +20,7 @@ from clustertune.config.tasks import PUNKT, needed, reader_of, with_rows
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
 from clustertune.evaluate import punkt
-from clustertune.evaluate.inputs import fetch_benchmark
+from clustertune.evaluate.inputs import TaskRows, fetch_benchmark
 from clustertune.evaluate.tasks import data_sets
 from clustertune.evaluate.tasks import snapshot as cached_data
 from clustertune.launch import image as images
@@ -238,7 +237,8 @@ class Collector:
         """
         out = self._out
         if self._rows is not None:
-            _check_rows(self._rows, self._tasks)
+            # Their columns; the rehearsal does what needs lm-eval.
+            TaskRows(reader_of(self._tasks, self._rows, ROWS), self._rows, self._rows.name)
         if out.exists() and not out.is_dir():
             raise UserError("is a file, not a folder", file=str(out), key="--to", fix="give another")
         if not out.exists():
@@ -338,20 +338,6 @@ class Collector:
         order = {"recipe": self._resolved.name, "tiny": self._resolved.tiny, "overrides": given}
         meta = {**order, "parts": own, "host": os.uname().nodename}
         manifest.seal(self._out, bundle.KIND, meta, records)
-
-
-def _check_rows(path: Path, names: Sequence[str]) -> None:
-    """The file has the columns of the task that reads rows; the rehearsal checks each of them. Raises UserError."""
-    task = reader_of(names, path, ROWS)
-    try:
-        rows = [json.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", file=str(path), key=ROWS) from None
-    except ValueError:
-        rows = []
-    if not rows or not all(isinstance(row, dict) and all(column in row for column in task.columns) for row in rows):
-        fix = f"JSON lines with {', '.join(task.columns)}, as {task.hub.name if task.hub else task.title} has them"
-        raise UserError(f"contains no rows of {task.title}", file=str(path), key=ROWS, fix=fix)
 
 
 def _one(path: Path) -> SourceFile:

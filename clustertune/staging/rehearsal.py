@@ -218,7 +218,7 @@ class Rehearsal:
             loaded, _ = tasks.load(wanted.tasks, own.write_tasks(wanted, self._scratch / "task"), wanted)
             raise_if(own.find_differences(loaded["tasks"]))
             for rows in own.rows.values():
-                hub, source = rows.task.hub, rows.source.name
+                hub, source = rows.task.hub, rows.called
                 lacks = f" (the folder has no {hub.name})" if published and hub and given is None and source != hub.name else ""
                 words = f", sentence splitter: {splitter.source}" if splitter and PUNKT in rows.task.needs else ""
                 found.append(f"{len(rows.rows)} prompts of {source}{words}{lacks}")

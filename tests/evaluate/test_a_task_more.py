@@ -16,8 +16,11 @@ from clustertune.config.resolve import resolve
 from clustertune.config.schema import Eval
 from clustertune.errors import UserError
 from clustertune.evaluate.run import evaluate
+from clustertune.evaluate.tasks import data_sets
 from clustertune.launch.serving import evaluation
 from clustertune.report.page import build
+from clustertune.staging.collect import Collector
+from clustertune.staging.worker import Bounds
 from tests.doctor.recipe_case import make
 from tests.evaluate.conftest import forbid_network
 
@@ -114,3 +117,26 @@ def test_a_file_of_rows_is_for_one_task(tiny_model: Path, folder: Path, tmp_path
     settings = Eval(tasks=["ifeval", "capitals"])
     with pytest.raises(UserError, match="rows are for one task that reads some, and the tasks here have ifeval and capitals"):
         evaluate(tiny_model, tmp_path / "out", settings=settings, data=folder / "few.jsonl", device="cpu")
+
+
+def test_stage_takes_a_file_of_its_rows(folder: Path, tmp_path: Path) -> None:
+    def check(tasks: str) -> None:
+        resolved = resolve("tiny-oasst2", [f"eval.tasks=[{tasks}]"])
+        Collector(resolved, load_cluster("rno-rtxpro6000"), tmp_path / "out", folder / "few.jsonl", Bounds(1, 60)).check()
+
+    check("capitals")
+    with pytest.raises(UserError, match=r"few\.jsonl:1: prompt: missing"):
+        check("ifeval")
+    with pytest.raises(UserError, match="the tasks here have none"):
+        check("gsm8k")
+
+
+def test_a_task_without_rows_of_its_own_says_how_large_it_is(folder: Path) -> None:
+    """Its data stays lm-eval's."""
+    rest = ("include", "version", "columns", "hub", "fallback")
+    (folder.parent / "gsm8k").mkdir()
+    facts = {key: value for key, value in FACTS.items() if key not in rest} | {"task": "gsm8k"}
+    (folder.parent / "gsm8k" / "task.yaml").write_text(yaml.safe_dump(facts))
+    resolved = resolve("llama8b-lima", ["eval.tasks=[gsm8k]"])
+    assert evaluation(resolved, load_cluster("rno-rtxpro6000")).assumed == ""
+    assert data_sets(["gsm8k", "capitals"]) == {"gsm8k": "openai/gsm8k"}

@@ -88,13 +88,13 @@ class TestSource:
 
     def test_a_given_file_is_taken_without_a_look_elsewhere(self) -> None:
         with forbid_network() as attempts:
-            assert room.choose_source(IFEVAL, Path("x/mine.jsonl")) == room.Source(Path("x/mine.jsonl"), "mine.jsonl")
+            assert room.choose_source(IFEVAL, Path("x/mine.jsonl")) == (Path("x/mine.jsonl"), "mine.jsonl")
         assert attempts == []
 
     def test_without_a_network_our_own(self) -> None:
         with forbid_network() as attempts:
             found = room.choose_source(IFEVAL, None)
-        assert found == room.Source(IFEVAL.folder / "prompts.jsonl", "clustertune-ifeval-smoke")
+        assert found == (IFEVAL.folder / "prompts.jsonl", "clustertune-ifeval-smoke")
         assert attempts  # it did ask
 
     @pytest.mark.parametrize("variable", ["hub", "datasets"])
@@ -104,7 +104,7 @@ class TestSource:
         else:
             monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
         with forbid_network() as attempts:
-            assert room.choose_source(IFEVAL, None).name == "clustertune-ifeval-smoke"
+            assert room.choose_source(IFEVAL, None)[1] == "clustertune-ifeval-smoke"
         assert attempts == []
 
     def test_the_cached_benchmark_comes_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ class TestSource:
 
         monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", find)
         with forbid_network() as attempts:
-            assert room.choose_source(IFEVAL, None) == room.Source(tmp_path / "cached.jsonl", "google/IFEval")
+            assert room.choose_source(IFEVAL, None) == (tmp_path / "cached.jsonl", "google/IFEval")
         assert attempts == []
         assert asked == [("google/IFEval", GIVEN["hub"]["file"], GIVEN["hub"]["revision"], "dataset")]
 

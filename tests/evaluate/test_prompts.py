@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from clustertune.errors import UserError
 from clustertune.evaluate import punkt
-from clustertune.evaluate.inputs import Source
 from clustertune.evaluate.own import ifeval as room
 from clustertune.evaluate.own.ifeval import OwnRows, recognise_benchmark
 from tests.evaluate.conftest import IFEVAL, OWN
@@ -28,7 +27,7 @@ GOOD: dict[str, Any] = {
 
 
 def read_prompts(path: Path) -> OwnRows:
-    return OwnRows(IFEVAL, Source(path, path.name))
+    return OwnRows(IFEVAL, path, path.name)
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,12 @@ import json
 import random
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from clustertune.config.tasks import TaskFile
 from clustertune.errors import Problem
-from clustertune.evaluate.inputs import Source, TaskRows
+from clustertune.evaluate.inputs import TaskRows
 
 BENCHMARK_PROMPTS, BENCHMARK_INSTRUCTIONS, KINDS = 541, 834, 25
 """The size of google/IFEval: prompts, instructions in them, kinds of instruction (arXiv:2311.07911 and its data file)."""
@@ -59,11 +60,11 @@ STDERR_METHOD = {
 class OwnRows(TaskRows):
     """google/IFEval's rows."""
 
-    def __init__(self, task: TaskFile, source: Source) -> None:
+    def __init__(self, task: TaskFile, path: Path, called: str) -> None:
         self.drawn = 0
         """Instructions whose arguments do not say everything, so that lm-eval draws the rest at random (from its seed)."""
         self._seen: dict[int, str] = {}
-        super().__init__(task, source)
+        super().__init__(task, path, called)
 
     def check(self, row: Mapping[str, Any], location: str) -> list[Problem]:
         """The form of the columns, a key of its own, and checkers that can judge."""
