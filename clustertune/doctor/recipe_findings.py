@@ -8,7 +8,22 @@ from pathlib import Path
 import clustertune.doctor
 from clustertune import secrets
 from clustertune.check import report
-from clustertune.check.rule import FAIL, LOOKS, MACHINE, NODES, RECIPE, REFUSED, WARN, Check, Finding, Rule, Seen, checks, rule
+from clustertune.check.rule import (
+    FAIL,
+    LOOKS,
+    MACHINE,
+    NODES,
+    RECIPE,
+    REFUSED,
+    SCRIPT,
+    WARN,
+    Check,
+    Finding,
+    Rule,
+    Seen,
+    checks,
+    rule,
+)
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolved import Resolved
 from clustertune.doctor.recipe_context import RecipeContext, build
@@ -47,7 +62,12 @@ def recipe_rules() -> tuple[Rule, ...]:
 
 def all_rules() -> tuple[Rule, ...]:
     """Every rule of the doctor; imports what the recipe's rules need."""
-    return (*report.machine_rules(), *recipe_rules())
+    return (*report.machine_rules(), *recipe_rules(), *script_rules())
+
+
+def script_rules() -> tuple[Rule, ...]:
+    """The rules of ``doctor sbatch``."""
+    return tuple(one.rule for one in checks(SCRIPT))
 
 
 # --- recipe refused -------------------------------------------------------------------------------------------------------
@@ -111,8 +131,8 @@ is not requeued; it is where a node only does not answer). In the cluster file `
 rules out, in jobs too, and `doctor: {preflight: false}` the look before jobs. `--ignore RULE` does so once. Looking changes
 nothing, but for files of one page that are made in folders of caches and removed again.
 
-Batch scripts have [rules of their own](sbatch-lint.md), and so has what is measured between GPUs ([here](nccl-verdicts.md)). It
-asks the rules of a machine that concern NCCL as well, with the same verdict.
+`clustertune doctor sbatch FILE` asks the [rules of batch scripts](sbatch-lint.md). What is measured between GPUs has
+[rules of its own](nccl-verdicts.md), beside those of a machine that concern NCCL.
 
 To add a rule write one function in `clustertune/check/`: `machine_*.py` for a machine, `nodes.py` for the nodes of a job,
 `links_*.py` for measurements and NCCL's log, `script_*.py` for batch scripts; in `clustertune/doctor/`, in the modules
@@ -131,6 +151,7 @@ def render() -> str:
         ("Each machine", (one.rule for one in checks(MACHINE))),
         ("Between the nodes of a job", (one.rule for one in checks(NODES, LOOKS))),
         ("Recipe, stack, data and runs", recipe_rules()),
+        ("Batch scripts", script_rules()),
     ]
     for title, rules in sections:
         rows = [f"| `{rule.id}` | {_cell(rule.title)} | {_cell(rule.why)} | [link]({rule.link}) |" for rule in rules]

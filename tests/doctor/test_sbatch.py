@@ -15,7 +15,6 @@ import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustertune.check.rule import SCRIPT, checks
 from clustertune.check.script_directives import read_header
 from clustertune.cli import run_command
 from clustertune.commands import doctor
@@ -170,10 +169,3 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
     assert document["findings"] == 1 and document["files"][0]["findings"][0]["link"].startswith("https://")
     assert call(monkeypatch, "--json", str(tmp_path / "one"), str(tmp_path)) == 2
     assert len(json.loads(capfd.readouterr().out)["problems"]) == 2
-
-
-def test_the_page_lists_every_rule() -> None:
-    """With the same words as the findings' own table."""
-    text = (REPO / "docs" / "sbatch-lint.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", text, re.MULTILINE))
-    assert rows == {one.rule.id: one.rule.why for one in checks(SCRIPT)}
