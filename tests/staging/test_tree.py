@@ -109,7 +109,7 @@ def test_what_libraries_keep_in_hidden_folders_is_no_damage(tmp_path: Path, benc
     found.release()
 
 
-@pytest.mark.parametrize("kind", ["hub", "manifest"])
+@pytest.mark.parametrize("kind", ["hub", "model", "merged"])
 def test_a_flipped_byte_in_the_source_is_refused(tmp_path: Path, bench: Bench, kind: str) -> None:
     """The folder itself says what it should hold: a damaged file on the shared storage must not spread."""
     root = fill(tmp_path / "source", {"config.json": 300, "model.safetensors": 9 * MIB})
@@ -117,11 +117,12 @@ def test_a_flipped_byte_in_the_source_is_refused(tmp_path: Path, bench: Bench, k
         root = into_hub_cache(tmp_path / "hub", "models", MODEL, REVISION, root)
         flip(Path(os.path.realpath(root / "model.safetensors")), 8 * MIB + 3)
     else:
-        manifest.seal(root, "model", {})
+        fast = {name: manifest.hash_file(root / name, manifest.XXH3_128) for name in manifest.list_files(root)}
+        manifest.seal(root, kind, {}, fast if kind == "merged" else None)
         flip(root / "model.safetensors", 8 * MIB + 3)
     with pytest.raises(UserError, match="its content differs from") as caught:
         bench.stage(root, "model")
-    assert "sha256" in str(caught.value)
+    assert ("xxh3_128" if kind == "merged" else "sha256") in str(caught.value)
     assert not any((tree / manifest.MANIFEST).exists() for tree in bench.cache.root.iterdir())
 
 
