@@ -69,6 +69,13 @@ def test_what_a_recipe_says_arrives() -> None:
     assert made(*LORA, "train.assistant_only_loss=true")["dataset"]["dataset_kwargs"]["answer_only_loss"] is True
 
 
+def test_a_mean_over_tokens_is_not_averaged_again() -> None:
+    """TRL's loss: ranks add the losses and the tokens they counted, so a collective must sum (Megatron-Core asserts the pair)."""
+    for name in RECIPES:
+        found = made(name)
+        assert (found["model"]["calculate_per_token_loss"], found["ddp"]["average_in_collective"]) == (True, False)
+
+
 def test_context_parallelism_pads_each_sequence(words: tuple[str, ...] = RECIPES) -> None:
     """Each of the packed sequences is cut into 2 x CP parts (PackedSequenceSpecs.pad_seq_to_mult)."""
     padded = [made(name)["dataset"]["packed_sequence_specs"]["pad_seq_to_mult"] for name in words]
