@@ -114,7 +114,7 @@ def keep_forecast(run: RunDir, resolved: Resolved, cluster: Cluster | None = Non
     if "forecast" in run.read() or (cluster is None and not visible_gpus()):
         return
     from clustertune.config.cluster import load_cluster
-    from clustertune.plan.calibrated import forecast
+    from clustertune.plan.calibration import forecast
 
     try:
         found = forecast(resolved, cluster or load_cluster(None))

@@ -21,7 +21,7 @@ from clustertune.config.parameters import count
 from clustertune.config.resolve import resolve
 from clustertune.errors import Problem, UserError, raise_if, storage_error
 from clustertune.plan.advise import CostedCandidate, advise
-from clustertune.plan.calibrated import CalibratedCluster, find_calibrated
+from clustertune.plan.calibration import CalibratedCluster, find_calibrated
 from clustertune.plan.lengths import Lengths, of_counts
 from clustertune.plan.predict import GIB, fewest_nodes
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
@@ -25,6 +26,31 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     """The stop signals, and SIGHUP (a closed terminal) unless it is ignored here: ``nohup`` asks for that."""
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (*STOP_SIGNALS, *hangup)
+
+
+class StopFlag:
+    """Set by SIGUSR1 (Slurm's ``--signal``), SIGTERM, SIGINT or SIGHUP; read at step boundaries and during eval."""
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+
+    def install(self) -> None:
+        """Handle the stop signals from now on. A second SIGINT ends the rank at once."""
+        for number in stop_signals():
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.signal_name == "SIGINT":
+            raise KeyboardInterrupt
+        self.signal_name = signal.Signals(number).name
+
+    def ask(self, why: str) -> None:
+        """Ask to stop without a signal; ``why`` stands in the place of its name."""
+        self.signal_name = self.signal_name or why
+
+    @property
+    def is_set(self) -> bool:
+        return self.signal_name is not None
 
 
 def captured(

@@ -31,7 +31,7 @@ from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.plan import PLAN, AttemptPlan, check_fence
 from clustertune.monitor.nvml import gpu_names
 from clustertune.plan.saves import seconds_between_ends
-from clustertune.process import die_with_parent
+from clustertune.process import StopFlag, die_with_parent
 from clustertune.report import cost
 from clustertune.report.saves import failures
 from clustertune.rundir import RunDir
@@ -39,7 +39,6 @@ from clustertune.staging import bundle, needs, node, worker
 from clustertune.storage import is_full, storage_cause
 from clustertune.training import bench_schedule, tracker
 from clustertune.training.heartbeat import Heartbeat
-from clustertune.training.stop import StopFlag
 
 if TYPE_CHECKING:
     from clustertune.training.session import Attempt, Session

@@ -11,7 +11,7 @@ from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
 from clustertune.launch import signal_margin
-from clustertune.plan.calibrated import find_calibrated
+from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
 from tests import goldens
 from tests.goldens import GOLDEN, PLANS, RUNS

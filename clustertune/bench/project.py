@@ -11,7 +11,7 @@ from clustertune.config.hardware import peak_flops, price, recognise
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
 from clustertune.plan import schedule
-from clustertune.plan.calibrated import find_calibrated
+from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.predict import GIB, Plan, Work, make_plan
 

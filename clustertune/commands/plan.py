@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from clustertune.config.resolved import Resolved
     from clustertune.launch.serving import Evaluation
     from clustertune.plan import calibration
-    from clustertune.plan.calibrated import CalibratedCluster
+    from clustertune.plan.calibration import CalibratedCluster
     from clustertune.plan.constants import Constants
     from clustertune.plan.lengths import Lengths
     from clustertune.plan.predict import Plan
@@ -109,7 +109,7 @@ class PlanRequest:
 def answer(request: PlanRequest) -> None:
     """Do what was asked. Raises UserError; exits with 2 where a recipe does not fit."""
     from clustertune.config.cluster import load_cluster, of_gpus
-    from clustertune.plan.calibrated import find_calibrated
+    from clustertune.plan.calibration import find_calibrated
     from clustertune.plan.lengths import of_counts, read_lengths
 
     _check_usage(request)

@@ -239,13 +239,13 @@ class Submission:
 
     def warnings(self) -> list[str]:
         """What is allowed and probably not meant."""
-        from clustertune.launch import shape, visible
+        from clustertune.launch import cluster_paths, shape
         from clustertune.plan.schedule import beyond_the_end
 
         caches = [
             (setting.name, Path(setting.value)) for setting in self.variables if setting.name in ("HF_HOME", "HF_HUB_CACHE")
         ]
-        unseen = map(str, visible.find_problems(caches, self.machine))
+        unseen = map(str, cluster_paths.find_unshared(caches, self.machine))
         return [
             *self.resolved.warnings,
             *self.machine.notes,

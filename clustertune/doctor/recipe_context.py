@@ -23,9 +23,9 @@ from clustertune.errors import Problem, UserError
 from clustertune.host import packages
 from clustertune.host.facts import HostFacts
 from clustertune.host.mounts import lies_elsewhere, own_mounts
-from clustertune.launch import visible
+from clustertune.launch import cluster_paths
 from clustertune.ops import bounded
-from clustertune.plan.calibrated import find_calibrated
+from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.staging import bundle
 
@@ -233,7 +233,7 @@ class RecipeContext:
         known = mount_of(str(path), self.facts.mounts) if self.facts and path.is_absolute() else None
         if known:
             return FolderFileSystem(known.point, known.kind, tuple(known.options))
-        return FolderFileSystem(*visible.filesystem(path, self.mounts))
+        return FolderFileSystem(*cluster_paths.filesystem(path, self.mounts))
 
     @property
     def weights_at(self) -> Path:

@@ -19,7 +19,7 @@ from clustertune.config.resolved import is_there
 from clustertune.doctor.recipe_context import RecipeContext, shards_of
 from clustertune.doctor.recipe_model import read_json
 from clustertune.errors import UserError
-from clustertune.launch import visible
+from clustertune.launch import cluster_paths
 from clustertune.plan.predict import Plan
 from clustertune.rundir import RunDir
 from clustertune.secrets import SECRET, read_env
@@ -74,7 +74,7 @@ def hidden(context: RecipeContext) -> Iterator[Seen]:
     places = [("the run folder", context.run_dir)]
     given = context.resolved.inputs.items()
     places += [(key, path) for key, path in given if not path.is_relative_to(context.resolved.folder)]
-    for problem in visible.find_problems(places, context.cluster, host, context.mounts):
+    for problem in cluster_paths.find_unshared(places, context.cluster, host, context.mounts):
         yield Seen(FAIL, problem.message, problem.fix or "put it on shared storage", problem.file or "")
 
 

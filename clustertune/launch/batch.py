@@ -13,7 +13,7 @@ from typing import Any
 from clustertune.config.cluster_schema import Cluster
 from clustertune.console import emit_json, say
 from clustertune.errors import UserError, raise_if, storage_error
-from clustertune.launch import slurm, visible
+from clustertune.launch import cluster_paths, slurm
 from clustertune.launch.shape import JobShape
 from clustertune.launch.submit import ahead_of_body, escape_pattern, header_line, split_script
 from clustertune.manifest import write_durably
@@ -63,7 +63,7 @@ class BatchJob:
         """
         if shutil.which("sbatch") is None:
             raise UserError("sbatch is not on PATH", fix="call this on a login node of the cluster; --dry-run needs no Slurm")
-        raise_if(visible.find_problems([*places, ("the checkout", ROOT)], cluster))
+        raise_if(cluster_paths.find_unshared([*places, ("the checkout", ROOT)], cluster))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name, text in {**self.beside, self.file: self.script}.items():

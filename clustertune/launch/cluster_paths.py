@@ -7,6 +7,7 @@ with its final value, so that a ``$SCRATCH`` of the cluster file means the same 
 from __future__ import annotations
 
 import os
+import platform
 import pwd
 import re
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import Problem, UserError, raise_if, storage_error
+from clustertune.host.mounts import lies_elsewhere, mount_lines, own_mounts
 from clustertune.launch.environment import Setting
 from clustertune.secrets import SECRET
 from clustertune.tree import ROOT
@@ -203,3 +205,53 @@ def make(environ: Mapping[str, str] = os.environ) -> None:
                     pass
         except OSError as error:
             raise storage_error(error, f"{os.uname().nodename}: cannot be used as {name}", path) from None
+
+
+# --- shared ---------------------------------------------------------------------------------------------------------------
+
+# Whether the nodes of a cluster see a folder of this machine: by the cluster file and the kind of file system it lies on.
+
+
+def filesystem(path: Path, mounts: str) -> tuple[str, str]:
+    """Mount point and kind of the file system on which ``path`` lies, from the text of ``/proc/self/mountinfo``."""
+    best = ("/", "unknown")
+    for line in mount_lines(mounts):
+        if path.is_relative_to(line.point) and len(line.point) >= len(best[0]):
+            best = (line.point, line.fstype)
+    return best
+
+
+def shared_folders(cluster: Cluster) -> list[str]:
+    """Where a cluster file says that all its machines see the same."""
+    storage = cluster.storage
+    mounted = [storage.shared, storage.pool.mount if storage.pool else None, *(brick.mount for brick in storage.bricks)]
+    return [path for path in mounted if path]
+
+
+def is_shared(path: Path, cluster: Cluster, mounts: str) -> bool:
+    """Whether a folder lies on other machines' disks: by its kind of file system, or by the cluster file."""
+    return lies_elsewhere(filesystem(path, mounts)[1]) or any(map(path.is_relative_to, shared_folders(cluster)))
+
+
+def find_unshared(
+    places: Sequence[tuple[str, Path]], cluster: Cluster, host: str | None = None, mounts: str | None = None
+) -> list[Problem]:
+    """Folders (with what they are) that other nodes of the cluster cannot see. ``host``, ``mounts``: None are this machine's.
+
+    None where the cluster file does not list what is shared, or where this machine is not one of the cluster's, or
+    its only one: what it has mounted tells nothing then.
+    """
+    shared = shared_folders(cluster)
+    if cluster.host(host or platform.node()) is None or len(cluster.nodes) < 2 or not shared:
+        return []
+    if mounts is None:
+        mounts = own_mounts()
+    problems = []
+    for what, path in places:
+        if is_shared(path, cluster, mounts):
+            continue
+        point, kind = filesystem(path, mounts)
+        text = f"{what} lies on {kind} at {point} of this machine: the other nodes of {cluster.name} do not see it"
+        fix = f"put it below {shared[0]}"
+        problems.append(Problem(text, file=str(path), fix=fix))
+    return problems

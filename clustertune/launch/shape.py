@@ -17,7 +17,7 @@ from clustertune.config.schema import NAME, parse_minutes
 from clustertune.errors import Problem, UserError
 from clustertune.launch import serving
 from clustertune.launch.slurm import format_minutes
-from clustertune.plan.calibrated import find_calibrated
+from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.host import RANK_HOST_BYTES
 from clustertune.plan.machine import has_cudnn_attention
 from clustertune.plan.predict import Footprint, fewest_nodes, footprint

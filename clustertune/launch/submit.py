@@ -18,7 +18,7 @@ from clustertune.config.cluster_schema import Cluster
 from clustertune.config.schema import NAME
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import slurm, visible
+from clustertune.launch import cluster_paths, slurm
 from clustertune.launch.shape import JobShape
 from clustertune.manifest import write_durably
 from clustertune.rundir import STAGES
@@ -202,7 +202,7 @@ def find_missing(cluster: Cluster, places: Sequence[tuple[str, Path]], fix: str)
         problems += error.problems
     if shutil.which("sbatch") is None:
         problems.append(Problem("sbatch is not on PATH", fix=fix))
-    return problems + visible.find_problems([*places, ("the checkout", ROOT)], cluster)
+    return problems + cluster_paths.find_unshared([*places, ("the checkout", ROOT)], cluster)
 
 
 def is_ours(entry: Mapping[str, Any], found: Mapping[str, str]) -> bool:

@@ -22,8 +22,8 @@ from clustertune.errors import Problem, UserError
 from clustertune.megatron.settings import Counts
 
 if TYPE_CHECKING:
+    from clustertune.process import StopFlag
     from clustertune.training.heartbeat import Heartbeat
-    from clustertune.training.stop import StopFlag
 
 RELEASE = "0.5"
 """What this module was written against: names move between releases (0.6 has another builder of datasets)."""

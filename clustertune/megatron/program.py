@@ -26,9 +26,9 @@ from clustertune.training.events import EventLog
 
 if TYPE_CHECKING:
     from clustertune.megatron.bridge import Bridge
+    from clustertune.process import StopFlag
     from clustertune.training.collectives import Group
     from clustertune.training.heartbeat import Heartbeat
-    from clustertune.training.stop import StopFlag
 
 BASE_KIND = "megatron-base"
 PLAN_FILE = "megatron.json"

@@ -15,9 +15,15 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from clustertune.config.cluster_schema import Cluster
+from clustertune.config.resolved import Resolved
 from clustertune.config.schema import Number, Section
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.plan.constants import Constants
+from clustertune.plan.document import as_json
+from clustertune.plan.machine import PlanMachine, machine
+from clustertune.plan.measured import MeasuredLinks, beside, find_measured, read_measured
+from clustertune.plan.predict import make_plan
 
 SCHEMA: Literal["clustertune.calibration/1"] = "clustertune.calibration/1"
 PRIOR = {"compute_scale": 0.12, "intra_scale": 0.20, "inter_scale": 0.50, "memory_scale": 0.10}
@@ -157,10 +163,10 @@ def store(path: Path, cluster: str, date: str, found: Fit) -> None:
     """Write the calibration; the whole file or nothing. Raises UserError (exit 73)."""
     factors = {"constants": found.values, "deviation": found.deviation}
     body = CalibrationFile(format=SCHEMA, cluster=cluster, date=date, **factors, runs=found.runs)
-    beside = path.with_name(path.name + ".new")
+    temporary = path.with_name(path.name + ".new")
     try:
-        beside.write_text(body.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        beside.replace(path)
+        temporary.write_text(body.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
     except OSError as error:
         raise storage_error(error, "writing the calibration", path) from error
 
@@ -186,3 +192,42 @@ def read(path: Path, base: Constants | None = None, *, cluster: str | None = Non
         text = f"is not a factor of the planner, or out of {LEAST:g} to {MOST:g}"
         raise UserError([Problem(text, file=str(path), key=f"constants.{name}", fix=fix) for name in wrong])
     return replace(base.with_values(body.constants), calibrated=tuple(body.constants), deviation=body.deviation)
+
+
+@dataclass(frozen=True)
+class CalibratedCluster:
+    """Where a plan is made for."""
+
+    cluster: Cluster
+    measured: MeasuredLinks | None
+    calibration: Path | None
+    """Where its calibration is or would be kept; None for a cluster that was found by looking."""
+    constants: Constants
+
+    def machine(self, nodes: int) -> PlanMachine:
+        """The machine that a job of so many nodes gets."""
+        return machine(self.cluster, measured=self.measured, nodes=nodes)
+
+
+def find_calibrated(cluster: Cluster, nccl_check: Path | None = None) -> CalibratedCluster:
+    """The cluster with the files beside its own. Raises UserError where one of them is wrong."""
+    measured = read_measured(nccl_check) if nccl_check else find_measured(cluster)
+    path = beside(cluster, ".calibration.json")
+    constants = read(path, cluster=cluster.name) if path is not None and path.is_file() else Constants()
+    return CalibratedCluster(cluster, measured, path, constants)
+
+
+def forecast(resolved: Resolved, cluster: Cluster) -> dict[str, Any]:
+    """What ``run.json`` keeps of the plan, so that the report can put it beside what happened.
+
+    ``{"step_s", "step_s_range", "tokens_per_s", "peak_gib_per_gpu", "hours", "bandwidth_source", "calibrated"}``, or
+    ``{"unknown": why}``: a run never fails for its forecast.
+    """
+    try:
+        where = find_calibrated(cluster)
+        plan = make_plan(resolved, where.machine(resolved.recipe.slurm.nodes), where.constants)
+    except UserError as error:
+        return {"unknown": str(error.problems[0])}
+    planned = as_json(plan, None)
+    keys = ("step_s", "step_s_range", "tokens_per_s", "peak_gib_per_gpu", "hours", "bandwidth_source", "calibrated")
+    return {key: planned[key] for key in keys}

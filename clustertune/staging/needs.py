@@ -8,7 +8,7 @@ from pathlib import Path
 
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolved import Resolved, expand_home
-from clustertune.launch import visible
+from clustertune.launch import cluster_paths
 from clustertune.manifest import MANIFEST
 from clustertune.rundir import RunDir
 from clustertune.staging import bundle
@@ -79,4 +79,4 @@ def is_wanted(resolved: Resolved, cluster: Cluster, path: Path, mounts: str) -> 
     """
     if cluster.storage.staging is None or resolved.recipe.slurm.staging is False:
         return False
-    return bool(resolved.recipe.slurm.staging) or visible.is_shared(path, cluster, mounts)
+    return bool(resolved.recipe.slurm.staging) or cluster_paths.is_shared(path, cluster, mounts)

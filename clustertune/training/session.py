@@ -21,6 +21,7 @@ from clustertune.data.tokenizer import check_labels, load_tokenizer
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.plan import AttemptPlan
 from clustertune.plan.schedule import beyond_the_end
+from clustertune.process import StopFlag
 from clustertune.rundir import RunDir
 from clustertune.training import base_model, build, deepspeed, figures, kernels, packing, recompute, sharding, tracker
 from clustertune.training.collectives import Group, check_world
@@ -28,7 +29,6 @@ from clustertune.training.events import EventLog, TrainingConsole
 from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.loading import Loading
 from clustertune.training.startup import Startup, StartupWatch
-from clustertune.training.stop import StopFlag
 from clustertune.training.trainer import (
     CheckpointFolders,
     NothingLeft,

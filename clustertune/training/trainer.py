@@ -45,6 +45,7 @@ from clustertune.checkpoint.saving import (
 )
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.manifest import SHA256, XXH3_128, FileRecord
+from clustertune.process import StopFlag
 from clustertune.storage import free_bytes, is_full, storage_cause
 from clustertune.training import context, deepspeed, fsdp1, tensor
 from clustertune.training.collectives import Group
@@ -53,7 +54,6 @@ from clustertune.training.evaluation import Base, PairMeans, TokenMeans
 from clustertune.training.figures import Clock, Figures
 from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.loading import Loading
-from clustertune.training.stop import StopFlag
 
 _LOCAL, _SHARED = 1, 2
 """Kinds of save; the larger one is the one that all ranks take."""

@@ -12,7 +12,7 @@ from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
 from clustertune.launch import shape
-from clustertune.plan.calibrated import find_calibrated
+from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.constants import Constants
 from clustertune.plan.predict import footprint, make_plan
 from tests.launch.machines import RECIPES, machine

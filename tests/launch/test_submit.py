@@ -18,7 +18,7 @@ from clustertune.cluster.cluster import ThrowawayCluster as Throwaway
 from clustertune.commands import submit as command
 from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import shape, signal_margin, slurm, submit, visible
+from clustertune.launch import cluster_paths, shape, signal_margin, slurm, submit
 from clustertune.rundir import STAGES, RunDir
 from tests.launch.job_record import job_record
 from tests.launch.machines import OURS, machine
@@ -226,11 +226,11 @@ def test_folders_that_the_nodes_do_not_see() -> None:
     """The job would fail on the second node, hours after it was submitted."""
     shared = machine(storage={"shared": "/data"})
     places = [("the run folder", Path(p)) for p in ("/tmp/x", "/pool/x", "/nfs/a b/x", "/data/x", "/database")]
-    found = visible.find_problems(places, shared, "n1", MOUNTS)
+    found = cluster_paths.find_unshared(places, shared, "n1", MOUNTS)
     assert [problem.file for problem in found] == ["/tmp/x", "/database"]
     assert "ext4" in found[0].message
-    assert visible.find_problems(places, shared, "elsewhere", MOUNTS) == []
-    assert visible.find_problems(places, machine(), "n1", MOUNTS) == []
+    assert cluster_paths.find_unshared(places, shared, "elsewhere", MOUNTS) == []
+    assert cluster_paths.find_unshared(places, machine(), "n1", MOUNTS) == []
 
 
 # --- the command -------------------------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, UserError
 from clustertune.megatron import inputs, program
 from clustertune.megatron.bridge import Bridge
+from clustertune.process import StopFlag
 from clustertune.report.metrics import read_metrics
 from clustertune.rundir import RunDir
 from clustertune.training.heartbeat import Heartbeat
-from clustertune.training.stop import StopFlag
 from tests.megatron.standin import Loop
 
 GIVEN = "of the user"

@@ -18,9 +18,9 @@ from clustertune.launch import node
 from clustertune.launch.agent import Agent
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.megatron import inputs, program
+from clustertune.process import StopFlag
 from clustertune.rundir import RunDir
 from clustertune.training.heartbeat import Heartbeat
-from clustertune.training.stop import StopFlag
 from tests.megatron.standin import Loop
 
 

@@ -14,7 +14,7 @@ import pytest
 from clustertune import manifest
 from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
-from clustertune.launch import visible
+from clustertune.launch import cluster_paths
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.rundir import RunDir
 from clustertune.staging import needs, node
@@ -91,7 +91,8 @@ def test_by_the_kind_of_file_system() -> None:
     """A cluster file need not say what is shared: NFS is."""
     mounts = "1 0 0:1 / / rw - ext4 /dev/vda rw\n2 1 0:2 / /storage rw - nfs4 server:/storage rw\n"
     cluster = load_cluster("rno-rtxpro6000")
-    assert visible.is_shared(Path("/storage/x"), cluster, mounts) and not visible.is_shared(Path("/var/x"), cluster, mounts)
+    assert cluster_paths.is_shared(Path("/storage/x"), cluster, mounts)
+    assert not cluster_paths.is_shared(Path("/var/x"), cluster, mounts)
 
 
 @pytest.mark.parametrize("fault", ["no room", "wrong digest", "no folder"])

@@ -18,12 +18,11 @@ from clustertune import manifest
 from clustertune.checkpoint.saving import digest
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.plan import check_fence
-from clustertune.process import stop_signals
+from clustertune.process import StopFlag, stop_signals
 from clustertune.training import deepspeed
 from clustertune.training.evaluation import TokenMeans
 from clustertune.training.events import EventLog
 from clustertune.training.heartbeat import Heartbeat
-from clustertune.training.stop import StopFlag
 from clustertune.training.trainer import NothingLeft, Trainer, state_parts
 
 
