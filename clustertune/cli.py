@@ -90,11 +90,11 @@ Ranks = Annotated[int | None, typer.Option(min=1, help="Processes here; without 
 OutOption = Annotated[Path | None, path_option("The folder to write.", "--out")]
 
 
-def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int | None, here: bool) -> Resolved:
+def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int | None, local: bool) -> Resolved:
     from clustertune.config.resolve import resolve
 
     resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=ranks)
-    if not here:
+    if not local:
         return resolved
     from clustertune.chain import visible_gpus
     from clustertune.config.megatron import require_startable
@@ -139,7 +139,7 @@ def show(
     """
     from clustertune.config import show as view
 
-    resolved = _resolve(recipe, overrides, tiny=tiny, ranks=ranks, here=False)
+    resolved = _resolve(recipe, overrides, tiny=tiny, ranks=ranks, local=False)
     if as_json:
         emit_json(view.as_json(resolved))
     else:
@@ -169,7 +169,7 @@ def prepare(
     from clustertune.launch import cluster_paths
 
     resolved = resolve(recipe, overrides or [])
-    below = cluster_paths.enter_here()
+    below = cluster_paths.enter_local()
     result = make(resolved, out or below / resolved.name / "data", input_path, show_count)
     if as_json:
         emit_json(result)
@@ -200,8 +200,8 @@ def run(
     if not stages:
         fix = f"the order is {', '.join(STAGES)}"
         raise UserError(f"{first} comes after --to {last}", file="command line", key="--from", fix=fix)
-    resolved = _resolve(recipe, overrides, tiny=tiny, ranks=ranks, here=True)
-    below = cluster_paths.enter_here()
+    resolved = _resolve(recipe, overrides, tiny=tiny, ranks=ranks, local=True)
+    below = cluster_paths.enter_local()
     path = run_dir or chain.default_run_dir(resolved, below)
     _check_before_anything_is_made(resolved, path, stages)
     for warning in resolved.warnings:
@@ -340,7 +340,7 @@ def evaluate(
     from clustertune.evaluate.scores import render
     from clustertune.launch import cluster_paths
 
-    below = cluster_paths.enter_here()
+    below = cluster_paths.enter_local()
     model = newest_merged(below) if model is None else existing_folder(model, "a model")
     given: dict[str, Any] = {"num_fewshot": num_fewshot, "max_gen_toks": max_gen_toks, "batch_size": batch_size, "limit": limit}
     given |= {} if tasks is None else {"tasks": tasks.split(",")}

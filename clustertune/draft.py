@@ -70,7 +70,7 @@ def targets(architecture: Mapping[str, Any]) -> tuple[list[str] | str, str]:
 class PlanTarget:
     """On what is planned, as the command line says it."""
 
-    place: CalibratedCluster
+    calibrated: CalibratedCluster
     sizes: tuple[int, ...]
     """Numbers of nodes to try, the fewest first."""
     gpus: int
@@ -111,7 +111,7 @@ def drafted(
         made = replace(made, recipe=_over(made.recipe, stated))
         with folder_of(made, name) as folder:
             try:
-                chosen, burdens = choose(made, folder, at.place, method)
+                chosen, burdens = choose(made, folder, at.calibrated, method)
             except NothingFits:
                 if nodes == at.sizes[-1] and found is None:
                     raise

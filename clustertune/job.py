@@ -84,12 +84,12 @@ class JobChain(chain.Chain):
         if wanted is None or self.resolved.world_size < 2:
             return
         folder = self.run.path.resolve() / prolog.FOLDER / f"{self.allocation.job_id}-{self.allocation.restart}"
-        backend, here = ("nccl", "GPUs") if has_gpus() else ("gloo", "no GPU here: gloo between CPU ranks")
+        backend, why = ("nccl", "GPUs") if has_gpus() else ("gloo", "no GPU here: gloo between CPU ranks")
         cpus = min(self.allocation.cpus_per_node or 1 << 20, len(os.sched_getaffinity(0)))
         ranks = self.resolved.world_size // nodes
         target = Nodes(self.allocation, self.cluster, bool(self.allocation.gpus_per_node), os.environ)
         say(f"nccl-check: {wanted.seconds} s at most")
-        found = prolog.run(target, prolog.options_for(wanted.seconds, backend, here, ranks, cpus, nodes), folder, say)
+        found = prolog.run(target, prolog.options_for(wanted.seconds, backend, why, ranks, cpus, nodes), folder, say)
         with contextlib.closing(EventLog(self.run.metrics, 0)) as log:
             log.write("nccl", **found.event())
         say(f"nccl-check, {found.seconds:.0f} s: {found.headline}")
@@ -396,13 +396,13 @@ def describe(
     start = f", start {allocation.restart + 1}" if allocation.restart else ""
     what = stages[0] if stages[0] == stages[1] else f"{stages[0]} to {stages[1]}"
     head = f"job {allocation.job_id}{start}: {resolved.name}, {what}, on {', '.join(allocation.nodes)}; run folder {path}"
-    kept = [f"  {s.name}={s.value}  # {s.reason}" for s in variables]
+    settings = [f"  {s.name}={s.value}  # {s.reason}" for s in variables]
     if "train" not in STAGES[STAGES.index(stages[0]) : STAGES.index(stages[1]) + 1]:
-        return [head, *kept]
+        return [head, *settings]
     ranks = resolved.world_size // len(allocation.nodes)
     return [
         head,
-        *kept,
+        *settings,
         f"{resolved.world_size} ranks, {ranks} on each node; cluster {cluster.name}",
         *(f"  {s.name}={s.value}  # {s.reason}" for s in settings_of(resolved, cluster, allocation)),
         f"on every node: {shlex.join(step_command(resolved, path, 1, cluster, allocation))}",
@@ -417,14 +417,14 @@ def has_gpus() -> bool:
 def settings_of(resolved: Resolved, cluster: Cluster, allocation: Allocation, traces: str | None = None) -> list[Setting]:
     """The environment of every rank. Cores are those that this node really has: a rehearsal claims more."""
     ranks = max(1, resolved.world_size // len(allocation.nodes))
-    here = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
     return environment(
         cluster,
         world_size=resolved.world_size,
         ranks_per_node=ranks,
-        cpus_per_node=allocation.cpus_per_node or here,
+        cpus_per_node=allocation.cpus_per_node or cores,
         job=allocation.job_id,
         cpu_only=not has_gpus(),
-        present=here,
+        present=cores,
         traces=traces,
     )

@@ -94,9 +94,9 @@ def join(run_path: Path, call: TorchrunCall, *, quiet: bool) -> ExitCode:
 
     Raises UserError where node 0 does not call, or its call does not fit this one.
     """
-    here, _ = call.describe()
+    local, _ = call.describe()
     say(f"node {call.node} waits for node 0 in {run_path}")
-    attempt = torchrun.RendezvousClient(run_path, call.node, call.nodes, call.ranks_per_node, here, call.wait).join()
+    attempt = torchrun.RendezvousClient(run_path, call.node, call.nodes, call.ranks_per_node, local, call.wait).join()
     if isinstance(attempt, ExitCode):
         return attempt
     ended = take_part(run_path, attempt, call, quiet=quiet)

@@ -380,8 +380,8 @@ class DigestComparison:
         """Begin to hash this rank's share."""
         from concurrent.futures import ThreadPoolExecutor
 
-        here = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self._pool = ThreadPoolExecutor(min(THREADS, here), thread_name_prefix="digest")
+        cores = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._pool = ThreadPoolExecutor(min(THREADS, cores), thread_name_prefix="digest")
         self._running = [
             self._pool.submit(_readable, path, record, self._kind, stop=self._stop) for path, record in self._share.items()
         ]

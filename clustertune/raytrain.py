@@ -189,7 +189,7 @@ class RankAgent(Agent):
             ended.set()
             child.kill()
             child.wait()
-        if code < 0 and not self.problems and not self.asked:  # elsewhere torch's launcher tells
+        if code < 0 and not self.problems and not self.received:  # elsewhere torch's launcher tells
             name = signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else f"signal {-code}"
             cause = ": out of memory, kill -9, or a node fault" if -code == signal.SIGKILL else ""
             text = f"{self.plan.where(self.node)} failed first: ended by {name}{cause}"
@@ -199,7 +199,7 @@ class RankAgent(Agent):
     def _pass_stop_on(self, child: subprocess.Popen[bytes], stop: Path, ended: threading.Event) -> None:
         while not ended.wait(1.0):
             if stop.exists():
-                self.asked.append(signal.SIGUSR1)
+                self.received.append(signal.SIGUSR1)
                 pids = rank_pids(self.folder, self.plan, self.node)
                 if not pids:  # nothing to save before it is up
                     child.kill()
@@ -259,7 +259,7 @@ class RayChain(Chain):
     use_gpu: bool = False
     job: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     """Attempts without progress are counted within one call."""
-    asked: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
 
     def train_is_due(self) -> bool:
         """Whether the training is still to be done: only then is Ray needed."""
@@ -306,9 +306,9 @@ class RayChain(Chain):
                 errors.append(error)
 
         def handle(number: int, _frame: FrameType | None) -> None:
-            if number in self.asked and number != signal.SIGUSR1:
+            if number in self.received and number != signal.SIGUSR1:
                 raise KeyboardInterrupt  # impatient: the workers end with Ray
-            self.asked.append(number)
+            self.received.append(number)
             stop.touch()
 
         shown = Shown(self.run.path)
@@ -331,8 +331,8 @@ class RayChain(Chain):
         except UserError:
             text = (str(error or "").strip().splitlines() or ["it printed nothing"])[-1]
             problem = Problem(f"Ray started no rank: {text}", file=str(folder))
-            return Outcome(ExitCode.AGAIN if self.asked else ExitCode.FAILED, [problem], asked=bool(self.asked))
-        outcome = judge(folder, plan, requested=bool(self.asked))
+            return Outcome(ExitCode.AGAIN if self.received else ExitCode.FAILED, [problem], asked=bool(self.received))
+        outcome = judge(folder, plan, requested=bool(self.received))
         if outcome.code is ExitCode.OK and error is not None:
             outcome = replace(outcome, code=ExitCode.FAILED, problems=[Problem(f"Ray: {error}", file=str(folder))])
         if not (folder / OUTCOME).exists():
@@ -354,8 +354,8 @@ def cluster(workers: int) -> Iterator[bool]:
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     address = os.environ.get("RAY_ADDRESS")
-    kept = {name: os.environ[name] for name in cluster_paths.VARIABLES if os.environ.get(name)}
-    settings: dict[str, Any] = {"runtime_env": {"env_vars": {"PYTHONPATH": str(ROOT), **kept, **SETTINGS}}}
+    variables = {name: os.environ[name] for name in cluster_paths.VARIABLES if os.environ.get(name)}
+    settings: dict[str, Any] = {"runtime_env": {"env_vars": {"PYTHONPATH": str(ROOT), **variables, **SETTINGS}}}
     with contextlib.ExitStack() as stack:
         if address is None:
             above = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _MAX_TEMP else "/tmp"  # noqa: S108

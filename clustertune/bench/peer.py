@@ -66,9 +66,9 @@ def words_of(given: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word.strip() for text in given for word in text.split(",") if word.strip()))
 
 
-def take_turns(arguments: Sequence[str], *, here: bool) -> bool:
+def take_turns(arguments: Sequence[str], *, local: bool) -> bool:
     """Whether steps alternate by default: on this machine's CPUs, with peers that know of turns."""
-    return here and bool(arguments) and set(arguments) <= set(NAMES) and not visible_gpus()
+    return local and bool(arguments) and set(arguments) <= set(NAMES) and not visible_gpus()
 
 
 def title(word: str) -> str:

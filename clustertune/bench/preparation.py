@@ -93,8 +93,8 @@ def make(request: BenchRequest) -> Bench:
     made = _to_make(request.schedule, whole) if request.synthetic else None
     own = [*_steps(request), *(_made_up(whole, request.run_path) if made else [])]
     keys = {text.partition("=")[0] for text in own}
-    kept = [text for text in given if text.partition("=")[0] not in keys]
-    return Bench(request, whole, resolve(request.recipe, [*kept, *own], tiny=request.tiny, ranks=ranks), made)
+    others = [text for text in given if text.partition("=")[0] not in keys]
+    return Bench(request, whole, resolve(request.recipe, [*others, *own], tiny=request.tiny, ranks=ranks), made)
 
 
 def as_made(request: BenchRequest, whole: Resolved, measured: Resolved) -> Bench:

@@ -105,7 +105,7 @@ class LinkContext:
         """Whether ranks of more than one node talked over NCCL."""
         return self.nodes > 1 and self.backend == "nccl"
 
-    def said(self, *kinds: str) -> list[Seen]:
+    def from_log(self, *kinds: str) -> list[Seen]:
         """What NCCL said first of these kinds of fault, a failure of all hosts that said it; nothing where it said nothing."""
         faults = [fault for fault in self.log.faults if fault.kind in kinds]
         return [Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))] if faults else []
@@ -242,7 +242,7 @@ def logged(*kinds: str, rank: int, status: str = FAIL, name: str = "") -> Callab
     """Makes a rule of a docstring: it repeats what NCCL said about these faults. ``name``: without it the first kind's."""
 
     def register(described: Callable[[], None]) -> Check:
-        def said(context: LinkContext) -> Iterator[Seen]:
+        def look(context: LinkContext) -> Iterator[Seen]:
             found = [fault for fault in context.log.faults if fault.kind in kinds]
             if found:
                 times = sum(context.log.faults[fault] for fault in found)
@@ -251,9 +251,9 @@ def logged(*kinds: str, rank: int, status: str = FAIL, name: str = "") -> Callab
                 again = f" ({times} times)" if times > 1 else ""
                 yield Seen(status, f"{found[0].text}{again}", where=names(fault.host for fault in found))
 
-        said.__doc__ = described.__doc__
-        said.__module__ = described.__module__
-        return rule(name or kinds[0], LINKS, rank=rank)(said)
+        look.__doc__ = described.__doc__
+        look.__module__ = described.__module__
+        return rule(name or kinds[0], LINKS, rank=rank)(look)
 
     return register
 

@@ -188,10 +188,10 @@ def collective_hung(context: LinkContext) -> Iterator[Seen]:
         hosts = names(str(host) for host in given) if isinstance(given, list) else ""
         what = f"{item.get('collective', 'a collective')} ({item.get('scope', '?')}, {number(item.get('bytes')):.0f} bytes)"
         yield Seen(FAIL, f"{what} did not end within {number(item.get('seconds')):.0f} s", where=hosts)
-    said = context.said("hung")
-    yield from said
+    logged = context.from_log("hung")
+    yield from logged
     log = context.log
-    if not said and not context.entries("hung") and context.entries("results"):
+    if not logged and not context.entries("hung") and context.entries("results"):
         yield Seen(PASS, "every collective ended")
     elif log.started and not log.complete and not log.faults and not context.entries("results"):
         began = f"{log.started} ranks" if log.started > 1 else "a rank"

@@ -95,8 +95,8 @@ def mixed_nccl(context: LinkContext) -> Iterator[Seen]:
     Fix: give all nodes the same container image, and see that LD_LIBRARY_PATH and LD_PRELOAD bring in no other libnccl.so.2
     See: https://github.com/NVIDIA/nccl/issues/286
     """
-    if said := context.said("nccl-versions"):
-        yield from said
+    if seen := context.from_log("nccl-versions"):
+        yield from seen
         return
     found = _versions(context, "nccl")
     if len(context.log.versions) > 1 and len({host for hosts in context.log.versions.values() for host in hosts}) > 1:
@@ -148,8 +148,8 @@ def driver(context: LinkContext) -> Iterator[Seen]:
       help on data-centre cards only
     See: https://github.com/NVIDIA/nvidia-docker/issues/1515
     """
-    if said := context.said("driver"):
-        yield from said
+    if seen := context.from_log("driver"):
+        yield from seen
         return
     built = max((number_of(text) for text in context.log.cuda), default=0)
     serves = [int(text) for text in context.log.drivers if text.isdigit()]
@@ -246,8 +246,8 @@ def forced_algorithm(context: LinkContext) -> Iterator[Seen]:
     Fix: unset NCCL_ALGO and NCCL_PROTO; since 2.24 NCCL_ALGO may name one collective: NCCL_ALGO=allreduce:tree
     See: https://github.com/NVIDIA/nccl/issues/317
     """
-    if said := context.said("no-algorithm"):
-        yield from said
+    if seen := context.from_log("no-algorithm"):
+        yield from seen
         return
     for name in ("NCCL_ALGO", "NCCL_PROTO"):
         value = context.setting(name)

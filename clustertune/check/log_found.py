@@ -261,13 +261,13 @@ KINDS = tuple(dict.fromkeys(kind for kind, _ in _KINDS))
 """Every kind, what is closest to a cause first."""
 
 
-_BY_PLACE = (("nvls", "nvls.cc", ("cuda", "gpu-fault", "gpu-missing")), ("p2p-refused", "p2p.cc", ("cuda", "gpu-missing")))
+_BY_SOURCE = (("nvls", "nvls.cc", ("cuda", "gpu-fault", "gpu-missing")), ("p2p-refused", "p2p.cc", ("cuda", "gpu-missing")))
 """A failure of CUDA whose message says little, in a source file that says what was tried."""
 
 
 def kind_of(text: str, source: str = "") -> str:
-    """The kind of fault that a message tells; :data:`OTHER` where none is known. ``place``: source file and line."""
+    """The kind of fault that a message tells; :data:`OTHER` where none is known. ``source``: source file and line."""
     for kind, pattern in _PATTERNS:
         if pattern.search(text):
-            return next((by for by, file, kinds in _BY_PLACE if file in source and kind in kinds), kind)
+            return next((by for by, file, kinds in _BY_SOURCE if file in source and kind in kinds), kind)
     return OTHER

@@ -304,7 +304,7 @@ class _Reader:
                 self.version(record.text, "")
             if "NCCL version" in record.text and " error in" in record.text and self.kind(record.text) == log_found.OTHER:
                 return
-        kind = self.kind(record.text, record.place)
+        kind = self.kind(record.text, record.source)
         if kind == "no-verbs" and "libibverbs" in record.text:
             log.no_verbs.add(record.host)
         if kind == log_found.OTHER and record.level != WARN:
@@ -312,7 +312,7 @@ class _Reader:
         _, last, cause = record.text.partition("Last error:")
         text = cause if last and record.level != WARN and self.kind(cause) == kind else record.text
         if kind in ("nvls", "p2p-refused") and text.lower().startswith("cuda failure"):
-            text = f"{record.place.partition(':')[0]}: {text}"  # the message alone does not say what was tried
+            text = f"{record.source.partition(':')[0]}: {text}"  # the message alone does not say what was tried
         fault = LoggedFault(kind, record.host, text.strip()[:400])
         if fault in log.faults or len(log.faults) < MOST_FAULTS or not any(seen.kind == kind for seen in log.faults):
             log.faults[fault] += 1
@@ -384,7 +384,7 @@ _LEVEL = re.compile(r"NCCL (INFO|WARN|TRACE|CALL|ABORT)(?: |$)")
 _OLD_LEVEL = re.compile(r"\[\d{1,4}\] (?:[\w./]{1,200}:\d{1,6} )?(INFO|WARN) ")  # 2.2 and 2.3 had no NCCL in front
 _SIMPLE = re.compile(r"([A-Za-z0-9][\w.-]{0,255}):(\d{1,10}):(\d{1,10}) \[(\d{1,4})\] (?:(\S{1,200}:\d{1,6}) )?$")
 _COLOUR = re.compile(r"\x1b\[[0-9;?]{0,32}[A-Za-z]|ESC\[[0-9;]{0,32}m")
-_PLACE = re.compile(r"[^\s:]{1,200}:\d{1,6}$")
+_SOURCE = re.compile(r"[^\s:]{1,200}:\d{1,6}$")
 _GPU = re.compile(r"\[(\d{1,4})\]$")
 _TIME = re.compile(r"\d{1,16}\.\d{1,9}$")
 _NOT_HOST = re.compile(r"[^A-Za-z0-9._-]")
@@ -424,7 +424,7 @@ class Record(NamedTuple):
     pid: str = ""
     gpu: str = ""
     """CUDA's index of the GPU."""
-    place: str = ""
+    source: str = ""
     """Source file and line."""
 
 
@@ -495,7 +495,7 @@ def _head(line: str, begin: int, end: int) -> tuple[str, str, str, str, int]:
         tokens.pop()
     if "](http" in last():  # a page has made a link of file.cc:12
         tokens.pop()
-    elif _PLACE.match(last()) and last().count(":") == 1:
+    elif _SOURCE.match(last()) and last().count(":") == 1:
         source, start = tokens.pop()
     if _TIME.match(last()):
         tokens.pop()

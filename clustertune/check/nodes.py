@@ -19,8 +19,8 @@ class JobNodes:
     machines: Sequence[Machine]
     silent: Mapping[str, str] = field(default_factory=dict)
     """Nodes that gave no facts, with what is known of the reason."""
-    asked: float = 0.0
-    answered: float = 0.0
+    started: float = 0.0
+    ended: float = 0.0
     """Seconds since 1970 before and after, by the clock of the machine that asked; 0: clocks are not compared."""
 
 
@@ -281,7 +281,7 @@ def _waits(machine: Machine, point: str) -> bool:
 
 
 def skew(remote: float, sent: float, answered: float) -> float:
-    """By how many seconds a clock is off at least that showed ``told`` between ``asked`` and ``answered`` of another one."""
+    """By how many seconds a clock is off at least that showed ``remote`` between ``sent`` and ``answered`` of another one."""
     return max(0.0, sent - remote, remote - answered) * (1 if remote >= sent else -1)
 
 
@@ -293,7 +293,7 @@ def clocks(several: JobNodes) -> Iterator[Seen]:
     Why: munge refuses jobs beyond 5 minutes, leases and logs are judged by time, NFS shows files from the future
     See: https://slurm.schedmd.com/troubleshoot.html
     """
-    sent, answered = several.asked, several.answered
+    sent, answered = several.started, several.ended
     if len(several.machines) < 2 or not answered:
         return
     off = {m.where: skew(m.facts.time, sent, answered) for m in several.machines if m.facts.time}

@@ -65,8 +65,8 @@ def _tainted(batch: Batch, names: tuple[str, ...]) -> dict[str, list[tuple[int, 
             for assignment in command.assignments:
                 for reference in _references([assignment.value, *(assignment.items or [])]):
                     places = [(reference.line, reference.name)] if reference.name in names else found.get(reference.name, [])
-                    kept = found.setdefault(assignment.name, []) if places else []
-                    kept += [place for place in places if place not in kept]
+                    known = found.setdefault(assignment.name, []) if places else []
+                    known += [one for one in places if one not in known]
     return found
 
 
@@ -80,8 +80,8 @@ def _note(
     for reference in references:
         if reference.name in names:
             reaching.setdefault((reference.line, reference.name), where)
-        for place in tainted.get(reference.name, []):
-            reaching.setdefault(place, where)
+        for use in tainted.get(reference.name, []):
+            reaching.setdefault(use, where)
 
 
 def _reaches_tasks(batch: Batch, command: ShellCommand) -> bool:

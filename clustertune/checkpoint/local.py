@@ -158,8 +158,8 @@ class LocalTier:
         """The ranks that this one's copy goes to and that it keeps a copy of; None where there is no such ring."""
         if len(self.nodes) < 2 or len({len(ranks) for ranks in self.nodes}) > 1:
             return None
-        place = self.nodes[self._node].index(self.shared.ranks.rank)
-        return self.nodes[(self._node + 1) % len(self.nodes)][place], self.nodes[self._node - 1][place]
+        index = self.nodes[self._node].index(self.shared.ranks.rank)
+        return self.nodes[(self._node + 1) % len(self.nodes)][index], self.nodes[self._node - 1][index]
 
     # -- a save, in the thread of saves ---------------------------------------------------------------------------
 
@@ -230,10 +230,10 @@ class LocalTier:
                 known = newest.step if newest else 0
             except UserError:  # latest says it
                 known = 10**9
-        known, found, asked = ranks.broadcast(known), None, False
+        known, found, looked = ranks.broadcast(known), None, False
         while True:
-            if self._bring(known) or not asked:
-                found, asked = self.shared.latest(), True
+            if self._bring(known) or not looked:
+                found, looked = self.shared.latest(), True
             step = int(found[1]["step"]) if found else 0
             if step >= known:
                 return found

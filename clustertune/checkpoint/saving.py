@@ -144,9 +144,9 @@ class StateWriter:
         """
         taken = {"states": _local(states), "parts": parts}
         leaves = list(_leaves(taken))
-        places = [(path, *_place(tensor)) for path, tensor in leaves]
+        places = [(path, *_identity(tensor)) for path, tensor in leaves]
         if self._copied is not None and places == self._places:
-            sources = {_place(tensor): tensor for _, tensor in leaves}
+            sources = {_identity(tensor): tensor for _, tensor in leaves}
             for target, source in zip(self._held, sources.values(), strict=True):
                 target.copy_(source, non_blocking=self._cuda)
             if self._cuda:
@@ -155,7 +155,7 @@ class StateWriter:
             self._copied, self._held, self._places = None, [], []  # its memory goes before the new one comes
             self._copied = self._stager.stage(taken)
             copies = (tensor for _, tensor in _leaves(self._copied))
-            self._held = list({_place(one): copied for (_, one), copied in zip(leaves, copies, strict=True)}.values())
+            self._held = list({_identity(one): copied for (_, one), copied in zip(leaves, copies, strict=True)}.values())
             self._places = places
             self.copied_bytes = sum(part.nbytes for part in parts)
         held = _with_values_of(taken, self._copied)
@@ -232,7 +232,7 @@ def _leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
         yield path, (state.to_local() if hasattr(state, "to_local") else state).detach()
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 

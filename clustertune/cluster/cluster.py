@@ -34,8 +34,8 @@ _LONGEST_ROOT = 40
 
 def commands_environment(conf: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment for the cluster's commands."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(_STRIPPED)}
-    return {**kept, "SLURM_CONF": str(conf), "PATH": spec.search_path(), **(extra or {})}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(_STRIPPED)}
+    return {**inherited, "SLURM_CONF": str(conf), "PATH": spec.search_path(), **(extra or {})}
 
 
 def enter(pid: int, prefix: Sequence[str] | None, cwd: Path) -> list[str]:

@@ -130,12 +130,12 @@ class ClusterFolder:
     def slurm_conf(self) -> str:
         """``slurm.conf``; without namespaces with free ports of this moment."""
         ports = _free_ports(len(self.names) + 1)
-        here = socket.gethostname().split(".")[0]
+        hostname = socket.gethostname().split(".")[0]
         return _SLURM_CONF.format(
             root=self.root,
             spec=self.spec,
             user=pwd.getpwuid(os.getuid()).pw_name,
-            controller=f"{LOGIN}({LOGIN_ADDRESS})" if self.isolated else f"{here}(127.0.0.1)",
+            controller=f"{LOGIN}({LOGIN_ADDRESS})" if self.isolated else f"{hostname}(127.0.0.1)",
             port=6817 if self.isolated else ports[0],
             # Each node mounts its own folder there: the name of a node in the path as well would make sockets' paths too long.
             spool="here" if self.isolated else "%n",

@@ -30,7 +30,7 @@ from clustertune.manifest import (
 from clustertune.rundir import RunDir, keep_private
 
 KIND = "archive"
-KEPT = (
+ALWAYS = (
     *("run.json", "accelerate.yaml", "deepspeed.json", "metrics.jsonl", "metrics.json", "report.html", "live.html"),
     *("stages", "telemetry", "adapter", "eval", "eval-base"),
 )
@@ -70,11 +70,11 @@ def archive(
         found, written = _restore(Destination(source), RunDir(path_argument(target)))
     else:
         run = RunDir(existing_folder(path_argument(source), "a run"))
-        place = Destination(target)
-        if remove and not place.outlives_us:
+        destination = Destination(target)
+        if remove and not destination.outlives_us:
             raise _wrong("--remove: what is kept in memory ends with this command", "name a folder, or leave --remove out")
         with run.lock():
-            found, written = _keep(run, place, merged, checkpoint)
+            found, written = _keep(run, destination, merged, checkpoint)
             if remove and not any(name.split("/")[0] in _RESULTS for name in found.files):
                 raise _wrong(f"--remove: {_NO_RESULT}", "add --checkpoint, or let the run end first")
             if remove:
@@ -158,8 +158,8 @@ class Destination:
         """Whether one lies in the other."""
         if self._fs is not None:
             return False
-        here, other = self._root.resolve(), folder.resolve()
-        return here.is_relative_to(other) or other.is_relative_to(here)
+        own, other = self._root.resolve(), folder.resolve()
+        return own.is_relative_to(other) or other.is_relative_to(own)
 
     def commit(self, found: Manifest) -> None:
         """Write the manifest, whole or not at all."""
@@ -252,7 +252,7 @@ def _keep(run: RunDir, target: Destination, merged: bool, checkpoint: bool) -> t
         raise UserError(
             "its training has not ended", file=str(run.path), fix=f"clustertune run {resolved.name} first, or archive another"
         )
-    chosen = [run.path / name for name in KEPT]
+    chosen = [run.path / name for name in ALWAYS]
     if merged or not run.adapter.exists():  # a full training's result is the model
         chosen.append(run.merged)
     if checkpoint:
@@ -306,10 +306,10 @@ def _restore(source: Destination, run: RunDir) -> tuple[Manifest, int]:
     return found, written
 
 
-def _demand_apart(place: Destination, run: RunDir) -> None:
-    if place.meets(run.path):
+def _demand_apart(destination: Destination, run: RunDir) -> None:
+    if destination.meets(run.path):
         raise UserError(
-            "one of run folder and archive lies inside the other", file=place.shown, fix="name a place outside of the run"
+            "one of run folder and archive lies inside the other", file=destination.shown, fix="name a place outside of the run"
         )
 
 

@@ -103,7 +103,7 @@ class BenchArguments:
             ends=self.ends,
             rounds=self.rounds or (2 if peers else 1),
             against=peers,
-            interleave=take_turns(peers, here=not in_job) if self.interleave is None else self.interleave,
+            interleave=take_turns(peers, local=not in_job) if self.interleave is None else self.interleave,
             synthetic=self.synthetic,
             run_path=self.run_dir or new_run_path(self.recipe, self.cluster, in_job),
             elsewhere=in_job,
@@ -132,7 +132,7 @@ def new_run_path(recipe: str, cluster: str | None, submit: bool) -> Path:
     from clustertune.launch import cluster_paths
 
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(recipe).name).strip("._-")[:64] or "recipe"
-    below = cluster_paths.runs(load_cluster(cluster) if cluster and submit else cluster_paths.here())
+    below = cluster_paths.runs(load_cluster(cluster) if cluster and submit else cluster_paths.local_cluster())
     return below / "bench" / name / (datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ") + f"-{os.getpid()}")
 
 

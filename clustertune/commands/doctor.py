@@ -189,7 +189,7 @@ def answer(args: DoctorArguments) -> int:
             Problem("there is nothing to run but here", file=COMMAND_LINE, key="--dry-run", fix="--submit --dry-run")
         )
     else:
-        found, facts, hosts = _here(args, cluster)
+        found, facts, hosts = _look_locally(args, cluster)
     found = reports.once(found, _of_recipe(args, cluster, facts))
     return _tell(args, cluster, reports.Report(found, left_out), facts, hosts)
 
@@ -221,7 +221,7 @@ def _allocation(args: DoctorArguments) -> Allocation | None:
 # --- looking -----------------------------------------------------------------------------------------------------------
 
 
-def _here(args: DoctorArguments, cluster: Cluster) -> Looked:
+def _look_locally(args: DoctorArguments, cluster: Cluster) -> Looked:
     """What is found here; nothing of a machine that the cluster file does not name, unless that is asked for."""
     from clustertune.host.collect import collect
 
@@ -230,7 +230,7 @@ def _here(args: DoctorArguments, cluster: Cluster) -> Looked:
     folders = [storage.shared, storage.scratch, storage.pool.mount if storage.pool else None]
     with _waiting(args.seconds, "looking at this machine"):
         facts = collect(
-            args.place or _place(cluster),
+            args.place or _place_of(cluster),
             args.seconds,
             names=names if len(names) > 1 else (),
             folders=[folder for folder in folders if folder],
@@ -248,7 +248,7 @@ def _is_foreign(cluster: Cluster, hostname: str) -> bool:
     return cluster.name != "local" and cluster.host(hostname) is None
 
 
-def _place(cluster: Cluster) -> str | None:
+def _place_of(cluster: Cluster) -> str | None:
     """``login`` for a machine that the cluster file has submit jobs and not run them; else it is found by looking."""
     host = cluster.host(platform.node())
     if host is None or os.environ.get("SLURM_JOB_ID") or Path("/.singularity.d").exists():

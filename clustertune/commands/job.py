@@ -162,21 +162,21 @@ def take_log(run: Path, name: str, job: str) -> None:
 
     A log of another name was chosen, and stays as it is. The batch script is asked to follow (SIGUSR2).
     """
-    here, there = Path.cwd() / f"{name}-{job}.log", run.resolve() / "logs" / f"{name}-{job}.log"
+    written, wanted = Path.cwd() / f"{name}-{job}.log", run.resolve() / "logs" / f"{name}-{job}.log"
     try:
-        if here.is_symlink() or not here.is_file() or not here.samefile("/proc/self/fd/1"):
+        if written.is_symlink() or not written.is_file() or not written.samefile("/proc/self/fd/1"):
             return
-        there.parent.mkdir(parents=True, exist_ok=True)
+        wanted.parent.mkdir(parents=True, exist_ok=True)
         sys.stdout.flush()
-        handle = os.open(there, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # of an earlier start too: requeued jobs append
-        os.write(handle, here.read_bytes())
+        handle = os.open(wanted, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # of an earlier start too: requeued jobs append
+        os.write(handle, written.read_bytes())
         for stream in (1, 2):
             os.dup2(handle, stream)
         os.close(handle)
         os.kill(os.getppid(), signal.SIGUSR2)
-        here.unlink()
+        written.unlink()
     except OSError as error:
-        say(f"note: the log stays at {here}: {error}")
+        say(f"note: the log stays at {written}: {error}")
 
 
 def _point(sweep: Path) -> Point:

@@ -51,7 +51,7 @@ def torchrun_node(
         text = f"there is no node {node_rank} of {nodes}: they are counted from 0"
         raise UserError(text, file="command line", key="--node-rank")
     resolved, each = resolve_for_nodes(recipe, overrides or [], tiny=tiny, nodes=nodes, ranks_per_node=ranks_per_node)
-    below = cluster_paths.enter_here()
+    below = cluster_paths.enter_local()
     path = run_dir or default_run_dir(resolved, below)
     call = launched.TorchrunCall(node_rank, nodes, each, master, port, wait, job)
     if node_rank:
@@ -67,13 +67,13 @@ def _run_as_first_node(resolved: Resolved, path: Path, call: Any, as_json: bool)
     from clustertune.launch.torchrun import RendezvousServer
     from clustertune.rundir import RunDir, keep_private
 
-    here, _ = call.describe()
+    local, _ = call.describe()
     for warning in resolved.warnings:
         say(f"warning: {warning}")
     keep_private()
     with RunDir(path).lock():
         run = chain.open_run(resolved, path, chain.command_line())
-        with RendezvousServer(path, call.nodes, call.ranks_per_node, here) as server:
+        with RendezvousServer(path, call.nodes, call.ranks_per_node, local) as server:
             links = launched.TorchrunChain(run, resolved, quiet=as_json, call=call, server=server)
             links.go(last="train")
             server.done()
@@ -137,7 +137,7 @@ def ray_train(
     require_startable(resolved)
     if workers is None and (tiny or resolved.recipe.model.weights == "random"):
         resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=min(resolved.world_size, chain.visible_gpus() or 2))
-    below = cluster_paths.enter_here()
+    below = cluster_paths.enter_local()
     path = run_dir or chain.default_run_dir(resolved, below)
     for warning in resolved.warnings:
         say(f"warning: {warning}")

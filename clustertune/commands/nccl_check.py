@@ -207,8 +207,8 @@ def _target(args: NcclCheckArguments, cluster: Cluster) -> tuple[Target, CheckOp
         if args.nodes is not None and args.nodes > len(hosts):
             text = f"{args.nodes} nodes, cluster {cluster.name} has {len(hosts)}"
             raise UserError(Problem(text, file="command line", key="--nodes", fix=f"at most --nodes {len(hosts)}"))
-        here = LocalNode(tuple(host.name for host in hosts), tuple(host.address for host in hosts), cluster)
-        return here, _options(args, visible_gpus(), len(os.sched_getaffinity(0)), len(hosts), "here")
+        local = LocalNode(tuple(host.name for host in hosts), tuple(host.address for host in hosts), cluster)
+        return local, _options(args, visible_gpus(), len(os.sched_getaffinity(0)), len(hosts), "here")
     if os.environ.get("SLURM_JOB_ID"):
         from clustertune.job import has_gpus
         from clustertune.launch.allocation import first_node_problems
@@ -294,7 +294,8 @@ def new_folder(args: NcclCheckArguments, cluster: Cluster, name: str | None = No
     if args.out is None:
         new = f"{cluster.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
         outside = isinstance(measured, LocalNode) and cluster.host(measured.hosts[0]) is None
-        return (cluster_paths.runs(cluster_paths.here() if outside else cluster) / "nccl-check" / (name or new)).absolute()
+        runs = cluster_paths.runs(cluster_paths.local_cluster() if outside else cluster)
+        return (runs / "nccl-check" / (name or new)).absolute()
     path = args.out.absolute()
     if path.exists() and not path.is_dir():
         raise UserError(Problem("is a file", file=str(path), key="--out", fix="give a new folder"))

@@ -57,8 +57,8 @@ def new(
     stated = draft.stated(overrides or ())
     made_of, found, at = read(model, data, method, gpus, cluster, needs_data=True, of_data=stated.get("data"))
     with draft.drafted(folder.name, made_of, method, found, at, stated) as (made, written):
-        machine = at.place.machine(int(made.recipe["slurm"]["nodes"]))
-        plan = make_plan(resolve(written), machine, at.place.constants, lengths=made.lengths)
+        machine = at.calibrated.machine(int(made.recipe["slurm"]["nodes"]))
+        plan = make_plan(resolve(written), machine, at.calibrated.constants, lengths=made.lengths)
         (written / "README.md").write_text(draft.page(made, folder.name, made_of, at.words), encoding="utf-8")
         shutil.copytree(written, folder, dirs_exist_ok=True)
     money = cost(plan, price(machine.gpu))

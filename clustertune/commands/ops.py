@@ -44,7 +44,7 @@ def _group() -> None:
 
 
 @contextlib.contextmanager
-def place(cluster: Cluster, node: Host, root: Path | None) -> Iterator[Path]:
+def compared_tree(cluster: Cluster, node: Host, root: Path | None) -> Iterator[Path]:
     """What a plan compares with: the tree that was given, this machine, or for another machine one that has nothing."""
     from clustertune.ops.files import NODE
     from clustertune.ops.nodes import is_here
@@ -82,7 +82,7 @@ def _plan(cluster: str | None, node: str | None, root: Path | None, force: bool,
 
     found = load_cluster(cluster)
     host = choose_node(found, node)
-    with place(found, host, root) as where:
+    with compared_tree(found, host, root) as where:
         made = make_plan(found, host.name, where, force=force)
         if as_json:
             emit_json(made.as_dict())

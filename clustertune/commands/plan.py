@@ -149,9 +149,9 @@ def _answer_model(request: PlanRequest, known: Lengths | None) -> None:
     model, data, at = read(request.model, request.data, request.method, request.gpus, request.cluster, of_data=of_data)
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", str(model.section["name"]).rpartition("/")[2]).lower()[:50] + f"-{request.method}"
     with draft.drafted(name, model, request.method, data, at) as (made, folder):
-        plan = _plan(at.place, str(folder), request.overrides, request.tiny, known or made.lengths)
+        plan = _plan(at.calibrated, str(folder), request.overrides, request.tiny, known or made.lengths)
         plan.notes.extend(made.assumed)
-        _answer(request, at.place, [plan])
+        _answer(request, at.calibrated, [plan])
 
 
 def _answer(request: PlanRequest, calibrated: CalibratedCluster, plans: list[Plan]) -> None:

@@ -36,8 +36,8 @@ def prepare(resolved: Resolved, out: Path, input_path: Path | None, samples: int
         found = conversations.prepare(
             resolved.recipe.data, recipe_folder=Path(resolved.folder), seed=seed, out=out, input_path=input_path
         )
-        kept = ("dir", "train", "eval", "rejected", "unused", "sources")
-        document = {key: found[key] for key in kept if key in found} | dict.fromkeys(tokens.SUMMARY)
+        keys = ("dir", "train", "eval", "rejected", "unused", "sources")
+        document = {key: found[key] for key in keys if key in found} | dict.fromkeys(tokens.SUMMARY)
         try:
             with _tokenizer(resolved, out) as tokenizer:
                 made = tokens.make(out, tokenizer, resolved.train_args)

@@ -240,7 +240,8 @@ def demo_slurm(
     if "=" in recipe:  # the recipe is left out, and this is the first of the overrides
         recipe, overrides = DEMO, [recipe, *(overrides or [])]
     stem = re.sub(r"[^A-Za-z0-9._-]", "_", Path(recipe).name)
-    folder = run_dir or cluster_paths.runs(cluster_paths.here()) / "rehearsal" / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    new = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = run_dir or cluster_paths.runs(cluster_paths.local_cluster()) / "rehearsal" / new
     arguments = [recipe, *(overrides or []), "--tiny", "--run-dir", str(folder.resolve())]
     ended = rehearse(_spec(nodes, gpus, isolation), SCRIPT, arguments, folder)
     if as_json:

@@ -75,7 +75,7 @@ def stage(
     elif not node_local and (nodes := _allocation()) and not dry_run:
         _on_all_nodes(nodes, cluster, as_json)
     else:
-        _here(resolved, _staging_of(cluster), run_dir, bounds, dry_run, as_json)
+        _locally(resolved, _staging_of(cluster), run_dir, bounds, dry_run, as_json)
 
 
 def _check_modes(to: Path | None, verify: Path | None, clean: bool, rows: Path | None) -> None:
@@ -151,7 +151,7 @@ def documents(labelled: str) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _here(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds: Bounds, dry_run: bool, as_json: bool) -> None:
+def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds: Bounds, dry_run: bool, as_json: bool) -> None:
     """Stage on this node, byte for byte verified."""
     from clustertune.chain import default_run_dir
     from clustertune.launch import cluster_paths
@@ -161,7 +161,7 @@ def _here(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds: Bo
     from clustertune.staging.worker import amount
 
     sources, notes = needs.sources(
-        resolved, RunDir(run_dir or default_run_dir(resolved, cluster_paths.runs(cluster_paths.here())))
+        resolved, RunDir(run_dir or default_run_dir(resolved, cluster_paths.runs(cluster_paths.local_cluster())))
     )
     for note in notes:
         say(f"note: {note}")
@@ -201,17 +201,17 @@ def _clean(cluster: str | None, node_local: bool, dry_run: bool, as_json: bool) 
 
     staged = cache.open_cache(_staging_of(cluster))
     removed: list[dict[str, Any]] = []
-    kept: list[dict[str, Any]] = []
+    in_use: list[dict[str, Any]] = []
     for tree in staged.trees():
         gone = not dry_run and staged.remove(tree.key, tree, say, "as asked")
-        (removed if gone else kept).append({"path": str(staged.folder(tree.key)), "bytes": tree.bytes})
+        (removed if gone else in_use).append({"path": str(staged.folder(tree.key)), "bytes": tree.bytes})
         if not gone:
             word = "would be removed unless a job uses it" if dry_run else "stays: a job uses it"
             say(f"{staged.folder(tree.key)} ({amount(tree.bytes)}) {word}")
-    if not removed and not kept:
+    if not removed and not in_use:
         say(f"nothing in {staged.root}")
     if as_json:
-        emit_json({"host": os.uname().nodename, "removed": removed, "kept": kept})
+        emit_json({"host": os.uname().nodename, "removed": removed, "kept": in_use})
 
 
 def _collect(

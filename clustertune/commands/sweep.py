@@ -63,7 +63,7 @@ def sweep(
     last = last or ("train" if metric in ("eval_loss", "loss", "eval_token_accuracy") else "eval")
     options: dict[str, Any] = {"tiny": tiny, "last": last, "draws": draws, "seed": seed, "path": sweep_dir}
     if here:
-        made, resolved = _here(recipe, settings or [], at_once, cluster, options)
+        made, resolved = _locally(recipe, settings or [], at_once, cluster, options)
     else:
         machine = load_cluster(cluster)
         made, resolved, job = _array(recipe, settings or [], at_once, cluster, machine, options, dry_run)
@@ -77,7 +77,7 @@ def sweep(
         _submit(made, resolved, machine, job, as_json)
 
 
-def _here(
+def _locally(
     recipe: str, settings: list[str], at_once: int | None, cluster: str | None, options: dict[str, Any]
 ) -> tuple[Sweep, list[Resolved]]:
     from clustertune.chain import visible_gpus
@@ -90,7 +90,7 @@ def _here(
         if value is not None
     ]
     raise_if(problems)
-    made, resolved = make_sweep(recipe, settings, **options, runs=cluster_paths.enter_here())
+    made, resolved = make_sweep(recipe, settings, **options, runs=cluster_paths.enter_local())
     raise_if(missing_inputs(made, resolved))
     ranks_needed = max(item.world_size for item in resolved)
     if not options["tiny"] and resolved[0].recipe.model.weights == "hub" and ranks_needed > visible_gpus():

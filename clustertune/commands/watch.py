@@ -64,7 +64,7 @@ def _find(text: str) -> Path:
 
     if not text.isdigit() or Path(text).is_dir():
         return existing_folder(path_argument(text), "a run folder")
-    below = cluster_paths.runs(cluster_paths.here())
+    below = cluster_paths.runs(cluster_paths.local_cluster())
     for folder in _folders(below):
         if any(str(entry.get("id")) == text for entry in read_jobs(folder)["jobs"]):
             return folder
@@ -92,7 +92,7 @@ def runs(
     from clustertune.monitor.status import Watcher
     from clustertune.report.content import number
 
-    where = below or cluster_paths.runs(cluster_paths.here())
+    where = below or cluster_paths.runs(cluster_paths.local_cluster())
     found = []
     for folder in _folders(where):
         try:

@@ -364,11 +364,11 @@ class OverriddenFile(Document):
 
     given: tuple[KeyPath, ...] = ()
 
-    def place(self, path: KeyPath) -> str:
+    def position(self, path: KeyPath) -> str:
         """``command line`` for what it gave and for a section of which it gave a part."""
         if any(leaf[: len(path)] == path or path[: len(leaf)] == leaf for leaf in self.given):
             return COMMAND_LINE
-        return super().place(path)
+        return super().position(path)
 
 
 def lay_over(document: Document, overrides: Document | None) -> Document:

@@ -34,7 +34,7 @@ _MISSING = {
 
 
 def check_schema(values: Mapping[str, Any], location: Callable[[KeyPath], str]) -> Iterator[Found]:
-    """What pydantic finds in the sections, and what the model and data sections demand together. ``place``: ``file:line``."""
+    """What pydantic finds in the sections, and what the model and data sections demand together. ``location`` names a line."""
     yield from _find_secrets(values, ())
     try:
         Recipe.model_validate(values)
@@ -110,11 +110,11 @@ def _demand_revision(section: Mapping[str, Any], path: tuple[str, ...], otherwis
 
 def _find_secrets(values: Mapping[str, Any], path: KeyPath) -> Iterator[Found]:
     for key, value in values.items():
-        here = (*path, str(key))
+        key_path = (*path, str(key))
         if isinstance(value, dict):
-            yield from _find_secrets(value, here)
+            yield from _find_secrets(value, key_path)
         elif any(holds_secret(item) for item in (value if isinstance(value, list) else [value])):
-            yield here, "holds an access token (not shown)", SECRET_FIX
+            yield key_path, "holds an access token (not shown)", SECRET_FIX
 
 
 @dataclass(frozen=True)

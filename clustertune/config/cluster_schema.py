@@ -28,7 +28,7 @@ HOST = r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?"
 PATH = r"/|(/\.?[A-Za-z0-9_@+-][A-Za-z0-9._@+-]*)+"
 """An absolute path of plain characters, without ``..``: it becomes a field of fstab and exports, a part of a mount unit's name,
 and an argument."""
-PLACE = r"(/|~/|\$([A-Za-z_]\w*|\{[A-Za-z_]\w*\})(/|$))[^\x00-\x1f\x7f,:\\\\]*"
+FOLDER = r"(/|~/|\$([A-Za-z_]\w*|\{[A-Za-z_]\w*\})(/|$))[^\x00-\x1f\x7f,:\\\\]*"
 """A folder of a user: absolute, or below ``~`` or a variable such as ``$SCRATCH``. ``,`` and ``:`` part the words of a bind,
 and Slurm takes a backslash in the path of a log for an order."""
 FOLDERS = {"caches": "hf_cache", "models": "models", "runs": "checkpoints", "logs": "logs"}
@@ -66,7 +66,7 @@ Image = Annotated[
     str, Field(max_length=1024), form(rf"{PATH}|{DOCKER}", f"{_PLAIN_PATH}, nor docker://NAME@sha256:DIGEST (a tag moves)")
 ]
 StoragePath = Annotated[
-    str, Field(max_length=1024), form(PLACE, "an absolute path, nor one below ~ or a variable such as $SCRATCH")
+    str, Field(max_length=1024), form(FOLDER, "an absolute path, nor one below ~ or a variable such as $SCRATCH")
 ]
 Account = Annotated[str, form(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}", "a name of letters, digits, '.', '_', '@' and '-'")]
 Quantity = Annotated[Number, Field(gt=0)]
@@ -210,14 +210,14 @@ class Storage(Section):
     write_gb_s: Quantity | None = None
     """The same for writing."""
 
-    def place(self, what: str) -> str | None:
+    def folder(self, what: str) -> str | None:
         """The folder for ``caches``, ``models`` or ``runs`` as the file says it, else the one that ``ops storage`` makes.
 
         Caches and runs are of each user: jobs write with umask 077, and two users of one recipe would share a run's name.
         """
-        said: str | None = getattr(self, what)
-        if said is not None or self.shared is None or not self.bricks:
-            return said
+        stated: str | None = getattr(self, what)
+        if stated is not None or self.shared is None or not self.bricks:
+            return stated
         return f"{self.shared.rstrip('/')}/{FOLDERS[what]}" + ("" if what == "models" else "/$USER")
 
 

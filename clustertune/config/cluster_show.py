@@ -58,9 +58,9 @@ def _lines(cluster: Cluster) -> Iterator[tuple[str, str]]:
     if storage.pool:
         yield "pool", f"{storage.pool.mount}: {storage.pool.kind}, create={storage.pool.create}"
     yield "folders", f"shared {storage.shared or 'not given'}, scratch {storage.scratch}"
-    kept = {"caches": "~/.cache, or HF_HOME of the shell", "models": "the caches", "runs": "runs of the checkout"}
-    for what, default in kept.items():
-        yield what, storage.place(what) or default
+    defaults = {"caches": "~/.cache, or HF_HOME of the shell", "models": "the caches", "runs": "runs of the checkout"}
+    for what, default in defaults.items():
+        yield what, storage.folder(what) or default
     if slurm:
         count = cluster.gres(compute.gpus) if compute.gpus else "no gres"
         sacct = "accounting" if slurm.accounting else "no accounting (sacct)"

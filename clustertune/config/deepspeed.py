@@ -152,7 +152,7 @@ def find_problems(document: Document, meant: RecipeValues) -> Iterator[Found]:
     for path, message, fix in (
         *_check_names(body),
         *_check_only(body),
-        *_check_zero(body, lambda path: document.place(tuple(path.split("."))) == COMMAND_LINE),
+        *_check_zero(body, lambda path: document.position(tuple(path.split("."))) == COMMAND_LINE),
         *_check_buffers(body, meant),
         *_check_meant(body, meant),
         *_check_optimizer(body, meant),

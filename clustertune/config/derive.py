@@ -187,8 +187,8 @@ ALIASES = (SECTION, "gradient_checkpointing")
 def reason(section: ActivationCheckpointing, layers: int) -> str:
     """What the section makes of a model with ``layers`` decoder layers, as a phrase."""
     count = len(recomputed_layers(section.ratio, layers))
-    kept = f"; of them {', '.join(section.save)} kept" if section.save else ""
-    return f"{SECTION}.ratio {section.ratio:g}: {count} of {layers} layers{kept}"
+    saved = f"; of them {', '.join(section.save)} kept" if section.save else ""
+    return f"{SECTION}.ratio {section.ratio:g}: {count} of {layers} layers{saved}"
 
 
 def find_problems(

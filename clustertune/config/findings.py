@@ -42,7 +42,7 @@ def key_of(document: Document, path: Sequence[str]) -> str:
 def as_problems(found: Iterable[Found], document: Document) -> list[Problem]:
     """Findings in a document with their lines."""
     return [
-        Problem(message, file=document.place(tuple(path)), key=key_of(document, path) or None, fix=fix)
+        Problem(message, file=document.position(tuple(path)), key=key_of(document, path) or None, fix=fix)
         for path, message, fix in found
     ]
 

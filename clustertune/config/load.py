@@ -56,12 +56,12 @@ class Layers:
             _lay_over(values, owners, without_old_keys(layer.document.data), layer, ())
         return values, owners
 
-    def place(self, path: KeyPath, owners: Mapping[KeyPath, Layer]) -> str:
+    def position(self, path: KeyPath, owners: Mapping[KeyPath, Layer]) -> str:
         """The file (and line) to name for a key path: its owner's, else the file that should hold it."""
         for end in range(len(path), 0, -1):
             for leaf, layer in owners.items():
                 if leaf[:end] == path[:end]:
-                    return layer.document.place(path)
+                    return layer.document.position(path)
         return f"{self.shown}/recipe.yaml"
 
 
@@ -69,17 +69,17 @@ def _lay_over(
     values: dict[str, Any], owners: dict[KeyPath, Layer], top: Mapping[str, Any], layer: Layer, path: KeyPath
 ) -> None:
     for key, value in top.items():
-        here = (*path, key)
+        key_path = (*path, key)
         if isinstance(value, dict) and value:
             if not isinstance(values.get(key), dict):
                 values[key] = {}
-            owners.pop(here, None)
-            _lay_over(values[key], owners, value, layer, here)
+            owners.pop(key_path, None)
+            _lay_over(values[key], owners, value, layer, key_path)
             continue
-        for leaf in [leaf for leaf in owners if leaf[: len(here)] == here]:
+        for leaf in [leaf for leaf in owners if leaf[: len(key_path)] == key_path]:
             del owners[leaf]
         values[key] = copy.deepcopy(value)
-        owners[here] = layer
+        owners[key_path] = layer
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
@@ -153,7 +153,7 @@ def read_layers(folder: Path, shown: str, overrides: Sequence[str]) -> tuple[Lay
     try:
         bases = named_bases(asking.data.get("base", []))
     except ValueError as error:
-        problems.append(Problem(str(error), file=asking.place(("base",)), key="base"))
+        problems.append(Problem(str(error), file=asking.position(("base",)), key="base"))
         del asking.data["base"]  # reported once: the schema would report it again
         bases = []
     for base in bases:
@@ -207,11 +207,11 @@ def _read_base(base: str, asking: Document, folder: Path, shown: str) -> Layer:
     known = [entry.stem for entry in where.glob("*.yaml")]
     if base not in known:
         fix = did_you_mean(base, known)
-        raise UserError(Problem(f"there is no base {base!r}", file=asking.place(("base",)), key="base", fix=fix))
+        raise UserError(Problem(f"there is no base {base!r}", file=asking.position(("base",)), key="base", fix=fix))
     name = str(Path(shown).parent / "_base" / f"{base}.yaml") if where.parent == folder.parent else f"recipes/_base/{base}.yaml"
     document = read_yaml(where / f"{base}.yaml", name)
     if "base" in document.data:
-        origin, fix = document.place(("base",)), "write its values out"
+        origin, fix = document.position(("base",)), "write its values out"
         raise UserError(Problem("a base has no base of its own", file=origin, key="base", fix=fix))
     return Layer(f"base {base}", document)
 

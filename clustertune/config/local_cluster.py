@@ -185,10 +185,10 @@ def _slurm(seen: LocalMachine, notes: list[str]) -> Cluster | None:
     if len(shape.types) > 1:
         notes.append(f"the nodes have GPUs of several types ({', '.join(shape.types)}): none is asked for by name")
         gres = None
-    here = _here(seen, [node["NodeName"] for node in workers], shape.gpus)
+    local = _of_this_node(seen, [node["NodeName"] for node in workers], shape.gpus)
     if gres and (named := recognise(gres)):
-        here["gpu"] = named
-    if shape.gpus and here.get("gpu") is None:
+        local["gpu"] = named
+    if shape.gpus and local.get("gpu") is None:
         notes.append(f"which GPU the nodes have ({gres or 'no type'}) is not known: whether a model fits is not checked")
     return Cluster(
         name="local",
@@ -199,7 +199,7 @@ def _slurm(seen: LocalMachine, notes: list[str]) -> Cluster | None:
             cores=shape.cores,
             threads=shape.threads,
             memory_gb=max(1, shape.memory_mib // 1024),
-            **here,
+            **local,
         ),
         network=Network(kind="unknown" if len(workers) > 1 else "none"),
         slurm=_facts(seen.config, partition, gres),
@@ -263,7 +263,7 @@ def _add_role(roles: dict[str, list[str]], addresses: dict[str, str], name: str,
         addresses.setdefault(known, address)
 
 
-def _here(seen: LocalMachine, workers: list[str], gpus: int) -> dict[str, Any]:
+def _of_this_node(seen: LocalMachine, workers: list[str], gpus: int) -> dict[str, Any]:
     """What only a compute node can tell, where this machine is one: the GPU's model and the NUMA map."""
     if same_host(seen.hostname, workers) is None:
         return {}
@@ -310,7 +310,7 @@ def _machine(seen: LocalMachine, notes: list[str]) -> Cluster:
             cores=cores,
             threads=max(len(seen.topology), cores),
             memory_gb=max(1, seen.memory_kb // 2**20),
-            **_here(seen, [seen.hostname], len(rows)),
+            **_of_this_node(seen, [seen.hostname], len(rows)),
         ),
         network=Network(kind="none"),
         source=f"this machine ({name})",

@@ -201,14 +201,14 @@ def lift(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if body.get("architectures") is None:
         body["architectures"] = [name for name in classes if name.endswith(("ForCausalLM", "LMHeadModel"))][:1]
     known = {key: value for key, value in body.items() if key not in _OF_THE_PROGRAM}
-    kept = {key: value for key, value in known.items() if key in fields | arch._OLD_KEYS}
-    if left := sorted(known.keys() - kept.keys()):
+    read = {key: value for key, value in known.items() if key in fields | arch._OLD_KEYS}
+    if left := sorted(known.keys() - read.keys()):
         notes.append(f"left out of config.json, which the pinned transformers does not read for {kind}: {', '.join(left)}")
     for key in (*arch.INTEGERS, "intermediate_size", "num_key_value_heads", "head_dim"):
         # Published text_configs leave out what is the class's default.
-        if key in fields and kept.get(key) is None and (value := Values(kept).get(key)) is not None:
-            kept[key] = value
-    return kept, notes
+        if key in fields and read.get(key) is None and (value := Values(read).get(key)) is not None:
+            read[key] = value
+    return read, notes
 
 
 def size_of(architecture: Mapping[str, Any]) -> str:

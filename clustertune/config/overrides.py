@@ -61,8 +61,8 @@ class RecipeSource:
     def all(self, arguments: Sequence[str]) -> list[str]:
         """The overrides given before, but those that ``arguments`` replace, and ``arguments``."""
         keys = [argument.partition("=")[0] for argument in arguments]
-        kept = [text for text in self.given if not any(_covers(key, text.partition("=")[0]) for key in keys)]
-        return [*kept, *arguments]
+        others = [text for text in self.given if not any(_covers(key, text.partition("=")[0]) for key in keys)]
+        return [*others, *arguments]
 
     def changed(self, arguments: Sequence[str]) -> Resolved:
         """The recipe with more overrides. Raises UserError where it is refused with them."""

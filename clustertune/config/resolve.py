@@ -88,14 +88,14 @@ class _Work:
         """TRL's trainer; the schema says what is wrong with another word."""
         return "dpo" if self.values.get("trainer") == "dpo" else "sft"
 
-    def place(self, path: KeyPath) -> str:
-        return self.layers.place(path, self.owners)
+    def position(self, path: KeyPath) -> str:
+        return self.layers.position(path, self.owners)
 
     def report(self, found: Iterable[Found]) -> None:
         """Findings become problems; those below ``accelerate`` or ``deepspeed`` are in the file beside the recipe."""
         for path, message, fix in found:
             document = {"accelerate": self.accelerate, "deepspeed": self.deepspeed}.get(path[0]) if len(path) > 1 else None
-            where = self.place(path) if document is None else document.place(path[1:])
+            where = self.position(path) if document is None else document.position(path[1:])
             key = path if document is None or where == COMMAND_LINE else path[1:]
             self.problems.append(Problem(message, file=where, key=".".join(key), fix=fix))
 
@@ -156,7 +156,7 @@ class _Work:
         self._spread(distribution)
         if self.tiny:
             self._lay_tiny(distribution)
-        self.report(checks.check_schema(self.values, self.place))
+        self.report(checks.check_schema(self.values, self.position))
         self._check_train(distribution, accelerate_shown)
         self._check_lora()
 
@@ -190,7 +190,7 @@ class _Work:
 
     def _check_beneath_tiny(self) -> None:
         """What is wrong in values that ``--tiny`` is about to replace; whether they divide or fit does not matter then."""
-        self.report(checks.check_schema(self.values, self.place))
+        self.report(checks.check_schema(self.values, self.position))
         given = self.values.get("train")
         if isinstance(given, dict):
             self.report(checks.check_native(checks.train_section(self.trainer), given)[1])

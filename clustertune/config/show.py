@@ -65,10 +65,10 @@ def render(resolved: Resolved, console: Console) -> None:
     table.add_column("origin", overflow="fold")
     section = ""
     for key, value, origin in rows:
-        here = key.split(".")[0] if "." in key else section
-        if section and here != section:
+        name = key.split(".")[0] if "." in key else section
+        if section and name != section:
             table.add_section()
-        section = here
+        section = name
         table.add_row(Text(key), Text(_plain(value)), Text(origin, style=_style(origin)))
     console.print(table)
     for line in _notes(resolved):

@@ -33,8 +33,8 @@ _AXES = ("tp", "cp", "sp", "dp_replicate")
 
 def ranks(accelerate: Mapping[str, Any]) -> int:
     """Ranks of a tiny run on one machine without GPUs: two for each axis of the mesh that FSDP splits over as well."""
-    kept = _mesh(accelerate, 2 * RANKS)
-    return 2 * RANKS if kept and not _alone(kept) else RANKS
+    axes = _mesh(accelerate, 2 * RANKS)
+    return 2 * RANKS if axes and not _alone(axes) else RANKS
 
 
 def scale_mesh(document: Document, world: int) -> tuple[Document, list[Derived]]:
@@ -46,15 +46,15 @@ def scale_mesh(document: Document, world: int) -> tuple[Document, list[Derived]]
     sizes = acc.parallel_sizes(document.data)
     if not set(sizes) & set(_AXES):
         return document, []
-    kept = _mesh(document.data, world)
+    axes = _mesh(document.data, world)
     own = {key: value for key, value in given.items() if not key.endswith("_size")}
-    section = {**own, **{f"{_PREFIX}{axis}_size": size for axis, size in kept.items()}} if kept else None
+    section = {**own, **{f"{_PREFIX}{axis}_size": size for axis, size in axes.items()}} if axes else None
     body = {key: value for key, value in document.data.items() if key != _SECTION}
     shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     reason = f"{shown}, scaled down to {world} ranks"
-    if left := [axis for axis in _AXES if axis in sizes and axis not in kept]:
+    if left := [axis for axis in _AXES if axis in sizes and axis not in axes]:
         reason += f": too few for {' and '.join(left)}"
-    value = " x ".join(f"{axis} {size}" for axis, size in kept.items()) or "none"
+    value = " x ".join(f"{axis} {size}" for axis, size in axes.items()) or "none"
     return replace(document, data={**body, _SECTION: section} if section else body), [
         Derived(f"accelerate.{_SECTION}", value, reason)
     ]
@@ -82,18 +82,18 @@ def _offload(zero: object, name: str) -> Mapping[str, Any]:
 def _mesh(accelerate: Mapping[str, Any], world: int) -> dict[str, int]:
     """The axes of 2 ranks each for which ``world`` is enough."""
     sizes = acc.parallel_sizes(accelerate)
-    kept = {axis: 2 for axis in _AXES if axis in sizes}
-    while kept:
-        others = math.prod(kept.values())
-        if world % others == 0 and (world > others or (_alone(kept) and world == others)):
-            return kept
-        kept.popitem()
-    return kept
+    axes = {axis: 2 for axis in _AXES if axis in sizes}
+    while axes:
+        others = math.prod(axes.values())
+        if world % others == 0 and (world > others or (_alone(axes) and world == others)):
+            return axes
+        axes.popitem()
+    return axes
 
 
-def _alone(kept: Mapping[str, int]) -> bool:
+def _alone(axes: Mapping[str, int]) -> bool:
     """Context parallelism alone: FSDP splits over its ranks too (accelerate/parallelism_config.py, fsdp_dim_names)."""
-    return list(kept) == ["cp"]
+    return list(axes) == ["cp"]
 
 
 def tiny_layer(values: dict[str, Any], folder: Path, data_parallel_size: int) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Document:
     data: dict[str, Any]
     lines: dict[KeyPath, int] = field(default_factory=dict)
 
-    def place(self, path: KeyPath) -> str:
+    def position(self, path: KeyPath) -> str:
         """``file:line`` of a key path, of its nearest parent where the key itself is not in the file."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.lines:

@@ -181,8 +181,8 @@ def make(spec: LockSpec, found: Pins, known: Mapping[str, PackageLock], *, keep:
     """
     before = found.date_of(spec.name)
     below = known[spec.on_top_of].entries if spec.on_top_of else {}
-    kept = known[spec.name].entries if keep else {}
-    constraints = [f"{entry.name}=={entry.version}" for entry in {**kept, **below}.values() if "+" not in entry.version]
+    locked = known[spec.name].entries if keep else {}
+    constraints = [f"{entry.name}=={entry.version}" for entry in {**locked, **below}.values() if "+" not in entry.version]
     pylock = uv_resolve(spec.requirements(found), constraints, spec.python, spec.platform, before)
     entries, sources = entries_of(pylock, spec.python, spec.platform)
     if spec.name == "train-cpu":

@@ -48,8 +48,8 @@ def fill(lock: PackageLock, folder: Path, tools: Path, say: Callable[[str], None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         python = _tools(tools, say)
-        here, wanted = _keep(lock, folder), dict(lock.entries)
-        missing = [entry for name, entry in sorted(wanted.items()) if name not in here]
+        present, wanted = _keep(lock, folder), dict(lock.entries)
+        missing = [entry for name, entry in sorted(wanted.items()) if name not in present]
         fetched = [entry for entry in missing if entry.name not in lock.from_source]
         if fetched:
             say(f"fetching {len(fetched)} of {len(wanted)} packages of {lock.name}.lock")
@@ -58,12 +58,12 @@ def fill(lock: PackageLock, folder: Path, tools: Path, say: Callable[[str], None
             if entry.name in lock.from_source:
                 say(f"building {entry.name} {entry.version} from source")
                 _build(python, entry, lock, folder)
-        here = _keep(lock, folder)
-        if gone := sorted(set(wanted) - set(here)):
+        present = _keep(lock, folder)
+        if gone := sorted(set(wanted) - set(present)):
             raise UserError(
                 Problem(f"pip left no wheel for {', '.join(gone)}", str(folder), fix="remove the folder"), ExitCode.FAILED
             )
-        wheels = [here[name] for name in sorted(wanted)]
+        wheels = [present[name] for name in sorted(wanted)]
         lines = (LockedPackage(wheel.entry.name, wheel.entry.version, (wheel.digest,)).text() for wheel in wheels)
         text, file = "".join(lines), folder / REQUIREMENTS
         if not file.exists() or file.read_text() != text:  # another build may be reading it

@@ -32,7 +32,7 @@ class Message:
 
     id: str
     parent: str | None
-    place: RowLocation
+    location: RowLocation
     usable: bool = False
     """False for a bad or filtered row, which stays in the tree so that its replies are not taken for orphans."""
     role: str = ""
@@ -114,7 +114,7 @@ class Trees:
         root = self._link(tree)
         if root is not None and root.usable and root.role != "prompter":
             root.usable = False
-            self._rejects.add(root.place, "wrong-parent-role", f"the root {excerpt(root.id)} is an assistant message")
+            self._rejects.add(root.location, "wrong-parent-role", f"the root {excerpt(root.id)} is an assistant message")
         alive = self._prune(root) if root is not None and root.usable else 0
         self.dropped["below"] += sum(message.usable for message in tree.messages.values()) - alive
         if root is None or not root.usable:
@@ -125,7 +125,7 @@ class Trees:
             return None
         path = longest_path(root)
         if not path:
-            self._rejects.add(root.place, NOT_A_FAULT, f"tree {excerpt(tree.id)} has no usable assistant reply")
+            self._rejects.add(root.location, NOT_A_FAULT, f"tree {excerpt(tree.id)} has no usable assistant reply")
             return None
         messages = [{"role": ROLES[message.role], "content": message.text} for message in path]
         return Conversation({"messages": messages}, {"tree": tree.id}, tree.id, tree.split)
@@ -145,8 +145,8 @@ class Trees:
         root = _choose_root(tree, roots)
         for other in roots:
             if other is not root:
-                kept = excerpt(root.id) if root else "none"
-                self._out(other, "two-roots", f"a second message without parent_id, the root is {kept}")
+                root_id = excerpt(root.id) if root else "none"
+                self._out(other, "two-roots", f"a second message without parent_id, the root is {root_id}")
         for message in find_cycles(tree, roots + tops):
             self._out(message, "cycle", f"following parent_id from {excerpt(message.id)} comes back to it")
         return root
@@ -157,21 +157,21 @@ class Trees:
         while waiting:
             message = waiting.pop()
             alive += 1
-            kept = []
+            usable = []
             for reply in message.replies:
                 if reply.usable and reply.role == message.role:
                     self._out(reply, "wrong-parent-role", f"{reply.role} message under a message of the same role")
                 elif reply.usable:
-                    kept.append(reply)
-            message.replies = kept
-            waiting += kept
+                    usable.append(reply)
+            message.replies = usable
+            waiting += usable
         return alive
 
     def _out(self, message: Message, reason: str, detail: str) -> None:
         """Reject a message for its place in the tree, unless it is out already for what it holds."""
         if message.usable:
             message.usable = False
-            self._rejects.add(message.place, reason, detail)
+            self._rejects.add(message.location, reason, detail)
 
 
 def flatten(record: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -50,7 +50,7 @@ def settings(train_args: Mapping[str, Any], *, pairs: bool = False) -> dict[str,
 def make_rows(index: npt.NDArray[Any], split: str, settings: Mapping[str, Any]) -> tuple[Pieces, npt.NDArray[np.int64]]:
     """The pieces of all rows in their order, and the number of the piece that each row begins with (one more at the end).
 
-    ``index``: conversations of dtype :data:`INDEX`; ``asked``: :func:`settings`.
+    ``index``: conversations of dtype :data:`INDEX`; ``settings``: of :func:`settings`.
     """
     strategy, size, rng = settings["packing"][split], settings["max_length"], np.random.default_rng
     if strategy is None:
@@ -87,8 +87,8 @@ def _truncate(index: npt.NDArray[Any], size: int | None, mode: str, each: int) -
         return _pieces(index["offset"], index["length"])
     lengths = np.minimum(index["length"], size)
     begin = index["length"] - lengths if mode == "keep_end" else np.zeros_like(lengths)
-    kept = index["last_label"] >= begin if mode == "keep_end" else index["first_label"] < size
-    made: Pieces = _pieces(index["offset"] + begin, lengths)[np.repeat(kept.reshape(-1, each).all(axis=1), each)]
+    labelled = index["last_label"] >= begin if mode == "keep_end" else index["first_label"] < size
+    made: Pieces = _pieces(index["offset"] + begin, lengths)[np.repeat(labelled.reshape(-1, each).all(axis=1), each)]
     return made
 
 

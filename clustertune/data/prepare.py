@@ -29,7 +29,7 @@ FORMAT = 2
 SPLITS = ("train", "eval")
 _SPOOL = "spool.jsonl"
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
-_SAID = 5
+_SHOWN = 5
 """Rows that are named on stderr where bad rows are skipped."""
 
 
@@ -188,7 +188,7 @@ def _report(counts: Counter[str], faults: list[Reject], out: Path) -> None:
     """Name what is left out: the first rows here, all of them in the file."""
     if counts:
         say(f"left out: {count_words(counts)}; each with file and line in {out / 'rejected.jsonl'}")
-    for reject in faults[:_SAID]:
+    for reject in faults[:_SHOWN]:
         say(f"  {reject.file}:{reject.line}: {reject.reason}: {reject.detail}")
 
 

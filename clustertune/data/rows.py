@@ -61,7 +61,7 @@ def read_file(
 ) -> Iterator[Record]:
     """The records of one file, in order. A row that is not a record is a BadRow; a damaged file raises UserError.
 
-    ``opened`` gives the file for reading bytes; ``place``: its name and split; ``shown``: what to call it in an error. Of
+    ``opened`` gives the file for reading bytes; ``location``: its name and split; ``shown``: what to call it in an error. Of
     tables only the columns ``wanted`` are read, the names of the others join ``unused``.
     """
     kind, packed = kind_of(location.file)
@@ -110,12 +110,12 @@ def _lines(stream: Any, location: RowLocation, *_: Any) -> Iterator[Record]:
     number = row = 0
     while line := stream.readline(MAX_RECORD_BYTES):
         number += 1
-        here = _at(location, number, row + 1)
+        at = _at(location, number, row + 1)
         if len(line) == MAX_RECORD_BYTES and not line.endswith(b"\n"):
             while (rest := stream.readline(1 << 20)) and not rest.endswith(b"\n"):
                 pass
             row += 1
-            yield here, BadRow("message-too-long", f"a line of more than {MAX_RECORD_BYTES} bytes")
+            yield at, BadRow("message-too-long", f"a line of more than {MAX_RECORD_BYTES} bytes")
             continue
         if number == 1:
             line = line.removeprefix(_BOM)
@@ -123,7 +123,7 @@ def _lines(stream: Any, location: RowLocation, *_: Any) -> Iterator[Record]:
         if not line:  # a blank line, or the zeros that a crash leaves at the end of a file
             continue
         row += 1
-        yield here, _record(line)
+        yield at, _record(line)
 
 
 def _record(line: bytes) -> dict[str, Any] | BadRow:
@@ -154,7 +154,7 @@ def _array(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[
     at, line, counted, row = skip_space(text, text.index("[") + 1), 1, 0, 0
     while text[at : at + 1] != "]" or row:
         line, counted = line + text.count("\n", counted, at), at
-        here = _at(location, line, row := row + 1)
+        position = _at(location, line, row := row + 1)
         try:
             value, end = parse(text, at)
             at = skip_space(text, end)
@@ -164,12 +164,12 @@ def _array(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[
         except JsonError as error:
             if not error.truncated:
                 raise _broken_array(shown, text, error) from None
-            yield here, BadRow("truncated-json", "the file ends inside this record")
+            yield position, BadRow("truncated-json", "the file ends inside this record")
             return
         if damaged and (byte := _ESCAPED_BYTE.search(text, counted, end)):
-            yield here, BadRow("not-utf8", f"byte 0x{ord(byte.group()) - 0xDC00:02x} in the record that starts here")
+            yield position, BadRow("not-utf8", f"byte 0x{ord(byte.group()) - 0xDC00:02x} in the record that starts here")
         else:
-            yield here, _object(value)
+            yield position, _object(value)
         if mark == "]":
             break
         at = skip_space(text, at + 1)
@@ -203,7 +203,7 @@ def _table(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[
         except csv.Error as error:  # a quote that is not closed takes all lines behind it
             fix = "close the quote (a quote within a value is written twice), or give JSON Lines"
             raise UserError(f"not CSV: {error}, in the row that begins here", file=f"{shown}:{begins}", fix=fix) from None
-        here, begins = _at(location, begins, row + 1), rows.line_num + 1
+        at, begins = _at(location, begins, row + 1), rows.line_num + 1
         if not any(values):
             continue
         if not names:
@@ -211,15 +211,15 @@ def _table(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[
             if len(set(names)) < len(names):
                 twice = ", ".join(sorted({repr(name) for name in names if names.count(name) > 1}))
                 fix = "name each column once in the first line"
-                raise UserError(f"two columns have the name {twice}", file=f"{shown}:{here.line}", fix=fix)
+                raise UserError(f"two columns have the name {twice}", file=f"{shown}:{at.line}", fix=fix)
             continue
         row += 1
         if len(values) != len(names):
-            yield here, BadRow("wrong-column", f"{len(values)} values, the first line names {len(names)} columns")
+            yield at, BadRow("wrong-column", f"{len(values)} values, the first line names {len(names)} columns")
         elif found := next(filter(None, map(_ESCAPED_BYTE.search, values)), None):
-            yield here, BadRow("not-utf8", f"byte 0x{ord(found.group()) - 0xDC00:02x} in the row")
+            yield at, BadRow("not-utf8", f"byte 0x{ord(found.group()) - 0xDC00:02x} in the row")
         else:
-            yield here, dict(zip(names, (value or None for value in values), strict=True))
+            yield at, dict(zip(names, (value or None for value in values), strict=True))
 
 
 def _document(stream: Any, location: RowLocation, *_: Any) -> Iterator[Record]:
@@ -252,8 +252,8 @@ def _arrow(stream: Any, location: RowLocation, shown: str, wanted: frozenset[str
         stream.seek(0)
         table = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
         batches = (table.get_batch(n) for n in range(table.num_record_batches)) if is_file else table
-        kept = _known(table.schema.names, wanted, unused)
-        yield from _batches((batch.select(kept) for batch in batches), location)
+        columns = _known(table.schema.names, wanted, unused)
+        yield from _batches((batch.select(columns) for batch in batches), location)
     except pa.ArrowException as error:
         raise UserError(f"damaged Arrow file: {error}", file=shown, fix="fetch the file again") from None
 

@@ -115,7 +115,7 @@ class LocalFiles:
         if len(found) == 1 and PurePosixPath(self.shown).name == files[0].name and self._part.split is None:
             return [InputFile(files[0].path, files[0].name, None)]
         if self._part.split is not None:
-            return self._asked(files)
+            return self._of_wanted_splits(files)
         levels = [[f for f in files if "/" not in f.name], [f for f in files if "/" in f.name]]
         for level in levels:
             if named := [file for file in level if file.split]:
@@ -125,7 +125,7 @@ class LocalFiles:
                 return sorted(named, key=lambda file: file.split != "train")
         return next(level for level in levels if level)
 
-    def _asked(self, files: list[InputFile]) -> list[InputFile]:
+    def _of_wanted_splits(self, files: list[InputFile]) -> list[InputFile]:
         wanted = wanted_splits(self._part)
         found = [InputFile(f.path, f.name, split) for split, name in wanted.items() for f in files if _is_of(f.name, name)]
         for name in wanted.values():

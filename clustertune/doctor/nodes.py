@@ -41,14 +41,14 @@ class NodeReports:
     """By Slurm's name of the node."""
     faults: dict[str, str] = field(default_factory=dict)
     """Why a node reported nothing."""
-    asked: float = 0.0
-    answered: float = 0.0
+    started: float = 0.0
+    ended: float = 0.0
     """Seconds since 1970 before and after, by this machine's clock."""
 
     @property
     def seconds(self) -> float:
         """How long it took."""
-        return max(0.0, self.answered - self.asked)
+        return max(0.0, self.ended - self.started)
 
 
 def facts_command(place: str, seconds: float) -> list[str]:
@@ -89,16 +89,16 @@ def look(cluster: Cluster, allocation: Allocation, *, binds: Sequence[str] = (),
     Raises UserError where the container cannot be shown a folder.
     """
     command = step_command(cluster, allocation, binds, seconds)
-    looked = NodeReports(asked=time.time())
+    looked = NodeReports(started=time.time())
     # Files, not pipes: what is left of a step that was killed may hold its end of a pipe for as long as it hangs.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
             late = _run(command, out, err, seconds + START_SECONDS)
         except OSError as error:
-            looked.answered = time.time()
+            looked.ended = time.time()
             looked.faults = dict.fromkeys(allocation.nodes, f"srun: {error.strerror or error}")
             return looked
-        looked.answered = time.time()
+        looked.ended = time.time()
         texts = []
         for file in (out, err):
             file.seek(0)
@@ -148,4 +148,4 @@ def findings(looked: NodeReports, cluster: Cluster, nodes: Sequence[str], expect
     silent = {name: looked.faults.get(name, "no answer") for name in nodes if name not in looked.facts}
     plain = cluster.model_dump(mode="json")
     machines = [Machine(facts, plain, expects) for facts in looked.facts.values()]
-    return report.cluster_findings(JobNodes(machines, silent, looked.asked, looked.answered))
+    return report.cluster_findings(JobNodes(machines, silent, looked.started, looked.ended))

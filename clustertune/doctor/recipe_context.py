@@ -47,7 +47,7 @@ class FolderFileSystem:
     kind: str
     """``nfs4``, ``fuse.mergerfs``, ``xfs``; ``unknown`` where nothing tells."""
     options: tuple[str, ...] = ()
-    said: str = ""
+    source: str = ""
     """Where this is from, in words."""
 
     @property
@@ -56,7 +56,7 @@ class FolderFileSystem:
         return lies_elsewhere(self.kind)
 
     def __str__(self) -> str:
-        return f"{self.kind} at {self.point}{self.said}"
+        return f"{self.kind} at {self.point}{self.source}"
 
 
 class Newest(NamedTuple):
@@ -226,10 +226,10 @@ class RecipeContext:
         if not self.is_ours:
             pool = storage.pool
             if pool and path.is_relative_to(pool.mount):
-                return FolderFileSystem(pool.mount, "fuse.mergerfs", said=f" (by {self.cluster.source})")
+                return FolderFileSystem(pool.mount, "fuse.mergerfs", source=f" (by {self.cluster.source})")
             for brick in storage.bricks:
                 if path.is_relative_to(brick.mount):
-                    return FolderFileSystem(brick.mount, f"nfs{storage.nfs_version[:1]}", said=f" (by {self.cluster.source})")
+                    return FolderFileSystem(brick.mount, f"nfs{storage.nfs_version[:1]}", source=f" (by {self.cluster.source})")
         known = mount_of(str(path), self.facts.mounts) if self.facts and path.is_absolute() else None
         if known:
             return FolderFileSystem(known.point, known.kind, tuple(known.options))

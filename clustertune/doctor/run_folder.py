@@ -417,7 +417,7 @@ def _free(context: RecipeContext, path: Path) -> float | None:
 
 
 @rule("checkpoints-kept", RECIPE)
-def kept(context: RecipeContext) -> Iterator[Seen]:
+def unlimited(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: a limit on the checkpoints that are kept
 
     Why: without one every save stays, until the disk is full

@@ -63,7 +63,7 @@ def collect(
     kind = surroundings.container(probe, environ)
     facts = HostFacts(hostname=_hostname(probe), user=surroundings.user_name() if probe.live else "", container=kind)
     facts.environment = surroundings.environment(environ)
-    facts.place = place or surroundings.place(kind, environ, slurm=surroundings.has_slurm(probe, environ))
+    facts.place = place or surroundings.find_place(kind, environ, slurm=surroundings.has_slurm(probe, environ))
     asking: list[Reader] = [*ASKING, partial(_stack, python=python), partial(_storage, names=names, folders=folders)]
     if "step" not in facts.place and surroundings.has_slurm(probe, environ):
         asking.append(surroundings.slurm)

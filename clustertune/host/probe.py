@@ -65,8 +65,8 @@ def ask(command: Sequence[str], seconds: float, text: str = "") -> CommandOutput
     except subprocess.TimeoutExpired as late:
         with contextlib.suppress(OSError):
             os.killpg(child.pid, signal.SIGKILL)
-        kept = _after_the_end(child) or late.output or b""
-        return CommandOutput(_text(kept), f"no answer within {seconds:.0f} s")
+        output = _after_the_end(child) or late.output or b""
+        return CommandOutput(_text(output), f"no answer within {seconds:.0f} s")
     if child.returncode == 0:
         return CommandOutput(_text(out))
     lines = [line for line in (_text(err) + "\n" + _text(out)).splitlines() if line.strip()]

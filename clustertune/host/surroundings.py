@@ -10,7 +10,7 @@ from typing import Any
 from clustertune.host.credentials import holds_secret, may_name_secret
 from clustertune.host.probe import Probe
 
-_KEPT = re.compile(
+_RELEVANT = re.compile(
     r"(SLURM|SRUN|SBATCH|NCCL|GLOO|UCX|UCC|FI|OMPI|PMI|PMIX|TORCH|TORCHINDUCTOR|PYTORCH|CUDA|NVIDIA|HF|HUGGINGFACE|TRANSFORMERS"
     r"|DATASETS|TRITON|OMP|MKL|KMP|GOMP|OPENBLAS|APPTAINER|SINGULARITY|ENROOT|ACCELERATE|FSDP|WANDB|NLTK|LD|XDG|MASTER)_\w+"
     r"|PYTHON\w+|(?i:(https?|all|no|ftp)_proxy)|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_RANK|ROLE_RANK"
@@ -42,7 +42,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that rules read. What looks like a secret is left out, by its name or by its value."""
     found = {}
     for name, value in sorted(environ.items()):
-        if not _KEPT.fullmatch(name) or may_name_secret(name) or holds_secret(value) or _KEY_IN_HEX.search(value):
+        if not _RELEVANT.fullmatch(name) or may_name_secret(name) or holds_secret(value) or _KEY_IN_HEX.search(value):
             continue
         found[name] = _LOGIN_IN_URL.sub("***@", value[:_LONGEST])
     return found
@@ -66,7 +66,7 @@ def container(probe: Probe, environ: Mapping[str, str]) -> str:
     return "docker" if probe.path("/.dockerenv").exists() else ""
 
 
-def place(kind: str, environ: Mapping[str, str], *, slurm: bool) -> str:
+def find_place(kind: str, environ: Mapping[str, str], *, slurm: bool) -> str:
     """Where this is, of :data:`clustertune.host.facts` ``HostFacts.place``.
 
     ``kind``: of the container. A step is what srun starts; the batch script is none: its limits are a step's, but its cores

@@ -62,15 +62,15 @@ def leave_record(
     problems: Sequence[Problem],
     *,
     launcher: int | None = None,
-    asked: Sequence[str] = (),
+    signals: Sequence[str] = (),
 ) -> None:
-    """Write ``node-N.json``. ``launcher``: its exit code, None where it was never started; ``asked``: names of signals."""
+    """Write ``node-N.json``. ``launcher``: its exit code, None where it was never started; ``signals``: their names."""
     record = {
         "node": node,
         "host": os.uname().nodename,
         "code": int(code),
         "launcher": launcher,
-        "asked": list(asked),
+        "asked": list(signals),
         "time": time.time(),
         "problems": [asdict(problem) for problem in problems],
     }
@@ -87,7 +87,7 @@ class Agent:
     node: int
     patient: bool = False
     """A signal that comes twice does not end the ranks at once: schedulers send SIGTERM to every process, again and again."""
-    asked: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
     @property
@@ -142,7 +142,7 @@ class Agent:
             elif hung := monitor.look():
                 self.problems += hung
                 monitor.dump_stacks()
-            if signal.SIGUSR1 not in self.asked and asked_file(self.folder).exists():
+            if signal.SIGUSR1 not in self.received and asked_file(self.folder).exists():
                 forward(signal.SIGUSR1, None)
             if alone_since is None and self._peer_failed():
                 alone_since = time.monotonic()
@@ -162,8 +162,8 @@ class Agent:
 
         def handle(number: int, _frame: FrameType | None) -> None:
             # Slurm warns with SIGUSR1 and ends with SIGTERM: another signal is no reason to break off the save of the first.
-            impatient = not self.patient and number in self.asked and number != signal.SIGUSR1
-            self.asked.append(number)
+            impatient = not self.patient and number in self.received and number != signal.SIGUSR1
+            self.received.append(number)
             pids = rank_pids(self.folder, self.plan, self.node)
             if impatient or len(pids) < self.plan.ranks_per_node:  # no rank has anything to save before all are up
                 child.kill()  # the ranks die with it
@@ -180,13 +180,13 @@ class Agent:
         elif ended == 0 or self._orderly():
             code = ExitCode.OK
         else:
-            code = ExitCode.AGAIN if self.asked else ExitCode.FAILED
-        leave_record(self.folder, self.node, code, self.problems, launcher=ended, asked=self._asked_names())
+            code = ExitCode.AGAIN if self.received else ExitCode.FAILED
+        leave_record(self.folder, self.node, code, self.problems, launcher=ended, signals=self._asked_names())
         return code
 
     def _asked_names(self) -> list[str]:
         """Which signals asked for a stop. Slurm sends SIGTERM also to what is left of a step of which a node failed."""
-        names = [signal.Signals(number).name for number in self.asked]
+        names = [signal.Signals(number).name for number in self.received]
         return [name for name in names if name != "SIGTERM"] if self.plan.launcher == "slurm" else names
 
     def _orderly(self) -> bool:

@@ -36,7 +36,7 @@ def folder(cluster: Cluster | None, what: str, environ: Mapping[str, str] = os.e
 
     Raises UserError where a variable is not set here, or no absolute path comes out.
     """
-    text = cluster.storage.place(what) if cluster else None
+    text = cluster.storage.folder(what) if cluster else None
     if cluster is None or text is None:
         return None
     key = f"storage.{what}"
@@ -63,7 +63,7 @@ def _user() -> dict[str, str]:
     return {"USER": found.pw_name, "LOGNAME": found.pw_name, "HOME": found.pw_dir}
 
 
-def here() -> Cluster | None:
+def local_cluster() -> Cluster | None:
     """The cluster whose file names this machine: its folders are those of the commands that run without ``--cluster``."""
     from clustertune.config.cluster import of_this_machine
 
@@ -75,9 +75,9 @@ def runs(cluster: Cluster | None, environ: Mapping[str, str] = os.environ) -> Pa
     return folder(cluster, "runs", environ) or Path("runs")
 
 
-def enter_here() -> Path:
+def enter_local() -> Path:
     """Take on the cache variables of the cluster that this machine belongs to; returns where its runs lie."""
-    machine = here()
+    machine = local_cluster()
     enter(machine)
     return runs(machine)
 
@@ -86,7 +86,7 @@ def existing(path: Path) -> Path:
     """``runs/NAME/ID`` in the folder of the cluster that this machine belongs to, where it is not in the working folder."""
     if path.exists() or path.is_absolute() or path.parts[:1] != ("runs",):
         return path
-    found = runs(here()).joinpath(*path.parts[1:])
+    found = runs(local_cluster()).joinpath(*path.parts[1:])
     return found if found.exists() else path
 
 
@@ -120,7 +120,7 @@ def settings(
     origin = dict.fromkeys(set_here, "exported by the shell or job that this starts in")
     for name, value in (given or {}).items():
         set_here[name], origin[name] = value, "given by --env: the value where it was submitted"
-    text = cluster.storage.place("caches") if cluster else None
+    text = cluster.storage.folder("caches") if cluster else None
     if cluster is not None and text is not None:
         rule = f"storage.caches of {cluster.source}"
         if cluster.storage.caches is None:

@@ -41,13 +41,13 @@ class ContainerCommand:
     command: tuple[str, ...]
     options: tuple[str, ...] = ()
     """Options of srun; empty but for pyxis."""
-    kept: tuple[str, ...] | None = None
+    exported: tuple[str, ...] | None = None
     """The variables that srun may export, where it must be fewer than without a container."""
     added: tuple[str, ...] = ()
     """Variables with their values that srun exports besides."""
 
 
-def place(
+def wrap(
     command: Sequence[str], cluster: Cluster, *, binds: Sequence[str | Path], gpus: bool, repo: Path = ROOT
 ) -> ContainerCommand:
     """``command``, whose first word is this machine's Python, in the cluster's container; as it stands where there is none.
@@ -101,7 +101,7 @@ def _contained(settings: Settings, gpus: bool) -> list[str]:
 
 def _seen(places: Sequence[str], repo: Path) -> list[str]:
     # --env, also after --cleanenv: an image that does not say it itself would take packages of a bound home folder.
-    return ["--env", "PYTHONNOUSERSITE=1", "--pwd", str(repo), *(word for place in places for word in ("--bind", place))]
+    return ["--env", "PYTHONNOUSERSITE=1", "--pwd", str(repo), *(word for bind in places for word in ("--bind", bind))]
 
 
 PYXIS_EXPORTED = (
@@ -119,7 +119,7 @@ def _pyxis(settings: Settings, places: Sequence[str], repo: Path) -> list[str]:
     root = [] if "--container-remap-root" in chosen else ["--no-container-remap-root"]
     # An entrypoint prints and may wait; ours is not needed.
     entry = [] if "--container-entrypoint" in chosen else ["--no-container-entrypoint"]
-    mounts = ",".join(_mount(place) for place in places)
+    mounts = ",".join(_mount(bind) for bind in places)
     return [
         f"--container-image={enroot_name(settings.image or '')}",
         f"--container-mounts={mounts}",

@@ -62,7 +62,7 @@ def environment(
     if not cpu_only:
         settings += _gpu_settings(cluster, several)
         settings += _caches(cluster.storage.scratch, job, traces)
-    settings = said(cluster, settings, cpu_only=cpu_only)
+    settings = overridden(cluster, settings, cpu_only=cpu_only)
     settings.append(_omp_threads(cluster, ranks_per_node, cpus_per_node, present))
     return [
         *settings,
@@ -95,7 +95,7 @@ def sockets(network: Network, *, cpu_only: bool) -> list[Setting]:
     return settings
 
 
-def said(cluster: Cluster, derived: Sequence[Setting], *, cpu_only: bool) -> list[Setting]:
+def overridden(cluster: Cluster, derived: Sequence[Setting], *, cpu_only: bool) -> list[Setting]:
     """``derived`` with what the cluster file says itself, which wins; without GPUs only gloo's, all others have no effect."""
     own = {name: value for name, value in cluster.network.environment.items() if not cpu_only or name.startswith("GLOO_")}
     settings = []

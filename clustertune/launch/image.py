@@ -190,9 +190,9 @@ def _recall(path: Path, identity: Mapping[str, int]) -> str | None:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
                 return None
-            kept = json.loads(file.read(_MAX_SUM))
-        same = kept["path"] == str(path) and all(kept[key] == value for key, value in identity.items())
-        return str(kept["sha256"]) if same and re.fullmatch("[0-9a-f]{64}", str(kept["sha256"])) else None
+            known = json.loads(file.read(_MAX_SUM))
+        same = known["path"] == str(path) and all(known[key] == value for key, value in identity.items())
+        return str(known["sha256"]) if same and re.fullmatch("[0-9a-f]{64}", str(known["sha256"])) else None
     except (OSError, RuntimeError, ValueError, KeyError, TypeError):
         return None
 

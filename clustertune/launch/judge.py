@@ -50,7 +50,7 @@ def judge(folder: Path, plan: AttemptPlan, *, requested: bool = False) -> Outcom
     """The code and reason of an attempt.
 
     Decisions that all ranks took together come first; then being asked to stop; then a rank that was killed or hung; then
-    the earliest failure. ``asked``: it was asked to stop, which explains ranks that say nothing.
+    the earliest failure. ``requested``: a stop was requested, which explains ranks that say nothing.
     """
     traces = _Traces.read(folder, plan)
     requested = requested or any(body and body.get("asked") for body in traces.nodes.values())

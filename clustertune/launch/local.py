@@ -63,5 +63,5 @@ def accelerate_command(
 
 def local_plan(resolved: Resolved, attempt: int, from_step: int = 0) -> AttemptPlan:
     """All ranks on this machine."""
-    here = (Node("here", "127.0.0.1"),)
-    return AttemptPlan(attempt=attempt, nodes=here, ranks_per_node=resolved.world_size, from_step=from_step)
+    local = (Node("here", "127.0.0.1"),)
+    return AttemptPlan(attempt=attempt, nodes=local, ranks_per_node=resolved.world_size, from_step=from_step)

@@ -72,9 +72,9 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
     ``SBATCH_*`` variables win over ``#SBATCH`` lines; those by which a site charges or places jobs are left.
     """
-    kept = ("SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_CONSTRAINT", "SBATCH_CLUSTERS", "SLURM_CONF")
+    options = ("SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_CONSTRAINT", "SBATCH_CLUSTERS", "SLURM_CONF")
     foreign = re.compile(r"(SLURM|SBATCH|SRUN|SALLOC)(_|D_|$)")
-    return {name: value for name, value in environ.items() if name in kept or not foreign.match(name)}
+    return {name: value for name, value in environ.items() if name in options or not foreign.match(name)}
 
 
 def submit(options: Sequence[str], script: str, arguments: Sequence[str]) -> str:

@@ -35,7 +35,7 @@ FOR_SOME = {
     "xxhash": "digests of merged weights",
 }
 """Packages that not every stage imports, and what fails without them. All others are needed by each."""
-_TOLD = 40
+_MOST = 40
 """Lines of one kind."""
 
 
@@ -107,7 +107,7 @@ def judge(stack: Stack, pinned: pins.Pins, image: str, oldest: tuple[int, ...]) 
             warnings.append(f"the image has no {name} ({version} in containers/versions.env): {FOR_SOME[name]} fails")
         else:
             problems.append(Problem(f"the image has no {name} ({version})", file=image, key="container.image", fix=fix))
-    return problems[:_TOLD], [*warnings, *differences][:_TOLD]
+    return problems[:_MOST], [*warnings, *differences][:_MOST]
 
 
 def lacking(stack: Stack, train: Mapping[str, Any], image: str, *, gpus: bool) -> list[Problem]:

@@ -50,7 +50,7 @@ def srun_command(
     gpus: bool,
     environ: Mapping[str, str],
     options: Sequence[str] = (),
-    kept: Sequence[str] = EXPORTED,
+    inherited: Sequence[str] = EXPORTED,
     added: Sequence[str] = (),
 ) -> list[str]:
     """``srun`` of one task per node.
@@ -59,11 +59,11 @@ def srun_command(
     takes it from sbatch no longer (Slurm 22.05), and would leave one core per node. ``--gpu-bind=none``: each rank sees all
     GPUs of its node, else NCCL finds no peer-to-peer path (NVIDIA/nccl#1066). ``--mem=0``: the step may use all that the
     job has. ``--overlap``: what is left of an attempt that a lost node cannot end does not hold off the next one.
-    ``options``: further ones; ``kept``: the variables that are exported, ``added``: ``NAME=value`` ones. The basic ones are
-    named whether or not ``environ`` has them: what a batch script starts with differs between Slurm's releases, and the line
-    that ``submit --dry-run`` prints is the one that runs.
+    ``options``: further ones; ``inherited``: the variables that are exported, ``added``: ``NAME=value`` ones. The basic ones
+    are named whether or not ``environ`` has them: what a batch script starts with differs between Slurm's releases, and the
+    line that ``submit --dry-run`` prints is the one that runs.
     """
-    exported = dict.fromkeys([*(name for name in kept if name in BASIC or name in environ), *added])
+    exported = dict.fromkeys([*(name for name in inherited if name in BASIC or name in environ), *added])
     return [
         "srun",
         f"--nodes={nodes}",
@@ -97,7 +97,7 @@ def in_step(
     ``binds``: what it has to see beside the checkout and what the cluster file names. Raises UserError for what cannot be
     bound.
     """
-    placed = container.place(command, cluster, binds=[*binds, *cluster_paths.binds(environ)], gpus=gpus)
+    placed = container.wrap(command, cluster, binds=[*binds, *cluster_paths.binds(environ)], gpus=gpus)
     return srun_command(
         placed.command,
         nodes=nodes,
@@ -105,7 +105,7 @@ def in_step(
         gpus=gpus,
         environ=environ,
         options=[*options, *placed.options],
-        kept=placed.kept or (*EXPORTED, *cluster_paths.of_modules(environ)),
+        inherited=placed.exported or (*EXPORTED, *cluster_paths.of_modules(environ)),
         added=placed.added,
     )
 
@@ -123,7 +123,7 @@ def on_first_node(
         return in_step(
             command, cluster, binds=binds, nodes=1, cpus=cpus, gpus=gpus, environ=environ, options=[f"--nodelist={host}"]
         )
-    return list(container.place(command, cluster, binds=[*binds, *cluster_paths.binds(environ)], gpus=gpus).command)
+    return list(container.wrap(command, cluster, binds=[*binds, *cluster_paths.binds(environ)], gpus=gpus).command)
 
 
 # --- srun -----------------------------------------------------------------------------------------------------------------

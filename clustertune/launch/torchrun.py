@@ -29,7 +29,7 @@ from clustertune.manifest import write_durably
 
 FOLDER = "torchrun"
 CALL = "call.json"
-TOLD = "told.json"
+ANSWER = "told.json"
 HEARTBEAT = "beat"
 BEAT_SECONDS = 5.0
 DEAD_SECONDS = 120.0
@@ -85,7 +85,7 @@ class RendezvousServer:
     run_path: Path
     nodes: int
     ranks_per_node: int
-    here: Node
+    local: Node
     call_id: str = field(default_factory=lambda: secrets.token_hex(8))
     _stop: threading.Event = field(default_factory=threading.Event)
     _code: ExitCode = ExitCode.AGAIN
@@ -99,7 +99,7 @@ class RendezvousServer:
         before = [path for path in above.iterdir() if path.is_dir()] if above.is_dir() else []
         self.folder.mkdir(parents=True)
         self._beat(0)
-        call = {"id": self.call_id, "nodes": self.nodes, "ranks_per_node": self.ranks_per_node, "host": self.here.name}
+        call = {"id": self.call_id, "nodes": self.nodes, "ranks_per_node": self.ranks_per_node, "host": self.local.name}
         write_durably(above / CALL, json.dumps(call) + "\n")
         for path in before:
             shutil.rmtree(path, ignore_errors=True)
@@ -111,7 +111,7 @@ class RendezvousServer:
             self._code = error.code if isinstance(error, UserError) else ExitCode.AGAIN
         self._stop.set()
         with contextlib.suppress(OSError):
-            write_durably(self.folder / TOLD, json.dumps({"code": int(self._code)}) + "\n")
+            write_durably(self.folder / ANSWER, json.dumps({"code": int(self._code)}) + "\n")
 
     def done(self) -> None:
         """Training is finished: whoever still waits need not any more."""
@@ -119,7 +119,7 @@ class RendezvousServer:
 
     def gather(self, seconds: float) -> tuple[Node, ...]:
         """All nodes in rank order, as soon as every one has answered. Raises UserError (exit 75) naming those that have not."""
-        found: dict[int, Node] = {0: self.here}
+        found: dict[int, Node] = {0: self.local}
         deadline = time.monotonic() + seconds
         while len(found) < self.nodes:
             for node in set(range(1, self.nodes)) - set(found):
@@ -137,7 +137,7 @@ class RendezvousServer:
 
     def tell(self, attempt: int) -> None:
         """Have every node that has answered begin an attempt; its plan is written before."""
-        write_durably(self.folder / TOLD, json.dumps({"attempt": attempt}) + "\n")
+        write_durably(self.folder / ANSWER, json.dumps({"attempt": attempt}) + "\n")
 
     def _keep_beating(self) -> None:
         count = 0
@@ -158,7 +158,7 @@ class RendezvousClient:
     node: int
     nodes: int
     ranks_per_node: int
-    here: Node
+    local: Node
     seconds: float
     """How long to wait for a call of node 0."""
     dead_seconds: float = DEAD_SECONDS
@@ -176,7 +176,7 @@ class RendezvousClient:
             folder = self.run_path / FOLDER / call_id
             if call_id and call_id not in (answered, refused):
                 # An end that was announced before this answer belongs to an earlier round, unless nothing is left to train.
-                over = read_anew(folder / TOLD)
+                over = read_anew(folder / ANSWER)
                 if over == {"code": 0}:
                     return ExitCode.OK
                 if not over and self._answer(folder, call):
@@ -189,7 +189,7 @@ class RendezvousClient:
                     text = f"another call is node {self.node} already"
                     raise UserError(text, file=str(self.run_path), key="--node-rank", fix="each node has its own number")
                 heartbeat, since = heard, now
-            if call_id == answered and (answer := read_anew(folder / TOLD)):
+            if call_id == answered and (answer := read_anew(folder / ANSWER)):
                 return int(answer["attempt"]) if "attempt" in answer else ExitCode(int(answer["code"]))
             if now - since > (self.dead_seconds if call_id and call_id == answered else self.seconds):
                 raise self._nobody(answered == call_id != "", now - since)
@@ -205,7 +205,7 @@ class RendezvousClient:
         try:
             # "x": only one process can create it. Node 0 takes it for absent until it is written to its end.
             with (folder / f"node-{self.node}.json").open("x") as out:
-                out.write(json.dumps(asdict(self.here)) + "\n")
+                out.write(json.dumps(asdict(self.local)) + "\n")
         except OSError:
             return False
         return True

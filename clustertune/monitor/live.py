@@ -32,14 +32,14 @@ class Alerts:
 
     def __init__(self, run: Path, site: Monitor) -> None:
         self.run, self.site = run, site
-        self._told: set[str] = set()
+        self._announced: set[str] = set()
 
     def take(self, alerts: tuple[Alert, ...]) -> None:
         """Pass on what is new; an alert that has ended and comes again is new. Raises OSError where the run's storage fails."""
         for alert in alerts:
-            if alert.kind not in self._told:
+            if alert.kind not in self._announced:
                 self._pass_on(alert)
-        self._told = {alert.kind for alert in alerts}
+        self._announced = {alert.kind for alert in alerts}
 
     def _pass_on(self, alert: Alert) -> None:
         from clustertune.console import say

@@ -27,7 +27,7 @@ from clustertune.nccl_check.target import Target, round_folder, run_round
 from clustertune.plan.measured import SUFFIX, beside, read_measured
 
 RESULT = "result.json"
-ASKED = "asked for"
+REQUESTED = "asked for"
 """``backend_why`` of ``--backend gloo``."""
 MAX_ROUNDS = 4
 """Starts of all ranks: one more for each thing that hung."""
@@ -81,7 +81,7 @@ def measure(
     report: Callable[[str], None],
     tick: Callable[[Path], None] = lambda _: None,
 ) -> list[gather.Round]:
-    """The rounds of a check, at least one. ``said`` receives progress, ``tick`` is called with the folder of a round now and
+    """The rounds of a check, at least one. ``report`` receives progress, ``tick`` is called with the folder of a round now and
     then. Raises OSError where the folder cannot be written.
     """
     began, spent = time.monotonic(), 0.0
@@ -268,7 +268,7 @@ def not_judged(found: Mapping[str, Any], cluster: Cluster) -> str:
     has_file = beside(cluster) is not None
     if has_file and cluster.nodes and (strangers := strangers_to(cluster, found["hosts"])):
         return f"{', '.join(strangers[:3])}: no compute node of {cluster.name}, of which nothing was measured"
-    fallen_back = found["backend"] == "gloo" and found["backend_why"] != ASKED
+    fallen_back = found["backend"] == "gloo" and found["backend_why"] != REQUESTED
     if fallen_back and (cluster.compute.gpus or not has_file):
         return f"{found['backend_why']}; NCCL was not touched"
     return ""

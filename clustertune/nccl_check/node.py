@@ -47,7 +47,7 @@ class NodeCheck:
     changed: dict[str, str] = field(default_factory=dict)
     """Variables that this node sets against what training has."""
     began: float = field(default_factory=time.monotonic)
-    _asked: float = 0.0
+    _checked: float = 0.0
 
     def run(self) -> int:
         """Exit code: 0 where all ranks ended by themselves. Raises OSError where the folder cannot be written."""
@@ -111,9 +111,9 @@ class NodeCheck:
 
     def _other_failed(self) -> bool:
         """Whether another node's ranks have ended badly, asked once a second: a rank here may wait for them."""
-        if time.monotonic() < self._asked + 1:
+        if time.monotonic() < self._checked + 1:
             return False
-        self._asked = time.monotonic()
+        self._checked = time.monotonic()
         for node in range(len(self.setup.hosts)):
             path = self.folder / NODE.format(node=node)
             if node != self.node and path.exists() and any(code != 0 for code in await_file(path, 0)["codes"] or [None]):

@@ -255,7 +255,7 @@ class RoundPlan:
     def __init__(self, setup: Setup, deadline: float, most_bytes: int) -> None:
         self._schedule = schedule.CaseSchedule(setup, time.monotonic, deadline, most_bytes)
         self._cases = self._schedule.run()
-        self._told = 0
+        self._reported = 0
         self.median_s: Any = None
         """What the last case took; None before the first one, which is what a generator takes to begin."""
 
@@ -268,8 +268,8 @@ class RoundPlan:
 
     def news(self) -> list[dict[str, Any]]:
         """What was left out since the last call."""
-        new = self._schedule.left_out[self._told :]
-        self._told += len(new)
+        new = self._schedule.left_out[self._reported :]
+        self._reported += len(new)
         return [dict(zip(("scope", "collective", "bytes", "reason"), entry, strict=True)) for entry in new]
 
 

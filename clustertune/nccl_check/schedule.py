@@ -49,12 +49,12 @@ class CaseSchedule:
     """What the ranks' memory holds."""
     left_out: list[tuple[str, str, int, str]] = field(default_factory=list)
     """Scope, collective, bytes and why."""
-    _told: dict[tuple[str, str, int, bool], dict[int, float]] = field(default_factory=dict)
+    _measured: dict[tuple[str, str, int, bool], dict[int, float]] = field(default_factory=dict)
     """Of a track: seconds by bytes."""
 
     def __post_init__(self) -> None:
         for scope, name, turn, back, size, seconds in sorted(self.setup.known):
-            self._told.setdefault((scope, name, turn, back), {})[size] = seconds
+            self._measured.setdefault((scope, name, turn, back), {})[size] = seconds
 
     def run(self) -> Cases:
         setup = self.setup
@@ -116,7 +116,7 @@ class CaseSchedule:
                 yield from self._first(first, sizes, part)
                 part = max(0.0, until - self.clock()) / (len(ways) - number)
                 part = min(part, MOST_OF_LIMIT * self.setup.case_seconds)
-                tried = max(self._told.get((first.scope, name, turn, back), ()), default=0)
+                tried = max(self._measured.get((first.scope, name, turn, back), ()), default=0)
                 larger = [replace(first, bytes=size, iterations=self.setup.iterations) for size in sizes if size > tried]
                 fitting = [case for case in larger if self._least(case) <= part]
                 if fitting:
@@ -137,7 +137,7 @@ class CaseSchedule:
     def _each(self, case: CollectiveCase) -> float:
         """Seconds of one iteration, at most: a larger size takes no more than in proportion, a smaller one no longer; 0 where
         nothing is known: at the first try of a track, or after one that was given up."""
-        known = self._told.get((case.scope, case.collective, case.turn, case.back), {})
+        known = self._measured.get((case.scope, case.collective, case.turn, case.back), {})
         return min((seconds * max(1.0, case.bytes / size) for size, seconds in known.items()), default=0.0)
 
     def _fitted(self, case: CollectiveCase, share: float) -> Cases:
@@ -162,7 +162,7 @@ class CaseSchedule:
             return
         median_s = yield case
         if median_s > 0:
-            self._told.setdefault((case.scope, case.collective, case.turn, case.back), {})[case.bytes] = median_s
+            self._measured.setdefault((case.scope, case.collective, case.turn, case.back), {})[case.bytes] = median_s
 
     def _leave_out(self, case: CollectiveCase, why: str) -> None:
         entry = (case.scope, case.collective, case.bytes, why)

@@ -25,7 +25,7 @@ SOCKETS = ((2, 4), (4, 4), (4, 8), (8, 4), (8, 8), (1, 1))
 CHANNELS = (8, 16, 32)
 """NCCL_MIN_NCHANNELS; NCCL's most is 64 (32 before 2.19)."""
 REPEATS = 3
-KEPT = 3
+FINALISTS = 3
 """Candidates that are repeated: the best of the first turn."""
 LEAST_GAIN = 1.03
 """Of less nobody would notice anything in a training."""
@@ -126,7 +126,7 @@ def tune(
     for turn in range(REPEATS):
         chosen = [c for c in wanted if not c.failed]
         if turn:
-            chosen = sorted(chosen, key=lambda c: -c.median)[:KEPT]
+            chosen = sorted(chosen, key=lambda c: -c.median)[:FINALISTS]
         for candidate in [baseline, *chosen]:
             left = seconds - (time.monotonic() - began)
             if left < max(longest * 1.2, 5.0):

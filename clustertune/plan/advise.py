@@ -257,15 +257,15 @@ class _Search:
 
     def judge(self, candidate: Candidate, known: CostedCandidate | None) -> CostedCandidate | None:
         """The candidate's option where it is better than the known one of its family, else None."""
-        here = replace(self.shape, strategy=real_length(candidate.strategy, self.lengths)[0])
-        room = held(candidate.resolved, here, self.constants)
+        real = replace(self.shape, strategy=real_length(candidate.strategy, self.lengths)[0])
+        room = held(candidate.resolved, real, self.constants)
         needed = room.needed
         if (refusal := self._too_large(room)) is not None:
             if known is not None and (known.fits or known.needed <= needed):
                 return None
             return CostedCandidate(candidate, float("inf"), needed, False, refusal)
-        one = step(here, self.machine, self.constants)
-        option = CostedCandidate(candidate, one.seconds, needed, True, _spent(one), self._burdens(here))
+        one = step(real, self.machine, self.constants)
+        option = CostedCandidate(candidate, one.seconds, needed, True, _spent(one), self._burdens(real))
         return option if known is None or not known.fits or option.key(self.goal) < known.key(self.goal) else None
 
     def timed(self, option: CostedCandidate) -> CostedCandidate:
@@ -276,9 +276,9 @@ class _Search:
         )  # fmt: skip
         return replace(option, hours=plan.hours)
 
-    def _burdens(self, here: ModelShape) -> int:
-        places = (here.strategy.offload_params, here.strategy.offload_optimizer)
-        return int(here.quantised and not self.shape.quantised) + int(places != ("none", "none"))
+    def _burdens(self, shape: ModelShape) -> int:
+        places = (shape.strategy.offload_params, shape.strategy.offload_optimizer)
+        return int(shape.quantised and not self.shape.quantised) + int(places != ("none", "none"))
 
     def _too_large(self, room: Footprint) -> str | None:
         """Which memory does not hold it, and what fills it."""

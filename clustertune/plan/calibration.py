@@ -92,8 +92,8 @@ def fit(runs: Sequence[Observation], start: Constants | None = None) -> Fit:
     fitted = base.with_values(values)
     left = {name: deviation[name] / PRIOR[name] for name in names if name not in known}
     steps = [{"before_s": run.predict(base)[0], "after_s": run.predict(fitted)[0]} for run in runs]
-    told = (CalibratedRun(name=run.name, measured_s=run.step_s, **found) for run, found in zip(runs, steps, strict=True))
-    return Fit(values, sure, left, tuple(told))
+    calibrated = (CalibratedRun(name=run.name, measured_s=run.step_s, **found) for run, found in zip(runs, steps, strict=True))
+    return Fit(values, sure, left, tuple(calibrated))
 
 
 def unexplained(found: Fit) -> dict[str, float]:
@@ -132,14 +132,14 @@ def solve(
         return base.with_values({n: base.value(n) * math.exp(v) for n, v in zip(names, values, strict=True)})
 
     for _ in range(12):
-        here = np.array(_residuals(runs, at(logs)))
-        slope = np.zeros((len(here), len(names)))
+        residuals = np.array(_residuals(runs, at(logs)))
+        slope = np.zeros((len(residuals), len(names)))
         for index in range(len(names)):
             moved = logs.copy()
             moved[index] += 1e-3
-            slope[:, index] = (here - np.array(_residuals(runs, at(moved)))) / 1e-3
+            slope[:, index] = (residuals - np.array(_residuals(runs, at(moved)))) / 1e-3
         curvature = slope.T @ slope + weight
-        change = np.linalg.solve(curvature, slope.T @ here - weight @ logs)
+        change = np.linalg.solve(curvature, slope.T @ residuals - weight @ logs)
         logs = logs + np.clip(change, -0.5, 0.5)
         if float(np.abs(change).max()) < 1e-5:
             break

@@ -55,7 +55,7 @@ def bottleneck(plan: Plan) -> str:
         copies = plan.step.offload
         if (copies.forward_s + copies.backward_s) * plan.strategy.accumulation > plan.step.communication:
             return (
-                f"Offloading: {share:.0%} of the time the GPUs wait for weights and gradients between {copies.place} and GPU."
+                f"Offloading: {share:.0%} of the time the GPUs wait for weights and gradients between {copies.source} and GPU."
             )
         wire = max(plan.step.wires, key=lambda w: w.term.value)
         inside = wire.collective.group.inside(plan.machine)

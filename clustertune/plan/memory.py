@@ -66,12 +66,12 @@ class _Memory:
     constants: Constants
 
     @cached_property
-    def kept(self) -> SavedActivations:
+    def sizes(self) -> SavedActivations:
         return SavedActivations(self.shape, self.constants)
 
     @cached_property
     def policy(self) -> Policy:
-        return Policy(self.shape, self.kept)
+        return Policy(self.shape, self.sizes)
 
     # -- what rests -------------------------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class _Memory:
         of the last one are on their way while the inputs of all others are still kept; of the first two. Then the end."""
         layers = self.shape.layers
         found = []
-        working = max(self.shape.tokens * self.kept.working(k) + self._down_gradient(k) for k in self.shape.counted.layers)
+        working = max(self.shape.tokens * self.sizes.working(k) + self._down_gradient(k) for k in self.shape.counted.layers)
         working += self._expert_gradients()
         for index in sorted({max(0.0, n) for n in (layers - 1, layers - 2, min(1.0, layers - 1), 0.0)}, reverse=True):
             done = 1 - (index + 1) / layers
@@ -162,13 +162,13 @@ class _Memory:
     def layer_bytes(self) -> float:
         """The largest layer, gathered. A quantised base travels quantised; the product's operand is bfloat16."""
         plan, shape = self.shape.strategy, self.shape
-        own = shape.local_trained / shape.layers * self.kept.width if plan.lora and plan.kind == "FSDP2" else 0.0
+        own = shape.local_trained / shape.layers * self.sizes.width if plan.lora and plan.kind == "FSDP2" else 0.0
         return shape.largest * (plan.gather_bytes + (HALF if plan.gather_bytes < HALF else 0) / 2) + own
 
     @property
     def end_bytes(self) -> float:
         """Bytes of a gathered number of embedding and head, which are never quantised."""
-        return max(HALF, min(self.shape.strategy.gather_bytes, self.kept.width))
+        return max(HALF, min(self.shape.strategy.gather_bytes, self.sizes.width))
 
     @property
     def head(self) -> float:
@@ -234,7 +234,7 @@ class _Memory:
     def cast_weights(self, left: float) -> Term:
         """Under autocast every matrix has a copy in 16 bits from its use in the forward pass to that in the backward pass."""
         shape = self.shape
-        held = self.kept.autocast and shape.strategy.weight_bytes >= FULL
+        held = self.sizes.autocast and shape.strategy.weight_bytes >= FULL
         count = shape.body * left + (self.head if left == 1 else 0.0) if held else 0.0
         return Term("buffers", count * HALF, BYTES, "{count} parameters x 2 B, autocast's copies", {"count": count})
 
@@ -257,8 +257,8 @@ class _Memory:
         FSDP keeps them whole on every rank until then."""
         plan = self.shape.strategy
         whole = plan.kind in ("FSDP1", "FSDP2") and plan.accumulation > 1 and plan.gradient_shards > 1 and not plan.reduce_each
-        kept = whole or (plan.gradient_shards == 1 and (plan.accumulation > 1 or plan.pp > 1))
-        count = self.shape.local_trained * left if kept else 0.0
+        resident = whole or (plan.gradient_shards == 1 and (plan.accumulation > 1 or plan.pp > 1))
+        count = self.shape.local_trained * left if resident else 0.0
         size = plan.reduce_bytes if whole else plan.gradient_bytes / (2 if self.has_buckets else 1)
         values = {"count": count, "bytes": size}
         text = "{count} trained parameters x {bytes} B, not yet reduced between micro batches"
@@ -284,8 +284,8 @@ class _Memory:
         """Gradients of the layer at work before their reduction. FSDP1 joins them into one row first."""
         plan = self.shape.strategy
         copies = {"FSDP2": 1.0, "FSDP1": 2.0}.get(plan.kind, 0.0) if plan.gradient_shards > 1 else 0.0
-        values = {"copies": copies, "count": self.layer_trained, "bytes": self.kept.width}
-        size = copies * self.layer_trained * self.kept.width
+        values = {"copies": copies, "count": self.layer_trained, "bytes": self.sizes.width}
+        size = copies * self.layer_trained * self.sizes.width
         return Term("gradients", size, BYTES, "{copies} x {count} parameters of a layer x {bytes} B, not yet reduced", values)
 
     def in_flight(self, index: float) -> Term:
@@ -300,7 +300,7 @@ class _Memory:
         return self._reducing(count, waiting)
 
     def _reducing(self, count: float, waiting: float = 0.0) -> Term:
-        size, width = self.shape.strategy.reduce_bytes, self.kept.width
+        size, width = self.shape.strategy.reduce_bytes, self.sizes.width
         values = {"count": count, "bytes": size, "waiting": waiting, "width": width}
         text = "{count} gradients in reduction x {bytes} B + {waiting} of the root waiting x {width} B"
         return Term("buffers", count * size + waiting * width, BYTES, text, values)
@@ -309,7 +309,7 @@ class _Memory:
         """Bytes of the first weight gradient of a layer's turn, which is there while the feed-forward's widest rows are."""
         plan = self.shape.strategy
         down = (linear for linear in kind.linears if linear.name.endswith("down_proj") and not plan.lora)
-        return sum(linear.parameters / plan.tp / (plan.ep if linear.copies > 1 else 1) for linear in down) * self.kept.width
+        return sum(linear.parameters / plan.tp / (plan.ep if linear.copies > 1 else 1) for linear in down) * self.sizes.width
 
     def root_gradients(self) -> list[list[Term]]:
         """The end: the embedding's gradient, or the root's with the head's. FSDP1 joins them into one row; FSDP2 gives its
@@ -319,8 +319,8 @@ class _Memory:
             return []
         count = shape.counted.embedding / plan.tp if plan.ends_apart else shape.ends
         copies = 2.0 if plan.kind == "FSDP1" else 1.0
-        values = {"copies": copies, "count": count, "bytes": self.kept.width}
-        own = Term("gradients", copies * count * self.kept.width, BYTES, "{copies} x {count} of the root x {bytes} B", values)
+        values = {"copies": copies, "count": count, "bytes": self.sizes.width}
+        own = Term("gradients", copies * count * self.sizes.width, BYTES, "{copies} x {count} of the root x {bytes} B", values)
         before = [own, self._ends(count), self._reducing(self.layer_trained if plan.kind == "FSDP2" else 0.0)]
         return [before] if plan.kind == "FSDP1" else [before, [own, self._reducing(count)]]
 
@@ -329,13 +329,13 @@ class _Memory:
     @cached_property
     def kept_by_layers(self) -> float:
         """Bytes per token of all layers where nothing is recomputed."""
-        return sum(kind.count * self.kept.layer(kind) for kind in self.shape.counted.layers) + self.kept.rank()
+        return sum(kind.count * self.sizes.layer(kind) for kind in self.shape.counted.layers) + self.sizes.rank()
 
     @cached_property
     def largest_kept(self) -> float:
         """The same of the layer with most."""
         counted = self.shape.counted
-        return max(self.kept.layer(kind) for kind in counted.layers) + self.kept.rank() / counted.num_layers
+        return max(self.sizes.layer(kind) for kind in counted.layers) + self.sizes.rank() / counted.num_layers
 
     def activations(self, share: float) -> list[Term]:
         """What a share of the layers keeps for backward. Of a pipeline the first stage keeps that of as many micro batches as
@@ -346,11 +346,11 @@ class _Memory:
             inflight = min(plan.accumulation, plan.pp) * (
                 1 + (plan.pp - 1) / (plan.pp * plan.virtual) if plan.virtual > 1 else 1
             )
-        whole = self.kept_by_layers * (1 - plan.recompute.share) * share + (self.kept.last_norm() if share == 1 else 0.0)
-        row = self.kept.stream * shape.counted.hidden / (plan.tp if plan.sequence_parallel else 1)
+        whole = self.kept_by_layers * (1 - plan.recompute.share) * share + (self.sizes.last_norm() if share == 1 else 0.0)
+        row = self.sizes.stream * shape.counted.hidden / (plan.tp if plan.sequence_parallel else 1)
         saved = sum(kind.count * self.policy.layer(kind) for kind in shape.counted.layers)
         inputs = 0.0 if plan.recompute.offload else shape.counted.num_layers * row
-        stored = (inputs + saved) * plan.recompute.share * share + self.kept.shared_mask()
+        stored = (inputs + saved) * plan.recompute.share * share + self.sizes.shared_mask()
         scale = self.constants.memory_scale * shape.tokens * inflight / plan.pp
         values = {"tokens": shape.tokens, "bytes": whole, "inflight": inflight, "pp": plan.pp}
         text = "{tokens} tokens x {bytes} B (all layers) x {inflight} micro batches / {pp} stages"
@@ -361,13 +361,13 @@ class _Memory:
         """Adapted experts with the update in them, which the product of a layer that is not recomputed keeps for backward."""
         count = self.shape.all_experts * share
         text = "{count} parameters of experts x {bytes} B, with LoRA's update in them"
-        return Term("activations", count * self.kept.width, BYTES, text, {"count": count, "bytes": self.kept.width})
+        return Term("activations", count * self.sizes.width, BYTES, text, {"count": count, "bytes": self.sizes.width})
 
     def _expert_gradients(self) -> float:
         """Of the layer at work: the adapted experts' own gradient, and a copy of it in the order in which A's and B's are made
         of it; of a recomputed layer also the experts with the update in them."""
         plan, largest = self.shape.strategy, max(self.shape.experts(kind) for kind in self.shape.counted.layers)
-        return largest * self.kept.width * (3 if plan.recompute.share else 2)
+        return largest * self.sizes.width * (3 if plan.recompute.share else 2)
 
     def recomputed(self, index: float) -> list[Term]:
         """The layer that is recomputed at the moment. Where some are not recomputed, the last one is among them, and what it
@@ -387,10 +387,10 @@ class _Memory:
         plan, shape = self.shape.strategy, self.shape
         if plan.fused_loss:
             rows = min(shape.tokens, TILE_TOKENS) if plan.tiled_loss else 0.0
-            values = {"rows": rows, "entries": TILE_ENTRIES, "bytes": self.kept.width}
-            size = rows * TILE_ENTRIES * self.kept.width
+            values = {"rows": rows, "entries": TILE_ENTRIES, "bytes": self.sizes.width}
+            size = rows * TILE_ENTRIES * self.sizes.width
             return Term("logits", size, BYTES, "a tile of {rows} tokens x {entries} vocabulary entries x {bytes} B", values)
-        entries, half = shape.counted.vocabulary / plan.tp, self.kept.width == HALF
+        entries, half = shape.counted.vocabulary / plan.tp, self.sizes.width == HALF
         size = 3 * FULL if back else 2 * FULL + (HALF if half else 0)
         if half and ((plan.compiled and not plan.whole_loss) or plan.half_loss):
             size = (4 if back else 3) * HALF
@@ -402,15 +402,15 @@ class _Memory:
         """A loop's own variable keeps the logits until the next forward pass has new ones."""
         plan, shape = self.shape.strategy, self.shape
         entries = shape.counted.vocabulary / plan.tp if plan.holds_logits else 0.0
-        values = {"tokens": shape.tokens, "entries": entries, "bytes": self.kept.width}
+        values = {"tokens": shape.tokens, "entries": entries, "bytes": self.sizes.width}
         text = "{tokens} tokens x {entries} vocabulary entries x {bytes} B, held by the program through the backward pass"
-        return Term("logits", shape.tokens * entries * self.kept.width, BYTES, text, values)
+        return Term("logits", shape.tokens * entries * self.sizes.width, BYTES, text, values)
 
     def head_gradient(self) -> Term:
         """TRL's tiles add up the head's gradient, whole, in float32, and cast it at the end; that of the rows likewise."""
         plan, shape = self.shape.strategy, self.shape
         tiles = plan.fused_loss and plan.tiled_loss
-        cast = self.kept.width if self.kept.width < FULL else 0
+        cast = self.sizes.width if self.sizes.width < FULL else 0
         each = FULL + cast if tiles and not plan.lora else 0
         rows = shape.tokens * shape.counted.hidden if tiles else 0.0
         values = {"count": self.head, "bytes": each, "rows": rows}

@@ -207,7 +207,7 @@ class Policy:
     """A strategy's policy on one model."""
 
     shape: ModelShape
-    kept: SavedActivations
+    sizes: SavedActivations
 
     @property
     def save(self) -> tuple[str, ...]:
@@ -220,23 +220,23 @@ class Policy:
 
     def layer(self, kind: LayerKind) -> float:
         """Bytes per token that a recomputed layer keeps beside its input."""
-        return self.kept.width * sum(product.width for product in self.saved(kind)) + self._attention(kind)
+        return self.sizes.width * sum(product.width for product in self.saved(kind)) + self._attention(kind)
 
     def _attention(self, kind: LayerKind) -> float:
         """The kernel's result, and of each head the logarithm of its sum in float32."""
         attention, plan = kind.attention, self.shape.strategy
-        held = attention.heads * (attention.v_dim * self.kept.width + FULL) / plan.tp
+        held = attention.heads * (attention.v_dim * self.sizes.width + FULL) / plan.tp
         return held if "attention" in self.save else 0.0
 
     def taken(self, kind: LayerKind) -> float:
         """Of that, what a layer which is computed again keeps for its backward pass anyway: the same tensors."""
         attention, plan = kind.attention, self.shape.strategy
-        names = {"gate_proj", "up_proj"} | (set() if self.kept.repeats else {"v_proj"})
+        names = {"gate_proj", "up_proj"} | (set() if self.sizes.repeats else {"v_proj"})
         adapted = set(self.shape.targets) if plan.lora else set()
         width = sum(product.width for product in self.saved(kind) if product.name in names - adapted)
         if "attention" in self.save:
             width += attention.heads * attention.v_dim / plan.tp
-        return self.kept.width * width
+        return self.sizes.width * width
 
     @property
     def products_again(self) -> float:

@@ -83,14 +83,14 @@ def with_saves(around: Schedule, resolved: Resolved, machine: PlanMachine, step:
         values = {"copy": cost.value, "write": write, "every": every, "step": step}
         text = "{copy} s to copy + {write} s to write - {every} x {step} s in which training continues"
         cost = Term("save", cost.value + wait, SECONDS, text, values)
-    kept = {**around.disk}
+    disk = {**around.disk}
     if saves is not None and save is not None:
         limit = args.get("save_total_limit")
         most = min(int(limit) + len(save.milestones), saves) if limit else saves
-        kept["checkpoints"] = around.checkpoint_bytes * most
+        disk["checkpoints"] = around.checkpoint_bytes * most
     local = local_bytes(resolved, around.checkpoint_bytes)
     return replace(
-        around, checkpoints=saves, save=cost, copy_seconds=copied, interval=interval, save_steps=every, disk=kept,
+        around, checkpoints=saves, save=cost, copy_seconds=copied, interval=interval, save_steps=every, disk=disk,
         local_bytes=local,
     )  # fmt: skip
 

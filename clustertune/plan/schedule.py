@@ -125,9 +125,9 @@ def schedule(
     evaluations = times(args, "eval", steps)
     if evaluations is not None and args.get("eval_on_start"):
         evaluations += 1
-    kept = args.get("save_total_limit") or saves or 1
+    limit = args.get("save_total_limit") or saves or 1
     whole = 2.0 * shape.counted.total
-    disk = {"checkpoints": size * min(int(kept), saves if saves is not None else int(kept)), "merged model": whole}
+    disk = {"checkpoints": size * min(int(limit), saves if saves is not None else int(limit)), "merged model": whole}
     if shape.strategy.lora:
         disk["adapter"] = 4.0 * shape.adapters
     return Schedule(

@@ -39,7 +39,7 @@ class Offload:
     note: str | None
     transfer: Term | None = None
     """The weights' way of one micro batch."""
-    place: str = ""
+    source: str = ""
     """Where the weights come from, as a phrase."""
 
 

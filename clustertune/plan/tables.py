@@ -144,11 +144,11 @@ def advice(
     price: Price | None,
 ) -> None:  # fmt: skip
     """The winner with what it saves, the best of the others, what cannot be started here, and what nearly fits."""
-    here = [option for option in found.fitting if option.starts(cluster)]
+    local = [option for option in found.fitting if option.starts(cluster)]
     elsewhere = [option for option in found.fitting if not option.starts(cluster)]
-    why = {option.candidate.family: text for option, text in reasons(replace(found, fitting=[*here, *elsewhere]))}
-    if here:
-        winner = here[0]
+    why = {option.candidate.family: text for option, text in reasons(replace(found, fitting=[*local, *elsewhere]))}
+    if local:
+        winner = local[0]
         console.print(Text(f"{winner.candidate.family}: {_worth(winner, plan, price)}", style="bold"), soft_wrap=True)
         console.print(Text(" ".join(["clustertune plan", recipe, *overrides[winner.candidate.family]])), soft_wrap=True)
         console.print()
@@ -156,9 +156,9 @@ def advice(
     title = f"{found.searched:,} strategies searched, by {found.goal}"
     table = _table("strategy", "nodes", "micro batch", "redone", "s a step", "hours", "cost", "GiB", title=title)
     table.columns[0].no_wrap = True
-    shown = [*here[:ROWS], *elsewhere[:1]]
+    shown = [*local[:ROWS], *elsewhere[:1]]
     for index, option in enumerate(shown):
-        if index == len(here[:ROWS]):
+        if index == len(local[:ROWS]):
             table.add_section()
         used, spent = option.strategy, _cost(option, price)
         hours = "" if option.hours is None else _hours(option.hours)
@@ -175,11 +175,11 @@ def advice(
     if elsewhere:
         text = f"Megatron-Core runs in NVIDIA's image, which {cluster.name} does not name (container.megatron)."
         console.print(Text(text), soft_wrap=True)
-    for option in found.losing[: 1 if here else ROWS]:
+    for option in found.losing[: 1 if local else ROWS]:
         console.print(Text(f"does not fit: {option.candidate.family}: {option.why}"), soft_wrap=True)
-    if left := len(here[ROWS:]) + len(elsewhere[1:]) + len(found.losing[1 if here else ROWS :]):
+    if left := len(local[ROWS:]) + len(elsewhere[1:]) + len(found.losing[1 if local else ROWS :]):
         console.print(Text(f"and {left} more: --json lists all"))
-    if not here:
+    if not local:
         console.print(Text("Nothing that is started here fits: try more nodes (--nodes), or another GPU."))
 
 

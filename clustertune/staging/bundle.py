@@ -44,7 +44,7 @@ def parts(found: Manifest) -> dict[str, Any]:
 
 def model_folder(folder: Path) -> Path | None:
     """The base model in a bundle; None where its recipe makes its own."""
-    return _place(folder, "model")
+    return _part(folder, "model")
 
 
 def data_input(resolved: Resolved) -> Path | None:
@@ -55,7 +55,7 @@ def data_input(resolved: Resolved) -> Path | None:
     folder = staged_folder(resolved)
     if folder is None or bool(read(folder).meta.get("tiny")) != resolved.tiny:
         return None
-    return _place(folder, "data")
+    return _part(folder, "data")
 
 
 def data_inputs(resolved: Resolved) -> dict[str, Path]:
@@ -77,10 +77,10 @@ def missing_inputs(resolved: Resolved) -> list[Problem]:
 def prompts(resolved: Resolved) -> Path | None:
     """The file of prompts in a recipe's bundle; None: the benchmark in the cache, or the project's own."""
     folder = staged_folder(resolved)
-    return _place(folder, "benchmark") if folder else None
+    return _part(folder, "benchmark") if folder else None
 
 
-def _place(folder: Path, what: str) -> Path | None:
+def _part(folder: Path, what: str) -> Path | None:
     found = parts(read(folder)).get(what) or {}
     return folder / found["path"] if found.get("path") else None
 

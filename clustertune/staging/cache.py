@@ -101,20 +101,20 @@ class StagingCache:
         with self.alone("", wait=lambda _holder: None):  # one at a time counts and promises room
             others = [tree for tree in self.trees() if tree.key != key]
             there = tree_content(self.folder(key))
-            kept = sum(tree.bytes for tree in others)
+            used = sum(tree.bytes for tree in others)
             # What others are still filling is promised on the disk too.
             promised = sum(max(0, tree.bytes - tree_content(self.folder(tree.key))) for tree in others if not tree.whole)
 
             def lacking() -> int:
                 disk = size - there + promised + SPARE - shutil.disk_usage(self.root).free
-                return max(kept + size - self.limit, disk)
+                return max(used + size - self.limit, disk)
 
             for tree in others:
                 if (lack := lacking()) <= 0:
                     break
                 if self.remove(tree.key, tree, say, f"to make room for {amount(lack)}"):
                     removed.append(tree)
-                    kept -= tree.bytes
+                    used -= tree.bytes
             if (lack := lacking()) > 0:
                 raise self._no_room(size, lack, len(others) - len(removed))
             write_durably(self.folder(key) / PLANNED, str(size))
@@ -266,12 +266,12 @@ def keep_whole(
     """
     there = {name: record for name, record in read_journal(folder).items() if fits(name, record) and (folder / name).is_file()}
     wrong = set(find_differing(folder, there, bounds))
-    kept = {name: record for name, record in there.items() if name not in wrong}
+    whole = {name: record for name, record in there.items() if name not in wrong}
     for name in list_files(folder):
-        if name not in kept and goes(name):
+        if name not in whole and goes(name):
             (folder / name).unlink()
-    write_journal(folder, kept)
-    return kept
+    write_journal(folder, whole)
+    return whole
 
 
 def find_differing(folder: Path, records: Mapping[str, FileRecord], bounds: Bounds) -> list[str]:

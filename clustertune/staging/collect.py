@@ -159,8 +159,8 @@ class Collector:
         """The data sets of lm-eval's other tasks, from the Hub or its cache."""
         found = []
         for name in sorted(set(data_sets(self._tasks).values())):
-            kept = cached_data(name)
-            found.append(replace(self._repository("dataset", name, kept.name if kept else None), what="task"))
+            cached = cached_data(name)
+            found.append(replace(self._repository("dataset", name, cached.name if cached else None), what="task"))
         return found
 
     def _nltk(self) -> list[BundlePart]:
@@ -217,7 +217,7 @@ class Collector:
         began = time.perf_counter()
         try:
             self._begin_folder()
-            records = self._kept(parts)
+            records = self._left_over(parts)
             self._check_room(parts, records)
             with cache.journal(self._out, records) as add:
                 for part in parts:
@@ -261,7 +261,7 @@ class Collector:
             cache.write_journal(out, {name: record for name, record in found.files.items() if name != bundle.SUMS})
             (out / manifest.MANIFEST).unlink()
 
-    def _kept(self, parts: Sequence[BundlePart]) -> dict[str, FileRecord]:
+    def _left_over(self, parts: Sequence[BundlePart]) -> dict[str, FileRecord]:
         """What an earlier try has left, hashed again."""
         wanted = {f"{part.target}/{file.name}": file for part in parts for file in part.files}
         loaded = {f"{part.target}/{name}" for part in parts for name in part.names}
@@ -272,8 +272,8 @@ class Collector:
 
         return cache.keep_whole(self._out, self._bounds, fits, lambda name: name in before and f"/{hub.DOWNLOADS}/" not in name)
 
-    def _check_room(self, parts: Sequence[BundlePart], kept: dict[str, FileRecord]) -> None:
-        needed = sum(f.size for part in parts for f in part.files if f"{part.target}/{f.name}" not in kept)
+    def _check_room(self, parts: Sequence[BundlePart], whole: dict[str, FileRecord]) -> None:
+        needed = sum(f.size for part in parts for f in part.files if f"{part.target}/{f.name}" not in whole)
         free = shutil.disk_usage(self._out).free
         if needed + SPARE > free:
             text = f"{worker.amount(needed)} are needed, {worker.amount(free)} are free"

@@ -31,7 +31,7 @@ class _Teller:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bytes, self._told = 0, 0
+        self._bytes, self._reported = 0, 0
         self._end = threading.Event()
         threading.Thread(target=self._tell_bytes, daemon=True).start()
 
@@ -54,8 +54,8 @@ class _Teller:
 
     def _tell_bytes(self) -> None:
         while not self._end.wait(TELL_SECONDS):
-            if self._bytes != self._told:
-                self._told = self._bytes
+            if self._bytes != self._reported:
+                self._reported = self._bytes
                 self.tell({"bytes": self._bytes})
 
 

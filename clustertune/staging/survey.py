@@ -88,19 +88,19 @@ def choose(names: Iterable[str], indices: Mapping[str, Sequence[str]]) -> list[s
     safetensors lie the publisher's own, as large again. Raises UserError where a listed shard is missing.
     """
     there = set(names)
-    kept = {name for name in there if "/" not in name and not _OTHER_WEIGHTS.fullmatch(name)}
+    chosen = {name for name in there if "/" not in name and not _OTHER_WEIGHTS.fullmatch(name)}
     for stem in _SHARDS:
         index = stem + INDEX
         if index in there:
             if missing := sorted(set(indices[index]) - there):
                 more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
                 raise UserError(f"lacks {', '.join(missing[:3])}{more}", file=index, fix="load or copy the model again")
-            return sorted(kept | {index} | set(indices[index]))
+            return sorted(chosen | {index} | set(indices[index]))
         if stem in there:
-            return sorted(kept | {stem})
+            return sorted(chosen | {stem})
     if any(_OTHER_WEIGHTS.fullmatch(name) for name in there):  # weights under a name of their own: nothing is left out
         return sorted(there)
-    return sorted(kept)
+    return sorted(chosen)
 
 
 def _read_index(found: Mapping[str, Path]) -> dict[str, list[str]]:

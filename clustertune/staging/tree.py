@@ -158,14 +158,14 @@ class Stager:
         except UserError as error:
             self._tell(f"warning: {error.problems[0]}")
             return [manifest.MANIFEST]
-        kept = found.meta.get("signs", {})
+        recorded = found.meta.get("signs", {})
         records = {f"{source.name}/{file.name}" for file in files}
         # What is none of the copy's: transformers would read some files by their names. Hidden folders are the libraries' own
         # (datasets keeps its tables in .cache beside the data).
         there = {name for name in manifest.list_files(folder) if not any(part.startswith(".") for part in name.split("/"))}
         wrong = sorted(there ^ records)
         states = {name: signs(folder / name) for name in sorted(records & found.files.keys())}
-        suspects = [name for name, state in states.items() if state and (deep or list(state) != kept.get(name))]
+        suspects = [name for name, state in states.items() if state and (deep or list(state) != recorded.get(name))]
         wrong += cache.find_differing(folder, {name: found.files[name] for name in suspects}, self._bounds)
         if wrong:
             shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")

@@ -26,7 +26,7 @@ _SHOWN_FRAMES = 8
 _NO_NETWORK = ("unshare", "--user", "--map-root-user", "--net")
 """A network namespace of its own: nothing but loopback, whatever the program is and whether Python sees it or not."""
 _LOOPBACK = ("sh", "-c", 'ip link set lo up 2> /dev/null; exec "$@"', "sh")
-_KEPT = (
+_INHERITED = (
     "PATH",
     "PYTHONPATH",
     "LD_LIBRARY_PATH",
@@ -167,11 +167,11 @@ def _environment(folder: Path, scratch: Path, log: Path) -> dict[str, str]:
     for path in (site, home, scratch / "work", scratch / "tmp"):
         path.mkdir()
     netwatch.write_site(site)
-    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     package = str(Path(__file__).resolve().parents[2])
-    search = os.pathsep.join(filter(None, [str(site), package, kept.get("PYTHONPATH", "")]))
+    search = os.pathsep.join(filter(None, [str(site), package, inherited.get("PYTHONPATH", "")]))
     return {
-        **kept,
+        **inherited,
         **bundle.variables(folder),
         "HOME": str(home),
         "TMPDIR": str(scratch / "tmp"),

@@ -139,8 +139,8 @@ def _order(
 
 
 def _with_package(given: str | None) -> str:
-    here = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join([here, given]) if given else here
+    root = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join([root, given]) if given else root
 
 
 def lines(child: subprocess.Popen[bytes], seconds: float, late: UserError) -> Iterator[dict[str, Any]]:

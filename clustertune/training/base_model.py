@@ -70,7 +70,7 @@ def parted_by(resolved: Resolved) -> str | None:
 def why_not(
     stored: Mapping[str, Any] | None, wanted: Mapping[str, Any] | None, parted: str | None, *, lora: bool
 ) -> str | None:
-    """Why a base is not trained over; None where it is. ``stored``, ``asked``: config.json's quantisation, and the recipe's."""
+    """Why a base is not trained over; None where it is. ``stored``, ``wanted``: config.json's and the recipe's quantisation."""
     config = stored or wanted
     if config is None:
         return None

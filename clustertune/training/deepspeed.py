@@ -144,8 +144,8 @@ def fit_to_cpu(args: Any) -> list[str]:
 
 def on_cpu(device: str) -> str:
     """Where something that the file lays on ``device`` lies in this process."""
-    kept = os.environ.get("DS_ACCELERATOR") != "cpu" or os.environ.get("DS_BUILD_AIO") == "1"
-    return device if device != "nvme" or kept else "cpu"
+    offloads = os.environ.get("DS_ACCELERATOR") != "cpu" or os.environ.get("DS_BUILD_AIO") == "1"
+    return device if device != "nvme" or offloads else "cpu"
 
 
 @contextmanager
@@ -153,11 +153,11 @@ def whole_models() -> Iterator[None]:
     """Models that are made in here are not split by ZeRO-3: transformers splits each that it makes while a run uses it."""
     from transformers.integrations import deepspeed as integration
 
-    kept, integration._hf_deepspeed_config_weak_ref = integration._hf_deepspeed_config_weak_ref, None
+    before, integration._hf_deepspeed_config_weak_ref = integration._hf_deepspeed_config_weak_ref, None
     try:
         yield
     finally:
-        integration._hf_deepspeed_config_weak_ref = kept
+        integration._hf_deepspeed_config_weak_ref = before
 
 
 # --- parameters and state -----------------------------------------------------------------------------------------------

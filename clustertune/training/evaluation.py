@@ -90,15 +90,15 @@ class TokenMeans(Base):  # type: ignore[misc]
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if not self._batches:
             return output
-        kept = {key: values for key, values in self._metrics["eval"].items() if len(values) == len(self._batches)}
+        metrics = {key: values for key, values in self._metrics["eval"].items() if len(values) == len(self._batches)}
         each = torch.stack(self._batches)
-        shares = [(torch.tensor(values).to(each) * each[:, 1]).sum() for values in kept.values()]
+        shares = [(torch.tensor(values).to(each) * each[:, 1]).sum() for values in metrics.values()]
         sums = torch.stack([*each.sum(0), *shares])
         if dist.is_initialized():
             dist.all_reduce(sums)
         loss, count, *shares = sums.tolist()
         output.metrics[f"{metric_key_prefix}_loss"] = loss / count if count else float("nan")
-        for values, share in zip(kept.values(), shares, strict=True):
+        for values, share in zip(metrics.values(), shares, strict=True):
             values[:] = [share / count] if count else values
         return output
 
@@ -109,8 +109,8 @@ class PairMeans(TokenMeans):
     def weighed(self, inputs: Mapping[str, Any]) -> tuple[Mapping[str, Any], torch.Tensor]:
         """Without the pairs that only fill the split, where there are others."""
         real = inputs["completion_mask"].chunk(2)[0].any(dim=1)
-        kept = torch.cat([real, real]) if real.any() else slice(None)
-        return {name: values[kept] for name, values in inputs.items()}, real.sum()
+        chosen = torch.cat([real, real]) if real.any() else slice(None)
+        return {name: values[chosen] for name, values in inputs.items()}, real.sum()
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         with _alone(self.accelerator):

@@ -158,7 +158,7 @@ class Loading:
             put(module, own, value)
             value._is_hf_initialized = True  # else transformers draws random values for it
         self._sources = sources
-        return self._told(model, sources)
+        return self._record(model, sources)
 
     def _take_parts(self, model: Any, files: list[Path], load_config: Any) -> Any:
         """Fill what ZeRO-3 keeps in this rank; returns what transformers counts as loaded."""
@@ -177,7 +177,7 @@ class Loading:
             problems += error.problems
         agree(problems, self._group)
         self._count()
-        return self._told(model, sources)
+        return self._record(model, sources)
 
     def _find(self, model: Any, files: list[Path], load_config: Any, wanted: Mapping[str, torch.Tensor]) -> Sources:
         """What :func:`find` says, agreed on: a node's own copy of the files may differ, and no rank may continue alone."""
@@ -196,7 +196,7 @@ class Loading:
             raise Unfollowed(reasons[0])
         return found
 
-    def _told(self, model: Any, sources: Sources) -> Any:
+    def _record(self, model: Any, sources: Sources) -> Any:
         """transformers' record of a loading, and what it keeps of it at the model."""
         from transformers.utils.loading_report import LoadStateDictInfo
 
@@ -359,9 +359,9 @@ class Loading:
         if not isinstance(like, DTensor):
             return source.read(plain(name), self._reader, self._model, 0, source.shape[0] if source.shape else 1)
         begin, end = span(like)
-        kept = source.read(plain(name), self._reader, self._model, begin, end)
+        rows = source.read(plain(name), self._reader, self._model, begin, end)
         # Columns, of what tp splits by its inputs: the ranks of a node read the same rows, which its page cache holds.
-        return kept[(slice(None), *region(like)[1:])].contiguous() if kept.dim() > 1 else kept
+        return rows[(slice(None), *region(like)[1:])].contiguous() if rows.dim() > 1 else rows
 
 
 def _without_values(model: Any, name: str, source: ParameterSource) -> tuple[torch.nn.Module, str, Any]:

@@ -51,8 +51,8 @@ def packed(parameter: Any, shape: tuple[int, ...], *, device: str = "cpu") -> An
         raise Unfollowed(f"a weight of shape {list(shape)} does not fill whole elements of {storage}")
     length = (size // (2 * storage.itemsize), 1)
     value = torch.empty(length, dtype=storage, device="meta") if device == "meta" else empty_storage(length, storage)
-    kept = {key: given for key, given in parameter.__dict__.items() if key not in ("data", "requires_grad", "bnb_quantized")}
-    return type(parameter)(value, requires_grad=False, **{**kept, "bnb_quantized": True})
+    others = {key: given for key, given in parameter.__dict__.items() if key not in ("data", "requires_grad", "bnb_quantized")}
+    return type(parameter)(value, requires_grad=False, **{**others, "bnb_quantized": True})
 
 
 def to_meta(model: Any, names: Collection[str]) -> list[tuple[str, torch.nn.Module, str, Any]]:

@@ -61,8 +61,8 @@ class ParameterSource:
             if begin >= end:
                 return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
             lists = {pattern: [t for p, _, t in self.parts if p == pattern] for pattern, _, _ in self.parts}
-            kept = [(pattern, tensor) for pattern, tensors in lists.items() for tensor in tensors[begin:end]]
-            return self.convert([(p, reader.rows(t).to(self.dtype)) for p, t in kept], model)[name]
+            parts = [(pattern, tensor) for pattern, tensors in lists.items() for tensor in tensors[begin:end]]
+            return self.convert([(p, reader.rows(t).to(self.dtype)) for p, t in parts], model)[name]
         whole = self.convert([(p, reader.rows(t).to(self.dtype)) for p, _, t in self.parts], model)[name]
         return whole[begin:end].clone()
 
@@ -144,8 +144,8 @@ def find(model: Any, tensors: Mapping[str, Tensor], load_config: Any, wanted: Ma
         found[name].parts.append((pattern or original, original, tensors[original]))
     problems = _misshapen(found, wanted, model)
     missing = set(wanted) - set(found)
-    kept, passed = _told(model, missing, [name for name, _ in extra])
-    problems += [_missing(name, tensors) for name in sorted(kept)]
+    lacking, passed = _unexplained(model, missing, [name for name, _ in extra])
+    problems += [_missing(name, tensors) for name in sorted(lacking)]
     if problems:
         raise UserError(problems)
     used = [rule for rule in rules if rule.was_used()]
@@ -198,7 +198,7 @@ def _dry(source: ParameterSource, model: Any) -> dict[str, tuple[int, ...]]:
         raise Unfollowed(f"transformers' rule for {source.first} cannot be followed without data ({error})") from error
 
 
-def _told(model: Any, missing: set[str], extra: list[str]) -> tuple[set[str], set[str]]:
+def _unexplained(model: Any, missing: set[str], extra: list[str]) -> tuple[set[str], set[str]]:
     """What is missing and what is too much, less what the model's class passes over and what is tied to what is there."""
     from transformers.modeling_utils import LoadStateDictInfo
 

@@ -63,8 +63,8 @@ def region(like: DTensor) -> tuple[slice, ...]:
 
 def span(like: DTensor) -> tuple[int, int]:
     """The rows of the whole that this rank keeps."""
-    kept = region(like)
-    return (kept[0].start, kept[0].stop) if kept else (0, 1)
+    slices = region(like)
+    return (slices[0].start, slices[0].stop) if slices else (0, 1)
 
 
 def rows(whole: torch.Tensor, like: Any) -> torch.Tensor:

@@ -42,7 +42,7 @@ def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: torch.empty(getattr(v, "ds_shape", v.shape), dtype=v.dtype, device="meta") for name, v in named.items()}
 
 
-def kept(parameter: Any) -> tuple[int, int]:
+def own_elements(parameter: Any) -> tuple[int, int]:
     """The elements of a parameter that this rank keeps, first and one after the last; padding is none of them."""
     size = parameter.ds_tensor.ds_numel
     begin = min(dist.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
@@ -53,7 +53,7 @@ def read(name: str, source: ParameterSource, like: Any, reader: RowReader, model
     """This rank's part of a parameter, flat and on the CPU, or all of a buffer, which ZeRO-3 does not split."""
     if not hasattr(like, "ds_tensor"):
         return source.read(name, reader, model, 0, source.shape[0] if source.shape else 1)
-    return source.elements(name, reader, model, *kept(like))
+    return source.elements(name, reader, model, *own_elements(like))
 
 
 def fill(like: Any, value: torch.Tensor) -> None:

@@ -59,13 +59,13 @@ def make_policy(save: Sequence[str]) -> Callable[..., CheckpointPolicy]:
 
     def decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001
         nonlocal seen
-        kept = False
+        must_save = False
         if operator in products:
             seen += 1
-            kept = step > 0 and seen % step == 1 % step
+            must_save = step > 0 and seen % step == 1 % step
         elif "attention" in save:
-            kept = is_attention(operator, attention)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+            must_save = is_attention(operator, attention)
+        return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return decide
 

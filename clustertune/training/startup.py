@@ -101,7 +101,7 @@ class Startup:
     def total(self) -> float:
         return sum(self.seconds.values())
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """One line: ``start-up 41.2 s: imports 6.8, data 0.4, ...``; parts below a tenth of a second are left out."""
         shown = [f"{name} {self.seconds[name]:.1f}" for name in PARTS if self.seconds.get(name, 0.0) >= 0.05]
         return f"start-up {self.total:.1f} s: {', '.join(shown)}"
@@ -145,7 +145,7 @@ class StartupWatch(TrainerCallback):  # type: ignore[misc]
             return
         for event in events(startup, [read for read, _ in ranks], [held for _, held in ranks]):
             self._write("startup", **event)
-        self._tell(startup.told())
+        self._tell(startup.summary())
 
 
 def events(startup: Startup, read: list[int], held: list[int]) -> Iterator[Mapping[str, Any]]:

@@ -80,13 +80,13 @@ def sum_output(x: torch.Tensor, group: Any) -> torch.Tensor:
 @contextlib.contextmanager
 def local_parameters(module: nn.Module, without: tuple[str, ...] = ()) -> Iterator[None]:
     """The module's own parameters as this rank's tensors, for the length of one forward pass; autograd goes through."""
-    kept = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor) or name in without}
-    for name, parameter in kept.items():
+    parameters = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor) or name in without}
+    for name, parameter in parameters.items():
         module._parameters[name] = None if name in without else parameter.to_local()
     try:
         yield
     finally:
-        module._parameters.update(kept)
+        module._parameters.update(parameters)
 
 
 def plan_of(model: Any) -> dict[str, str]:
@@ -115,7 +115,7 @@ class _Split:
         self.rank = mesh.get_local_rank()
         self._made: dict[int, nn.Parameter] = {}
 
-    def place(self, module: nn.Module, name: str, dim: int | None) -> None:
+    def distribute(self, module: nn.Module, name: str, dim: int | None) -> None:
         """Make a parameter a DTensor over the group: split along ``dim``, or the same on all ranks. A tied one stays tied."""
         parameter = module._parameters[name]
         if parameter is None or isinstance(parameter, DTensor):
@@ -139,9 +139,9 @@ class _Split:
 
     def colwise(self, module: nn.Module) -> None:
         """Each rank has some of the outputs; the input is whole, and so its gradient is a sum."""
-        self.place(module, "weight", 0)
+        self.distribute(module, "weight", 0)
         if "bias" in module._parameters:
-            self.place(module, "bias", 0)
+            self.distribute(module, "bias", 0)
         inner = module.forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:
@@ -152,9 +152,9 @@ class _Split:
 
     def rowwise(self, module: nn.Module) -> None:
         """Each rank has some of the inputs; the output is a sum, to which the bias is added once."""
-        self.place(module, "weight", 1)
+        self.distribute(module, "weight", 1)
         if "bias" in module._parameters:
-            self.place(module, "bias", None)
+            self.distribute(module, "bias", None)
         inner = module.forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:
@@ -167,9 +167,9 @@ class _Split:
 
     def head(self, module: nn.Module) -> None:
         """The output projection: kept in parts, gathered where it is used (TRL's tiled loss takes its weight itself)."""
-        self.place(module, "weight", 0 if self.divides(module, "weight", 0) else None)
+        self.distribute(module, "weight", 0 if self.divides(module, "weight", 0) else None)
         if "bias" in module._parameters:
-            self.place(module, "bias", None)
+            self.distribute(module, "bias", None)
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
@@ -182,16 +182,16 @@ class _Split:
         if not self.divides(module, "weight", 0) or module.max_norm is not None:
             self.replicated(module)
             return
-        self.place(module, "weight", 0)
-        here = module._parameters["weight"].to_local().shape[0]
+        self.distribute(module, "weight", 0)
+        own_rows = module._parameters["weight"].to_local().shape[0]
         inner = module.forward  # the module's own: Gemma's scales its rows
         if module.padding_idx is not None:  # the row that gets no gradient, where it is one of this rank's
-            own = module.padding_idx - self.rank * here
-            module.padding_idx = own if 0 <= own < here else None
+            own = module.padding_idx - self.rank * own_rows
+            module.padding_idx = own if 0 <= own < own_rows else None
 
         def forward(tokens: torch.Tensor) -> torch.Tensor:
-            inside = tokens - self.rank * here
-            absent = (inside < 0) | (inside >= here)
+            inside = tokens - self.rank * own_rows
+            absent = (inside < 0) | (inside >= own_rows)
             with local_parameters(module):
                 rows = inner(inside.masked_fill(absent, 0))
             return sum_output(rows.masked_fill(absent.unsqueeze(-1), 0.0), self.group)
@@ -202,7 +202,7 @@ class _Split:
         """The same parameters on all ranks. ``partial``: each rank's gradient covers its own heads only, and is summed."""
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                self.place(module, name, None)
+                self.distribute(module, name, None)
         inner = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -221,14 +221,14 @@ class _Split:
         A route to another rank's expert gets the index that transformers' experts leave out (one past the last) and weight 0.
         """
         for name in names:
-            self.place(module, name, 0)
+            self.distribute(module, name, 0)
         module.num_experts //= self.size
         module._is_expert_parallel = True  # transformers' grouped products look for it before they mask such routes
-        here, inner = module.num_experts, module.forward
+        own_experts, inner = module.num_experts, module.forward
 
         def forward(states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            away = (index // here) != self.rank
-            local = torch.where(away, here, index % here)
+            away = (index // own_experts) != self.rank
+            local = torch.where(away, own_experts, index % own_experts)
             weights = sum_gradient(weights, self.group).masked_fill(away, 0.0)
             with local_parameters(module):
                 return sum_output(inner(sum_gradient(states, self.group), local, weights), self.group)

@@ -358,9 +358,9 @@ class RankTrainer(ZeroTrainer):
         if any(self.group.maximum(bad)):
             self._raise_non_finite(f"loss {loss}" if bad[0] else "gradients" if bad[1] else "finite here")
 
-    def _raise_non_finite(self, here: str, fix: str | None = None) -> None:
+    def _raise_non_finite(self, own: str, fix: str | None = None) -> None:
         self.finish_save()  # of a step before: it is good
-        by_rank = [f"rank {rank}: {what}" for rank, what in enumerate(self.group.gather(here)) if what != "finite here"]
+        by_rank = [f"rank {rank}: {what}" for rank, what in enumerate(self.group.gather(own)) if what != "finite here"]
         step = min(self.state.global_step + 1, self.state.max_steps)
         raise self._non_finite(step, by_rank, "stopped before the optimizer step, ", fix)
 
@@ -565,10 +565,10 @@ class RankTrainer(ZeroTrainer):
         cadence = self.local_cadence if saving.local else self.cadence
         if cadence is not None:
             cadence.measured(saving.stall, written.seconds)
-        place: Any = self.tier if saving.local else self.store
+        store: Any = self.tier if saving.local else self.store
         every = cadence.seconds() if cadence is not None else None
         figures = (time.perf_counter() - saving.began, saving.copy, saving.stall, written.seconds, every, saving.local)
-        self.on_checkpoint(SavedCheckpoint(step, place.path(step), written.bytes, saving.final, *figures))
+        self.on_checkpoint(SavedCheckpoint(step, store.path(step), written.bytes, saving.final, *figures))
         for gone in written.removed:
             self.on_removed(gone)
         self.heartbeat("train", self.state.global_step)
@@ -653,9 +653,9 @@ class RankTrainer(ZeroTrainer):
         names without the wrapper: nothing is found, and an empty state is saved without an error.
         """
         trained = sum(p.requires_grad for p in self.model.parameters())
-        kept = len(states[f"{FSDP_MODEL_NAME}_0"]["model"])
-        if kept < trained:
-            text = f"{kept} of {trained} trained parameters were to be saved"
+        stored = len(states[f"{FSDP_MODEL_NAME}_0"]["model"])
+        if stored < trained:
+            text = f"{stored} of {trained} trained parameters were to be saved"
             fix = "use the version of PEFT that containers/versions.env names (clustertune doctor lists differences)"
             raise UserError(Problem(text, file=str(folder), fix=fix))
 

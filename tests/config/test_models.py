@@ -42,15 +42,15 @@ def test_a_known_model_shows_and_plans(name: str, many: draft.PlanTarget, monkey
     """LoRA on modules that it has, on the fewest nodes on which it fits, with hours; and two layers of it."""
     monkeypatch.setattr("clustertune.plan.advise.MICRO", (1,))
     monkeypatch.setattr("clustertune.plan.advise.RATIOS", (1.0,))
-    at = draft.PlanTarget(many.place, (1, 2, 8, 32), 8, many.words)
+    at = draft.PlanTarget(many.calibrated, (1, 2, 8, 32), 8, many.words)
     with draft.drafted("some-recipe", find_model(name), "lora", None, at) as (made, folder):
         resolved = resolve(folder)
         document = show.as_json(resolved)
         plan = _plan(
-            at.place, str(folder), ["data.expect.train=10000", "data.expect.mean_tokens=500"], tiny=False, lengths=None
+            at.calibrated, str(folder), ["data.expect.train=10000", "data.expect.mean_tokens=500"], tiny=False, lengths=None
         )
         small = parameter_count(resolve(folder, tiny=True).architecture)
-    assert plan.fits and plan.hours and evaluation(resolved, at.place.cluster).gpu_hours
+    assert plan.fits and plan.hours and evaluation(resolved, at.calibrated.cluster).gpu_hours
     assert document["parameters"] == plan.shape.counted.total > 1e9 and small and small < 2e7
     chosen = made.recipe["lora"]["target_modules"]
     modules = adapter_modules(resolved.architecture)

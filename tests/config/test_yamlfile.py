@@ -33,10 +33,10 @@ def test_an_accelerate_file_is_read_as_accelerate_reads_it() -> None:
 
 def test_lines_are_known() -> None:
     document = parse_yaml("a: 1\nb:\n  c: 2\n  d: {e: 3}\n", "f.yaml")
-    assert document.place(("b", "c")) == "f.yaml:3"
-    assert document.place(("b", "d", "e")) == "f.yaml:4"
-    assert document.place(("b", "missing")) == "f.yaml:2"
-    assert document.place(("nowhere",)) == "f.yaml"
+    assert document.position(("b", "c")) == "f.yaml:3"
+    assert document.position(("b", "d", "e")) == "f.yaml:4"
+    assert document.position(("b", "missing")) == "f.yaml:2"
+    assert document.position(("nowhere",)) == "f.yaml"
 
 
 BOMB = "a: &a [x,x]\n" + "".join(f"{b}: &{b} [*{a},*{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))

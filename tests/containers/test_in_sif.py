@@ -140,7 +140,7 @@ def test_warned_and_killed_in_the_container_it_ends_with_the_same_bytes(
 
 def inside(file: Path, binds: Sequence[Path], *words: str, more: Sequence[str] = (), **environ: str) -> str:
     """What ``python3 WORDS`` prints in the container, as a job would start it."""
-    command = list(container.place([sys.executable, *words], load_cluster(str(file)), binds=binds, gpus=False).command)
+    command = list(container.wrap([sys.executable, *words], load_cluster(str(file)), binds=binds, gpus=False).command)
     command[command.index("exec") + 1 : command.index("exec") + 1] = more
     environment = {"PATH": os.environ["PATH"], **environ}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
@@ -212,7 +212,7 @@ print("still reads", flush=True)
 
 def test_a_signal_to_every_process_leaves_the_image_readable(file: Path) -> None:
     """As Slurm signals a step: the image's mount must outlive what the ranks save on."""
-    command = list(container.place([sys.executable, "-c", READ_LATER], load_cluster(str(file)), binds=[], gpus=False).command)
+    command = list(container.wrap([sys.executable, "-c", READ_LATER], load_cluster(str(file)), binds=[], gpus=False).command)
     with subprocess.Popen(
         command,
         env={"PATH": os.environ["PATH"]},

@@ -53,7 +53,7 @@ def test_the_tiny_chain_twice(reference: dict[str, Any], tmp_path: Path) -> None
         run.mkdir()
         words = ["recipes/tiny-oasst2", "--tiny", *upto, *SETTINGS[1:], "train.max_steps=2", "--run-dir", str(run)]
         started = [sys.executable, "-m", "clustertune", "run", *words]
-        command = list(container.place(started, load_cluster(str(file)), binds=[run], gpus=False).command)
+        command = list(container.wrap(started, load_cluster(str(file)), binds=[run], gpus=False).command)
         command[command.index("exec") + 1 : command.index("exec") + 1] = ["--net", "--network=none"]
         # Of the home folder the Hub's cache alone is bound, which the evaluation writes into.
         environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}

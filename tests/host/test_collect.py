@@ -305,7 +305,7 @@ def test_secrets_stay_out() -> None:
 )
 def test_places(kind: str, environ: dict[str, str], slurm: bool, place: str) -> None:
     """Login node, step, container; nodes that are containers themselves are not an image of the ranks."""
-    assert surroundings.place(kind, environ, slurm=slurm) == place
+    assert surroundings.find_place(kind, environ, slurm=slurm) == place
 
 
 # --- this machine ------------------------------------------------------------------------------------------------------

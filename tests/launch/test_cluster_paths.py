@@ -262,15 +262,15 @@ def test_a_sweep_and_its_points_take_the_same_folders(tmp_path: Path) -> None:
 def test_commands_of_a_login_node_find_the_runs_of_its_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``runs/NAME/ID`` and the newest merged model, in the folder that the cluster file of this machine names."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cluster_paths, "here", lambda: on(runs=f"{tmp_path}/far"))
+    monkeypatch.setattr(cluster_paths, "local_cluster", lambda: on(runs=f"{tmp_path}/far"))
     with pytest.raises(UserError):
-        newest_merged(cluster_paths.runs(cluster_paths.here()))
+        newest_merged(cluster_paths.runs(cluster_paths.local_cluster()))
     for age, name in ((10, "old"), (5, "new")):
         merged = tmp_path / "far" / "recipe" / name / "merged"
         merged.mkdir(parents=True)
         (merged / "MANIFEST.json").write_text("{}")
         os.utime(merged / "MANIFEST.json", (1e9 - age, 1e9 - age))
-    assert newest_merged(cluster_paths.runs(cluster_paths.here())) == tmp_path / "far" / "recipe" / "new" / "merged"
+    assert newest_merged(cluster_paths.runs(cluster_paths.local_cluster())) == tmp_path / "far" / "recipe" / "new" / "merged"
     assert existing_folder(Path("runs/recipe/old"), "a run") == tmp_path / "far" / "recipe" / "old"
     (tmp_path / "runs" / "recipe" / "old").mkdir(parents=True)
     assert existing_folder(Path("runs/recipe/old"), "a run") == Path("runs/recipe/old"), "what is here goes first"

@@ -91,7 +91,7 @@ def test_a_worker_passes_the_wish_to_stop_on(tmp_path: Path) -> None:
     assert (run.attempt(1) / "parent").read_text() == (run.attempt(1) / "node-0.pid").read_text().strip() == str(os.getpid())
     (tmp_path / "stop").touch()
     worker.join(60)
-    assert worker.code is ExitCode.OK and worker.agent.asked == [signal.SIGUSR1]
+    assert worker.code is ExitCode.OK and worker.agent.received == [signal.SIGUSR1]
     assert (run.attempt(1) / raytrain.PROGRESS).read_text() == "saved\n"
 
 

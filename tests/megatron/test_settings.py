@@ -70,7 +70,7 @@ def test_what_a_recipe_says_arrives() -> None:
 
 
 def test_a_mean_over_tokens_is_not_averaged_again() -> None:
-    """TRL's loss: ranks add the losses and the tokens they counted, so a collective must sum (Megatron-Core asserts the pair)."""
+    """TRL's loss: ranks add their losses and their tokens, so a collective must sum (Megatron-Core asserts the pair)."""
     for name in RECIPES:
         found = made(name)
         assert (found["model"]["calculate_per_token_loss"], found["ddp"]["average_in_collective"]) == (True, False)

@@ -79,8 +79,8 @@ TOGETHER = "n1:1:2 [0] NCCL INFO Channel 11/0 : 0[0] ->n2:30:31 [3] NCCL INFO cu
     [
         ("n1:10:12 [3] NCCL INFO Using network IB", [Record("INFO", "Using network IB", "n1", "10", "3")]),
         ("<cluster_name>:924:1152 [5] NCCL INFO x", [Record("INFO", "x", "<cluster_name>", "924", "5")]),
-        ("[3] include/shm.h:28 NCCL WARN full", [Record("WARN", "full", gpu="3", place="include/shm.h:28")]),
-        ("misc/ibvwrap.cc:212 NCCL WARN bad", [Record("WARN", "bad", place="misc/ibvwrap.cc:212")]),
+        ("[3] include/shm.h:28 NCCL WARN full", [Record("WARN", "full", gpu="3", source="include/shm.h:28")]),
+        ("misc/ibvwrap.cc:212 NCCL WARN bad", [Record("WARN", "bad", source="misc/ibvwrap.cc:212")]),
         ("NCCL INFO Using network Socket", [Record("INFO", "Using network Socket")]),
         (
             "[2026-04-22 21:34:20] n1:10:12 [0] misc/socket.cc:88 NCCL WARN refused",

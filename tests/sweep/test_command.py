@@ -166,7 +166,7 @@ def test_indices(numbers: list[int], text: str) -> None:
 
 def test_finished_points_are_left_out_of_the_array(call: Call) -> None:
     """A job array is submitted again after a failure for what is left alone."""
-    made = command._here("tiny-oasst2", WORDS, None, None, {"tiny": False, "last": "train", "path": Path("s").absolute()})
+    made = command._locally("tiny-oasst2", WORDS, None, None, {"tiny": False, "last": "train", "path": Path("s").absolute()})
     run = RunDir(made[0].points[1].run_dir)
     run.path.mkdir(parents=True)
     run.finish_stage("train", 1.0)
@@ -176,7 +176,9 @@ def test_finished_points_are_left_out_of_the_array(call: Call) -> None:
 
 def test_a_sweep_with_queued_tasks_is_not_submitted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tasks on one point would fight over its run folder."""
-    made, resolved = command._here("tiny-oasst2", WORDS, None, None, {"tiny": False, "last": "train", "path": tmp_path / "s"})
+    made, resolved = command._locally(
+        "tiny-oasst2", WORDS, None, None, {"tiny": False, "last": "train", "path": tmp_path / "s"}
+    )
     job = array.make_job(made, resolved, machine(2, 8))
     sent: list[list[str]] = []
     monkeypatch.setattr(array.submit.slurm, "submit", lambda options, script, words: sent.append([script]) or "41")

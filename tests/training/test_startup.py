@@ -38,7 +38,7 @@ def test_a_part_inside_a_part_counts_once() -> None:
     clock.now += 100
     assert startup.seconds == {"imports": 5.0, "sharding": 3.0, "reading": 10.0, "other": 4.0}
     assert startup.total == 22.0
-    assert startup.told() == "start-up 22.0 s: imports 5.0, reading 10.0, sharding 3.0, other 4.0"
+    assert startup.summary() == "start-up 22.0 s: imports 5.0, reading 10.0, sharding 3.0, other 4.0"
 
 
 def test_a_part_that_fails_is_closed() -> None:

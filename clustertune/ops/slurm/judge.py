@@ -90,7 +90,7 @@ def user(s: SlurmSubject) -> Iterator[Seen]:
         yield Seen(UNKNOWN, "no /etc/passwd here: folders stay with whoever makes them")
     elif USER not in s.facts.users:
         fix = f"install slurmctld or slurmd, which make him; or useradd --system --uid N {USER}, with one N on all machines"
-        yield Seen(FAIL if s.facts.here else WARN, f"there is no user {USER}", fix)
+        yield Seen(FAIL if s.facts.local else WARN, f"there is no user {USER}", fix)
 
 
 @rule("munge-key", SLURM)
@@ -105,7 +105,7 @@ def munge(s: SlurmSubject) -> Iterator[Seen]:
     key = s.facts.places.get(MUNGE_KEY)
     fix = "the steps below take the controller's to this machine"
     if key is None:
-        if s.facts.here:
+        if s.facts.local:
             yield Seen(FAIL, f"{MUNGE_KEY} is not there", fix)
         return
     owner = (s.facts.users or {}).get("munge")
@@ -120,7 +120,7 @@ def munge(s: SlurmSubject) -> Iterator[Seen]:
 
 
 def _computes(s: SlurmSubject) -> bool:
-    return s.facts.here and "compute" in s.node.roles
+    return s.facts.local and "compute" in s.node.roles
 
 
 def _reported(s: SlurmSubject) -> dict[str, int]:

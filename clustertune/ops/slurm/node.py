@@ -32,7 +32,7 @@ class PathState:
 class NodeFacts:
     """One machine, or a tree that will be one. Empty or None: not to be seen."""
 
-    here: bool
+    local: bool
     """Whether it is this machine itself, so that its programs and devices can be asked."""
     versions: tuple[str, ...] = ()
     """Answers of ``slurmctld -V`` and ``slurmd -V``, else of ``sinfo -V``."""
@@ -55,10 +55,10 @@ class NodeFacts:
 
 def collect(cluster: Cluster, node: Host, root: Path = NODE) -> NodeFacts:
     """Look at this machine, or at a tree. Raises nothing for what is not there."""
-    here = root == NODE and is_here(cluster, node)
+    local = root == NODE and is_here(cluster, node)
     watched = (STATE, SPOOL, LOGS, MUNGE_KEY, SLURMDBD_CONF, ETC, SLURM_CONF, GRES_CONF, CGROUP_CONF)
     places = {path: state for path in watched if (state := _path_state(inside(root, path))) is not None}
-    if not here:
+    if not local:
         return NodeFacts(False, users=_users(root), places=places, owns=os.geteuid() == 0)
     versions = [text for name in ("slurmctld", "slurmd") if (text := ask(name, "-V"))] or [ask("sinfo", "-V")]
     return NodeFacts(

@@ -101,7 +101,7 @@ class SlurmPlan:
 
     def steps(self, *, applied: bool = False) -> list[SetupStep]:
         """What an operator does, in order."""
-        key = not self.facts.here or MUNGE_KEY in self.facts.places
+        key = not self.facts.local or MUNGE_KEY in self.facts.places
         return steps(self.cluster, self.node, self.seen, key_there=key, accounting=self.accounting, applied=applied)
 
     def exit_code(self) -> int:
@@ -244,7 +244,7 @@ def _modes(node: Host, wanted: Sequence[WantedFile], facts: NodeFacts) -> tuple[
             found += [Mode(item.path, item.owner, item.mode, True, "missing")] if is_folder else []
             continue
         ids = (facts.users or {}).get(item.owner) if item.owner != "root" else (0, 0)
-        wrong = ids is not None and state.uid != ids[0] and (facts.owns or facts.here)
+        wrong = ids is not None and state.uid != ids[0] and (facts.owns or facts.local)
         if state.folder != is_folder:
             fix = "move it away"
             raise UserError(Problem(f"is {'a folder' if state.folder else 'a file'}", file=item.path, fix=fix))

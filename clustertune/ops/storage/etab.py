@@ -13,7 +13,7 @@ from clustertune.ops.bounded import ask_all
 
 ETAB = "/var/lib/nfs/etab"
 _CLIENT = re.compile(r"(\S+?)\(([^)]*)\)")
-_KEPT = ("rw", "sync", "root_squash", "no_subtree_check")
+_REQUIRED = ("rw", "sync", "root_squash", "no_subtree_check")
 """The options that etab writes as exports does."""
 
 
@@ -42,7 +42,7 @@ def faults(lines: Iterable[str], text: str, names: Mapping[str, str]) -> Iterato
         seen = now.get((folder, _written(client, folder, now, names)))
         if seen is None:
             yield folder, f"is not exported to {client}"
-        elif lost := [option for option in _KEPT if option in options and option not in seen]:
+        elif lost := [option for option in _REQUIRED if option in options and option not in seen]:
             yield folder, f"is exported to {client} without {', '.join(lost)}"
 
 

@@ -30,7 +30,7 @@ class SeenBrick(NamedTuple):
     """One brick as this node sees it."""
 
     brick: Brick
-    place: MountState
+    state: MountState
     address: str
     """Of its server."""
     own: bool
@@ -46,7 +46,7 @@ class SeenBrick(NamedTuple):
     @property
     def silent(self) -> bool:
         """It does not answer, or not to a write."""
-        return self.place.silent or self.place.written == "silent"
+        return self.state.silent or self.state.written == "silent"
 
 
 def judge(facts: Facts, wanted: StorageLayout) -> list[Finding]:
@@ -141,12 +141,12 @@ def answers(s: StorageSubject) -> Iterator[Seen]:
             continue
         if seen.silent:
             yield _hung(s, seen)
-        elif seen.place.errno:
+        elif seen.state.errno:
             yield _answered(seen)
 
 
 def _hung(s: StorageSubject, seen: SeenBrick) -> Seen:
-    state, node = seen.place, seen.brick.node
+    state, node = seen.state, seen.brick.node
     what = f"no answer in {s.facts.seconds:g} s" + ("" if state.silent else " to a write, while it can be read")
     if state.left:
         what += f"; process {state.left} still waits for it, unkillable until it answers, and does no harm"
@@ -158,7 +158,7 @@ def _hung(s: StorageSubject, seen: SeenBrick) -> Seen:
 
 
 def _answered(seen: SeenBrick) -> Seen:
-    state, node = seen.place, seen.brick.node
+    state, node = seen.state, seen.brick.node
     if state.errno == "ESTALE":
         fix = f"umount -l {state.path} && mount {state.path}, then the pool likewise"
         return Seen(FAIL, f"stale file handle: {node} exports another file system than when it was mounted", fix, seen.where)
@@ -179,11 +179,11 @@ def root_disk(s: StorageSubject) -> Iterator[Seen]:
     """
     for seen in _bricks(s):
         mount = seen.brick.mount
-        if seen.absent and seen.place.data and s.wanted.pool:
+        if seen.absent and seen.state.data and s.wanted.pool:
             fix = f"unmount the pool, move {mount}/{DATA} away, then clustertune ops storage apply"
             yield Seen(FAIL, f"{mount}/{DATA} exists below the mount point: the pool writes there", fix, seen.where)
     for seen in _bricks(s, healthy=True):
-        if seen.place.root_disk:
+        if seen.state.root_disk:
             at = seen.brick.path if seen.own else seen.brick.mount
             fix = f"mount the brick's file system at {at}, then move what was written here"
             yield Seen(FAIL, "what is seen there lies on the root disk", fix, seen.where)
@@ -197,7 +197,7 @@ def writable(s: StorageSubject) -> Iterator[Seen]:
     See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
     """
     for seen in _bricks(s, healthy=True):
-        state, at = seen.place, "here" if seen.own else f"on {seen.brick.node}"
+        state, at = seen.state, "here" if seen.own else f"on {seen.brick.node}"
         if state.read_only or "ro" in state.options or state.written == "EROFS":
             folder = seen.brick.path if seen.own else seen.brick.mount
             fix = f"dmesg {at}: the kernel goes read-only on errors; then mount -o remount,rw {folder}"
@@ -222,7 +222,7 @@ def space(s: StorageSubject) -> Iterator[Seen]:
     See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
     """
     for seen in _bricks(s, healthy=True):
-        state, least = seen.place, s.wanted.minfreespace
+        state, least = seen.state, s.wanted.minfreespace
         if state.free is None or state.total is None:
             continue
         room = f"{size_text(state.free)} of {size_text(state.total)} are free"
@@ -244,7 +244,7 @@ def data(s: StorageSubject) -> Iterator[Seen]:
     See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
     """
     for seen in _bricks(s, healthy=True):
-        if s.wanted.pool and seen.place.data is False:
+        if s.wanted.pool and seen.state.data is False:
             fix = f"on {seen.brick.node}: clustertune ops storage apply"
             yield Seen(FAIL, f"there is no {seen.brick.mount}/{DATA}", fix, seen.where)
 
@@ -257,7 +257,7 @@ def source(s: StorageSubject) -> Iterator[Seen]:
     See: https://man7.org/linux/man-pages/man5/nfs.5.html
     """
     for seen in _bricks(s, healthy=True):
-        mount, state = s.wanted.at(seen.brick.mount), seen.place
+        mount, state = s.wanted.at(seen.brick.mount), seen.state
         again = f"umount {seen.brick.mount} && mount {seen.brick.mount}"
         if mount and mount.kind == "bind" and state.as_meant is False:
             yield Seen(FAIL, f"it shows something else than {seen.brick.path}", again, seen.where)
@@ -280,8 +280,8 @@ def options(s: StorageSubject) -> Iterator[Seen]:
     See: https://man7.org/linux/man-pages/man5/nfs.5.html
     """
     for seen in _bricks(s, healthy=True):
-        soft = {"soft", "softerr"} & set(seen.place.options)
-        if seen.place.fstype and seen.place.fstype.startswith("nfs") and soft:
+        soft = {"soft", "softerr"} & set(seen.state.options)
+        if seen.state.fstype and seen.state.fstype.startswith("nfs") and soft:
             fix = f"umount {seen.brick.mount} && mount {seen.brick.mount}"
             yield Seen(FAIL, f"mounted {soft.pop()}", fix, seen.where)
 
@@ -527,7 +527,7 @@ def clock(s: StorageSubject) -> Iterator[Seen]:
     See: https://man7.org/linux/man-pages/man5/nfs.5.html
     """
     for seen in _bricks(s, healthy=True):
-        skew = seen.place.skew or 0.0
+        skew = seen.state.skew or 0.0
         if not seen.own and abs(skew) >= SKEW_WARN:
             text = f"the clock of {seen.address} is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this node's"
             yield Seen(FAIL if abs(skew) >= SKEW_FAIL else WARN, text, where=seen.where)

@@ -157,11 +157,11 @@ def by_hand(cluster: Cluster, node: str, root: Path) -> list[str]:
         return []
     own = [brick for brick in cluster.storage.bricks if brick.node == find_node(cluster, node).name]
     lines = entries(foreign(read(root, FSTAB), BLOCK, shown=FSTAB))
-    kept = elsewhere(lines, [], own, live=True)
+    permanent = elsewhere(lines, [], own, live=True)
     return [
         f"{device} is mounted at {at} by hand: the next boot leaves it out, as no line of {FSTAB} names it"
         for device, at in elsewhere([], mounts(), own, live=True).items()
-        if device not in kept and not any((Path(folder) / unit(at)).exists() for folder in _UNITS)
+        if device not in permanent and not any((Path(folder) / unit(at)).exists() for folder in _UNITS)
     ]
 
 
@@ -363,7 +363,7 @@ local-fs.target waits for is a cycle with these units alone."""
 UNITS = ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
 TARGETS = ("local-fs.target", "remote-fs.target", "multi-user.target")
 _SECONDS = 60
-_TOLD = re.compile(r"ordering cycle|\.mount\b|fstab|Failed|[Dd]uplicate|ignoring")
+_RELEVANT = re.compile(r"ordering cycle|\.mount\b|fstab|Failed|[Dd]uplicate|ignoring")
 
 
 def unit(target: str) -> str:
@@ -439,7 +439,7 @@ def _ask(program: str, analyze: str, text: bytes) -> tuple[set[str], list[str]]:
             (places[0] / file).write_text(body)
         names = [str(places[0] / name) for name in sorted(units)]
         output += _run([analyze, "--man=no", "verify", *names, *([CLIENT] if missing else []), *TARGETS], env)
-        lines = [line.replace(str(folder), "") for line in output if _TOLD.search(line)]
+        lines = [line.replace(str(folder), "") for line in output if _RELEVANT.search(line)]
         return units, list(dict.fromkeys(line for line in lines if not line.startswith("Parsing ")))
 
 

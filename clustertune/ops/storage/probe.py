@@ -99,7 +99,7 @@ def write(root: Path, mount: str, folders: list[str], gid: int | None) -> dict[s
             step = "fsync"
             os.fsync(fd)
             after = time.time()
-            kept = os.fstat(fd).st_mtime
+            stamped = os.fstat(fd).st_mtime
         step = "rename"
         os.rename(first, second, src_dir_fd=folder, dst_dir_fd=folder)
         step = "read"
@@ -107,7 +107,7 @@ def write(root: Path, mount: str, folders: list[str], gid: int | None) -> dict[s
             if file.read() != data:
                 return {"written": "EIO", "write_step": "read"}
             mapped = _map(file.fileno(), data)
-        return {"written": "ok", "mmap": mapped, "skew": _skew(before, kept, after)}
+        return {"written": "ok", "mmap": mapped, "skew": _skew(before, stamped, after)}
     except OSError as error:
         return {"written": errno.errorcode.get(error.errno or 0, "EIO"), "write_step": step}
     finally:
@@ -155,9 +155,9 @@ def _map(fd: int, data: bytes) -> str:
         return errno.errorcode.get(error.errno or 0, "EIO")
 
 
-def _skew(before: float, kept: float, after: float) -> float:
+def _skew(before: float, stamped: float, after: float) -> float:
     """How far a file's time lies outside of the interval in which it was written, seconds; file systems round down."""
     tick = 0.02
-    if kept < before - tick:
-        return kept - before
-    return max(0.0, kept - after)
+    if stamped < before - tick:
+        return stamped - before
+    return max(0.0, stamped - after)
