@@ -154,6 +154,7 @@ def test_a_build_and_what_lies_beside_it(fake: Path) -> None:
     assert json.loads((fake / "x.sif.cdx.json").read_text())["components"][0]["name"] == "libc6"
     told = (fake / "log").read_text()
     assert "--build-arg base=base.tar" in told and "base_name=base.tar" in told and "token=\n" in told and "planted" not in told
+    assert "exec --containall --cleanenv --no-home --net --network none" in told, "the image's own test sees this machine"
     files = set((fake / "log.files").read_text().split())
     assert files == {"base.tar", "image.lock", "install.sh", "requirements.txt", "selftest.py", "train.def"}
     assert sorted(path.name for path in fake.glob("*sif*")) == ["x.sif", "x.sif.cdx.json", "x.sif.sha256"]
