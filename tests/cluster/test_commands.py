@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -113,6 +114,18 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytes
     (tmp_path / f"clustertune-{os.getuid()}").symlink_to(tmp_path)
     with pytest.raises(UserError, match="only you can read and write"):
         keeper.folder()
+
+
+def test_another_process_of_the_keepers_id_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a reboot the id of a keeper that is gone may be anybody's."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with subprocess.Popen(["sleep", "60"]) as other:
+        before = keeper.started(other.pid) - 1
+        found = keeper.KeeperState("old", other.pid, before, str(tmp_path / "gone"), other.pid, None, ["n1"], 0)
+        (keeper.folder() / "old.json").write_text(json.dumps(asdict(found)))
+        assert keeper.down("old") == found and keeper.read("old") is None
+        assert other.poll() is None, "a process that is not the cluster's was killed"
+        other.kill()
 
 
 SCRIPT = '#!/bin/bash\n#SBATCH --requeue --open-mode=append\necho $SLURM_JOB_NUM_NODES $SLURM_GPUS_ON_NODE "$@"\n'
