@@ -97,8 +97,9 @@ def _check_scores(values: Mapping[str, Any]) -> Iterator[Found]:
             if task not in tasks and not part_of_a_group and nearest(str(task), tasks):
                 yield (*path, str(task)), "no task of this name in eval.tasks", did_you_mean(str(task), tasks)
             known = found.metrics if (found := find_task(str(task))) else ()
+            filtered = {name.partition(",")[0] for name in known if "," in name}
             for metric in metrics if known and isinstance(metrics, dict) else ():
-                if str(metric).removesuffix(",none") not in known:
+                if str(metric).removesuffix(",none") not in known and str(metric).partition(",")[0] not in filtered:
                     yield (*path, str(task), str(metric)), f"{task} has no such metric", did_you_mean(str(metric), known)
 
 

@@ -69,14 +69,14 @@ class TaskFile(Section):
     title: str
     """What people call it."""
     metrics: Annotated[tuple[MetricName, ...], Field(min_length=1)]
-    """lm-eval's names, the headline first."""
+    """lm-eval's names, the headline first; of scorers with filters ``METRIC,FILTER``."""
     documents: Positive
     """Of the whole benchmark, by which time is estimated."""
     generation_kwargs: Decoding
     seeds: Seeds = Seeds()
     needs: tuple[Literal["punkt"], ...] = ()
     """What the scorer needs beside lm-eval: it is found or made, and tried, before the weights are loaded."""
-    include: Annotated[str, Field(pattern=rf"^({NAME}/)?{NAME}$")] = ""
+    include: Annotated[str, Field(pattern=rf"^({NAME}/)*{NAME}$")] = ""
     """lm-eval's definition of the task: a file of this folder, or below ``lm_eval/tasks``. Needed for ``fallback``."""
     version: float | None = None
     """lm-eval's version of that definition; another one is refused. Scores of two versions are not comparable."""
@@ -108,7 +108,7 @@ def reader_of(names: Iterable[str], data: Path, key: str) -> TaskFile:
     """The one task that a file of rows is for. Raises UserError where there is none, or more than one."""
     found = with_rows(names)
     if len(found) != 1:
-        text = f"rows are for one task that reads some, and the tasks here have {' and '.join(found) or 'none'}"
+        text = f"is for one task with rows of its own; of the tasks here these have some: {', '.join(found) or 'none'}"
         raise UserError(text, file=str(data), key=key)
     return next(iter(found.values()))
 

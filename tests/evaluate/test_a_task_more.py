@@ -115,7 +115,7 @@ def test_its_rows_are_checked_before_the_model(tiny_model: Path, folder: Path, t
 
 def test_a_file_of_rows_is_for_one_task(tiny_model: Path, folder: Path, tmp_path: Path) -> None:
     settings = Eval(tasks=["ifeval", "capitals"])
-    with pytest.raises(UserError, match="rows are for one task that reads some, and the tasks here have ifeval and capitals"):
+    with pytest.raises(UserError, match="these have some: ifeval, capitals"):
         evaluate(tiny_model, tmp_path / "out", settings=settings, data=folder / "few.jsonl", device="cpu")
 
 
@@ -127,7 +127,7 @@ def test_stage_takes_a_file_of_its_rows(folder: Path, tmp_path: Path) -> None:
     check("capitals")
     with pytest.raises(UserError, match=r"few\.jsonl:1: prompt: missing"):
         check("ifeval")
-    with pytest.raises(UserError, match="the tasks here have none"):
+    with pytest.raises(UserError, match="these have some: none"):
         check("gsm8k")
 
 
@@ -135,8 +135,12 @@ def test_a_task_without_rows_of_its_own_says_how_large_it_is(folder: Path) -> No
     """Its data stays lm-eval's."""
     rest = ("include", "version", "columns", "hub", "fallback")
     (folder.parent / "gsm8k").mkdir()
-    facts = {key: value for key, value in FACTS.items() if key not in rest} | {"task": "gsm8k"}
+    facts = {key: value for key, value in FACTS.items() if key not in rest}
+    facts |= {"task": "gsm8k", "metrics": ["exact_match,strict-match"]}
     (folder.parent / "gsm8k" / "task.yaml").write_text(yaml.safe_dump(facts))
-    resolved = resolve("llama8b-lima", ["eval.tasks=[gsm8k]"])
+    marks = "eval.pass_mark={gsm8k: {'exact_match,strict-match': 0.5, 'exact_match,flexible-extract': 0.5, exact_match: 0.5}}"
+    resolved = resolve("llama8b-lima", ["eval.tasks=[gsm8k]", marks])
+    with pytest.raises(UserError, match="gsm8k has no such metric"):
+        resolve("llama8b-lima", ["eval.tasks=[gsm8k]", "eval.pass_mark={gsm8k: {exact_mtch: 0.5}}"])
     assert evaluation(resolved, load_cluster("rno-rtxpro6000")).assumed == ""
     assert data_sets(["gsm8k", "capitals"]) == {"gsm8k": "openai/gsm8k"}
