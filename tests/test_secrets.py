@@ -187,6 +187,18 @@ def held_by(folder: Path) -> bytes:
         return b""
 
 
+@pytest.mark.parametrize("before", [None, "own"])
+def test_a_token_that_is_lent_is_taken_back(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    """Also where what it was lent to fails; a value that was there before is there again."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    if before:
+        monkeypatch.setenv("HF_TOKEN", before)
+    with pytest.raises(OSError, match="no answer"), secrets.lent({"HF_TOKEN": "lent"}):
+        assert os.environ["HF_TOKEN"] == "lent"
+        raise OSError("no answer")
+    assert os.environ.get("HF_TOKEN") == before
+
+
 @pytest.mark.jobs
 @pytest.mark.timeout(600)
 def test_planted_tokens_are_in_nothing_that_a_run_leaves(tmp_path: Path) -> None:
