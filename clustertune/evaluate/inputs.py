@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib.util
 import json
 import os
@@ -19,9 +18,11 @@ import yaml
 from clustertune.config import tasks
 from clustertune.config.schema import Eval
 from clustertune.config.tasks import PinnedRows, Seeds, TaskFile
+from clustertune.data.rejects import BadRow, RowLocation
+from clustertune.data.rows import read_file
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.evaluate import punkt
-from clustertune.manifest import require_whole, write_durably
+from clustertune.manifest import hash_file, require_whole, write_durably
 
 NLTK = "nltk_data"
 
@@ -37,43 +38,33 @@ class TaskRows:
         """
         self.task, self.file, self.called = task, path, called
         require_whole(path.parent, only=[path.name])
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            fix = f"give a JSON Lines file of {task.title} rows"
-            raise UserError(Problem(f"cannot be read: {error.strerror}", file=str(path), fix=fix)) from None
-        self.sha256 = hashlib.sha256(content).hexdigest()
-        """Of the file as it was given."""
         self.rows: list[dict[str, Any]] = []
         problems: list[Problem] = []
-        for number, line in enumerate(content.split(b"\n"), start=1):
-            if line.strip():
-                row, found = self._parse(line, f"{path}:{number}")
-                if row is not None and not found:
-                    found = self.check(row, f"{path}:{number}")
-                    self.rows.append(row)
-                problems += found
+        wanted = frozenset(task.columns)
+        for at, row in read_file(lambda: path.open("rb"), RowLocation(path.name, 0), str(path), wanted):
+            location = f"{path}:{at.line}"
+            if isinstance(row, BadRow):
+                problems.append(Problem(f"{row.reason}: {row.detail}", file=location))
+            else:
+                problems += self._check_columns(row, location) or self.check(row, location)
+                self.rows.append(row)
         if not self.rows and not problems:
-            problems.append(Problem("contains no rows", file=str(path)))
+            problems.append(Problem("contains no rows", file=str(path), fix=f"give a JSON Lines file of {task.title} rows"))
         raise_if(problems)
+        self.sha256 = hash_file(path).sha256
+        """Of the file as it was given."""
 
-    def _parse(self, line: bytes, location: str) -> tuple[dict[str, Any] | None, list[Problem]]:
-        """One line as a row with every column, or what is wrong with it."""
-        try:
-            row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
-        except UnicodeDecodeError as error:
-            return None, [Problem(f"not UTF-8 at byte {error.start}", file=location)]
-        except (ValueError, RecursionError) as error:
-            return None, [Problem(f"not JSON: {error}", file=location)]
-        if not isinstance(row, dict):
-            return None, [Problem(f"a {type(row).__name__}, not an object", file=location)]
+    def _check_columns(self, row: Mapping[str, Any], location: str) -> list[Problem]:
+        """Columns that are missing, and what lm-eval cannot read."""
         fix = f"a row has {', '.join(self.task.columns)}"
         problems = [Problem("missing", file=location, key=name, fix=fix) for name in self.task.columns if name not in row]
         try:
-            json.dumps(row, ensure_ascii=False).encode()
+            json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError:
             problems.append(Problem("holds half of a surrogate pair (\\ud800 to \\udfff)", file=location))
-        return row, problems
+        except (ValueError, RecursionError) as error:  # NaN and infinity; thousands of levels
+            problems.append(Problem(f"not JSON: {error}", file=location))
+        return problems
 
     def check(self, row: Mapping[str, Any], location: str) -> list[Problem]:  # noqa: ARG002
         """What is wrong with a row that has every column."""
@@ -146,10 +137,6 @@ class TaskRows:
         why = f"the first {data['prompts']} of its {data['rows']} prompts" if data["limited"] else "other prompts"
         text = f"Not the {self.task.title} benchmark ({why}): these numbers compare with nothing published."
         return {"notes": [*result["notes"], text]}
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def read_rows(task: TaskFile, path: Path, called: str) -> TaskRows:

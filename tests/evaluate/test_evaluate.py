@@ -144,7 +144,7 @@ class TestRefusals:
         with pytest.raises(UserError) as caught:
             evaluate(model, tmp_path / "out", settings=SETTINGS, data=data, device="cuda:99")
         text = str(caught.value)
-        for part in ("config.json: missing", "has no tokenizer", f"{data}:1: prompt", f"{data}:2: not JSON", "cuda:99"):
+        for part in ("config.json: missing", "has no tokenizer", f"{data}:1: prompt", f"{data}:2: invalid-json", "cuda:99"):
             assert part in text
         assert caught.value.code == ExitCode.CONFIG
         assert not (tmp_path / "out").exists()

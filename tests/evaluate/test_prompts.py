@@ -68,10 +68,10 @@ class TestOwnPrompts:
 
 
 BAD = [
-    (b"{", "rows.jsonl:1: not JSON"),
-    (b'{"key": "\xff"}', "rows.jsonl:1: not UTF-8 at byte 9"),
-    (b"[1]", "rows.jsonl:1: a list, not an object"),
-    (b'{"key": 1, "prompt": "a", "instruction_id_list": ["x"], "kwargs": [{"a": NaN}]}', "NaN is not a JSON number"),
+    (b"{", "rows.jsonl:1: truncated-json"),
+    (b'{"key": "\xff"}', "rows.jsonl:1: not-utf8: byte 0xff at column 10"),
+    (b"[1]", "rows.jsonl:1: wrong-column: the row is a list, not an object"),
+    (b'{"key": 1, "prompt": "a", "instruction_id_list": ["x"], "kwargs": [{"a": NaN}]}', "rows.jsonl:1: not JSON"),
     ({"key": 1}, "rows.jsonl:1: prompt: missing"),
     ({**GOOD, "key": "1"}, "key: must be int, is str"),
     ({**GOOD, "key": True}, "key: must be int, is bool"),

@@ -56,7 +56,7 @@ def test_on_this_node_and_away_again(tmp_path: Path, cluster: Path, hub_recipe: 
         (["recipes/tiny-oasst2", "--to", "{tmp}/o", "--clean"], "exclude each other"),
         (["recipes/tiny-oasst2", "--ifeval", "x.jsonl"], "--eval-data is for --to"),
         (["recipes/tiny-oasst2", "--to", "{tmp}/o", "--ifeval", "{tmp}/none.jsonl"], "cannot be read"),
-        (["recipes/tiny-oasst2", "--to", "{tmp}/o", "--ifeval", "{cluster}"], "not JSON"),
+        (["recipes/tiny-oasst2", "--to", "{tmp}/o", "--ifeval", "{cluster}"], "invalid-json"),
         (["--verify", "{tmp}"], "is not a folder of staged inputs"),
         (["--verify", "{tmp}/none"], "is not a folder of staged inputs"),
         (["recipes/tiny-oasst2", "model.path={tmp}/none", "model.weights=hub", "--cluster", "{cluster}"], "no such folder"),
