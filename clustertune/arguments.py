@@ -23,9 +23,14 @@ OptionalRecipe = Annotated[
     str | None, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.", show_default=False)
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="section.key=value", help="Settings that replace the recipe's.")]
-Tiny = Annotated[bool, typer.Option("--tiny", help="The recipe's architecture scaled down, with random weights.")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Scale the recipe's architecture down, with random weights.")]
 ClusterOption = Annotated[
-    str | None, typer.Option(metavar="NAME|FILE", help="A file of ops/clusters, a path, or local.", show_default=False)
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE",
+        help="A name in ops/clusters, a file, or local: inspect this machine. Default: the file of this host, else local.",
+        show_default=False,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
@@ -123,7 +128,7 @@ Device = Annotated[
     typer.Option(
         "--device",
         metavar="NAME",
-        help="auto (over all GPUs), cuda, cuda:N or cpu; without it one GPU where the model fits.",
+        help="auto (over all GPUs), cuda, cuda:N or cpu. Default: one GPU if the model fits.",
         show_default=False,
     ),
 ]

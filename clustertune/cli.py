@@ -86,7 +86,9 @@ class Stage(StrEnum):
     report = "report"
 
 
-Ranks = Annotated[int | None, typer.Option(min=1, help="Processes here; without it, the recipe's, or 2 where there is no GPU.")]
+Ranks = Annotated[
+    int | None, typer.Option(min=1, help="Ranks on this machine. Default: the recipe's number, or 2 without a GPU.")
+]
 OutOption = Annotated[Path | None, path_option("The folder to write.", "--out")]
 
 
@@ -133,9 +135,9 @@ def _options(
 def show(
     recipe: RecipeArgument, overrides: Overrides = None, tiny: Tiny = False, ranks: Ranks = None, as_json: AsJson = False
 ) -> None:
-    """Print a recipe as it resolves.
+    """Print a recipe with every value resolved.
 
-    Each value comes with where it came from: base, recipe, override, derived and from what, or default.
+    Each value is shown with its origin: base, recipe, override, derived (and from what), or default.
     """
     from clustertune.config import show as view
 
@@ -151,17 +153,17 @@ def prepare(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     input_path: Annotated[
-        Path | None, path_option("A file or folder instead of the recipe's data.", "--input", metavar="PATH")
+        Path | None, path_option("Use this file or folder instead of the recipe's data.", "--input", metavar="PATH")
     ] = None,
     out: OutOption = None,
     show_count: Annotated[
-        int, typer.Option("--show", metavar="N", min=0, help="Print N training samples, the trained tokens marked.")
+        int, typer.Option("--show", metavar="N", min=0, help="Print N training samples with the trained tokens marked.")
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Turn a recipe's data into conversations and tokens.
 
-    Every bad row is reported with file and line, and counted. All cores tokenise; what is made is kept and reused.
+    Every bad row is counted and reported with file and line. Uses all cores; the result is kept and reused.
     """
     from clustertune.commands.preparing import prepare as make
     from clustertune.commands.preparing import tell
@@ -183,7 +185,9 @@ def run(
     overrides: Overrides = None,
     tiny: Tiny = False,
     ranks: Ranks = None,
-    run_dir: Annotated[Path | None, path_option("The run's folder; without it runs/<recipe>/<fingerprint>.")] = None,
+    run_dir: Annotated[
+        Path | None, path_option("Run folder. Default: <recipe>/<fingerprint> below storage.runs, else below ./runs.")
+    ] = None,
     first: Annotated[Stage, typer.Option("--from", help="Begin with this stage.")] = Stage.prepare,
     last: Annotated[Stage, typer.Option("--to", help="End after this stage.")] = Stage.report,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False,
@@ -191,7 +195,7 @@ def run(
 ) -> None:
     """Run the whole chain on this machine.
 
-    prepare, train, export, merge, eval, report: what is finished is not run again.
+    Stages: prepare, train, export, merge, eval, report. Finished stages are not run again.
     """
     from clustertune import chain
     from clustertune.launch import cluster_paths
@@ -246,8 +250,8 @@ def _show_plan(resolved: Resolved, path: Path, stages: tuple[str, ...], as_json:
 @app.command(hidden=True)
 def train(
     run_dir: Annotated[Path, path_option("A prepared run folder.")],
-    attempt: Annotated[int, typer.Option(min=1, help="Number of this attempt; every rank gets the same.")],
-    quiet: Annotated[bool, typer.Option("--quiet", help="Log only.")] = False,
+    attempt: Annotated[int, typer.Option(min=1, help="Number of this attempt, the same for every rank.")],
+    quiet: Annotated[bool, typer.Option("--quiet", help="Write to the log only.")] = False,
 ) -> None:
     """Train as one rank: what accelerate launch starts."""
     from clustertune import rank
@@ -260,12 +264,12 @@ def train(
 def export(
     source: Annotated[Path, path_given("A run folder, or one checkpoint.", "RUN|CHECKPOINT")],
     out: OutOption = None,
-    base: Annotated[Path | None, path_option("Whose tokenizer to take.")] = None,
+    base: Annotated[Path | None, path_option("Base model folder; its tokenizer is copied with the export.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the adapter, or the whole model, out of a checkpoint.
+    """Write the adapter, or the whole model, from a checkpoint.
 
-    The adapter of a LoRA run; the model where all parameters were trained.
+    Exports the adapter of a LoRA run, or the model if all parameters were trained.
     """
     from clustertune.adapter.whole import export_either
 
@@ -276,7 +280,7 @@ def export(
 def merge(
     base: Annotated[Path, path_given("The base model's folder.", "BASE")],
     adapter: Annotated[Path, path_given("The adapter's folder.", "ADAPTER")],
-    out: Annotated[Path, path_given("The folder to make.", "OUT")],
+    out: Annotated[Path, path_given("The output folder.", "OUT")],
     shard_size: Annotated[str, typer.Option(help="Largest output shard, such as 5GB.")] = "5GB",
     workers: Annotated[int | None, typer.Option(min=1, help="Threads.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written.")] = False,
@@ -299,43 +303,41 @@ def merge(
 def evaluate(
     model: Annotated[
         Path | None,
-        typer.Argument(metavar="MODEL", parser=path_argument, help="A model's folder; without it a run's newest merged one."),
+        typer.Argument(metavar="MODEL", parser=path_argument, help="Model folder. Default: the newest merged model of a run."),
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option(metavar="LIST", help="lm-eval's tasks, with commas between; without it a recipe's default.")
+        str | None, typer.Option(metavar="LIST", help="lm-eval tasks, separated by commas. Default: that of a recipe.")
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             parser=path_argument,
-            help="Rows of the task that reads some; without it the Hub's or the project's own.",
+            help="Rows for a task that reads a file. Default: the Hub's or the project's own.",
         ),
     ] = None,
     base: Annotated[
         Path | None,
-        typer.Option(metavar="MODEL", parser=path_argument, help="A model to ask the same; the two are compared."),
+        typer.Option(metavar="MODEL", parser=path_argument, help="Second model, scored on the same prompts and compared."),
     ] = None,
     adapter: Annotated[
         Path | None, typer.Option(metavar="DIR", parser=path_argument, help="A LoRA adapter, applied without merging.")
     ] = None,
-    backend: Annotated[EvalBackend, typer.Option(help="What answers.")] = EvalBackend.auto,
+    backend: Annotated[EvalBackend, typer.Option(help="Inference engine for the evaluation.")] = EvalBackend.auto,
     out: OutOption = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(min=0, help="Examples before each question; without it the task's number.")
+        int | None, typer.Option(min=0, help="Examples before each question. Default: the task's number.")
     ] = None,
-    max_gen_toks: Annotated[
-        int | None, typer.Option(min=1, help="Tokens generated per answer at most; without it the task's number.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered side by side.")] = 8,
+    max_gen_toks: Annotated[int | None, typer.Option(min=1, help="Most tokens per answer. Default: the task's number.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 8,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Score only the first documents of each task; never for a published number.")
     ] = None,
-    apply_chat_template: Annotated[bool, typer.Option(help="Ask in the model's chat format.")] = True,
+    apply_chat_template: Annotated[bool, typer.Option(help="Apply the model's chat template.")] = True,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score a model with lm-eval, alone or beside its base."""
+    """Score a model with lm-eval, alone or next to its base."""
     from clustertune.evaluate.run import evaluate as run_evaluate
     from clustertune.evaluate.scores import render
     from clustertune.launch import cluster_paths
@@ -369,10 +371,10 @@ def evaluate(
 @app.command()
 def report(
     run_dir: Annotated[Path, path_given("A run folder.", "RUN")],
-    out: Annotated[Path | None, path_option("The page; without it RUN/report.html.", "--out", metavar="FILE")] = None,
+    out: Annotated[Path | None, path_option("Page to write. Default: RUN/report.html.", "--out", metavar="FILE")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a run's one-page report, and report.json beside it."""
+    """Write a run's one-page report, and report.json next to it."""
     from clustertune.report.page import build
 
     run_dir = existing_folder(run_dir, "a run folder")

@@ -46,22 +46,24 @@ def add(app: typer.Typer) -> None:
 
 
 def archive(
-    source: Annotated[str, typer.Argument(metavar="RUN", help="The run folder; with --restore the archive.")],
+    source: Annotated[str, typer.Argument(metavar="RUN", help="Run folder; with --restore the archive.")],
     target: Annotated[
         str, typer.Argument(metavar="DEST", help="A folder or an address such as s3://; with --restore a new run folder.")
     ],
-    restore: Annotated[bool, typer.Option("--restore", help="Bring a run back: archive --restore DEST RUN.")] = False,
-    merged: Annotated[bool, typer.Option("--merged", help="Take the merged model too.")] = False,
+    restore: Annotated[bool, typer.Option("--restore", help="Copy a run back: archive --restore DEST RUN.")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="Copy the merged model too.")] = False,
     checkpoint: Annotated[
-        bool, typer.Option("--checkpoint", help="Take the newest checkpoint too: training can resume from it.")
+        bool, typer.Option("--checkpoint", help="Copy the newest checkpoint too, so that training can resume.")
     ] = False,
-    remove: Annotated[bool, typer.Option("--remove", help="Then remove the run folder, with all that was not taken.")] = False,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Then remove the run folder, with everything that was not copied.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Copy an ended run's adapter, scores and report elsewhere.
 
-    Every file is read back and compared after it was written; the manifest comes last. The same command continues after an
-    interruption. The keys of an object store are those of its own tools, in the environment.
+    Every file is read back and compared after it was written; the manifest is written last. The same command continues after
+    an interruption. Credentials of an object store are read from the environment, as its own tools do.
     """
     keep_private()
     if restore:

@@ -31,13 +31,16 @@ OTHERWISE = "--out DIR for another place, or --replace"
 _SPARE = 0.9
 """Share of the free memory that random weights may take here."""
 Rounds = Annotated[
-    int | None, typer.Option(min=1, max=100, help="Whole trainings; 2 with --against, in turn.", show_default=False)
+    int | None,
+    typer.Option(
+        min=1, max=100, help="Repetitions of the whole training. Default: 1; with --against 2, in turn.", show_default=False
+    ),
 ]
 Against = Annotated[
     list[str] | None,
     typer.Option(
         metavar="trl|trl-defaults|SCRIPT.py",
-        help="Another program on the same model and data: TRL with the recipe's arguments, or as it comes. Repeatable.",
+        help="Compare with TRL with the recipe's arguments, TRL with its defaults, or a program. Repeatable.",
         show_default=False,
     ),
 ]
@@ -45,7 +48,7 @@ Interleave = Annotated[
     bool | None,
     typer.Option(
         "--interleave/--no-interleave",
-        help="Take turns with TRL, a step each, both alive: steadier, needs the memory of both. Without it: on CPUs.",
+        help="Alternate with TRL step by step: steadier, but needs the memory of both. Default: only on CPUs.",
         show_default=False,
     ),
 ]
@@ -57,26 +60,27 @@ class BenchArguments:
 
     recipe: RecipeArgument
     overrides: Overrides = None
-    steps: Annotated[int, typer.Option(min=2, max=100_000, help="Timed optimizer steps of a round.")] = 20
-    warmup: Annotated[int, typer.Option(min=1, max=10_000, help="Steps before them, not timed.")] = 5
-    profile: Annotated[int, typer.Option(min=0, max=100, help="Steps behind them under the profiler.")] = 2
+    steps: Annotated[int, typer.Option(min=2, max=100_000, help="Timed optimizer steps per round.")] = 20
+    warmup: Annotated[int, typer.Option(min=1, max=10_000, help="Untimed warm-up steps.")] = 5
+    profile: Annotated[int, typer.Option(min=0, max=100, help="Steps to profile after the timed ones.")] = 2
     rounds: Rounds = None
     against: Against = None
     interleave: Interleave = None
-    ends: Annotated[bool, typer.Option("--ends/--no-ends", help="Evaluate and save once behind the steps.")] = True
+    ends: Annotated[bool, typer.Option("--ends/--no-ends", help="Evaluate and save once after the steps.")] = True
     synthetic: Annotated[
-        bool, typer.Option("--synthetic", help="Full size with random weights and made-up conversations; needs no Hub.")
+        bool,
+        typer.Option("--synthetic", help="Run at full size with random weights and generated conversations; needs no Hub."),
     ] = False
     tiny: Tiny = False
-    ranks: Annotated[int | None, typer.Option(min=1, help="Processes here; without it, as clustertune run.")] = None
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine. Default: as for clustertune run.")] = None
     cluster: ClusterOption = None
-    out: Annotated[Path | None, path_option("For the result; without it docs/results/bench.", "--out")] = None
-    replace: Annotated[bool, typer.Option("--replace", help="Write over another result of the same name.")] = False
-    run_dir: Annotated[Path | None, path_option("The run's new folder; else below runs/bench.")] = None
-    submit: Annotated[bool, typer.Option("--submit", help="As a Slurm job on the cluster.")] = False
-    time: Annotated[str | None, typer.Option(metavar="TIME", help="With --submit: limit of the job.", show_default=False)] = (
-        None
-    )
+    out: Annotated[Path | None, path_option("Folder for the result. Default: docs/results/bench.", "--out")] = None
+    replace: Annotated[bool, typer.Option("--replace", help="Overwrite another result of the same name.")] = False
+    run_dir: Annotated[Path | None, path_option("New run folder. Default: below runs/bench.")] = None
+    submit: Annotated[bool, typer.Option("--submit", help="Run as a Slurm job on the cluster.")] = False
+    time: Annotated[
+        str | None, typer.Option(metavar="TIME", help="With --submit: the job's time limit.", show_default=False)
+    ] = None
     inside: Annotated[bool, typer.Option("--inside", hidden=True)] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False
     as_json: AsJson = False
@@ -120,8 +124,8 @@ def add(app: typer.Typer) -> None:
 def bench(args: BenchArguments) -> None:
     """Measure a recipe's training: speed, memory, communication.
 
-    Says what the whole training will take. The ranks are those of clustertune run. Warm-up is left out; the result stands
-    beside what plan says.
+    Estimates the whole training. Uses the ranks of clustertune run. Warm-up is not counted; the result is compared with what
+    plan predicts.
     """
     raise typer.Exit(answer(args))
 

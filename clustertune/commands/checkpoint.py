@@ -14,7 +14,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 
 def add(app: typer.Typer) -> None:
     """Register the commands."""
-    group = typer.Typer(no_args_is_help=True, help="Look at checkpoints.")
+    group = typer.Typer(no_args_is_help=True, help="Check checkpoints.")
     group.command("verify")(verify)
     app.add_typer(group, name="checkpoint")
 
@@ -25,7 +25,7 @@ def verify(
 ) -> None:
     """Compare a checkpoint's files with its manifest.
 
-    Reads no pickle. Of a run, every checkpoint that has a manifest is compared; one without was never finished.
+    Reads no pickle. Given a run, checks every checkpoint that has a manifest; one without was never finished.
     """
     try:
         checkpoint, problems, notes = _look(existing_folder(path, "a checkpoint or a run folder"))

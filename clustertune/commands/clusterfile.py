@@ -21,11 +21,14 @@ def add(app: typer.Typer) -> None:
 
 def show_cluster(
     cluster: Annotated[
-        str | None, typer.Argument(help="A name in ops/clusters, a YAML file, or local; without it: the one of this place.")
+        str | None,
+        typer.Argument(
+            help="A name in ops/clusters, a file, or local: inspect this machine. Default: the file of this host, else local."
+        ),
     ] = None,
     write: Annotated[
         Path | None,
-        path_option("Draft a cluster file from Slurm and a look at one node; nothing is written over.", metavar="FILE"),
+        path_option("Draft a cluster file from Slurm and one inspected node; overwrites nothing.", metavar="FILE"),
     ] = None,
     as_document: AsJson = False,
 ) -> None:

@@ -25,10 +25,10 @@ def compare(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put runs side by side, with what makes them differ.
+    """Compare runs side by side, and list what differs.
 
-    World size, wall time, tokens per second, memory, cost. What a run lacks is left empty and named; runs of other recipes or
-    hardware are compared with a warning.
+    Shows world size, wall time, tokens per second, memory, cost. Missing values are left empty and named; runs of other
+    recipes or hardware are compared with a warning.
     """
     from clustertune.console import emit_json, say, stderr
     from clustertune.errors import storage_error

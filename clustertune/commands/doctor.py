@@ -44,25 +44,26 @@ class DoctorArguments:
     tiny: Tiny = False
     run_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", parser=path_argument, help="The run; without it runs/<recipe>/<fingerprint>."),
+        typer.Option(metavar="DIR", parser=path_argument, help="Run folder. Default: as for submit."),
     ] = None
-    ignore: Annotated[list[str] | None, typer.Option("--ignore", metavar="RULE", help="Leave a rule out; repeatable.")] = None
-    everything: Annotated[bool, typer.Option("--all", help="Show also what is as it should be.")] = False
+    ignore: Annotated[list[str] | None, typer.Option("--ignore", metavar="RULE", help="Skip a rule; repeatable.")] = None
+    everything: Annotated[bool, typer.Option("--all", help="Also show checks that passed.")] = False
     place: Annotated[
-        str | None, typer.Option(metavar="PLACE", help="login, here, step, container or container+step; without it, as found.")
+        str | None, typer.Option(metavar="PLACE", help="login, here, step, container or container+step. Default: detected.")
     ] = None
-    here: Annotated[bool, typer.Option("--here", help="In a Slurm job: this machine alone.")] = False
-    seconds: Annotated[float, typer.Option(min=1, max=3600, help="How long a machine may be looked at.")] = 30
+    here: Annotated[bool, typer.Option("--here", help="Inside a Slurm job, check only this machine.")] = False
+    seconds: Annotated[float, typer.Option(min=1, max=3600, help="Time limit for checking one machine, seconds.")] = 30
     python: Annotated[
-        Path | None, typer.Option(metavar="FILE", parser=path_argument, help="The ranks' Python; without it this one.")
+        Path | None, typer.Option(metavar="FILE", parser=path_argument, help="Python of the ranks. Default: this one.")
     ] = None
-    submit: Annotated[bool, typer.Option("--submit", help="As a Slurm job on whole nodes.")] = False
-    nodes: Annotated[int | None, typer.Option(min=1, help="With --submit: how many; without it all.")] = None
-    time: Annotated[str | None, typer.Option("--time", help="With --submit: the job's limit.", show_default=False)] = None
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the check as a Slurm job on whole nodes.")] = False
+    nodes: Annotated[int | None, typer.Option(min=1, help="With --submit: number of nodes. Default: all.")] = None
+    time: Annotated[str | None, typer.Option("--time", help="With --submit: the job's time limit.", show_default=False)] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False
     listing: Annotated[bool, typer.Option("--list", help="Print the rules.")] = False
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", parser=path_argument, help="With --list: write the documents' page.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", parser=path_argument, help="With --list: write docs/doctor.md to this file."),
     ] = None
     as_json: AsJson = False
 
@@ -91,7 +92,7 @@ def add(app: typer.Typer) -> None:
 def _group() -> None:
     """Look for mistakes before they cost a job.
 
-    clustertune doctor [RECIPE] [OPTIONS] is clustertune doctor check [RECIPE] [OPTIONS].
+    clustertune doctor [RECIPE] [OPTIONS] is short for clustertune doctor check [RECIPE] [OPTIONS].
     """
 
 
@@ -107,12 +108,12 @@ def check(args: DoctorArguments) -> None:
 
 @doctor_app.command()
 def sbatch(
-    files: Annotated[list[str], typer.Argument(metavar="FILE", help="Batch scripts.")],
+    files: Annotated[list[str], typer.Argument(metavar="FILE", help="Batch scripts to check.")],
     as_json: AsJson = False,
 ) -> None:
     """Find known mistakes in batch scripts, with line and remedy.
 
-    Exit 0: none; 1: findings. It reads only: python3 -m clustertune.doctor.sbatch does the same without an installation.
+    Exit 0: none; 1: findings. Only reads the scripts. Without an installation: python3 -m clustertune.doctor.sbatch.
     """
     from clustertune.doctor import sbatch as doctor
 

@@ -32,12 +32,12 @@ def add(app: typer.Typer) -> None:
 def job(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Scaled down; one rank per GPU of the allocation.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Scale the recipe down; one rank per GPU of the allocation.")] = False,
     cluster: ClusterOption = None,
     run_dir: Annotated[Path | None, path_option("The run's folder.")] = None,
     first: Annotated[str, typer.Option("--from", help="Begin with this stage.")] = STAGES[0],
     last: Annotated[str, typer.Option("--to", help="End after this stage.")] = STAGES[-1],
-    sweep: Annotated[Path | None, path_option("A sweep; the task picks.")] = None,
+    sweep: Annotated[Path | None, path_option("Sweep folder; the array task picks the point.")] = None,
     env: Annotated[
         list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A cache variable such as HF_HOME, for all stages.")
     ] = None,
@@ -48,8 +48,8 @@ def job(
 ) -> None:
     """Run inside a Slurm job: what launch/run.sbatch starts.
 
-    Checks the allocation, runs the stages, and has the job requeued where it can continue later. With --description the recipe
-    and the cluster are those of the submission, whatever their files say by now; without it those of the job's first start.
+    Checks the allocation, runs the stages, and has the job requeued if it can continue later. With --description it uses the
+    recipe and cluster as submitted, even if their files have changed since; without it as they were when the job first started.
     """
     from clustertune import chain
     from clustertune import job as program
@@ -192,8 +192,8 @@ def _point(sweep: Path) -> Point:
 def node(
     run_dir: Annotated[Path, path_option("A prepared run folder.")],
     attempt: Annotated[int, typer.Option(min=1, help="Number of the attempt.")],
-    node_rank: Annotated[int | None, typer.Option("--node", min=0, help="Which node; without it, as Slurm says.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Log only.")] = False,
+    node_rank: Annotated[int | None, typer.Option("--node", min=0, help="Number of this node. Default: SLURM_NODEID.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Write to the log only.")] = False,
 ) -> None:
     """Run one node's ranks of an attempt: what srun starts on every node."""
     from clustertune.launch.node import main
@@ -210,9 +210,9 @@ def node(
 def part(
     stage: Annotated[str, typer.Argument(help="One stage of the chain.")],
     run_dir: Annotated[Path, path_option("A run folder.")],
-    servers: Annotated[Path | None, path_option("The job's vLLM servers, for the stage eval.")] = None,
+    servers: Annotated[Path | None, path_option("The job's vLLM servers, for stage eval.")] = None,
 ) -> None:
-    """Run one stage of a run that another process holds: what a job starts inside its container."""
+    """Run one stage inside a job's container; the job itself holds the run's lock."""
     from clustertune import chain
     from clustertune.evaluate.servers import GIVEN
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from clustertune.config.resolved import Resolved
 
 RunDirOption = Annotated[
-    Path | None, path_option("The run's folder, which all nodes see; without it below runs/.", "--run-dir")
+    Path | None, path_option("Run folder on storage that all nodes share. Default: below runs/.", "--run-dir")
 ]
 
 
@@ -34,10 +34,12 @@ def torchrun_node(
     node_rank: Annotated[int, typer.Option("--node-rank", min=0, help="This node's number, from 0.")] = 0,
     nodes: Annotated[int, typer.Option("--nodes", min=1, max=10_000, help="How many nodes take part.")] = 1,
     master: Annotated[str, typer.Option("--master", help="Node 0's address, as the others reach it.")] = "127.0.0.1",
-    port: Annotated[int | None, typer.Option("--port", min=1024, max=65535, help="Where the ranks meet on node 0.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option("--ranks-per-node", min=1, help="Without it: the GPUs.")] = None,
+    port: Annotated[int | None, typer.Option("--port", min=1024, max=65535, help="Rendezvous port on node 0.")] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option("--ranks-per-node", min=1, help="Ranks per node. Default: its number of GPUs.")
+    ] = None,
     wait: Annotated[float, typer.Option("--wait", min=1, help="Seconds to wait for the calls on the other nodes.")] = 1800.0,
-    job: Annotated[str | None, typer.Option("--job", help="Id of a job that makes these calls again and again.")] = None,
+    job: Annotated[str | None, typer.Option("--job", help="Id of the job, if it repeats these calls after failures.")] = None,
     tiny: Tiny = False,
     run_dir: RunDirOption = None,
     as_json: AsJson = False,
@@ -115,8 +117,10 @@ def resolve_for_nodes(
 def ray_train(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Ranks; without it the recipe's, 2 on CPUs.")] = None,
-    max_failures: Annotated[int, typer.Option(min=-1, help="Restarts by Ray; -1: as long as there is progress.")] = -1,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Ranks. Default: the recipe's number, or 2 on CPUs.")
+    ] = None,
+    max_failures: Annotated[int, typer.Option(min=-1, help="Restarts by Ray; -1: restart while there is progress.")] = -1,
     tiny: Tiny = False,
     run_dir: RunDirOption = None,
     as_json: AsJson = False,
@@ -184,13 +188,11 @@ def sky(
         str | None, typer.Option("--volume", help="A SkyPilot volume for the runs, mounted on all nodes.")
     ] = None,
     runs: Annotated[
-        str | None, typer.Option("--runs", metavar="DIR", help="Instead of a volume: a folder that all nodes share already.")
+        str | None, typer.Option("--runs", metavar="DIR", help="Folder that all nodes already share, instead of a volume.")
     ] = None,
-    spot: Annotated[
-        bool, typer.Option("--spot", help="Use machines that can be taken away; the job continues elsewhere.")
-    ] = False,
+    spot: Annotated[bool, typer.Option("--spot", help="Use spot (preemptible) machines; the job continues elsewhere.")] = False,
     tiny: Tiny = False,
-    out: Annotated[Path | None, path_option("Write it there.", "--out", metavar="FILE")] = None,
+    out: Annotated[Path | None, path_option("Write the task to this file.", "--out", metavar="FILE")] = None,
 ) -> None:
     """Print a recipe as a SkyPilot task.
 

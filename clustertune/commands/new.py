@@ -14,15 +14,21 @@ from clustertune.arguments import AsJson, ClusterOption, Overrides
 
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", metavar="HUB_ID|config.json", help="A model of the Hub, a config.json, or a recipe's model."),
+    typer.Option(
+        "--model", metavar="HUB_ID|config.json", help="Model on the Hub, a config.json, or a recipe, to use its model."
+    ),
 ]
 DataOption = Annotated[
-    str | None, typer.Option("--data", metavar="FILE|HUB_ID", help="Conversations: a file, a folder, or a dataset of the Hub.")
+    str | None, typer.Option("--data", metavar="FILE|HUB_ID", help="Conversations: a file, a folder, or a dataset on the Hub.")
 ]
-MethodOption = Annotated[str, typer.Option("--method", metavar="lora|qlora|full", help="What is trained.")]
+MethodOption = Annotated[str, typer.Option("--method", metavar="lora|qlora|full", help="What to train.")]
 GpusOption = Annotated[
     str | None,
-    typer.Option("--gpus", metavar="NODESxGPUSxNAME", help="As 2x8xh100-sxm, names of ops/hardware.yaml, without a cluster."),
+    typer.Option(
+        "--gpus",
+        metavar="NODESxGPUSxNAME",
+        help="Plan without a cluster file: such as 2x8xh100-sxm. Names are in ops/hardware.yaml.",
+    ),
 ]
 
 
@@ -32,7 +38,7 @@ def add(app: typer.Typer) -> None:
 
 
 def new(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the recipe: a folder below recipes/, or a path.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new recipe: a folder below recipes/, or a path.")],
     model: ModelOption = None,
     data: DataOption = None,
     method: MethodOption = "lora",
@@ -43,7 +49,7 @@ def new(
 ) -> None:
     """Write a recipe folder for a model and its data.
 
-    LoRA's targets are the model's, the distribution is the planner's choice. What was assumed is listed.
+    LoRA target modules come from the model's architecture, the distribution from the planner. Prints every assumption.
     """
     from clustertune import draft
     from clustertune.config.hardware import price

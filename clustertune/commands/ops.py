@@ -22,15 +22,20 @@ if TYPE_CHECKING:
     from clustertune.config.cluster_schema import Cluster, Host
 
 ops_app = typer.Typer(no_args_is_help=True, help="Set up the machines of a cluster file.")
-storage_app = typer.Typer(no_args_is_help=True, help="Bricks, exports, mounts and the pool of one node.")
+storage_app = typer.Typer(
+    no_args_is_help=True, help="Set up one node's storage: exported disks (bricks), mounts, and the pool that joins them."
+)
 ops_app.add_typer(storage_app, name="storage")
 ops_slurm.add(ops_app)
 
 NodeOption = Annotated[
-    str | None, typer.Option("--node", metavar="NAME", help="A machine of the file; without it this one.", show_default=False)
+    str | None,
+    typer.Option("--node", metavar="NAME", help="Machine of the cluster file. Default: this one.", show_default=False),
 ]
-RootOption = Annotated[Path | None, path_option("A tree (an image) instead of this machine; runs no commands.", "--root")]
-Force = Annotated[bool, typer.Option("--force", help="Replace our block in a file even where somebody edited it by hand.")]
+RootOption = Annotated[
+    Path | None, path_option("Use this folder, an unpacked image, as the machine; runs no commands.", "--root")
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace clustertune's block in a file even if it was edited by hand.")]
 
 
 def add(app: typer.Typer) -> None:
@@ -55,7 +60,7 @@ def compared_tree(cluster: Cluster, node: Host, root: Path | None) -> Iterator[P
     elif is_here(cluster, node):
         yield NODE
     else:
-        say(f"note: this machine is {socket.gethostname()}: what follows is the whole of a {node.name} that has nothing yet")
+        say(f"note: this machine is {socket.gethostname()}: showing everything for a bare {node.name}")
         with empty_tree() as empty:
             yield Path(empty)
 
@@ -70,7 +75,7 @@ def plan(
 ) -> None:
     """Show what apply would change: diffs, then commands.
 
-    Exit 0: nothing to do; 1: there is; 2: something stands in the way.
+    Exit 0: nothing to do; 1: changes are needed; 2: something prevents them.
     """
     _plan(cluster, node, root, force, as_json)
 
@@ -88,7 +93,7 @@ def _plan(cluster: str | None, node: str | None, root: Path | None, force: bool,
             emit_json(made.as_dict())
         for line in as_lines(made) if not as_json else []:
             sys.stdout.write(escape(line) + "\n")
-    say(f"{host.name}: {'the above is to be done' if made.needed else 'nothing to do'}")
+    say(f"{host.name}: {'changes are needed (see above)' if made.needed else 'nothing to do'}")
     if made.needed:
         raise typer.Exit(int(ExitCode.FAILED))
 
@@ -103,13 +108,13 @@ def apply(
         str | None,
         typer.Option("--format", metavar="DEVICE", help="Make a file system on this device of a brick, if it is blank."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="As plan.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what plan shows; change nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Bring this machine to what the cluster file says; twice is once.
+    """Set up this machine as the cluster file says; repeating it changes nothing.
 
-    Files get a dated backup beside them, and keep every line that is not ours. Exit 0: done; 1: something is left, and it says
-    what; 2: nothing was changed.
+    Every changed file keeps a dated backup and every line that clustertune did not write. Exit 0: done; 1: something remains,
+    which is listed; 2: nothing was changed.
     """
     from clustertune.config.cluster import load_cluster
     from clustertune.ops.files import NODE
@@ -150,12 +155,12 @@ def check(
     cluster: ClusterOption = None,
     node: NodeOption = None,
     root: RootOption = None,
-    seconds: Annotated[float, typer.Option(min=0.5, max=600, help="How long each look may take.")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0.5, max=600, help="Time limit for each check, seconds.")] = 5.0,
     as_json: AsJson = False,
 ) -> None:
     """Check whether this machine's bricks, pool and exports work.
 
-    Writes a small file, and removes it. Exit 0: no findings; 1: warnings; 2: what would stop or spoil a job. A hung brick costs
+    Writes a small file and removes it. Exit 0: no findings; 1: warnings; 2: what would stop or spoil a job. A hung brick costs
     twice --seconds at most.
     """
     from clustertune.check import rule

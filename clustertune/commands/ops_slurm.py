@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from clustertune.check.rule import Finding
     from clustertune.ops.slurm.planning import SlurmPlan
 
-slurm_app = typer.Typer(no_args_is_help=True, help="Slurm's files and folders on each machine.")
+slurm_app = typer.Typer(no_args_is_help=True, help="Set up Slurm's files and folders on each machine.")
 
-Node = Annotated[str | None, typer.Option(metavar="NAME", help="The machine; without it, this one.", show_default=False)]
-Root = Annotated[Path, path_option("A tree that will be that machine's root, such as an image.")]
+Node = Annotated[str | None, typer.Option(metavar="NAME", help="The machine. Default: this one.", show_default=False)]
+Root = Annotated[Path, path_option("Folder that will be that machine's root, such as an unpacked image.")]
 Accounting = Annotated[
     bool | None,
-    typer.Option("--accounting/--no-accounting", help="slurmdbd and sacct; without it, what slurm.accounting says."),
+    typer.Option("--accounting/--no-accounting", help="Set up slurmdbd and sacct. Default: what slurm.accounting says."),
 ]
-Adopt = Annotated[bool, typer.Option(help="Take over files that somebody else wrote; a dated backup stays beside each.")]
-Force = Annotated[bool, typer.Option(help="Replace what was edited by hand between our markers.")]
+Adopt = Annotated[bool, typer.Option(help="Overwrite files that clustertune did not write; a dated backup of each is kept.")]
+Force = Annotated[bool, typer.Option(help="Replace manual edits between clustertune's markers.")]
 
 
 def add(group: typer.Typer) -> None:
@@ -36,7 +36,7 @@ def add(group: typer.Typer) -> None:
 
 @slurm_app.callback()
 def _group() -> None:
-    """Slurm's files and folders on each machine."""
+    """Set up Slurm's files and folders on each machine."""
 
 
 @slurm_app.command()
@@ -47,12 +47,12 @@ def plan(
     accounting: Accounting = None,
     adopt: Adopt = False,
     force: Force = False,
-    try_it: Annotated[bool, typer.Option("--try", help="Start a throw-away Slurm with these files, here.")] = False,
+    try_it: Annotated[bool, typer.Option("--try", help="Start a temporary Slurm with these files on this machine.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a machine lacks of Slurm, and the steps around it. Nothing is written.
+    """Show which Slurm files a machine lacks, and the further steps. Writes nothing.
 
-    Exit 0: nothing to do; 1: something differs; 2: something stands in the way of apply.
+    Exit 0: nothing to do; 1: something differs; 2: something prevents apply.
     """
     made = _make(cluster, node, root, accounting, adopt, force)
     tried = _try(made) if try_it else None
@@ -68,7 +68,7 @@ def apply(
     accounting: Accounting = None,
     adopt: Adopt = False,
     force: Force = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="The same as plan.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what plan shows; change nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write what plan shows, as root. Daemons are left alone: the remaining steps are listed in order."""

@@ -52,24 +52,29 @@ def plan(
     cluster: ClusterOption = None,
     tiny: Tiny = False,
     why: Annotated[
-        str | None, typer.Option(metavar="PART", help="The arithmetic of one part: step, memory, communication, hours, mfu ...")
+        str | None,
+        typer.Option(metavar="PART", help="Show the arithmetic of one part: step, memory, communication, hours, mfu ..."),
     ] = None,
     advise: Annotated[bool, typer.Option("--advise", help="Search the strategies that fit and rank them.")] = False,
     goal: Annotated[str, typer.Option(metavar="time|cost|memory", help="What --advise ranks by.")] = "time",
     nodes: Annotated[
         str | None, typer.Option(metavar="N[,N...]", help="Node counts that --advise tries; the recipe's by default.")
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Two recipes side by side.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare two recipes.")] = False,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Learn from the runs given, and keep it beside the cluster file.")
+        bool, typer.Option("--calibrate", help="Fit the planner to measured runs and save the result next to the cluster file.")
     ] = False,
-    nccl_check: Annotated[str | None, typer.Option(metavar="FILE", help="The result of an nccl-check on this cluster.")] = None,
-    lengths: Annotated[str | None, typer.Option(metavar="FILE", help="Tokens per conversation, one number a line.")] = None,
+    nccl_check: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Use the result of an nccl-check on this cluster.")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(metavar="FILE", help="File with tokens per conversation, one number a line.")
+    ] = None,
     as_document: AsJson = False,
 ) -> None:
     """Predict whether a recipe fits, its hours, cost and limits.
 
-    --advise says what would be better. --model plans a model that no recipe describes.
+    --advise ranks alternatives. --model plans a model without a recipe.
     """
     request = PlanRequest(
         names=[t for t in targets or [] if "=" not in t], overrides=[t for t in targets or [] if "=" in t], cluster=cluster,

@@ -26,21 +26,23 @@ def push(
     run_dir: Annotated[Path, path_given("A run folder with an adapter.", "RUN")],
     repo: Annotated[
         str | None,
-        typer.Option(metavar="OWNER/NAME", help="The repository; else HF_REPO_ID of .env.", show_default=False),
+        typer.Option(metavar="OWNER/NAME", help="Repository. Default: HF_REPO_ID in .env.", show_default=False),
     ] = None,
-    publish: Annotated[bool, typer.Option("--publish", help="Send it. Without this word nothing leaves the machine.")] = False,
-    public: Annotated[bool, typer.Option("--public", help="For everybody to see; else the repository is private.")] = False,
-    replace: Annotated[bool, typer.Option("--replace", help="Write over files of the repository that differ.")] = False,
+    publish: Annotated[bool, typer.Option("--publish", help="Upload. Without this option nothing leaves the machine.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Make the repository public. Default: private.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Overwrite files in the repository that differ.")] = False,
     licence: Annotated[
         str | None,
-        typer.Option("--license", metavar="ID", help="For the card; else the base model's.", show_default=False),
+        typer.Option(
+            "--license", metavar="ID", help="License on the model card. Default: the base model's.", show_default=False
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show files, sizes and card; needs no token.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Send a run's adapter to the Hub, with its model card.
 
-    Never the base model, never a merged one. HF_TOKEN must be in .env. Pushing the same adapter again changes nothing.
+    Never uploads the base model or a merged model. HF_TOKEN must be in .env. Pushing the same adapter again changes nothing.
     """
     from clustertune.push import hub
 

@@ -33,16 +33,16 @@ class Isolation(StrEnum):
 
 
 Nodes = Annotated[str, typer.Option(metavar="N|NAME,NAME", help="How many nodes (1 to 16), or their names.")]
-Gpus = Annotated[int, typer.Option(help="GPUs per node; Slurm counts them, nothing stands behind.")]
+Gpus = Annotated[int, typer.Option(help="GPUs per node: Slurm allocates them, but they do not exist.")]
 IsolationOption = Annotated[
-    Isolation, typer.Option(help="netns: each node in namespaces of its own; none: side by side; auto: the first if it can be.")
+    Isolation, typer.Option(help="netns: each node in its own namespaces; none: not isolated; auto: netns if possible.")
 ]
-Name = Annotated[str, typer.Option(help="Which cluster, where there are several.")]
+Name = Annotated[str, typer.Option(help="Name of the cluster, if there are several.")]
 
 
 def add(app: typer.Typer) -> None:
     """Register the commands."""
-    group = typer.Typer(no_args_is_help=True, help="A throw-away Slurm on this machine, to try things on.")
+    group = typer.Typer(no_args_is_help=True, help="Start a temporary Slurm on this machine, to try things on.")
     group.command()(up)
     group.command()(down)
     group.command()(status)
@@ -62,9 +62,9 @@ def up(
     isolation: IsolationOption = Isolation.auto,
     as_json: AsJson = False,
 ) -> None:
-    """Start a real Slurm here, of daemons that end with `cluster down`.
+    """Start a real Slurm on this machine; `cluster down` stops it.
 
-    Nothing is installed or changed on the machine, and no root is needed where user namespaces are allowed.
+    Installs and changes nothing on the machine. Needs no root if user namespaces are allowed.
     """
     from clustertune.cluster import keeper
 
@@ -81,7 +81,7 @@ def up(
 
 
 def down(name: Name = "default", as_json: AsJson = False) -> None:
-    """End a cluster and all its jobs; nothing is left of it."""
+    """Stop a cluster and all its jobs, and remove its files."""
     from clustertune.cluster import keeper
 
     found = keeper.down(_name(name))
@@ -94,11 +94,11 @@ def down(name: Name = "default", as_json: AsJson = False) -> None:
 
 
 def status(
-    name: Annotated[str | None, typer.Option(help="Only this cluster; without it all.")] = None, as_json: AsJson = False
+    name: Annotated[str | None, typer.Option(help="Only this cluster. Default: all.")] = None, as_json: AsJson = False
 ) -> None:
-    """Say which clusters are up, with their nodes and jobs.
+    """List the clusters that are up, with their nodes and jobs.
 
-    Exit code 0 where one is up, 1 where none is.
+    Exit code 0: one is up; 1: none.
     """
     from clustertune.cluster import keeper
 
@@ -121,7 +121,7 @@ def run(
 ) -> None:
     """Run a command on the cluster's login node, in this folder.
 
-    Input, output and exit code are the command's own.
+    Passes the command's input, output and exit code through.
     """
     from clustertune.cluster import keeper
     from clustertune.cluster.cluster import commands_environment
@@ -222,15 +222,14 @@ def demo_slurm(
         list[str] | None, typer.Argument(metavar="section.key=value", help="Settings that replace the recipe's.")
     ] = None,
     nodes: Nodes = "2",
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs per node; each is one process here.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs per node; each is one CPU process.")] = 1,
     isolation: IsolationOption = Isolation.auto,
-    run_dir: Annotated[Path | None, path_option("The run's folder; without it a new one in runs/rehearsal/.")] = None,
+    run_dir: Annotated[Path | None, path_option("Run folder. Default: a new one in runs/rehearsal/.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rehearse a recipe, scaled down, on a throw-away Slurm.
+    """Run a scaled-down recipe on a temporary Slurm on this machine.
 
-    The job script is the real one. Starts the cluster, submits launch/run.sbatch, follows the job to its end, and ends the
-    cluster again.
+    Starts the cluster, submits the real job script launch/run.sbatch, follows the job to its end, and stops the cluster.
     """
     from clustertune.cluster.rehearsal import rehearse
     from clustertune.launch import cluster_paths

@@ -35,24 +35,26 @@ def stage(
     recipe: OptionalRecipe = None,
     overrides: Overrides = None,
     cluster: ClusterOption = None,
-    node_local: Annotated[bool, typer.Option("--node-local", help="Only this node; else all of the allocation.")] = False,
-    run_dir: Annotated[Path | None, path_option("The run whose data is copied; without it the recipe's.")] = None,
-    to: Annotated[Path | None, path_option("Collect all that the recipe needs in one folder.", "--to")] = None,
+    node_local: Annotated[
+        bool, typer.Option("--node-local", help="Copy only on this node. Default: all of the allocation.")
+    ] = False,
+    run_dir: Annotated[Path | None, path_option("Run whose data is copied. Default: the recipe's.")] = None,
+    to: Annotated[Path | None, path_option("Collect everything the recipe needs in this folder.", "--to")] = None,
     eval_data: Annotated[
-        Path | None, path_option("Rows of the task that reads some, for --to.", "--eval-data", "--ifeval", metavar="FILE")
+        Path | None, path_option("Rows for a task that reads a file, for --to.", "--eval-data", "--ifeval", metavar="FILE")
     ] = None,
-    verify: Annotated[Path | None, path_option("Check such a folder, and rehearse without network.", "--verify")] = None,
+    verify: Annotated[Path | None, path_option("Check such a folder, and test it without network.", "--verify")] = None,
     clean: Annotated[bool, typer.Option("--clean", help="Remove the copies that no job uses.")] = False,
     tiny: Tiny = False,
-    workers: Annotated[int | None, typer.Option(min=1, max=256, help="Files that are read side by side.")] = None,
-    stall: Annotated[float | None, typer.Option(min=1, help="Give up after so many seconds without a byte.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, max=256, help="Files read in parallel.")] = None,
+    stall: Annotated[float | None, typer.Option(min=1, help="Give up after this many seconds without data.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Copy model and data to local disks, or into a bundle.
 
-    A bundle carries them to machines without network. In an allocation every node copies. What is there already is verified and
-    kept; what was used longest ago makes room.
+    A bundle is for machines without network. In an allocation every node copies. Existing copies are verified and kept; the
+    least recently used are removed to make room.
     """
     from clustertune.staging.copying import WORKERS
     from clustertune.staging.worker import STALL_SECONDS, Bounds

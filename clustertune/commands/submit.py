@@ -48,10 +48,12 @@ def submit(
     overrides: Overrides = None,
     tiny: Tiny = False,
     cluster: ClusterOption = None,
-    run_dir: Annotated[Path | None, path_option("The run's folder; without it runs/<recipe>/<fingerprint>.")] = None,
+    run_dir: Annotated[
+        Path | None, path_option("Run folder. Default: <recipe>/<fingerprint> below storage.runs, else below ./runs.")
+    ] = None,
     first: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Begin with this stage.")] = None,
     last: Annotated[str, typer.Option("--to", metavar="STAGE", help="End after this stage.")] = STAGES[-1],
-    one_job: Annotated[bool, typer.Option("--one-job", help="All stages in one job of the training's size.")] = False,
+    one_job: Annotated[bool, typer.Option("--one-job", help="Run all stages in one job of the training's size.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; needs no Slurm.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="With --dry-run: the scripts, the environment with its reasons, and all commands.")
@@ -59,9 +61,9 @@ def submit(
     status: Annotated[Path | None, path_option("Show the jobs of a run instead.", "--status", metavar="RUN")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run the chain on Slurm: each stage a job of its own size.
+    """Run the chain on Slurm: one job per stage, each with its own size.
 
-    Every flag is derived from the recipe and the cluster file. What is finished is not submitted again.
+    Every sbatch option is derived from the recipe and the cluster file. Finished stages are not submitted again.
     """
     if status is not None:
         _show_status(status, as_json)

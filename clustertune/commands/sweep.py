@@ -29,24 +29,27 @@ def sweep(
     settings: Annotated[
         list[str] | None, typer.Argument(metavar="section.key=a,b", help="Values to vary; log:, uniform: and int:LOW..HIGH.")
     ] = None,
-    draws: Annotated[int | None, typer.Option("--random", metavar="N", help="N random points, not the whole grid.")] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random points.")] = 0,
-    at_once: Annotated[int | None, typer.Option("--max-parallel", min=1, help="Jobs that run side by side at most.")] = None,
+    draws: Annotated[
+        int | None, typer.Option("--random", metavar="N", help="Try N random points instead of the whole grid.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed for --random.")] = 0,
+    at_once: Annotated[int | None, typer.Option("--max-parallel", min=1, help="Most jobs that run at the same time.")] = None,
     tiny: Tiny = False,
     cluster: ClusterOption = None,
-    here: Annotated[bool, typer.Option("--here", help="On this machine, one after the other, without Slurm.")] = False,
+    here: Annotated[bool, typer.Option("--here", help="Run on this machine, one after the other, without Slurm.")] = False,
     last: Annotated[
-        str | None, typer.Option("--to", metavar="STAGE", help="End each after this stage; without it what --metric needs.")
+        str | None,
+        typer.Option("--to", metavar="STAGE", help="End each after this stage. Default: the stage that produces --metric."),
     ] = None,
     metric: Annotated[str, typer.Option("--metric", help="Sort by: eval_loss, loss, or a score: TASK.METRIC.")] = "eval_loss",
-    sweep_dir: Annotated[Path | None, path_option("The sweep's folder; without it below runs/.")] = None,
-    results: Annotated[Path | None, path_option("Show what a sweep reached instead.", "--results")] = None,
+    sweep_dir: Annotated[Path | None, path_option("Sweep folder. Default: below runs/.")] = None,
+    results: Annotated[Path | None, path_option("Show the results of this sweep instead.", "--results")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the points and the job; needs no Slurm.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a recipe under varied settings and compare.
 
-    A grid, or random draws, as one job array: each point is a run of its own, and what is finished is not run again.
+    Runs a grid or random points as one job array. Each point is a separate run; finished ones are not run again.
     """
     from clustertune.config.cluster import load_cluster
     from clustertune.sweep import results as outcome

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Model = Annotated[
     Path,
-    typer.Argument(metavar="RUN|MODEL", parser=path_argument, help="A run, whose merged model is taken, or a model's folder."),
+    typer.Argument(metavar="RUN|MODEL", parser=path_argument, help="A run folder, to use its merged model, or a model folder."),
 ]
 END = ("/exit", "/quit")
 
@@ -34,17 +34,17 @@ def add(app: typer.Typer) -> None:
 
 def chat(
     model: Model,
-    prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Answer this, print the answer, and end: for scripts.")
-    ] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Print the answer to this and exit: for scripts.")] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
-    greedy: Annotated[bool, typer.Option("--greedy", help="The likeliest token always: the same answer each time.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 512,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Always pick the likeliest token: the same answer each time.")
+    ] = False,
     device: Device = None,
 ) -> None:
     """Talk to a model in the terminal, in its own chat template.
 
-    Answers appear as they are made. /new forgets the conversation, /exit ends. Sampling is that of the model's
+    Answers are streamed. /new forgets the conversation, /exit ends. Sampling settings come from the model's
     generation_config.json.
     """
     facts = _facts(model, max_new_tokens)
@@ -100,8 +100,10 @@ class _Talk:
 
 def serve(
     model: Model,
-    port: Annotated[int, typer.Option(min=1024, max=65535, help="On 127.0.0.1 alone: there is no password.")] = 8000,
-    submit: Annotated[bool, typer.Option("--submit", help="As a Slurm job; prints the ssh line by which to reach it.")] = False,
+    port: Annotated[
+        int, typer.Option(min=1024, max=65535, help="Port on 127.0.0.1 only, because there is no password.")
+    ] = 8000,
+    submit: Annotated[bool, typer.Option("--submit", help="Run as a Slurm job; prints the ssh line to reach it.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, or the job.")] = False,
     cluster: ClusterOption = None,
     time: Annotated[
@@ -110,7 +112,7 @@ def serve(
 ) -> None:
     """Serve a model with an OpenAI-compatible API.
 
-    By vLLM where it is installed, else by transformers' own server. Requests name the model "model" with vLLM, and its folder
+    Uses vLLM if it is installed, else transformers' own server. Requests name the model "model" with vLLM, and its folder
     with transformers.
     """
     folder = _folder(model)

@@ -21,16 +21,16 @@ def add(app: typer.Typer) -> None:
 
 def watch(
     run: Annotated[str, typer.Argument(metavar="RUN_OR_JOB", help="A run folder, or the id of a Slurm job of one.")],
-    once: Annotated[bool, typer.Option("--once", help="Show it once.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the state once and exit.")] = False,
     metrics: Annotated[
-        Path | None, path_option("Also write the figures in OpenMetrics' format.", "--openmetrics", metavar="FILE")
+        Path | None, path_option("Also write the figures in OpenMetrics format.", "--openmetrics", metavar="FILE")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Follow a run: step, speed, time and money, GPUs, alerts.
 
-    Shows speed against the plan, what is left of time and money, and stragglers. Ends with the training. With --json one
-    document; what this machine cannot say is null.
+    Shows speed against the plan, remaining time and money, and stragglers. Ends with the training. --json prints one
+    document; what this machine cannot find out is null.
     """
     from clustertune.console import emit_json, stderr
     from clustertune.errors import storage_error
@@ -79,7 +79,7 @@ def _folders(below: Path) -> list[Path]:
 
 
 def runs(
-    below: Annotated[Path | None, path_given("Where runs lie; without it the cluster's folder, or ./runs.", "FOLDER")] = None,
+    below: Annotated[Path | None, path_given("Folder of runs. Default: the cluster file's, else ./runs.", "FOLDER")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List runs with state, step, score and cost, newest first.

@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     commands.add_parser("lock", help="resolve the pins into containers/*.lock").set_defaults(run=lambda _: lock.write_all(say))
     check = commands.add_parser("lock-check", help="hashed, held to the pins, fresh, without known vulnerabilities")
-    check.add_argument("--offline", action="store_true", help="what needs no index")
+    check.add_argument("--offline", action="store_true", help="only checks that need no package index")
     check.add_argument("--database", metavar="ADDRESS", default=lockfile.DATABASE, help="osv.dev, or a mirror of it")
     check.set_defaults(run=_lock_check)
     linter = commands.add_parser("lint", help="definition files: sections, and shellcheck of each")
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         build.arguments(command, name)
         command.set_defaults(run=lambda args, run=run: run(build.request(args), say))
     base = commands.add_parser("base", help="a stand-in for the base image, where no registry can be reached")
-    base.add_argument("--python", default="3.12", choices=standin.PYTHONS, help="whose Python it has")
+    base.add_argument("--python", default="3.12", choices=standin.PYTHONS, help="machine whose Python it contains")
     base.add_argument("out", type=Path)
     base.set_defaults(run=lambda args: standin.make(args.python, args.out, say))
     return parser

@@ -72,14 +72,14 @@ def arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     sif = kind == "build-sif"
     parser.set_defaults(kind=kind)
     parser.add_argument("--definition", choices=DEFINITIONS if sif else ("train",), default="train", help="containers/NAME.def")
-    parser.add_argument("--variant", choices=sorted(VARIANTS), default="cuda", help="which lock; cpu is CI's")
+    parser.add_argument("--variant", choices=sorted(VARIANTS), default="cuda", help="which lock; CI uses cpu")
     parser.add_argument("--extras", default="", help=f"layers on top, as A+B: {', '.join(locks.LAYERS)}")
     parser.add_argument(
-        "--base", default="", help="NAME@sha256:DIGEST, a docker-archive, or `standin` where no registry is reached"
+        "--base", default="", help="NAME@sha256:DIGEST, a docker-archive, or `standin` if no registry can be reached"
     )
     parser.add_argument("--out", type=Path, help="the image file" if sif else "write it as a docker-archive too")
     parser.add_argument("--tag", default="", help=argparse.SUPPRESS if sif else "name of the image")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done")
 
 
 def request(args: argparse.Namespace) -> BuildRequest:

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python3 -m clustertune.doctor.sbatch", description="Look for mistakes in batch scripts."
     )
     parser.add_argument("files", metavar="FILE", nargs="+")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     given = parser.parse_args(arguments)
     found = []
     for path in given.files:

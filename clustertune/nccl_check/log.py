@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Read logs of NCCL (NCCL_DEBUG=INFO), and say which transports it used and what is wrong.",
     )
     parser.add_argument("files", metavar="FILE", nargs="+", help="logs of any ranks and nodes of one run; - for standard input")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     given = parser.parse_args(arguments)
     try:
         log = read_files(given.files)

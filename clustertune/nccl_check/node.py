@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The program."""
     parser = argparse.ArgumentParser(prog="clustertune.nccl_check.node")
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--node", type=int, help="which of the hosts this is; without it as Slurm says")
+    parser.add_argument("--node", type=int, help="number of this host (default: SLURM_NODEID)")
     parser.add_argument("--facts", action="store_true", help="collect the facts only")
     given = parser.parse_args(argv)
     number = os.environ.get("SLURM_NODEID", "") if given.node is None else str(given.node)
