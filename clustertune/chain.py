@@ -62,14 +62,14 @@ def default_run_dir(resolved: Resolved, runs: Path) -> Path:
 
 
 def check_folder(resolved: Resolved, path: Path) -> None:
-    """Refuse a folder that holds a run of other settings, or something else than a run. Writes nothing. Raises UserError."""
+    """Refuse a folder that holds a run of other settings, or files that are not a run's. Writes nothing. Raises UserError."""
     raise_if(bundle.find_problems(resolved))
     run = RunDir(path)
     if run.run_json.exists():
         if not run.is_of(resolved):
             raise UserError(_differences(run, resolved))
     elif path.is_dir() and any(not _is_ours(entry.name) for entry in path.iterdir()):
-        raise UserError("holds something else than a run", file=str(path), fix="give a new or empty --run-dir")
+        raise UserError("is not empty and is not a run folder", file=str(path), fix="give a new or empty --run-dir")
 
 
 def open_run(resolved: Resolved, path: Path, command: Sequence[str], *, take: bool = True) -> RunDir:
@@ -355,7 +355,7 @@ class Chain:
         return conclude(folder, plan)
 
     def _stopped(self) -> Problem:
-        return Problem("stopped as asked, at a saved step", file=str(self.run.path), fix="the same command continues")
+        return Problem("stopped on request after saving", file=str(self.run.path), fix="the same command continues")
 
     def export(self) -> dict[str, Any]:
         from clustertune.adapter.export import export

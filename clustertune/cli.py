@@ -109,8 +109,8 @@ def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int
     if ranks is None and small and resolved.world_size > few:
         resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=few)
     elif ranks is None and not small and resolved.world_size > gpus:
-        fix = f"--tiny runs it here scaled down; {resolved.world_size} GPUs, or --ranks N, run it as it is"
-        raise UserError(f"asks for {resolved.world_size} GPUs, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
+        fix = "use --tiny to run a scaled-down version, or --ranks N to force N processes"
+        raise UserError(f"needs {resolved.world_size} GPUs, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
     return resolved
 
 

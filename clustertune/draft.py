@@ -163,13 +163,12 @@ def draft(model: Model, method: str, data: MeasuredData | None, nodes: int, gpus
         recipe["activation_checkpointing"] = {"ratio": 1}
     else:
         train["activation_checkpointing"] = True
-    assumed.append(
-        f"{batch} {'pairs of answers' if pairs else 'sequences'} of {train.get('max_length', 2048)} tokens a step"
-        f"{'' if pairs else ', packed'}; rates, epochs and rank are those of {' and '.join(base)}"
+    rates = (
+        f"learning rate, epochs{'' if method == 'full' else ' and LoRA rank'} come from the base recipe {' and '.join(base)}"
     )
-    assumed.append(
-        "the tokenizer has a chat template, as those of instruct models have; for a base model write model.chat_template"
-    )
+    kind = f"{'pairs of answers' if pairs else 'sequences'} of {train.get('max_length', 2048)} tokens"
+    assumed.append(f"{batch} {kind} per step{'' if pairs else ', packed'}; {rates}")
+    assumed.append("the tokenizer has a chat template, as instruct models do; for a base model set model.chat_template")
     lengths = of_counts(list(data.tokens.items()), data.source) if data and data.tokens else None
     return Draft(recipe, SHARDED if world > 1 else ALONE, model.architecture, assumed, lengths)
 

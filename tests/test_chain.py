@@ -131,7 +131,7 @@ def test_killed_warned_and_resumed_it_ends_with_the_same_bytes(finished: tuple[P
     killed = run_until(stepped(folder, 1, 3), kill(folder, 1, signal.SIGKILL), *arguments)
     assert killed.code == 75
     warned = run_until(stepped(folder, 2, 1), lambda pid: os.kill(pid, signal.SIGUSR1), *arguments)
-    assert warned.code == 75 and "stopped as asked" in warned.err
+    assert warned.code == 75 and "stopped on request" in warned.err
     stopped = events(folder, "checkpoint")[-1]
     assert stopped["status"] == "saved" and stopped["step"] == events(folder, "stop")[-1]["step"]
     assert run(*arguments).code == 0
@@ -196,7 +196,7 @@ def test_two_commands_in_one_run_folder(finished: tuple[Path, Done]) -> None:
 
 def test_the_full_size_is_refused_here_with_the_way_out() -> None:
     done = run("run", "recipes/llama405b-oasst2")
-    assert done.code == 2 and "asks for 16 GPUs" in done.err and "--tiny" in done.err
+    assert done.code == 2 and "needs 16 GPUs" in done.err and "--tiny" in done.err
 
 
 def test_other_marks_and_settings_of_the_evaluation_need_no_training(finished: tuple[Path, Done], tmp_path: Path) -> None:

@@ -297,6 +297,6 @@ def test_a_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
     """``--run-dir .`` in the checkout left a lock and an owner there, and so did a job in a run of another recipe."""
     (tmp_path / "Makefile").touch()
     links = links_of(tmp_path)
-    with pytest.raises(UserError, match="something else than a run"):
+    with pytest.raises(UserError, match="is not a run folder"):
         job.run(links.resolved, links.cluster, links.allocation, tmp_path, ("prepare", "export"), [])
     assert [entry.name for entry in tmp_path.iterdir()] == ["Makefile"]

@@ -110,7 +110,7 @@ def _ranks_here(whole: Resolved, request: BenchRequest) -> int | None:
         return None
     if request.tiny or request.synthetic or whole.recipe.model.weights == "random":
         return few
-    fix = f"--tiny or --ranks N measure it here, --submit on a cluster; it asks for {whole.world_size} GPUs"
+    fix = f"it needs {whole.world_size} GPUs: --tiny or --ranks N measures on this machine, --submit on a cluster"
     raise UserError(Problem(f"this machine has {gpus} GPUs", file=request.recipe, key="slurm", fix=fix))
 
 

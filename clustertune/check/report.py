@@ -89,8 +89,9 @@ class Report:
 
     def summary(self) -> str:
         """One line: how many of each."""
-        parts = [(FAIL, "failed"), (WARN, "warnings"), (UNKNOWN, "not seen"), (PASS, "passed")]
         many = Counter(item.status for item in self.counted)
+        warnings = "warning" if many[WARN] == 1 else "warnings"
+        parts = [(FAIL, "failed"), (WARN, warnings), (UNKNOWN, "could not be checked"), (PASS, "passed")]
         text = ", ".join(f"{many[status]} {word}" for status, word in parts if many[status] or status == PASS)
         names = sorted({item.rule for item in self.findings if item.rule in self.ignored and item.status in (WARN, FAIL)})
         return text + (f"; ignored: {', '.join(names)}" if names else "")

@@ -186,9 +186,7 @@ def answer(args: DoctorArguments) -> int:
             return _show_step(args, cluster, allocation)
         found, facts, hosts = _on_nodes(args, cluster, allocation)
     elif args.dry_run:
-        raise UserError(
-            Problem("there is nothing to run but here", file=COMMAND_LINE, key="--dry-run", fix="--submit --dry-run")
-        )
+        raise UserError(Problem("--dry-run needs --submit", file=COMMAND_LINE, key="--dry-run", fix="add --submit"))
     else:
         found, facts, hosts = _look_locally(args, cluster)
     found = reports.once(found, _of_recipe(args, cluster, facts))
@@ -320,10 +318,10 @@ def _tell(args: DoctorArguments, cluster: Cluster, report: reports.Report, facts
         sys.stdout.write(escape(line) + "\n")
     where = f"{', '.join(hosts[:8])}{f' and {len(hosts) - 8} more' if len(hosts) > 8 else ''}"
     unseen = "no node answered"
-    if len(hosts) == 1 and _is_foreign(cluster, hosts[0]):
-        unseen = (
-            f"no machine of {cluster.name}: its own rules were not run; --here runs them, --submit looks at the cluster's nodes"
-        )
+    if place is None and len(hosts) == 1 and _is_foreign(cluster, hosts[0]):
+        skipped = f"{where} is not in {cluster.name}, so machine checks were skipped. --here runs them anyway; --submit checks"
+        sys.stdout.write(escape(f"{skipped} the cluster's nodes.") + "\n")
+        unseen = "machine not checked"
     sys.stdout.write(escape(f"{where} ({place or unseen}): {report.summary()}") + "\n")
     return exit_code(report.counted)
 

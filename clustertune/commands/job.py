@@ -132,7 +132,7 @@ def _recorded(run_dir: Path | None, number: int | None, *, of_sweep: bool) -> tu
     if number is None:
         return None
     if run_dir is None:
-        raise UserError("of which run?", file="command line", key="--description", fix="give --run-dir as well")
+        raise UserError("--description needs --run-dir", file="command line", key="--description", fix="add --run-dir")
     found = RunDir(run_dir).description(number)
     if found.cluster is None:
         text = f"description {number} has no cluster"
@@ -202,7 +202,9 @@ def node(
     if node_rank is None:
         text = os.environ.get("SLURM_NODEID", "")
         if not text.isdigit():
-            raise UserError("which node is this?", key="--node", fix="give --node, or start it with srun")
+            raise UserError(
+                "the node's number is missing: SLURM_NODEID is not set", key="--node", fix="give --node, or start it with srun"
+            )
         node_rank = int(text)
     raise typer.Exit(main(run_dir, attempt, node_rank, quiet=quiet, around=staged))
 

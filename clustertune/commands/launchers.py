@@ -108,7 +108,7 @@ def resolve_for_nodes(
     if not small and ranks_per_node is None and wanted > gpus:
         fix = "--tiny runs it scaled down; --ranks-per-node N runs it as it is"
         problems.append(
-            Problem(f"asks for {wanted} GPUs on each node, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
+            Problem(f"needs {wanted} GPUs on each node, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
         )
     raise_if(problems)
     return resolve(recipe, overrides, tiny=tiny, ranks=nodes * each), each

@@ -191,7 +191,7 @@ def _check_usage(request: PlanRequest) -> None:
         text = "--model plans one model, without a recipe"
         problems.append(Problem(text, file="command line", key="--model", fix="leave the recipe, --compare or --calibrate out"))
     elif not calibrate and len(names) != wanted and request.model is None:
-        text = f"{wanted} {'recipes are' if compare else 'recipe is'} wanted, {len(names)} given"
+        text = f"{'--compare needs two recipes' if compare else 'one recipe is needed'}, got {len(names)}"
         problems.append(
             Problem(
                 text,

@@ -327,7 +327,7 @@ class Submission:
             *([str(serving.evaluation(self.resolved, self.machine))] if "eval" in self.stages else []),
             *self._site_lines(),
             "",
-            *([f"warned {self.margin.seconds} s before the time limit: {self.margin.reason}"] if self.trains else []),
+            *([self._signal()] if self.trains else []),
             "--verbose adds the scripts, the environment with its reasons, and the commands",
         ]
         return found
@@ -349,12 +349,15 @@ class Submission:
             found += [f"{setting.name}={setting.value}  # {setting.reason}" for setting in self.variables]
         if self.trains:
             settings, command = self.node_lines()
-            found += ["", f"# warned {self.margin.seconds} s before the time limit: {self.margin.reason}"]
+            found += ["", f"# {self._signal()}"]
             found += ["# environment of every rank", *(f"{s['name']}={s['value']}  # {s['reason']}" for s in settings)]
             found += ["# on the nodes, for each attempt", f"$ {shlex.join(command)}"]
             if self.resolved.recipe.megatron is not None:
                 found += self._megatron_lines()
         return found
+
+    def _signal(self) -> str:
+        return f"Slurm signals the job {self.margin.seconds} s before its time limit so that it can save: {self.margin.reason}"
 
     def _site_lines(self) -> list[str]:
         """What of the shell takes the place of the header: sbatch reads SBATCH_ACCOUNT and its like before a script's lines."""

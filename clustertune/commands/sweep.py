@@ -97,7 +97,7 @@ def _locally(
     raise_if(missing_inputs(made, resolved))
     ranks_needed = max(item.world_size for item in resolved)
     if not options["tiny"] and resolved[0].recipe.model.weights == "hub" and ranks_needed > visible_gpus():
-        text = f"asks for {ranks_needed} GPUs, this machine has {visible_gpus()}"
+        text = f"needs {ranks_needed} GPUs, this machine has {visible_gpus()}"
         raise UserError(text, file=recipe, key="slurm", fix="--tiny runs it here scaled down; without --here it is a job")
     return made, resolved
 

@@ -169,7 +169,7 @@ def check_native(section: NativeSection, given: Mapping[str, Any]) -> tuple[dict
         if value is None and key not in section.fields and key in native_rules.train_fields():
             continue  # of a base for the other trainer, taken out
         if key in section.owned:
-            found.append((path, f"a recipe does not set it: {section.owned[key]}", "leave it out"))
+            found.append((path, f"not allowed in a recipe: {section.owned[key]}", "leave it out"))
         elif key in section.fields:
             field = section.fields[key]
             try:
@@ -183,7 +183,7 @@ def check_native(section: NativeSection, given: Mapping[str, Any]) -> tuple[dict
             found.append((path, "looks like a secret (value not shown)", SECRET_FIX))
         else:
             fix = section.removed.get(key) or did_you_mean(key, known)
-            found.append((path, f"{section.owner} of the pinned release has no such field", fix))
+            found.append((path, f"unknown key: not a field of {section.owner} in the pinned release", fix))
     return checked, found
 
 

@@ -50,7 +50,7 @@ def _lines(cluster: Cluster) -> Iterator[tuple[str, str]]:
         yield f"NUMA {node}", "; ".join(filter(None, sizes))
     ports = f"{network.ports} x " if network.ports > 1 else ""
     speed = f", {ports}{network.gbit:g} Gbit/s" if network.gbit else ""
-    yield "network", f"{network.kind}{speed}, {network.interface or 'the interface that the route takes'}"
+    yield "network", f"{network.kind}{speed}, {network.interface or 'default-route interface'}"
     for name, value in network.environment.items():
         yield "", f"{name}={value}"
     for brick in storage.bricks:
@@ -58,7 +58,7 @@ def _lines(cluster: Cluster) -> Iterator[tuple[str, str]]:
     if storage.pool:
         yield "pool", f"{storage.pool.mount}: {storage.pool.kind}, create={storage.pool.create}"
     yield "folders", f"shared {storage.shared or 'not given'}, scratch {storage.scratch}"
-    defaults = {"caches": "~/.cache, or HF_HOME of the shell", "models": "the caches", "runs": "runs of the checkout"}
+    defaults = {"caches": "~/.cache, or $HF_HOME", "models": "the caches", "runs": "./runs"}
     for what, default in defaults.items():
         yield what, storage.folder(what) or default
     if slurm:

@@ -135,11 +135,11 @@ def mask_warnings(train: Mapping[str, Any], architecture: Mapping[str, Any], mic
     named, why = (train.get("model_init_kwargs") or {}).get("attn_implementation"), cannot_pack(architecture)
     because = [f"the recipe names {named}"] if named else []
     because += [f"{PACKED} cannot compute it: {why}"] if why else []
-    fix = "train.packing=false avoids it" if why else f"leave train.{_KEY} out: {PACKED} computes each conversation alone"
+    fix = "train.packing=false avoids it" if why else f"remove train.{_KEY} to use {PACKED}, which attends per conversation"
     row = micro_batch * int(train.get("max_length") or 1024)  # SFTConfig's own
     yield (
-        f"a dense mask keeps packed conversations apart ({'; '.join(because)}): every head computes {row:,} x {row:,} scores a "
-        f"micro batch, without causality; {fix}"
+        f"{attention_of(train)} with packing uses a full {row:,} x {row:,} attention mask per micro batch and head "
+        f"({'; '.join(because)}): {fix}"
     )
 
 

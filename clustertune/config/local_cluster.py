@@ -119,7 +119,7 @@ def judge(seen: LocalMachine) -> Cluster:
         )
         raise UserError(problem, ExitCode.AGAIN)
     if seen.silent:
-        notes.append(f"scontrol is installed but says nothing ({seen.silent}): this machine is taken as one without Slurm")
+        notes.append(f"scontrol is installed but failed ({seen.silent}); treating this machine as having no Slurm")
     return _machine(seen, notes)
 
 

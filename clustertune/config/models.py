@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 from clustertune.config import architecture as arch
 from clustertune.config.findings import Found, read_model
 from clustertune.config.hardware import IsoDate
-from clustertune.config.load import DESCRIPTION, RECIPES, did_you_mean, find_folder, read_layers, same_model
+from clustertune.config.load import DESCRIPTION, RECIPES, find_folder, read_layers, same_model
 from clustertune.config.parameters import parameter_count
 from clustertune.config.resolved import Resolved
 from clustertune.config.schema import NAME, HubCommit, HubName, Positive, Section
@@ -152,10 +153,10 @@ def _from_the_hub(name: str) -> Path:
         if isinstance(found := huggingface_hub.try_to_load_from_cache(name, CONFIG), str):
             return Path(found)
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        near = did_you_mean(name, known_models())
-        fix = f"{near + ' or ' if near else ''}give its {CONFIG} as --model FILE; known: {', '.join(known_models())}"
+        near = difflib.get_close_matches(name, known_models(), n=3, cutoff=0.3)
+        fix = f"give its {CONFIG} as --model FILE, or a known model{': ' * bool(near)}{', '.join(near)}"
         raise UserError(
-            Problem(f"{name} is not known here, and not to be had from the Hub: {why}", key="--model", fix=fix)
+            Problem(f"{name} was not found locally, and the Hub did not deliver it: {why}", key="--model", fix=fix)
         ) from None
 
 

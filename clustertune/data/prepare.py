@@ -76,7 +76,7 @@ def prepare(data: Data, *, recipe_folder: Path, seed: int, out: Path, input_path
     for warning in warnings:
         say(f"warning: {warning}")
     if meta["unused"]:
-        say(f"not used: {', '.join(meta['unused'])}")
+        say(f"ignored columns: {', '.join(meta['unused'])}")
     summary = {name: meta[name] for name in (*SPLITS, "rejected", "unused")}
     if data.sources:
         summary["sources"] = meta["sources"]
@@ -187,7 +187,7 @@ def _read_part(
 def _report(counts: Counter[str], faults: list[Reject], out: Path) -> None:
     """Name what is left out: the first rows here, all of them in the file."""
     if counts:
-        say(f"left out: {count_words(counts)}; each with file and line in {out / 'rejected.jsonl'}")
+        say(f"rejected rows: {count_words(counts)}; see {out / 'rejected.jsonl'}")
     for reject in faults[:_SHOWN]:
         say(f"  {reject.file}:{reject.line}: {reject.reason}: {reject.detail}")
 

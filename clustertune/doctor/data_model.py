@@ -268,7 +268,7 @@ def _unmappable(lies: FolderFileSystem) -> bool:
 def mapping(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the disk that the weights are read from
 
-    Why: safetensors maps files: over NFS or FUSE a request for each page of 4 KiB, 10 to 50 times slower than in order
+    Why: safetensors maps files: over NFS or FUSE every 4 KiB page is a request, 10 to 50 times slower than reading in order
     Fix: storage.staging in the cluster file: clustertune stage copies the model to a disk of each node first
     See: https://github.com/huggingface/safetensors/issues/562
     """
@@ -281,7 +281,7 @@ def mapping(context: RecipeContext) -> Iterator[Seen]:
     if speed:
         first = size / 1e9 / speed
         low, high = (hours(times * first) for times in MAPPED)
-        text += f": {hours(first)} in order at {speed:g} GB/s, {low} to {high} if mapped"
+        text += f": {hours(first)} if read sequentially at {speed:g} GB/s, {low} to {high} through mmap"
     yield Seen(WARN, text)
 
 

@@ -90,10 +90,10 @@ def refused(error: UserError) -> Iterator[Seen]:
 
 @rule("recipe-doubtful", RECIPE)
 def doubtful(context: RecipeContext) -> Iterator[Seen]:
-    """Looks at: what resolving the recipe warns of
+    """Looks at: warnings from resolving the recipe
 
-    Why: it is allowed, and probably not meant
-    Fix: check whether it is meant: clustertune show RECIPE
+    Why: it is allowed, but probably unintended
+    Fix: change it, or ignore the rule if it is intended; clustertune show RECIPE lists every value
     See: https://huggingface.co/docs/accelerate/usage_guides/fsdp
     """
     for warning in context.resolved.warnings:
@@ -109,35 +109,35 @@ HEAD = """# Doctor: what goes wrong on clusters, before it does
 
 ```sh
 clustertune doctor                                  # this machine; in a Slurm job, every node of it
-clustertune doctor recipes/llama405b-oasst2 --cluster rno-rtxpro6000     # and what of this recipe does not fit there
+clustertune doctor recipes/llama405b-oasst2 --cluster rno-rtxpro6000     # and what this recipe would hit on that cluster
 clustertune doctor --cluster rno-rtxpro6000 --submit --dry-run           # as a job on all nodes
 clustertune doctor --list                           # the rules of this page
 python3 -m clustertune.doctor                       # on a bare machine: Python 3.8, no package
-python3 -m clustertune.doctor --facts               # what is seen, as JSON; nothing is judged
+python3 -m clustertune.doctor --facts               # the collected facts as JSON, unchecked
 ```
 
-Each finding has a rule, what was found, why it hurts, what to do, and where people met it. `--json` is one document, `--all`
-shows also what is as it should be. Exit code 0: nothing found, 1: warnings, 2: what would stop or spoil a job. What cannot be
-seen is reported as unknown, and spoils no verdict.
+Each finding has a rule, what was found, why it matters, what to do, and a link to a report of the problem. `--json` prints one
+document, `--all` also shows checks that passed. Exit code 0: nothing found, 1: warnings, 2: what would stop or spoil a job. Checks
+that cannot run are reported as `unknown` and do not affect the exit code.
 
-The same rules run in three places, and each finding says on which machine: on the login node, in the container, and in the srun
-step, whose limits, cores and GPUs are those of the ranks. A login node without GPUs is not a fault. In a Slurm job (`salloc`, a
-batch script, or `--submit`) one step looks at every node, in the cluster's container if it has one, and compares the nodes;
-`--here` looks at this machine alone. Of a machine that the cluster file does not name, such as a laptop, no rule is run
-without it.
+The same rules run in three places, and each finding names the machine: on the login node, in the container, and in the srun
+step, which has the ranks' limits, cores and GPUs. A login node without GPUs is not a fault. In a Slurm job (`salloc`, a
+batch script, or `--submit`) one step checks every node, in the cluster's container if it has one, and compares the nodes;
+`--here` checks this machine alone. On a machine that the cluster file does not name, such as a laptop, machine rules run only
+with `--here`.
 
-Every training job on Slurm begins with it: its log has what is not as it should be, and a failure ends the job (exit code 2, it
-is not requeued; it is where a node only does not answer). In the cluster file `doctor: {ignore: [gpu-persistence, mtu]}` leaves
-rules out, in jobs too, and `doctor: {preflight: false}` the look before jobs. `--ignore RULE` does so once. Looking changes
-nothing, but for files of one page that are made in folders of caches and removed again.
+Every training job on Slurm begins with these checks: its log lists warnings and failures, and a failure ends the job with exit code 2
+and without a requeue. If a node does not answer, the job is requeued. In the cluster file `doctor: {ignore: [gpu-persistence, mtu]}`
+skips rules, in jobs too, and `doctor: {preflight: false}` skips the check before jobs. `--ignore RULE` skips a rule once. The checks
+change nothing, except that they create one-page files in cache folders and remove them again.
 
-`clustertune doctor sbatch FILE` asks the [rules of batch scripts](sbatch-lint.md). What is measured between GPUs has
-[rules of its own](nccl-verdicts.md), beside those of a machine that concern NCCL.
+`clustertune doctor sbatch FILE` checks a script by the [rules of batch scripts](sbatch-lint.md). Measurements between GPUs have
+[separate rules](nccl-verdicts.md), in addition to the machine rules that concern NCCL.
 
 To add a rule write one function in `clustertune/check/`: `machine_*.py` for a machine, `nodes.py` for the nodes of a job,
 `links_*.py` for measurements and NCCL's log, `script_*.py` for batch scripts; in `clustertune/doctor/`, in the modules
-`recipe_*`, `stack_*`, `data_*` and `run_*`, where it needs the resolved recipe. Its decorator gives the id, its docstring the
-texts that people read, and it yields what it saw; `clustertune/check/rule.py` shows one. Add a case in
+`recipe_*`, `stack_*`, `data_*` and `run_*`, if it needs the resolved recipe. Its decorator gives the id, its docstring the
+texts that people read, and it yields what it found; `clustertune/check/rule.py` shows one. Add a case in
 `tests/doctor/machine_cases.py`, `tests/doctor/test_compare.py`, `tests/nccl_check/test_judge.py`, `tests/doctor/cases.txt` or
 `tests/doctor/test_recipe_rules.py`: a rule without one fails a test. Then write the pages again with
 `clustertune doctor --list --out docs/doctor.md` and `python3 -m clustertune.nccl_check.judge > docs/nccl-verdicts.md`.

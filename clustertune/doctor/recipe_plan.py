@@ -254,7 +254,7 @@ def scoring(context: RecipeContext) -> Iterator[Seen]:
 def micro_batch(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: accumulation where a larger micro batch fits
 
-    Why: FSDP gathers all weights again for each micro batch: accumulating is paid in traffic
+    Why: FSDP gathers all weights again for each micro batch, so gradient accumulation multiplies the traffic
     See: https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     plan = _plan_of(context)
@@ -268,6 +268,7 @@ def micro_batch(context: RecipeContext) -> Iterator[Seen]:
         return
     gain = plan.step.seconds / other.step.seconds
     if other.needed <= TIGHT * plan.machine.usable_bytes and gain >= GAIN:
-        text = f"{used.accumulation} micro batches of {used.micro_batch} a step: {doubled.micro_batch} are {gain:.1f} x faster"
+        text = f"gradient accumulation {used.accumulation} x micro batch {used.micro_batch}: "
+        text += f"micro batch {doubled.micro_batch} is predicted {gain:.1f}x faster"
         fix = f"train.per_device_train_batch_size={doubled.micro_batch}: predicted {other.needed / GIB:.0f} GiB"
         yield Seen(WARN, text, fix)

@@ -96,8 +96,10 @@ def parse(assignments: Iterable[str]) -> dict[str, str]:
     for word in assignments:
         name, equals, value = word.partition("=")
         if name not in VARIABLES or not equals:
-            fix = f"NAME=VALUE of {', '.join(VARIABLES)}; tokens stand in .env"
-            problems.append(Problem(f"{name[:40]!r} is none that a job takes", file="command line", key="--env", fix=fix))
+            fix = f"allowed as NAME=VALUE: {', '.join(VARIABLES)}; put access tokens in .env"
+            problems.append(
+                Problem(f"jobs do not accept the variable {name[:40]!r}", file="command line", key="--env", fix=fix)
+            )
         elif not value.isprintable():
             problems.append(
                 Problem(f"{name} holds a line break or control character", file="command line", key="--env", fix="rename it")

@@ -74,8 +74,8 @@ def _read_plan(folder: Path) -> AttemptPlan:
             return AttemptPlan.read(folder)
         except UserError as error:
             if time.monotonic() > deadline:
-                fix = "is the run folder on storage that all nodes see?"
-                raise UserError([*error.problems, Problem("waited for it in vain", file=str(folder), fix=fix)]) from None
+                text, fix = f"timed out after {PATIENCE_SECONDS:g} s", "put the run folder on storage that all nodes share"
+                raise UserError([*error.problems, Problem(text, file=str(folder), fix=fix)]) from None
         time.sleep(0.5)
 
 

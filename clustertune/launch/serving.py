@@ -181,12 +181,12 @@ class Evaluation:
     def __str__(self) -> str:
         gpus = f"{self.gpus_per_node} GPU{'s' if self.gpus_per_node != 1 else ''} in one process" if self.gpus_per_node else ""
         what = f": {self.serving or gpus}" if self.serving or gpus else ""
-        both = " for the base and the tuned model" if self.models > 1 else ""
+        both = " for base and tuned model" if self.models > 1 else ""
         time = ""
         if self.seconds and self.gpu_hours:
-            time = f"; estimate {self.seconds / 60:.0f} min{both}: {self.gpu_hours:.1f} GPU-hours"
+            time = f"; about {self.seconds / 60:.0f} min{both}, {self.gpu_hours:.1f} GPU-hours"
             time += f" ({self.assumed})" if self.assumed else ""
-        return f"eval by {self.backend}{what} ({self.why}){time}"
+        return f"eval backend {self.backend}{what} ({self.why}){time}"
 
 
 def evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
@@ -194,7 +194,7 @@ def evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     settings, like = resolved.recipe.eval, first_task()
     others = [task for task in settings.tasks if find_task(task) is None]
     count = f"{settings.limit or like.documents} prompts each"
-    assumed = f"{', '.join(others)} taken as long as {like.title}, {count}" if others else ""
+    assumed = f"assuming that {', '.join(others)} take as long as {like.title}, {count}" if others else ""
     return replace(_evaluation(resolved, cluster), assumed=assumed)
 
 
@@ -220,9 +220,9 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     if requested == "hf":
         why_hf = "eval.backend: hf"
     elif requested == "auto" and (small or not compute.gpus or shape is None):
-        why_hf = "small, or its size or the GPUs are not known"
+        why_hf = "the model is small, or the model's or the GPUs' size is unknown"
     elif requested == "auto" and lacking and shape and shape.nodes == 1:
-        why_hf = f"{cluster.name} names no vLLM ({KEY})"
+        why_hf = f"{cluster.name} has no {KEY}"
     if why_hf:
         if not (gpu and size):
             return Evaluation("hf", why_hf, models=models)
@@ -237,7 +237,7 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     if shape is None:
         note = "how large the model or the GPUs are is not known, or it fits nowhere"
         return Evaluation("vllm", "eval.backend: vllm", models=models, note=note)
-    why = "eval.backend: vllm" if requested == "vllm" else "larger than a node" if shape.nodes > 1 else KEY
+    why = "eval.backend: vllm" if requested == "vllm" else "the model does not fit one node" if shape.nodes > 1 else KEY
     time = start = None
     if gpu and size:
         time = models * seconds(shape, size, gpu.hbm_gb_s * 1e9, documents, tokens)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from clustertune.config.cluster import LOCAL
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.distribution import how_to_load
 from clustertune.config.hardware import load_hardware
@@ -76,10 +77,10 @@ class JobShape:
         return [*options, *self.site]
 
     def __str__(self) -> str:
-        nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
-        gpus = f"{self.gpus_per_node} GPU{'s' if self.gpus_per_node > 1 else ''}" if self.gpus_per_node else "no GPU"
+        nodes = f"{self.nodes} nodes, per node" if self.nodes > 1 else "1 node"
+        gpus = f"{self.gpus_per_node} GPU{'s' if self.gpus_per_node != 1 else ''}"
         memory = "all memory" if self.memory_gb is None else f"{self.memory_gb} GiB"
-        return f"{nodes}, {gpus}, {self.cpus_per_node} CPUs, {memory} each, {format_minutes(self.minutes)}"
+        return f"{nodes}: {gpus}, {self.cpus_per_node} CPUs, {memory}; limit {format_minutes(self.minutes)}"
 
 
 def check_word(value: str) -> str:
@@ -238,17 +239,18 @@ def find_problems(resolved: Resolved, cluster: Cluster, *, memory: bool = True) 
     """What a recipe asks for that the cluster does not have: nodes, GPUs, time, and with ``memory`` room for it."""
     nodes, ranks = _size(resolved, cluster)
     have, compute = len(cluster.compute_nodes), cluster.compute
+    called = f"cluster {cluster.name}{' (this machine)' if cluster.name == LOCAL and not cluster.slurm else ''}"
     problems = []
 
     def add(key: str, message: str, fix: str | None = None) -> None:
         problems.append(Problem(message, file=resolved.name, key=key, fix=fix))
 
     if nodes > have:
-        fix = f"slurm.nodes={have}, or --cluster names another one" if have else "--cluster names another one"
-        add("slurm.nodes", f"{nodes} nodes, cluster {cluster.name} has {have} that compute", fix)
+        fix = f"slurm.nodes={have}, or --cluster NAME for another cluster" if have else "--cluster NAME for another cluster"
+        add("slurm.nodes", f"the recipe needs {nodes} nodes; {called} has {have} compute node{'s' if have != 1 else ''}", fix)
     if compute.gpus and ranks > compute.gpus:
         fix = f"slurm.gpus_per_node={compute.gpus}"
-        add("slurm.gpus_per_node", f"{ranks} GPUs per node, cluster {cluster.name} has {compute.gpus}", fix)
+        add("slurm.gpus_per_node", f"the recipe needs {ranks} GPUs per node; {called} has {compute.gpus}", fix)
     minutes = parse_minutes(resolved.recipe.slurm.time) or 0
     if not minutes:
         add("slurm.time", f"{resolved.recipe.slurm.time} leaves no time to run", "slurm.time=24:00:00")
@@ -298,14 +300,16 @@ def fit_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
     problems = []
     if room is not None and found.needed > room:
         each = resolved.distribution.ranks_per_node
-        location = f"a {cluster.compute.gpu}" if cluster.compute.gpus else f"each of {each} processes on a node"
+        location = f"a {cluster.compute.gpu}" if cluster.compute.gpus else f"each of {each} processes per node"
         shares = ", ".join(f"{part.name} {part.value / GIB:.1f}" for part in found.peak.parts)
         text = (
             f"predicted {found.needed / GIB:.1f} GiB on each rank at the {found.peak.name}, {location} has {room / GIB:.1f} GiB"
         )
         least = least_nodes(resolved, cluster)
         fix = f"slurm.nodes={least} is the least with {each} ranks per node" if least else "no number of nodes helps"
-        fix += f"; clustertune plan {resolved.name} --advise names what fits"
+        fix += f"; clustertune plan {resolved.name} --advise lists what fits"
+        if cluster.name == LOCAL and not cluster.slurm and not cluster.compute.gpus:
+            fix = "this machine has no GPUs: name a cluster with --cluster NAME"
         problems.append(Problem(f"{text} (GiB: {shares})", file=resolved.name, key=GPU_MEMORY, fix=fix))
     node_bytes = cluster.compute.memory_gb * GIB
     if cluster.compute.gpus and found.host_bytes > node_bytes:

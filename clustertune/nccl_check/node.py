@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     number = os.environ.get("SLURM_NODEID", "") if given.node is None else str(given.node)
     if not number.isdigit():
-        parser.exit(2, "error: which node is this? give --node, or start it with srun\n")
+        parser.exit(2, "error: SLURM_NODEID is not set: give --node, or start it with srun\n")
     try:
         await_file(given.folder / "setup.json", PATIENCE_SECONDS)
         setup = Setup.read(given.folder)

@@ -313,14 +313,16 @@ def reasons(advice: Advice) -> list[tuple[CostedCandidate, str]]:
     for option in advice.fitting[1:]:
         winner = advice.fitting[0]
         ratio = option.key(advice.goal) / winner.key(advice.goal)
-        comparison = {"time": "slower", "cost": "dearer", "memory": "more memory"}[advice.goal]
+        comparison = {"time": "the total time", "cost": "the cost", "memory": "the memory"}[advice.goal]
         if ratio <= ALIKE:
-            text = "alike, with a quantised base or offloading" if option.burdens > winner.burdens else "alike"
+            text = f"no difference above {ALIKE - 1:.0%}"
+            if option.burdens > winner.burdens:
+                text += ", but quantises or offloads more"
             if (more := option.needed - winner.needed) > 0:
-                text += f", and {more / GIB:.1f} GiB more per GPU"
+                text += f", uses {more / GIB:.1f} GiB more per GPU"
             found.append((option, f"{text}: {option.why}"))
             continue
-        found.append((option, f"{ratio:.2f} x {comparison}: {option.why}"))
+        found.append((option, f"{ratio:.2f}x {comparison}: {option.why}"))
     return found + [(option, option.why) for option in advice.losing]
 
 

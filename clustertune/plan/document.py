@@ -37,7 +37,8 @@ def memory_parts(plan: Plan) -> dict[str, float]:
     names = {
         "gathered layers": "gathered",
         "gathered embedding and head": "gathered",
-        "checkpointed activations": "activations",
+        "saved layer inputs": "activations",
+        "one recomputed layer": "activations",
         "adapters": "weights",
         "reference model": "reference",
     }

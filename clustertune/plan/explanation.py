@@ -13,9 +13,8 @@ from clustertune.plan.predict import GIB, Plan
 from clustertune.plan.term import Term, number, quantity
 
 RANGE = (
-    "the range is how far the model was off on published runs, computing and links apart: four of five lie in it. It is of "
-    "the step alone, without loading, evaluations and checkpoints, at the bandwidth above: a slower link and other jobs' "
-    "traffic are not in it"
+    "range: 80 % of published runs fell inside it. It covers the step time only, not loading, evaluations or checkpoints, and "
+    "assumes the bandwidth above: a slower link or other jobs' traffic can exceed it"
 )
 
 
@@ -155,13 +154,13 @@ def why(plan: Plan, topic: str) -> list[str]:
         return _mfu(plan)
     if named not in known:
         names = [*known, "hours", "mfu"]
-        fix = did_you_mean(named, names) or f"known here: {', '.join(names)}"
+        fix = did_you_mean(named, names) or f"parts of this plan: {', '.join(names)}"
         raise UserError(Problem(f"the plan has no part {topic!r}", file="command line", key="--why", fix=fix))
     lines = list(dict.fromkeys(f"{term.name}: {term.arithmetic()}" for term in known[named] if term.value))
     if not lines:
         lines = [f"{named}: 0, this plan has none"]
     if named == "memory":
-        lines.insert(0, f"the peak is at the {plan.peak.name}; the other moments: {_others(plan)}")
+        lines.insert(0, f"peak: {plan.peak.name}; at other moments: {_others(plan)}")
     return lines
 
 
@@ -172,7 +171,7 @@ def _others(plan: Plan) -> str:
 def _hours(plan: Plan) -> list[str]:
     totals = plan.totals()
     if totals is None:
-        return [f"the number of steps is not known: {plan.schedule.steps_why}"]
+        return [f"the number of steps is unknown: {plan.schedule.steps_why}"]
     around = plan.schedule
     times = {"evaluation": around.evaluations, "checkpoint": around.checkpoints, "load": 1}
     lines = [f"steps: {around.steps:,}: {around.steps_why}"]
@@ -180,7 +179,7 @@ def _hours(plan: Plan) -> list[str]:
         count = times.get(name, around.steps)
         if value and count:
             lines.append(f"{name.replace('_', ' ')}: {count:,} x {quantity(value / count, 's')} = {value:,.0f} s")
-    return [*lines, f"together {sum(totals.values()):,.0f} s = {plan.hours:.2f} h"]
+    return [*lines, f"total {sum(totals.values()):,.0f} s = {plan.hours:.2f} h"]
 
 
 def _mfu(plan: Plan) -> list[str]:

@@ -355,7 +355,7 @@ class _Memory:
         values = {"tokens": shape.tokens, "bytes": whole, "inflight": inflight, "pp": plan.pp}
         text = "{tokens} tokens x {bytes} B (all layers) x {inflight} micro batches / {pp} stages"
         terms = [Term("activations", whole * scale, BYTES, text, values), self._experts((1 - plan.recompute.share) * share)]
-        return [*terms, Term("checkpointed activations", stored * scale, BYTES, text, values | {"bytes": stored})]
+        return [*terms, Term("saved layer inputs", stored * scale, BYTES, text, values | {"bytes": stored})]
 
     def _experts(self, share: float) -> Term:
         """Adapted experts with the update in them, which the product of a layer that is not recomputed keeps for backward."""
@@ -377,7 +377,7 @@ class _Memory:
             return []
         largest = self.largest_kept - min(self.policy.taken(kind) for kind in shape.counted.layers)
         values = {"tokens": shape.tokens, "bytes": largest}
-        return [Term("activations", largest * shape.tokens, BYTES, "one layer recomputed: {tokens} tokens x {bytes} B", values)]
+        return [Term("one recomputed layer", largest * shape.tokens, BYTES, "{tokens} tokens x {bytes} B", values)]
 
     # -- the loss and the update ------------------------------------------------------------------------------------------
 

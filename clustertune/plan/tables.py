@@ -60,11 +60,12 @@ def _answers(plan: Plan, price: Price | None) -> Table:
 
 def _rows(plan: Plan, price: Price | None) -> dict[str, str]:
     used, seconds, low, high = plan.strategy, plan.step.seconds, plan.low, plan.high
-    tensors, usable = plan.peak.bytes / GIB, plan.machine.usable_bytes / GIB
-    around = f"four of five runs: {seconds * low:.3g} to {seconds * high:.3g}"
+    needed, tensors, usable = (size / GIB for size in (plan.needed, plan.peak.bytes, plan.machine.usable_bytes))
+    parts = f"{tensors:.1f} tensors + {needed - tensors:.1f} CUDA and fragmentation"
+    around = f"80 % range {seconds * low:.3g} to {seconds * high:.3g} s"
     found = {
-        "fits": f"{'yes' if plan.fits else 'NO'}: {plan.needed / GIB:.1f} of {usable:.1f} GiB per GPU (tensors {tensors:.1f})",
-        "step": f"{quantity(seconds, 's')} ({around}), {plan.shape.step_tokens:,} tokens",
+        "fits": f"{'yes' if plan.fits else 'NO'}: {needed:.1f} of {usable:.1f} GiB per GPU ({parts})",
+        "step": f"{quantity(seconds, 's')} per step ({around}), {plan.shape.step_tokens:,} tokens per step",
         "throughput": f"{plan.tokens_per_s:,.0f} tokens/s, {plan.tokens_per_s / used.world_size:,.0f} per GPU",
         "utilisation": f"MFU {plan.utilisation(hardware=False):.1%}, HFU {plan.utilisation(hardware=True):.1%}",
         "time": f"unknown: {plan.schedule.steps_why}",
@@ -81,7 +82,7 @@ def _rows(plan: Plan, price: Price | None) -> dict[str, str]:
         if plan.hours and plan.schedule.save is not None:
             disk += f", {saves * plan.schedule.save.value / 36 / plan.hours:.1f} % of the time"
         if plan.schedule.interval is not None:
-            disk += f", one in {plan.schedule.interval.value:,.0f} s ({plan.schedule.save_steps:,} steps)"
+            disk += f", one every {plan.schedule.interval.value:,.0f} s ({plan.schedule.save_steps:,} steps)"
     if plan.schedule.local_bytes:
         disk += f"; {plan.schedule.local_bytes / 1e9:,.1f} GB on each node's own disk"
     return found | {"storage": disk}
@@ -92,7 +93,7 @@ def _money(plan: Plan, price: Price | None) -> str:
     if price is None:
         return f"no price of {plan.machine.gpu} in ops/prices.yaml"
     if money is None:
-        return "unknown, as the time is"
+        return "unknown, because the time is unknown"
     return f"{explanation.money(money)} (prices of {price.date})"
 
 
@@ -101,15 +102,15 @@ def _bar(plan: Plan, console: Console) -> None:
     whole = sum(found.values())
     shares = {name: value / whole for name, value in found.items()}
     line = "".join(MARKS[name] * round(share * BAR) for name, share in shares.items())
-    console.print(Text(f"a step  [{line[:BAR]:<{BAR}}]"))
+    console.print(Text(f"share of time  [{line[:BAR]:<{BAR}}]"))
     legend = ", ".join(
         f"{MARKS[n]} {n.replace('_', ' ')} {found[n]:.3g} s ({shares[n]:.0%})" for n in found if shares[n] >= 0.005
     )
-    console.print(Text(f"        {legend}"), soft_wrap=True)
+    console.print(Text(f"per step       {legend}"), soft_wrap=True)
 
 
 def _memory(plan: Plan) -> Table:
-    table = _table("part", "GiB", title=f"memory of a GPU at the {plan.peak.name}")
+    table = _table("part", "GiB", title=f"GPU memory at its peak: {plan.peak.name}")
     for name, value in memory_parts(plan).items():
         if value >= 0.005:
             table.add_row(name, f"{value:.2f}")
@@ -124,13 +125,13 @@ def compare(one: Plan, other: Plan, prices: Sequence[Price | None], console: Con
         table.add_row(*map(Text, (name, rows[0][name], rows[1].get(name, ""))))
     before, after = one.parts(), other.parts()
     for name in before:
-        table.add_row(f"s of {name.replace('_', ' ')}", f"{before[name]:.3g}", f"{after.get(name, 0.0):.3g}")
+        table.add_row(f"{name.replace('_', ' ')}, s per step", f"{before[name]:.3g}", f"{after.get(name, 0.0):.3g}")
     console.print(table)
     ratio = one.step.seconds / other.step.seconds
     faster = other if ratio > 1 else one
     # A step of two recipes may hold different numbers of tokens: the rate decides.
     rate = other.tokens_per_s / one.tokens_per_s
-    text = f"{faster.resolved.name}: a step in {min(ratio, 1 / ratio):.0%} of the time"
+    text = f"{faster.resolved.name}: a step takes {min(ratio, 1 / ratio):.0%} of the time"
     text += f"; {other.resolved.name} has {rate:.2f} x the tokens per second of {one.resolved.name}"
     console.print(Text(text), soft_wrap=True)
 
@@ -154,7 +155,7 @@ def advice(
         console.print()
         why[winner.candidate.family] = winner.why
     title = f"{found.searched:,} strategies searched, by {found.goal}"
-    table = _table("strategy", "nodes", "micro batch", "redone", "s a step", "hours", "cost", "GiB", title=title)
+    table = _table("strategy", "nodes", "micro batch", "recomputed", "s per step", "hours", "cost", "GiB", title=title)
     table.columns[0].no_wrap = True
     shown = [*local[:ROWS], *elsewhere[:1]]
     for index, option in enumerate(shown):
@@ -162,7 +163,7 @@ def advice(
             table.add_section()
         used, spent = option.strategy, _cost(option, price)
         hours = "" if option.hours is None else _hours(option.hours)
-        name = option.candidate.family if option.starts(cluster) else f"not started here: {option.candidate.family}"
+        name = option.candidate.family if option.starts(cluster) else f"needs Megatron image: {option.candidate.family}"
         table.add_row(
             name, str(used.nodes), f"{used.micro_batch} x {used.accumulation}", f"{used.recompute.share:.0%}",
             f"{option.step_s:.3g}", hours, "" if spent is None else f"{spent:,.0f}",
@@ -180,7 +181,7 @@ def advice(
     if left := len(local[ROWS:]) + len(elsewhere[1:]) + len(found.losing[1 if local else ROWS :]):
         console.print(Text(f"and {left} more: --json lists all"))
     if not local:
-        console.print(Text("Nothing that is started here fits: try more nodes (--nodes), or another GPU."))
+        console.print(Text("No strategy that this cluster can start fits: try more nodes (--nodes), or another GPU."))
 
 
 def _cost(option: CostedCandidate, price: Price | None) -> float | None:

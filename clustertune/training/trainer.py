@@ -387,7 +387,7 @@ class RankTrainer(ZeroTrainer):
         table[len(mine) * self.group.rank : len(mine) * (self.group.rank + 1)] = mine
         wanted, memory, taken, saving, due, *table = self.group.maximum([*values, *table])
         if taken:
-            raise superseded or UserError(Problem("another attempt has taken over: this one ends here"), ExitCode.AGAIN)
+            raise superseded or UserError(Problem("a newer attempt of this run is active; stopping this one"), ExitCode.AGAIN)
         self.peak_memory_bytes = max(self.peak_memory_bytes, int(memory))
         self.stopping, self.save_due = self.stopping or bool(wanted), bool(due)
         if mine:

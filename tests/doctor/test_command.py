@@ -50,7 +50,7 @@ def test_a_recipe_on_a_cluster() -> None:
     found = {item["rule"]: item for item in done.json["findings"]}
     assert done.json["cluster"] == "rno-rtxpro6000" and done.code in (1, 2)
     assert "saves-seldom" in found and "kernel" not in found and done.json["place"] is None
-    assert "no machine of rno-rtxpro6000" in run("doctor", "--cluster", "rno-rtxpro6000").out
+    assert "not in rno-rtxpro6000" in run("doctor", "--cluster", "rno-rtxpro6000").out
     assert run("doctor", "--cluster", "rno-rtxpro6000").code == 0
     found = {item["rule"] for item in run("doctor", "--cluster", "rno-rtxpro6000", "--here", "--json").json["findings"]}
     assert "kernel" in found and not {"interface", "mount-missing", "node-names", "gpu-count"} & found
@@ -118,7 +118,7 @@ slurm: {partition: gpu}
         (["--time", "5"], "is read only with --submit"),
         (["--submit", "--here"], "a job looks at its own nodes"),
         (["--submit", "--cluster", "local"], "has no Slurm"),
-        (["--dry-run"], "there is nothing to run but here"),
+        (["--dry-run"], "--dry-run needs --submit"),
         (["--run-dir", "runs/x"], "a recipe is missing"),
         (["--cluster", "nonsense"], "there is no cluster 'nonsense'"),
         (["--seconds", "0"], "--seconds"),

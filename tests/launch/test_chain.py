@@ -62,7 +62,7 @@ def test_a_command_killed_before_run_json_was_whole(tmp_path: Path, name: str, o
     if ours:
         assert chain.open_run(resolved, tmp_path, ["clustertune"]).run_json.exists()
     else:
-        with pytest.raises(UserError, match="something else than a run"):
+        with pytest.raises(UserError, match="is not a run folder"):
             chain.open_run(resolved, tmp_path, ["clustertune"])
 
 

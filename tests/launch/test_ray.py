@@ -234,7 +234,7 @@ def test_a_stop_saves_and_the_same_command_goes_on(tmp_path: Path, finished: tup
     saved(run, call, 2)
     call.send_signal(number)
     stopped = end(call)
-    assert stopped.code == 75 and "stopped as asked, at a saved step" in stopped.err
+    assert stopped.code == 75 and "stopped on request after saving" in stopped.err
     assert not list(run.glob("stop-*")) and not (run / "ray").exists()
     whole = end(driver(run))
     assert whole.code == 0, whole

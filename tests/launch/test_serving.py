@@ -98,8 +98,8 @@ def on(cluster: str, gpu: str | None = None, **container: object) -> Cluster:
         ("llama405b-oasst2", [], "dgx-h100", None, {"vllm": None}, 2, 8, "1 server over 2 nodes"),
         ("llama70b-fsdp2", [], "dgx-h100", None, {}, 1, 8, "2 servers, tensor parallel 4"),
         ("llama8b-lima", [], "dgx-h100", None, {}, 1, 8, "8 servers, tensor parallel 1"),
-        ("llama8b-lima", [], "dgx-h100", None, {"vllm": None}, 1, 1, "eval by hf"),
-        ("llama8b-lima", ["eval.backend=hf"], "dgx-h100", None, {}, 1, 1, "eval by hf"),
+        ("llama8b-lima", [], "dgx-h100", None, {"vllm": None}, 1, 1, "eval backend hf"),
+        ("llama8b-lima", ["eval.backend=hf"], "dgx-h100", None, {}, 1, 1, "eval backend hf"),
         ("llama70b-fsdp2", ["eval.tensor_parallel_size=16"], "dgx-h100", None, {}, 2, 8, "over 2 nodes, tensor parallel 16"),
     ],
 )  # fmt: skip
@@ -146,4 +146,4 @@ def test_other_tasks_are_said_to_be_estimated_as_ifeval() -> None:
         evaluation(resolve("llama8b-lima", [f"eval.tasks={tasks}"]), load_cluster("rno-rtxpro6000"))
         for tasks in ("[ifeval]", "[ifeval, mmlu]")
     ]
-    assert "IFEval" not in str(found[0]) and "mmlu taken as long as IFEval" in str(found[1])
+    assert "IFEval" not in str(found[0]) and "mmlu take as long as IFEval" in str(found[1])

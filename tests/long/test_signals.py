@@ -30,7 +30,7 @@ def test_asked_to_stop_before_there_is_a_rank(fresh: Fresh, number: signal.Signa
     time.sleep(0.5)
     command.signal(number)
     code, text = command.end(20)
-    assert code == 75 and "stopped as asked" in text, text
+    assert code == 75 and "stopped on request" in text, text
 
 
 def test_asked_to_stop_while_the_ranks_start(fresh: Fresh, reference: str) -> None:
@@ -82,7 +82,7 @@ def test_a_rank_is_asked_and_all_stop(fresh: Fresh, number: signal.Signals) -> N
     assert command.until(lambda: events(folder, "step"))
     command.signal(number, pids(folder, "rank")[-1])
     code, text = command.end()
-    assert code == 75 and "stopped as asked" in text, text
+    assert code == 75 and "stopped on request" in text, text
     assert events(folder, "checkpoint")[-1]["step"] == events(folder, "stop")[-1]["step"]
 
 

@@ -68,9 +68,9 @@ def test_recipes_and_clusters_by_path(recipe: Path, cluster: Path) -> None:
 
 
 USAGE: dict[str, tuple[list[str], str]] = {
-    "no recipe": ([], "1 recipe is wanted, 0 given"),
-    "two recipes": (["RECIPE", "RECIPE"], "1 recipe is wanted, 2 given"),
-    "one recipe to compare": (["RECIPE", "--compare"], "2 recipes are wanted, 1 given"),
+    "no recipe": ([], "one recipe is needed, got 0"),
+    "two recipes": (["RECIPE", "RECIPE"], "one recipe is needed, got 2"),
+    "one recipe to compare": (["RECIPE", "--compare"], "--compare needs two recipes, got 1"),
     "a recipe that is not there": (["no-such-recipe"], "there is no recipe"),
     "a part that is none": (["RECIPE", "--why", "nonsense"], "no part 'nonsense'"),
     "two questions": (["RECIPE", "--advise", "--why", "memory"], "exclude each other"),

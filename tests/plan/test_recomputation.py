@@ -101,7 +101,7 @@ def measured(of: ModelShape) -> dict[str, float]:
     work = micro_batch(of, machine(), constants())
     times = {term.name: term.value for term in [*work.forward, *work.backward]}
     return {
-        "activations": at_loss.get("activations", 0.0) + at_loss.get("checkpointed activations", 0.0),
+        "activations": at_loss.get("activations", 0.0) + at_loss.get("saved layer inputs", 0.0),
         "logits": at_loss.get("logits", 0.0),
         "peak": max(moment.bytes for moment in found),
         "products again": times.get("matrix products, recomputation", 0.0),

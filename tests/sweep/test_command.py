@@ -140,7 +140,7 @@ def test_metrics_decide_how_far_the_points_go(call: Call) -> None:
         (["tiny-oasst2", *WORDS, "--metric", "vibes"], "there is no metric 'vibes'"),
         (["tiny-oasst2", *WORDS, "--here", "--max-parallel", "2"], "--max-parallel: has no meaning with --here"),
         (["tiny-oasst2", "train.learning_rate=1e-3,9", "lora.r=0,8", "--here"], "lora.r: 0: must be at least 1"),
-        (["llama405b-oasst2", *WORDS, "--here"], "asks for 16 GPUs"),
+        (["llama405b-oasst2", *WORDS, "--here"], "needs 16 GPUs"),
         (["tiny-oasst2", "data.input=absent.jsonl,conversations.jsonl", "--here"], "data.input: no such file or folder"),
         (["--results", "nowhere"], "no such folder"),
         (["--results", "."], "is not a sweep"),
