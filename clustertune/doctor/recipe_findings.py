@@ -116,20 +116,21 @@ python3 -m clustertune.doctor                       # on a bare machine: Python 
 python3 -m clustertune.doctor --facts               # the collected facts as JSON, unchecked
 ```
 
-Each finding has a rule, what was found, why it matters, what to do, and a link to a report of the problem. `--json` prints one
-document, `--all` also shows checks that passed. Exit code 0: nothing found, 1: warnings, 2: what would stop or spoil a job. Checks
-that cannot run are reported as `unknown` and do not affect the exit code.
+Each finding has a rule, what was found, why it matters, what to do, and a link to a report of the problem. `--json` prints
+one document, `--all` also shows checks that passed. Exit code 0: nothing found, 1: warnings, 2: what would stop or spoil a
+job. Checks that cannot run are reported as `unknown` and do not affect the exit code.
 
 The same rules run in three places, and each finding names the machine: on the login node, in the container, and in the srun
-step, which has the ranks' limits, cores and GPUs. A login node without GPUs is not a fault. In a Slurm job (`salloc`, a
-batch script, or `--submit`) one step checks every node, in the cluster's container if it has one, and compares the nodes;
-`--here` checks this machine alone. On a machine that the cluster file does not name, such as a laptop, machine rules run only
-with `--here`.
+step, which has the ranks' limits, cores and GPUs. A login node without GPUs is not a fault. In a Slurm job (`salloc`, a batch
+script, or `--submit`) one step checks every node, in the cluster's container if it has one, and compares the nodes; `--here`
+checks this machine alone. On a machine that the cluster file does not name, such as a laptop, machine rules run only with
+`--here`.
 
-Every training job on Slurm begins with these checks: its log lists warnings and failures, and a failure ends the job with exit code 2
-and without a requeue. If a node does not answer, the job is requeued. In the cluster file `doctor: {ignore: [gpu-persistence, mtu]}`
-skips rules, in jobs too, and `doctor: {preflight: false}` skips the check before jobs. `--ignore RULE` skips a rule once. The checks
-change nothing, except that they create one-page files in cache folders and remove them again.
+Every training job on Slurm begins with these checks: its log lists warnings and failures, and a failure ends the job with
+exit code 2 and without a requeue. If a node does not answer, the job is requeued. In the cluster file `doctor: {ignore:
+[gpu-persistence, mtu]}` skips rules, in jobs too, and `doctor: {preflight: false}` skips the check before jobs. `--ignore
+RULE` skips a rule once. The checks change nothing, except that they create one-page files in cache folders and remove them
+again.
 
 `clustertune doctor sbatch FILE` checks a script by the [rules of batch scripts](sbatch-lint.md). Measurements between GPUs have
 [separate rules](nccl-verdicts.md), in addition to the machine rules that concern NCCL.
