@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from clustertune.config.cluster_schema import Cluster, Host
 
 ops_app = typer.Typer(no_args_is_help=True, help="Set up the machines of a cluster file.")
-storage_app = typer.Typer(
-    no_args_is_help=True, help="Set up one node's storage: exported disks (bricks), mounts, and the pool that joins them."
-)
+storage_app = typer.Typer(no_args_is_help=True, help="Set up one node's storage: bricks, exports, mounts, pool.")
 ops_app.add_typer(storage_app, name="storage")
 ops_slurm.add(ops_app)
 
@@ -111,10 +109,10 @@ def apply(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what plan shows; change nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Set up this machine as the cluster file says; repeating it changes nothing.
+    """Set up this machine's storage as the cluster file says.
 
-    Every changed file keeps a dated backup and every line that clustertune did not write. Exit 0: done; 1: something remains,
-    which is listed; 2: nothing was changed.
+    Running it again changes nothing. Every changed file keeps a dated backup and every line that clustertune did not write.
+    Exit 0: done; 1: something remains, which is listed; 2: nothing was changed.
     """
     from clustertune.config.cluster import load_cluster
     from clustertune.ops.files import NODE

@@ -227,7 +227,7 @@ def demo_slurm(
     run_dir: Annotated[Path | None, path_option("Run folder. Default: a new one in runs/rehearsal/.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a scaled-down recipe on a temporary Slurm on this machine.
+    """Run a scaled-down recipe on a temporary Slurm.
 
     Starts the cluster, submits the real job script launch/run.sbatch, follows the job to its end, and stops the cluster.
     """

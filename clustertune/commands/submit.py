@@ -61,7 +61,7 @@ def submit(
     status: Annotated[Path | None, path_option("Show the jobs of a run instead.", "--status", metavar="RUN")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run the chain on Slurm: one job per stage, each with its own size.
+    """Run the chain on Slurm: one job per stage.
 
     Every sbatch option is derived from the recipe and the cluster file. Finished stages are not submitted again.
     """
