@@ -389,6 +389,6 @@ def test_a_dry_run_of_submit_is_a_summary(call: Call) -> None:
     code, short, _ = call(*words)
     lines = short.splitlines()
     assert code == 0 and len(lines) < 20 and "#SBATCH" not in short
-    assert [line.split()[0] for line in lines if re.match(r"\w+ +\d+ nodes?, ", line)] == list(STAGES)
+    assert [line.split()[0] for line in lines if re.match(r"\w+ +\d+ nodes?[,:] ", line)] == list(STAGES)
     code, whole, _ = call(*words, "--verbose")
     assert code == 0 and whole.count("--job-name=") == len(STAGES) and "$ srun" in whole

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from clustertune import secrets
 from clustertune.config.resolved import Resolved
 from clustertune.console import escape, say
 from clustertune.data import prepare as conversations
-from clustertune.data.rejects import count_words
 from clustertune.errors import UserError
 
 MARKS = ("[[", "]]")
@@ -98,8 +96,6 @@ def tell(document: dict[str, Any]) -> None:
         say(text)
     for part in document.get("sources", ()):
         say(f"{part['name']}: {part['conversations']:,} conversations of {part['rows']:,} rows")
-    if document["reused"] and document["rejected"]:  # else they were named while the rows were read
-        say(f"rejected rows: {count_words(Counter(document['rejected']))}; see {document['dir']}/rejected.jsonl")
     if document["tokens_per_s"] is not None:
         say(f"tokenised at {document['tokens_per_s']:,} tokens/s")
     say(f"in {document['dir']}")

@@ -75,6 +75,8 @@ def prepare(data: Data, *, recipe_folder: Path, seed: int, out: Path, input_path
     warnings = [*(text for _, source in sources for text in source.warnings), *meta["warnings"], *_differences(data, meta)]
     for warning in warnings:
         say(f"warning: {warning}")
+    if reused:
+        _report(Counter(meta["rejected"]), [], out)
     if meta["unused"]:
         say(f"ignored columns: {', '.join(meta['unused'])}")
     summary = {name: meta[name] for name in (*SPLITS, "rejected", "unused")}

@@ -313,7 +313,7 @@ def reasons(advice: Advice) -> list[tuple[CostedCandidate, str]]:
     for option in advice.fitting[1:]:
         winner = advice.fitting[0]
         ratio = option.key(advice.goal) / winner.key(advice.goal)
-        comparison = {"time": "the total time", "cost": "the cost", "memory": "the memory"}[advice.goal]
+        comparison = {"time": "the time", "cost": "the cost", "memory": "the memory"}[advice.goal]
         if ratio <= ALIKE:
             text = f"no difference above {ALIKE - 1:.0%}"
             if option.burdens > winner.burdens:

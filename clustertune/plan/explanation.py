@@ -97,7 +97,7 @@ def assumptions(plan: Plan) -> list[str]:
     known = ", calibrated" if "compute_scale" in constants.calibrated else ""
     found.append(f"matrix products reach {share:.0%} of {machine.peak_flops / 1e12:,.0f} TFLOP/s ({machine.generation}{known})")
     if not plan.schedule.steps:
-        found.append(f"the number of steps is not known: {plan.schedule.steps_why}")
+        found.append(f"the number of steps is unknown: {plan.schedule.steps_why}")
     else:
         found.append(f"{plan.schedule.steps:,} steps: {plan.schedule.steps_why}")
     found.append(f"storage: {machine.storage_note}")

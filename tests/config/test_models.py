@@ -129,7 +129,7 @@ def test_a_model_of_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert find_model("some/model").section == {"name": "some/model", "revision": commit}
-    with pytest.raises(UserError, match="did you mean Qwen/Qwen3-8B"):
+    with pytest.raises(UserError, match="known model: Qwen/Qwen3-8B"):
         find_model("Qwen/Qwen3-8")
 
 

@@ -203,8 +203,8 @@ def test_each_goal_ranks_by_its_own_quantity(tmp_path: Path, where: Callable[[in
         assert all(later * advisor.ALIKE >= earlier for earlier, later in itertools.pairwise(values))
         told = {option.candidate.family: text for option, text in advisor.reasons(advice)}
         assert set(told) == {o.candidate.family for o in [*advice.fitting[1:], *advice.losing]}
-        words = {"time": "slower", "cost": "dearer", "memory": "more memory"}[goal]
-        assert all(re.search(f"{words}|alike", told[option.candidate.family]) for option in advice.fitting[1:])
+        words = {"time": "x the time", "cost": "x the cost", "memory": "x the memory"}[goal]
+        assert all(re.search(f"{words}|no difference", told[option.candidate.family]) for option in advice.fitting[1:])
         assert all("needs" in told[option.candidate.family] for option in advice.losing)
 
 
@@ -328,9 +328,9 @@ def test_what_is_not_started_here_stands_below_the_line(tmp_path: Path, where: C
     assert megatron and not any(option.starts(plain) for option in megatron) and all(o.starts(other) for o in advice.fitting)
     shown = run("plan", str(recipe), "--cluster", str(file), "--advise").out
     first, table = shown.splitlines()[0], shown[shown.index("searched") :]
-    assert not first.startswith("TP") and table.count("not started here") == 1
+    assert not first.startswith("TP") and table.count("needs Megatron image") == 1
     rows = [line for line in table.splitlines() if re.search(r" \d+ x \d+ +\d+%", line)]
-    assert len(rows) == ROWS + 1 and "not started here" in rows[-1]
+    assert len(rows) == ROWS + 1 and "needs Megatron image" in rows[-1]
 
 
 @pytest.mark.usefixtures("few_sizes")

@@ -275,4 +275,4 @@ def test_a_calibration_of_another_cluster_is_refused(tmp_path: Path, recipe: Pat
 def test_an_unknown_part_is_answered_with_those_there_are(recipe: Path, cluster: Path) -> None:
     """There are too many to guess."""
     text = refused(recipe, "--cluster", cluster, "--why", "xyz")
-    assert "known here: compute, communication" in text and text.endswith("hours, mfu")
+    assert "parts of this plan: compute, communication" in text and text.endswith("hours, mfu")
