@@ -1,4 +1,4 @@
-"""The command line. Each command is thin: arguments in, one function of a room, a table or one JSON document out."""
+"""The command line. Each command is thin: arguments in, one function of the package, a table or one JSON document out."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def prepare(
     Every bad row is counted and reported with file and line. Uses all cores; the result is kept and reused.
     """
     from clustertune.commands.preparing import prepare as make
-    from clustertune.commands.preparing import tell
+    from clustertune.commands.preparing import print_summary
     from clustertune.config.resolve import resolve
     from clustertune.launch import cluster_paths
 
@@ -176,7 +176,7 @@ def prepare(
     if as_json:
         emit_json(result)
     else:
-        tell(result)
+        print_summary(result)
 
 
 @app.command()

@@ -76,7 +76,7 @@ def raise_if(problems: Iterable[Problem], code: ExitCode = ExitCode.CONFIG) -> N
 
 
 @contextmanager
-def gathered(problems: list[Problem]) -> Iterator[None]:
+def collect_problems(problems: list[Problem]) -> Iterator[None]:
     """Within: a UserError ends the block, and what it says comes to ``problems``; the rest is still looked at."""
     try:
         yield

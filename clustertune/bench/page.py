@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from clustertune.config.distribution import words
+from clustertune.config.distribution import format_distribution
 
 NONE = "-"
 
@@ -77,7 +77,7 @@ def _head(body: Mapping[str, Any], recipe_file: str) -> Iterator[str]:
     yield f"- recipe: [{recipe_file}]({recipe_file}), sha256 {body['resolved']['sha256'][:16]}"
     if changed := body.get("overrides"):
         yield f"- overrides: `{shlex.join(changed)}`"
-    yield f"- distribution: {words(body['distributed']) or 'unknown'}"
+    yield f"- distribution: {format_distribution(body['distributed']) or 'unknown'}"
     if body["command"]:
         yield f"- command: `{shlex.join(map(str, body['command']))}`"
 

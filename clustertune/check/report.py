@@ -110,7 +110,7 @@ SAME = {
 """A recipe's rule, and those of the machine that tell the same of the same file or folder."""
 
 
-def once(machine: Sequence[Finding], recipe: Sequence[Finding]) -> list[Finding]:
+def deduplicate(machine: Sequence[Finding], recipe: Sequence[Finding]) -> list[Finding]:
     """Both, without what the machine's rules say less exactly of what the recipe's rules have found as well."""
     found = {item.rule: item.where for item in recipe if item.status in (WARN, FAIL) and item.rule in SAME}
     repeated = {other for rule in found for other in SAME[rule] if rule != "env-file"}

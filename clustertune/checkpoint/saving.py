@@ -87,7 +87,7 @@ class Store(Protocol):
     def prune(self) -> list[Path]: ...
 
 
-def words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What went wrong, in one line."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
@@ -194,7 +194,7 @@ class StateWriter:
             finite = all(bool(torch.isfinite(part).all()) for part in state.parts[: state.trained])
             found = found or (digest(state.parts) if state.parts else None)
         except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
-            fault = (words(error), isinstance(error, OSError) or bool(storage_cause(error)) or is_full(folder))
+            fault = (describe_error(error), isinstance(error, OSError) or bool(storage_cause(error)) or is_full(folder))
         gathered = self._ranks.gather((fault, found, finite))
         if failed := [f"rank {rank}: {one[0]}" for rank, (one, _, _) in enumerate(gathered) if one]:
             raise NotSaved("; ".join(failed), stored=any(one and one[1] for one, _, _ in gathered))

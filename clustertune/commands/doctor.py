@@ -189,7 +189,7 @@ def answer(args: DoctorArguments) -> int:
         raise UserError(Problem("--dry-run needs --submit", file=COMMAND_LINE, key="--dry-run", fix="add --submit"))
     else:
         found, facts, hosts = _look_locally(args, cluster)
-    found = reports.once(found, _of_recipe(args, cluster, facts))
+    found = reports.deduplicate(found, _of_recipe(args, cluster, facts))
     return _tell(args, cluster, reports.Report(found, left_out), facts, hosts)
 
 

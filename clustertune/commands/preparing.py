@@ -84,7 +84,7 @@ def _tokenizer(resolved: Resolved, dataset: Path) -> Iterator[Any]:
     yield tokenizer
 
 
-def tell(document: dict[str, Any]) -> None:
+def print_summary(document: dict[str, Any]) -> None:
     """The same for a person; samples go to stdout."""
     for split in conversations.SPLITS:
         one = document[split]

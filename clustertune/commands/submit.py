@@ -242,7 +242,7 @@ class Submission:
     def warnings(self) -> list[str]:
         """What is allowed and probably not meant."""
         from clustertune.launch import cluster_paths, shape
-        from clustertune.plan.schedule import beyond_the_end
+        from clustertune.plan.schedule import check_schedule_end
 
         caches = [
             (setting.name, Path(setting.value)) for setting in self.variables if setting.name in ("HF_HOME", "HF_HUB_CACHE")
@@ -252,7 +252,7 @@ class Submission:
             *self.resolved.warnings,
             *self.machine.notes,
             *shape.warnings(self.resolved, self.machine),
-            *beyond_the_end(self.resolved),
+            *check_schedule_end(self.resolved),
             *self.notes,
             *unseen,
         ]

@@ -23,7 +23,7 @@ from clustertune.config.cluster_schema import (
     SlurmFacts,
     expand_nodes,
 )
-from clustertune.config.findings import Found, as_problems, salvage, schema_findings
+from clustertune.config.findings import Found, as_problems, parse_partial, schema_findings
 from clustertune.config.hardware import GpuModel, load_hardware, read_hardware
 from clustertune.config.load import did_you_mean
 from clustertune.config.yamlfile import Document, KeyPath
@@ -79,13 +79,13 @@ def _check_name(stated: object, name: str | None) -> Iterator[Found]:
 def _contradictions(data: dict[str, Any]) -> Iterator[Found]:
     """What the readable parts of the sections say against themselves and each other."""
     listed = data.get("nodes")
-    found = [salvage(Host, item) for item in listed] if isinstance(listed, list) else []
+    found = [parse_partial(Host, item) for item in listed] if isinstance(listed, list) else []
     hosts = [host for host, _ in found]
     complete = bool(hosts) and all(whole for _, whole in found)
-    compute, _ = salvage(Compute, data.get("compute"))
-    network, _ = salvage(Network, data.get("network"))
-    slurm, _ = salvage(SlurmFacts, data.get("slurm"))
-    container, _ = salvage(Container, data.get("container"))
+    compute, _ = parse_partial(Compute, data.get("compute"))
+    network, _ = parse_partial(Network, data.get("network"))
+    slurm, _ = parse_partial(SlurmFacts, data.get("slurm"))
+    container, _ = parse_partial(Container, data.get("container"))
     yield from _check_hosts(hosts)
     if complete:  # else who is missing may be the one that cannot be read
         yield from _check_roles([host for host in hosts if host], data.get("slurm") is not None)
@@ -424,7 +424,7 @@ _KERNEL = re.compile(r"/(dev|proc|run|sys)(/.*)?")
 def check_storage(storage: Mapping[str, Any], hosts: Sequence[Host | None]) -> Iterator[Found]:
     """Everything that is wrong with bricks, pool and folders; a part that could not be read is None."""
     listed = storage.get("bricks", [])
-    found = [salvage(Brick, item) for item in listed] if isinstance(listed, list) else []
+    found = [parse_partial(Brick, item) for item in listed] if isinstance(listed, list) else []
     bricks = [(("storage", "bricks", str(index)), brick) for index, (brick, _) in enumerate(found) if brick]
     whole = isinstance(listed, list) and all(good for _, good in found)
     names = {host.name: host for host in hosts if host and host.name}
@@ -444,7 +444,7 @@ def check_storage(storage: Mapping[str, Any], hosts: Sequence[Host | None]) -> I
         if whole and host and "nfs" in (host.roles or ()) and host.name not in owners:
             message = f"{host.name} has the role nfs but no brick"
             yield ("nodes", str(index), "roles"), message, "add it to storage.bricks, or take the role away"
-    pool, _ = salvage(Pool, storage.get("pool"))
+    pool, _ = parse_partial(Pool, storage.get("pool"))
     if pool and pool.mount:
         yield from _check_pool(pool, bricks, whole)
     mounts = [brick.mount for _, brick in bricks if brick.mount] + ([pool.mount] if pool and pool.mount else [])

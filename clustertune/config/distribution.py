@@ -153,16 +153,16 @@ class Distribution:
         return cls(**{**body, "recompute": Recompute(**recompute), "notes": tuple(body["notes"])})
 
 
-def words(quantization: Any) -> str | None:
-    """The distribution that a run's record tells (``distributed`` of run.json, results of ``bench``), as ``FSDP 2 (tp 2)``.
+def format_distribution(distributed: Any) -> str | None:
+    """A run's recorded distribution (``distributed`` of run.json, results of ``bench``) as ``FSDP 2 (tp 2)``.
 
-    None where it tells none, whatever it holds.
+    None if ``distributed`` is anything else.
     """
-    if not isinstance(quantization, Mapping) or quantization.get("type") is None:
+    if not isinstance(distributed, Mapping) or distributed.get("type") is None:
         return None
-    version, mesh = quantization.get(acc.VERSION), quantization.get("mesh")
+    version, mesh = distributed.get(acc.VERSION), distributed.get("mesh")
     sizes = ", ".join(f"{name} {size}" for name, size in mesh.items()) if isinstance(mesh, Mapping) else ""
-    return f"{quantization['type']}{f' {version}' if version else ''}{f' ({sizes})' if sizes else ''}"
+    return f"{distributed['type']}{f' {version}' if version else ''}{f' ({sizes})' if sizes else ''}"
 
 
 def mixed_precision(train: Mapping[str, Any]) -> str:

@@ -47,7 +47,7 @@ def as_problems(found: Iterable[Found], document: Document) -> list[Problem]:
     ]
 
 
-def salvage(model: type[Part], value: object) -> tuple[Part | None, bool]:
+def parse_partial(model: type[Part], value: object) -> tuple[Part | None, bool]:
     """What of a section can be read, the rest None, and whether all of it could; (None, False) where there is no section.
 
     One wrong key must not hide that two others contradict each other.

@@ -12,7 +12,7 @@ from typing import Any
 
 from clustertune.config.schema import NAME, named_bases, without_old_keys
 from clustertune.config.yamlfile import Document, KeyPath, parse_value, read_yaml
-from clustertune.errors import Problem, UserError, gathered
+from clustertune.errors import Problem, UserError, collect_problems
 from clustertune.tree import ROOT
 
 RECIPES = ROOT / "recipes"
@@ -40,8 +40,8 @@ class Layers:
     shown: str
     """The recipe folder as it is named in messages."""
     layers: list[Layer] = field(default_factory=list)
-    beside: dict[str, Document] = field(default_factory=dict)
-    """Overrides of the files beside the recipe, by their prefix: ``accelerate``, ``deepspeed``."""
+    file_overrides: dict[str, Document] = field(default_factory=dict)
+    """Overrides of the accelerate and DeepSpeed files, by their prefix: ``accelerate``, ``deepspeed``."""
 
     @property
     def recipe_read(self) -> bool:
@@ -145,7 +145,7 @@ def read_layers(folder: Path, shown: str, overrides: Sequence[str]) -> tuple[Lay
     except UserError as error:
         problems += error.problems
         recipe = None
-    command_line, layers.beside, wrong = read_overrides(overrides)
+    command_line, layers.file_overrides, wrong = read_overrides(overrides)
     problems += wrong
     if recipe is None:
         return layers, problems
@@ -157,7 +157,7 @@ def read_layers(folder: Path, shown: str, overrides: Sequence[str]) -> tuple[Lay
         del asking.data["base"]  # reported once: the schema would report it again
         bases = []
     for base in bases:
-        with gathered(problems):
+        with collect_problems(problems):
             layers.layers.append(_read_base(base, asking, folder, shown))
     layers.layers.append(Layer("recipe", recipe))
     if command_line.data:

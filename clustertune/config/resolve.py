@@ -21,7 +21,7 @@ from clustertune.config.resolved import Derived, Resolved, is_there
 from clustertune.config.schema import NAME, ActivationCheckpointing, Megatron, Recipe, read_section
 from clustertune.config.tiny import scale_deepspeed, scale_mesh, tiny_layer
 from clustertune.config.yamlfile import Document, KeyPath, leaves, read_text, read_yaml
-from clustertune.errors import Problem, UserError, gathered
+from clustertune.errors import Problem, UserError, collect_problems
 
 MAX_RANKS = 10**6
 _SAVING = ("save_strategy", "save_steps")
@@ -106,7 +106,7 @@ class _Work:
         folder, shown = self.layers.folder, self.layers.shown
         self.megatron = read_section(Megatron, self.values.get("megatron"))
         self._read_distribution(folder, shown)
-        with gathered(self.problems):
+        with collect_problems(self.problems):
             own = (folder / DESCRIPTION).is_file()
             origin = None if own else same_model(folder, self.values.get("model"))
             file = (f"{shown}/{DESCRIPTION}", folder) if origin is None else (f"{origin.name}/{DESCRIPTION}", origin)
@@ -114,7 +114,7 @@ class _Work:
         model = self.values.get("model")
         template = model.get("chat_template") if isinstance(model, dict) else None
         if isinstance(template, str) and _is_file_name(template):
-            with gathered(self.problems):
+            with collect_problems(self.problems):
                 shared = base_folder(folder) / template
                 own = (folder / template).is_file() or not shared.is_file()
                 origin = folder / template if own else shared
@@ -122,7 +122,7 @@ class _Work:
 
     def _read_distribution(self, folder: Path, shown: str) -> None:
         """The accelerate file and DeepSpeed's, with what the command line lays over them."""
-        given = self.layers.beside
+        given = self.layers.file_overrides
         named = self.values.get("accelerate", self.accelerate_file)
         if not isinstance(named, str) or not _is_file_name(named):
             return  # the schema says what is wrong
@@ -135,7 +135,7 @@ class _Work:
                 for key in acc.flat(document)
             ]
             return
-        with gathered(self.problems):
+        with collect_problems(self.problems):
             document = read_yaml(folder / named, f"{shown}/{named}", core=False)
             self.accelerate = acc.lay_over(document, given.get("accelerate"))
             self.deepspeed_overrides = acc.flat(given.get("deepspeed"))
@@ -162,12 +162,12 @@ class _Work:
 
     def _scale_distribution(self, accelerate: Document) -> dict[str, Any]:
         """The files beside the recipe for a tiny run; what the command line says about them is left alone."""
-        if "parallelism_config" not in acc.top(self.layers.beside.get("accelerate")):
+        if "parallelism_config" not in acc.top(self.layers.file_overrides.get("accelerate")):
             self.accelerate, scaled = scale_mesh(accelerate, self.world)
             self.derived += scaled
         if self.deepspeed is not None:
             small = Document("--tiny", scale_deepspeed(self.deepspeed.data))
-            given = self.layers.beside.get("deepspeed")
+            given = self.layers.file_overrides.get("deepspeed")
             self.deepspeed = acc.lay_over(acc.lay_over(self.deepspeed, small), given)
             self.deepspeed_overrides = acc.flat(small) | self.deepspeed_overrides
         return self.accelerate.data if self.accelerate else {}
@@ -348,7 +348,7 @@ class _Work:
             accelerate_file=self.accelerate_file,
             tiny=self.tiny,
             chat_template=self.chat_template,
-            accelerate_overrides=acc.flat(self.layers.beside.get("accelerate")),
+            accelerate_overrides=acc.flat(self.layers.file_overrides.get("accelerate")),
             deepspeed=self.deepspeed.data if self.deepspeed else None,
             deepspeed_overrides=self.deepspeed_overrides,
             derived=self.derived,

@@ -14,7 +14,7 @@ from clustertune import manifest
 from clustertune.config import quantization
 from clustertune.console import say
 from clustertune.data.tokenizer import render_turn
-from clustertune.errors import Problem, UserError, gathered
+from clustertune.errors import Problem, UserError, collect_problems
 from clustertune.merge.base import find_shards, read_base, read_weights
 
 SHOWN = 5
@@ -77,7 +77,7 @@ def check_model(
     if not folder.is_dir():
         return None, [Problem("no such folder", file=str(folder), fix="give the folder of a model in Hugging Face's layout")]
     problems = _check_config(folder) + check_weights(folder)
-    with gathered(problems):
+    with collect_problems(problems):
         problems += manifest.DigestComparison(folder).problems  # the weights are compared while they are loaded
     tokenizer, found = _load_tokenizer(tokenizer_path, chat)
     problems += found

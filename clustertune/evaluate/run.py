@@ -16,7 +16,7 @@ from typing import Any
 from clustertune import manifest
 from clustertune.config.schema import Eval
 from clustertune.config.tasks import Seeds
-from clustertune.errors import Problem, UserError, gathered, raise_if, storage_error
+from clustertune.errors import Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.evaluate import backend as backends
 from clustertune.evaluate import inputs, paired, tasks
 from clustertune.evaluate.answers import AnswerLog, RecordedLM, hold
@@ -120,7 +120,7 @@ def _prepared(
         problems += check_device(device)
         if adapter is not None:
             problems += check_adapter(model, adapter)
-        with gathered(problems):
+        with collect_problems(problems):
             own = stack.enter_context(inputs.opened(settings.tasks, data, benchmark, scratch))
             loaded, places = tasks.load(settings.tasks, own.write_tasks(settings, scratch / TASK), settings)
             problems += _check_marks(loaded, settings)

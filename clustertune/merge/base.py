@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clustertune.errors import Problem, UserError, gathered, raise_if
+from clustertune.errors import Problem, UserError, collect_problems, raise_if
 from clustertune.manifest import DigestComparison
 from clustertune.tensorfile import Tensor, TensorHeader, read_header
 
@@ -148,7 +148,7 @@ def read_base(folder: Path) -> Base:
         raise UserError(Problem("no such folder", file=str(folder)))
     problems: list[Problem] = []
     config: dict[str, Any] = {}
-    with gathered(problems):
+    with collect_problems(problems):
         config = read_json(folder / "config.json")
         problems += _config_problems(config, folder / "config.json")
     try:

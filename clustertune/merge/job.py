@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.errors import ExitCode, Problem, UserError, gathered
+from clustertune.errors import ExitCode, Problem, UserError, collect_problems
 from clustertune.manifest import Manifest, hash_file
 from clustertune.merge.base import Base, read_base
 from clustertune.merge.lora import Adapter, read_adapter
@@ -96,11 +96,11 @@ def prepare(base: Path, adapter: Path, out: Path, shard_size: str | int) -> Merg
     fitted: Adapter | None = None
     limit = 0
     problems += place_problems(base, adapter, out)
-    with gathered(problems):
+    with collect_problems(problems):
         limit = parse_size(shard_size)
-    with gathered(problems):
+    with collect_problems(problems):
         model = read_base(base)
-    with gathered(problems):
+    with collect_problems(problems):
         fitted = read_adapter(adapter, model)
     if problems or model is None or fitted is None:
         raise UserError(problems)

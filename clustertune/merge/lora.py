@@ -16,7 +16,7 @@ from clustertune.config.findings import Found, as_problems, schema_findings
 from clustertune.config.native_rules import LORA_VARIANTS
 from clustertune.config.schema import Number, Positive
 from clustertune.config.yamlfile import Document
-from clustertune.errors import Problem, UserError, gathered, raise_if
+from clustertune.errors import Problem, UserError, collect_problems, raise_if
 from clustertune.manifest import MANIFEST, find_problems, hash_file
 from clustertune.merge.base import EMBEDDINGS, Base, read_json
 from clustertune.merge.streams import CHUNK, read_exactly
@@ -232,7 +232,7 @@ def _read_files(folder: Path) -> tuple[LoraSettings, list[Tensor]]:
         raise UserError(Problem("no such folder", file=str(folder)))
     problems: list[Problem] = []
     settings, tensors = None, list[Tensor]()
-    with gathered(problems):
+    with collect_problems(problems):
         settings = read_settings(read_json(folder / CONFIG), folder / CONFIG)
     weights = folder / WEIGHTS
     try:

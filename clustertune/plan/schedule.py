@@ -136,7 +136,7 @@ def schedule(
     )  # fmt: skip
 
 
-def beyond_the_end(resolved: Resolved, steps: int | None = None) -> list[str]:
+def check_schedule_end(resolved: Resolved, steps: int | None = None) -> list[str]:
     """What a recipe names by a step that its training does not have. ``steps``: as far as they are known before, if None."""
     why = ""
     if steps is None:

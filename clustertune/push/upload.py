@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.adapter.export import ADAPTER_FILES
-from clustertune.config.distribution import words
+from clustertune.config.distribution import format_distribution
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.evaluate import scores as evaluation
 from clustertune.host.credentials import holds_secret
@@ -270,7 +270,7 @@ def _training(run: RunDir, document: Mapping[str, Any], metrics: Metrics, sealed
     """Distribution, hardware, steps, losses, time."""
     distributed = document.get("distributed") or {}
     ranks = distributed.get("world_size") or get(document, "recipe", "world_size")
-    yield "distribution", words(distributed) or ""
+    yield "distribution", format_distribution(distributed) or ""
     yield "ranks", ranks
     yield "nodes", source.nodes_of(run.path, document)
     yield "GPUs", _gpus(document, ranks)

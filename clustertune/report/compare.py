@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clustertune.config import distribution as distributions
-from clustertune.errors import ExitCode, Problem, UserError, gathered, raise_if, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.report import cost, forms, plots, telemetry
 from clustertune.report.content import get
 from clustertune.report.metrics import Metrics, read_metrics
@@ -123,7 +123,7 @@ def compare(paths: Sequence[Path]) -> Comparison:
         fix = "clustertune compare RUN RUN..."
         raise UserError(Problem(f"{len(paths)} given, two are the least", file="command line", key="RUN_OR_JSON", fix=fix))
     for path in paths:
-        with gathered(problems):
+        with collect_problems(problems):
             entries.append(read(path))
     raise_if(problems)
     _name_apart(entries)
@@ -251,7 +251,7 @@ def _run(path: Path) -> ComparedRun:
         "dataset": get(resolved, "recipe", "data", "name"),
         "nodes": nodes,
         "interconnect": _interconnect(run, nodes),
-        "distribution": distributions.words(run.get("distributed")),
+        "distribution": distributions.format_distribution(run.get("distributed")),
         "status": _state(metrics),
     }
     if metrics.steps:
@@ -335,7 +335,7 @@ def _bench(path: Path, body: Mapping[str, Any]) -> ComparedRun:
         "steps": steps,
         "model": get(body, "model"),
         "dataset": get(body, "dataset"),
-        "distribution": distributions.words(body.get("distributed")),
+        "distribution": distributions.format_distribution(body.get("distributed")),
         "fsdp": get(body, "distributed", "type") == "FSDP",
         "bf16": get(body, "bf16"),
         "torch": get(body, "versions", "torch"),

@@ -20,7 +20,7 @@ from clustertune.data import sequences
 from clustertune.data.tokenizer import check_labels, load_tokenizer
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.plan import AttemptPlan
-from clustertune.plan.schedule import beyond_the_end
+from clustertune.plan.schedule import check_schedule_end
 from clustertune.process import StopFlag
 from clustertune.rundir import RunDir
 from clustertune.training import base_model, build, deepspeed, figures, kernels, packing, recompute, sharding, tracker
@@ -63,7 +63,7 @@ class _BeforeFirstStep(TrainerCallback):  # type: ignore[misc]
         self._session.facts["recomputed_layers"] = str(recompute.apply(self.trainer.model, resolved))
         figures.attach(self.trainer, resolved, recompute.layers_of, self._session.facts["gpu0"])
         if self._session.group.rank == 0:
-            for text in beyond_the_end(resolved, self.trainer.state.max_steps):
+            for text in check_schedule_end(resolved, self.trainer.state.max_steps):
                 self._session.tell(f"warning: {text}")
             self._session.open_console(self.trainer.state.max_steps)
             facts = {**found.as_dict(), **self._session.facts}

@@ -40,8 +40,8 @@ from clustertune.checkpoint.saving import (
     StateWriter,
     WrittenCheckpoint,
     collected,
+    describe_error,
     digest,
-    words,
 )
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.manifest import SHA256, XXH3_128, FileRecord
@@ -492,7 +492,7 @@ class RankTrainer(ZeroTrainer):
                 raise
             # This rank leaves alone, and the others fail at the next thing they do together: a collective here, to agree
             # on the failure, would meet another one of a rank that is still inside the save, and both would wait.
-            raise self._not_saved(step, f"rank {self.group.rank}: {words(error)}") from error
+            raise self._not_saved(step, f"rank {self.group.rank}: {describe_error(error)}") from error
         self._saving = self._start(folder, meta, state, began, local=local)
         self._saved_locally, self._saved_step = (step, self._saved_step) if local else (self._saved_locally, step)
         if self.stopping or self.is_at_end or not self._saving.behind:
@@ -557,7 +557,7 @@ class RankTrainer(ZeroTrainer):
         except NotFinite as error:
             raise self._non_finite(step, [f"rank {rank}: trained parameters" for rank in error.ranks]) from None
         except (NotSaved, OSError) as error:
-            what, stored = (str(error), error.stored) if isinstance(error, NotSaved) else (words(error), True)
+            what, stored = (str(error), error.stored) if isinstance(error, NotSaved) else (describe_error(error), True)
             if not saving.local:
                 raise self._not_saved(step, what, stored=stored) from error
             self._give_up_local(step, what)  # shared storage holds the one before: no reason to stop

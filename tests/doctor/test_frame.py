@@ -158,5 +158,9 @@ def test_one_fact_is_told_once() -> None:
         one("hub-cache", "nfs"),
     ]
     recipe = [one("env-file", "others can read it", "/x/.env"), one("weights-on-network", "nfs4")]
-    assert [item.found for item in reports.once(machine, recipe)] == ["/x/.netrc has mode 0644", "others can read it", "nfs4"]
-    assert reports.once(machine, []) == machine
+    assert [item.found for item in reports.deduplicate(machine, recipe)] == [
+        "/x/.netrc has mode 0644",
+        "others can read it",
+        "nfs4",
+    ]
+    assert reports.deduplicate(machine, []) == machine

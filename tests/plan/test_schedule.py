@@ -15,7 +15,7 @@ from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths, read_lengths
 from clustertune.plan.predict import Plan, make_plan
-from clustertune.plan.schedule import START_S, beyond_the_end, times
+from clustertune.plan.schedule import START_S, check_schedule_end, times
 from tests.plan.world import LORA_SECTION, constants, machine, write_recipe
 
 
@@ -230,10 +230,10 @@ def test_what_saves_take_is_the_copy_and_the_wait_for_the_one_before(tmp_path: P
 
 def test_what_is_named_by_a_step_that_never_comes_is_known(tmp_path: Path) -> None:
     at_end = resolve(write_recipe(tmp_path / "a", train={"max_steps": 10, "warmup_steps": 10}, save={"milestones": [5, 10]}))
-    assert beyond_the_end(at_end) == []
-    assert ["warmup" in text for text in beyond_the_end(at_end, 7)] == [True, False]
+    assert check_schedule_end(at_end) == []
+    assert ["warmup" in text for text in check_schedule_end(at_end, 7)] == [True, False]
     late = resolve(write_recipe(tmp_path / "b", train={"max_steps": 10}, save={"milestones": [5, 11, 10**9]}))
-    assert "save.milestones 11, 1000000000, the training has 10 steps" in beyond_the_end(late)[0]
+    assert "save.milestones 11, 1000000000, the training has 10 steps" in check_schedule_end(late)[0]
 
 
 def test_a_section_for_saves_is_planned(tmp_path: Path) -> None:
