@@ -56,7 +56,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"name {next(n for n in names if names.count(n) > 1)!r} stands twice in the header")
+        raise ValueError(f"name {next(n for n in names if names.count(n) > 1)!r} appears twice in the header")
     return found
 
 

@@ -65,7 +65,7 @@ def test_the_command_line_names_columns_and_settings(tmp_path: Path) -> None:
 
 
 def test_a_recipe_from_a_model_and_a_file(tmp_path: Path) -> None:
-    """The folder resolves, plans as it was said, and holds what was assumed; nothing is written over."""
+    """The folder resolves, plans as it was said, and holds what was assumed; nothing is overwritten."""
     data = rows(tmp_path / "mine.jsonl", ROWS["messages"], 500)
     asked = ("new", tmp_path / "my-qwen", "--model", "Qwen/Qwen3-8B", "--data", data, *GPUS)
     done = run(*asked, "--json")
@@ -79,7 +79,7 @@ def test_a_recipe_from_a_model_and_a_file(tmp_path: Path) -> None:
     planned = run("plan", tmp_path / "my-qwen", *GPUS, "--json").json
     assert planned["fits"] and planned["step_s"] == pytest.approx(told["step_s"], rel=0.05)
     again = run(*asked)
-    assert again.code == 2 and "nothing is written over" in again.err
+    assert again.code == 2 and "nothing is overwritten" in again.err
 
 
 def test_a_quantised_base_and_a_node_that_is_large_enough(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def second_homes(path: str, text: str, pins: dict[str, str]) -> Iterator[str]:
 
 
 def test_no_version_has_a_second_home() -> None:
-    """A pin that stands twice is moved once: the image then runs another stack than the tests, and both look right."""
+    """A pin that appears twice is moved once: the image then runs another stack than the tests, and both look right."""
     assert [fault for path, text in tree.texts().items() for fault in second_homes(path, text, IMAGES)] == []
     # Tests and documents tell of faults in releases, and the reference's are releases like any other.
     shipped = {path: text for path, text in tree.texts().items() if not path.startswith(("tests/", "docs/"))}

@@ -164,12 +164,12 @@ def exports(m: Machine) -> Iterator[Seen]:
     for path in m.facts.exports:
         below = m.mount_of(path)
         if below is not None and below.kind.startswith("fuse."):
-            yield Seen(FAIL, f"/etc/exports: {path} lies on {below.kind} at {below.point}")
+            yield Seen(FAIL, f"/etc/exports: {path} is on {below.kind} at {below.point}")
 
 
 @rule("pool-branch", MACHINE)
 def branches(m: Machine) -> Iterator[Seen]:
-    """No branch of a pool lies on the root disk.
+    """No branch of a pool is on the root disk.
 
     Looks at: what the branches of a mergerfs pool lie on
     Why: where a brick is not mounted the pool takes the root disk for the emptiest, and writes checkpoints there
@@ -260,9 +260,9 @@ def caches(m: Machine) -> Iterator[Seen]:
             if default and m.expects.launched:
                 yield Seen(PASS, "each job has its own, on the node")
             else:
-                yield Seen(WARN, f"{path}{default} lies on {mount.kind}", fix)
+                yield Seen(WARN, f"{path}{default} is on {mount.kind}", fix)
         else:
-            yield Seen(PASS, f"{path} lies on {mount.kind}")
+            yield Seen(PASS, f"{path} is on {mount.kind}")
 
 
 @rule("hub-cache", MACHINE)
@@ -278,9 +278,9 @@ def hub_cache(m: Machine) -> Iterator[Seen]:
     cache = m.environ("HF_HOME") or (f"{home}/.cache/huggingface" if home else "")
     mount = m.mount_of(cache) if cache and m.computes else None
     if mount is not None and lies_elsewhere(mount.kind):
-        yield Seen(WARN, f"{cache} lies on {mount.kind} at {mount.point}")
+        yield Seen(WARN, f"{cache} is on {mount.kind} at {mount.point}")
     elif mount is not None:
-        yield Seen(PASS, f"{cache} lies on {mount.kind}")
+        yield Seen(PASS, f"{cache} is on {mount.kind}")
 
 
 def _written(m: Machine) -> list[Mount]:
@@ -351,7 +351,7 @@ def scratch(m: Machine) -> Iterator[Seen]:
     tried = [probe for probe in m.facts.probes if probe.folder == path]
     if lies_elsewhere(mount.kind):
         fix = "storage.scratch of the cluster file must be on a disk of each node"
-        yield Seen(WARN, f"{path} lies on {mount.kind} at {mount.point}", fix)
+        yield Seen(WARN, f"{path} is on {mount.kind} at {mount.point}", fix)
     elif tried and all(probe.ok is None for probe in tried):
         fix = "make it on every node (mode 1777, as /tmp), or name another one: storage.scratch of the cluster file"
         yield Seen(FAIL if m.in_step else WARN, f"{path}: {tried[0].said}", fix)

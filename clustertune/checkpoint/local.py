@@ -112,7 +112,7 @@ class LocalTier:
         base, root, key, why, problems = Path(settings.path), None, None, "", list[Problem]()
         try:
             if base.resolve().is_relative_to(run.resolve()):
-                raise _refused(base, "lies in the run folder, which is shared storage", "name a disk of the node itself")
+                raise _refused(base, "is in the run folder, which is shared storage", "name a disk of the node itself")
             root, key = open_root(base, name_of(run, created))
         except UserError as error:
             problems = error.problems

@@ -144,7 +144,10 @@ def find_checkpoint(path: Path) -> Path:
         return checkpoint.path
     problems = [problem for _, found in broken for problem in found[:3]]
     raise UserError(
-        [Problem("no whole checkpoint here", file=str(folder), fix="train first: clustertune run RECIPE"), *problems]
+        [
+            Problem("no complete checkpoint in this folder", file=str(folder), fix="train first: clustertune run RECIPE"),
+            *problems,
+        ]
     )
 
 

@@ -87,7 +87,7 @@ class ThrowawayCluster:
         except (ClusterFailed, TimeoutError) as error:
             log_lines = self.logs()
             self.stop()
-            raise ClusterFailed(f"the throw-away Slurm did not start: {error}\n{log_lines}") from None
+            raise ClusterFailed(f"the temporary Slurm did not start: {error}\n{log_lines}") from None
         except BaseException:
             self.stop()
             raise

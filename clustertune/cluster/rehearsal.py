@@ -42,7 +42,7 @@ def rehearse(shape: ClusterSpec, script: Path, arguments: Sequence[str], run_dir
     try:
         began = time.monotonic()
         with ThrowawayCluster(shape) as cluster:
-            kind = "each in namespaces of its own" if cluster.isolated else "side by side: no namespaces here"
+            kind = "each in namespaces of its own" if cluster.isolated else "not isolated: no namespaces on this machine"
             say(f"a Slurm of {', '.join(cluster.names)} ({kind}) is up after {time.monotonic() - began:.1f} s")
             options = ["--export=NIL", f"--nodes={len(cluster.names)}", f"--output={str(log).replace('%', '%%')}"]
             options += [f"--gpus-per-node={shape.gpus}"] if shape.gpus else []

@@ -260,7 +260,7 @@ def _keep(run: RunDir, target: Destination, merged: bool, checkpoint: bool) -> t
     if checkpoint:
         newest, _ = store.newest_whole(run.checkpoints) if run.checkpoints.is_dir() else (None, [])
         if newest is None:
-            raise UserError("no whole checkpoint here", file=str(run.checkpoints), fix="leave --checkpoint out")
+            raise UserError("no complete checkpoint in this folder", file=str(run.checkpoints), fix="leave --checkpoint out")
         chosen.append(newest.path)
     problems = [problem for path in chosen if (path / MANIFEST).exists() for problem in find_problems(path, allow_extra=True)]
     raise_if(problems)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from clustertune.bench.preparation import Bench, BenchRequest
     from clustertune.config.cluster_schema import Cluster
 
-TAKEN = "is another result of the same recipe, machine, ranks and overrides: nothing published is written over"
+TAKEN = "is another result of the same recipe, machine, ranks and overrides: nothing published is overwritten"
 OTHERWISE = "--out DIR for another place, or --replace"
 _SPARE = 0.9
 """Share of the free memory that random weights may take here."""
@@ -195,7 +195,7 @@ def _folder_problems(args: BenchArguments) -> list[Problem]:
             if not there.is_dir():
                 found.append(Problem(f"is a file, {what} a folder", file=str(there), key=key, fix="give a folder"))
             elif key == "--run-dir" and there == path and any(path.iterdir()):
-                text, fix = "is not empty: each benchmark has a folder of its own", "give a new one, or leave it out"
+                text, fix = "is not empty: each benchmark needs a new folder", "give a new one, or leave it out"
                 found.append(Problem(text, file=str(path), key=key, fix=fix))
         except OSError as error:  # a name that is too long, a folder that is closed
             raise storage_error(error, f"{key} cannot be read", path) from None
@@ -290,7 +290,7 @@ def _keep(bench: Bench, out: Path, body: dict[str, Any]) -> None:
         raise storage_error(error, "cannot hold the result", error.filename or out) from None
     _tell(body, folder / name)
     if taken:
-        fix = f"copy {folder / name}.* to a place of its own, or measure again with --replace"
+        fix = f"copy {folder / name}.* to another place, or measure again with --replace"
         raise UserError(TAKEN, file=str(taken[0]), key="--out", fix=fix)
 
 

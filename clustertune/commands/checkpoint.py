@@ -62,5 +62,7 @@ def _look(path: Path) -> tuple[Path | None, list[Problem], list[str]]:
             newest = newest or checkpoint.path
             notes += map(str, store.find_open(checkpoint.path)[:1])
     if newest is None and not problems:
-        problems.append(Problem("no whole checkpoint here", file=str(folder), fix="train first: clustertune run RECIPE"))
+        problems.append(
+            Problem("no complete checkpoint in this folder", file=str(folder), fix="train first: clustertune run RECIPE")
+        )
     return newest, problems, notes

@@ -40,7 +40,7 @@ def show_cluster(
         if cluster not in (None, "local"):
             raise UserError("is described already", file="command line", key=cluster, fix="leave it out")
         text, file = _draft(write), write.absolute()
-        say(f"wrote {write}: {text.count('# unknown')} lines say what was not seen")
+        say(f"wrote {write}: {text.count('# unknown')} lines say what could not be found out")
         cluster = str(file)
     try:
         found = load_cluster(cluster)
@@ -71,7 +71,7 @@ def _draft(file: Path) -> str:
     say(f"looking at one node of partition {seen.slurm.partition} (a job of seconds)")
     facts, fault = cluster_file.look_at_one(seen)
     if facts is None:
-        say(f"warning: no node was looked at: {fault}")
+        say(f"warning: no node was inspected: {fault}")
     text = cluster_file.draft(seen, facts, fault, file.stem, cluster_file.accounts())
     try:
         with file.open("x", encoding="utf-8") as out:

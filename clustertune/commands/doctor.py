@@ -203,7 +203,7 @@ def _contradictions(args: DoctorArguments) -> Iterator[Problem]:
         yield problem("--submit", "a job looks at its own nodes", "leave --here and --place out")
     for key, value in (("--nodes", args.nodes), ("--time", args.time)):
         if value is not None and not args.submit:
-            yield problem(key, "is read only with --submit", "inside of a job all its nodes are looked at")
+            yield problem(key, "is read only with --submit", "inside of a job all its nodes are checked")
     if args.recipe is None and (args.tiny or args.run_dir):
         yield problem("RECIPE", "a recipe is missing", "clustertune doctor RECIPE ...")
 

@@ -349,7 +349,7 @@ def _await(args: NcclCheckArguments, job: str, folder: Path) -> int:
         found = json.loads((folder / RESULT).read_bytes())
         code = EXIT[found["verdict"]["status"]]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        problem = Problem(f"job {job} ended without a result ({state})", file=str(folder), fix="its log lies there")
+        problem = Problem(f"job {job} ended without a result ({state})", file=str(folder), fix="its log is there")
         raise UserError(problem, ExitCode.FAILED) from None
     if args.as_json:
         emit_json(found)
@@ -408,7 +408,7 @@ def _check(args: NcclCheckArguments, cluster: Cluster, target: Target, options: 
     except OSError as error:
         raise storage_error(error, "cannot hold the check", error.filename or folder) from None
     except Stopped as stopped:
-        fix = "what was measured lies there; run it again, where --out was given with another one"
+        fix = "the measurements are there; run it again, where --out was given with another one"
         raise UserError(Problem(f"stopped by {stopped}", file=str(folder), fix=fix), ExitCode.AGAIN) from None
     finally:
         with contextlib.suppress(OSError):

@@ -23,7 +23,7 @@ def prepare(resolved: Resolved, out: Path, input_path: Path | None, samples: int
     """Make a recipe's data in ``out``. Returns the ``--json`` document.
 
     ``{"dir", "train", "eval", "rejected", "unused", "tokens", "sequences", "labelled_share", "tokens_per_s"}``, the last four
-    null where the tokenizer cannot be had here; of a mixture also ``sources``, with ``samples`` also ``samples``.
+    null where the tokenizer is not available here; of a mixture also ``sources``, with ``samples`` also ``samples``.
     Raises UserError.
     """
     from clustertune.data import sequences, tokens

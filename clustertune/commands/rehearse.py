@@ -73,7 +73,7 @@ def up(
         emit_json(_as_dict(state))
         return
     which = "" if name == "default" else f" --name {name}"
-    apart = "" if state.prefix else "; no namespaces here: the nodes share this machine's name and network"
+    apart = "" if state.prefix else "; no namespaces on this machine: the nodes share this machine's name and network"
     say(f"cluster {name} is up: {', '.join(state.nodes)} with {state.gpus} GPUs each (only counted){apart}")
     say(f"  clustertune cluster run{which} -- sinfo    runs any command on its login node: sbatch, squeue, scancel, bash")
     say(f"  clustertune cluster status{which}          its nodes and jobs")

@@ -348,7 +348,11 @@ def _check_deepspeed(body: Mapping[str, Any], folder: Path) -> Iterator[Found]:
     for key in _OF_DEEPSPEED_FILE & set(config):
         yield ("deepspeed_config", key), f"accelerate takes it from {show_value(name)} alone", "leave it out, or write it there"
     if precision is not None:
-        yield ("mixed_precision",), f"accelerate refuses it beside {show_value(name)}", "leave it out: bf16 stands there"
+        yield (
+            ("mixed_precision",),
+            f"accelerate refuses it beside {show_value(name)}",
+            "leave it out: bf16 is the default there",
+        )
 
 
 # --- with what the command line lays over it; and DeepSpeed's file --------------------------------------------------

@@ -114,9 +114,9 @@ def _check_hosts(hosts: Sequence[Host | None]) -> Iterator[Found]:
             value = str(getattr(host, key) or index).lower()
             first = seen.setdefault((key, value), index)
             if first != index:
-                yield (*path, key), f"{value} is also the {key} of machine {first + 1} of the list", "each machine stands once"
+                yield (*path, key), f"{value} is also the {key} of machine {first + 1} of the list", "each machine appears once"
         if twice := [role for role in host.roles or () if host.roles.count(role) > 1]:
-            yield (*path, "roles"), f"{twice[0]} stands twice", "keep one"
+            yield (*path, "roles"), f"{twice[0]} appears twice", "keep one"
 
 
 def _check_roles(hosts: Sequence[Host], slurm: bool) -> Iterator[Found]:
@@ -207,7 +207,7 @@ def _check_addresses(network: Network, hosts: Sequence[Host | None], several: bo
         if address.is_loopback and (several or len(hosts) > 1):
             yield path, f"{address} is every machine's own", "write the one by which the others reach it"
         elif subnet and address not in subnet:
-            yield path, f"{address} lies outside network.subnet {subnet}", "fix the one that is wrong"
+            yield path, f"{address} is outside network.subnet {subnet}", "fix the one that is wrong"
         elif subnet and subnet.num_addresses > 2 and address in (subnet.network_address, subnet.broadcast_address):
             yield path, f"{address} is the network's own, not a machine's", "fix the address or network.subnet"
 
@@ -219,7 +219,7 @@ def _check_options(container: Container) -> Iterator[Found]:
         if allowed and option not in allowed:
             yield ("container", "options", str(index)), f"{option[:60]!r} is not among them", f"one of {', '.join(allowed)}"
         elif option in options[:index]:
-            yield ("container", "options", str(index)), f"{option} stands twice", "keep one"
+            yield ("container", "options", str(index)), f"{option} appears twice", "keep one"
     if {"--container-writable", "--container-readonly"} <= set(options):
         yield ("container", "options"), "writable and read-only at once", "keep one"
 
@@ -333,7 +333,7 @@ def _check_partition(groups: Sequence[Sequence[int]], gpus: int) -> Iterator[Fou
     flat = [gpu for group in groups for gpu in group]
     for gpu in sorted(set(flat)):
         if flat.count(gpu) > 1:
-            yield key, f"GPU {gpu} stands twice", "each GPU has one NUMA node"
+            yield key, f"GPU {gpu} appears twice", "each GPU has one NUMA node"
         if gpu >= gpus:
             yield key, f"there is no GPU {gpu}: {gpus} are counted from 0", None
     if missing := sorted(set(range(gpus)) - set(flat)):
@@ -464,7 +464,7 @@ def _check_brick(path: tuple[str, ...], brick: Brick, root: str | None) -> Itera
             fix = "mount it elsewhere" if key == "mount" else "a folder of its own"
             yield (*path, key), f"{value} is the system's own", fix
     if brick.mount and brick.path and _nested(brick.mount, brick.path):
-        message = f"{brick.path} and {brick.mount}, where it is seen, lie in each other"
+        message = f"{brick.path} and {brick.mount}, where it is seen, are inside one another"
         yield (*path, "mount"), message, "the same folder, or one beside it"
     if brick.device and not brick.device.startswith("/dev/"):
         yield (*path, "device"), f"{brick.device} is not a device", "write it as /dev/disk/by-id/...; lsblk shows them"
@@ -501,7 +501,7 @@ def _twice(bricks: Sequence[tuple[tuple[str, ...], Brick]], key: str, why: str, 
             if mine == theirs:
                 yield (*path, key), f"{mine} is also the {key} of another brick: {why}", "give each its own"
             elif key != "device" and _nested(mine, theirs):
-                yield (*path, key), f"{mine} and {theirs} of another brick lie in each other", "give each its own"
+                yield (*path, key), f"{mine} and {theirs} of another brick are inside one another", "give each its own"
 
 
 def _inside(inner: str, outer: str) -> bool:
@@ -522,7 +522,7 @@ def _check_pool(pool: Pool, bricks: Sequence[tuple[tuple[str, ...], Brick]], com
         for value in filter(None, (brick.mount, brick.path)):
             if pool.mount == value or _nested(pool.mount, value):
                 what = "is also" if pool.mount == value else "and"
-                tail = f"a folder of the brick of {brick.node}" if pool.mount == value else f"{value} lie in each other"
+                tail = f"a folder of the brick of {brick.node}" if pool.mount == value else f"{value} are inside one another"
                 yield path, f"{pool.mount} {what} {tail}", "a pool has a mount point of its own"
                 break
     if pool.min_free_gb and complete and bricks and pool.min_free_gb >= 1000 * min(brick.tb for _, brick in bricks):
@@ -533,7 +533,7 @@ def _check_folders(storage: Mapping[str, Any], mounts: Sequence[str], complete: 
     shared, scratch = storage.get("shared"), storage.get("scratch", "")
     staging = storage["staging"].get("path") if isinstance(storage.get("staging"), dict) else None
     if complete and mounts and isinstance(shared, str) and not any(_inside(shared, m) or shared == m for m in mounts):
-        message = f"{shared} lies on none of the mounts {', '.join(mounts)}: other machines do not see it"
+        message = f"{shared} is on none of the mounts {', '.join(mounts)}: other machines do not see it"
         yield ("storage", "shared"), message, "choose a folder below one of them"
     if isinstance(staging, str) and _SYSTEM.fullmatch(staging):
         yield ("storage", "staging", "path"), f"{staging} is the system's own", "a folder of its own on a local disk"
@@ -544,5 +544,5 @@ def _check_folders(storage: Mapping[str, Any], mounts: Sequence[str], complete: 
                 break
             if isinstance(folder, str) and (folder == mount or _inside(folder, mount)):
                 at = ("storage", key) if key == "scratch" else ("storage", key, "path")
-                yield at, f"{folder} lies on {mount}, which all machines share", "a folder of a local disk"
+                yield at, f"{folder} is on {mount}, which all machines share", "a folder of a local disk"
                 break

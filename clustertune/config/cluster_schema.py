@@ -190,7 +190,7 @@ class Storage(Section):
     """Folder that all hosts see, for runs, models and caches; None: unknown."""
     caches: StoragePath | None = None
     """Folder for ``HF_HOME`` of every stage and rank; ``~``, ``$USER`` and variables of the shell that submits are put in.
-    None: ``hf_cache/$USER`` below ``shared`` where that lies on our bricks, else as the libraries have it (``~/.cache``)."""
+    None: ``hf_cache/$USER`` below ``shared`` where that is on our bricks, else as the libraries have it (``~/.cache``)."""
     models: StoragePath | None = None
     """Folder of what ``clustertune stage RECIPE`` collected, a folder of the recipe's name for each; jobs look there first.
     None: ``models`` below ``shared`` in the same way, else nowhere."""

@@ -169,7 +169,7 @@ def _of_config(file: Path, name: str | None = None) -> Model:
     raise_if(arch.find_problems(lifted, str(file)))
     if name is not None:
         return Model({"name": name, "revision": file.parent.name}, lifted, notes=tuple(notes))
-    notes.append(f"the weights lie beside {file}; of the Hub write model.name and model.revision: hf models info OWNER/NAME")
+    notes.append(f"the weights are next to {file}; of the Hub write model.name and model.revision: hf models info OWNER/NAME")
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", file.parent.name).strip(".-_")[:64] or "model"
     return Model({"name": plain, "path": str(file.parent)}, lifted, notes=tuple(notes))
 

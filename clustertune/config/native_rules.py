@@ -101,7 +101,7 @@ LORA_RANGES = {
 
 _LAUNCHER = "the launcher says so for each machine"
 _RUN = "the run folder decides it"
-_DISTRIBUTION = "the distribution stands in the recipe's accelerate.yaml"
+_DISTRIBUTION = "the distribution is in the recipe's accelerate.yaml"
 _HUB = "a run publishes nothing"
 _PREPARED = "prepare makes the rows before the job, on all of its cores"
 _RESUME = "a run resumes by itself from its newest whole checkpoint"

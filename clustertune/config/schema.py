@@ -265,7 +265,7 @@ class Slurm(Section):
     """Silence of a rank after which its attempt is ended and begun again; None: 300 s, or 5 times the longest so far."""
     staging: bool | None = None
     """Whether each node copies model and data to ``storage.staging`` before its ranks start; None: where the cluster has
-    that, and what is read lies on shared storage."""
+    that, and what is read is on shared storage."""
 
 
 class Eval(Section):

@@ -162,7 +162,7 @@ def parse_json(text: str, shown: str, fix: str | None = None) -> Any:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     if twice := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"{twice[0]!r} stands twice")
+        raise ValueError(f"{twice[0]!r} appears twice")
     return dict(pairs)
 
 
@@ -252,7 +252,7 @@ class _Builder:
             key = str(key_node.value)
             if key in result:
                 before = self.lines[(*path, key)]
-                self._add(f"stands twice, first in line {before}", line, (*path, key), "keep one of the two")
+                self._add(f"appears twice, first in line {before}", line, (*path, key), "keep one of the two")
                 continue
             self.lines[(*path, key)] = line
             result[key] = self.value(value_node, (*path, key))

@@ -115,7 +115,7 @@ def _structure(definition: Definition) -> Iterator[Found]:
         if key not in HEADER:
             yield line, f"unknown header {key}", f"one of {', '.join(sorted(HEADER))}"
         elif keys.count(key) > 1 and keys.index(key) != [number for number, *_ in definition.header].index(line):
-            yield line, f"header {key} stands twice", "leave one"
+            yield line, f"header {key} appears twice", "leave one"
     for key in {"bootstrap", "from"} - set(keys):
         yield 1, f"no header {key}", "an image starts from something: Bootstrap: docker, From: NAME@sha256:DIGEST"
     agent = definition.value("bootstrap")
@@ -130,7 +130,7 @@ def _structure(definition: Definition) -> Iterator[Found]:
         if section.name not in SECTIONS:
             yield section.line, f"unknown section %{section.name}", f"one of {', '.join(sorted(SECTIONS))}"
         elif section.name in seen:
-            yield section.line, f"%{section.name} stands twice", "leave one"
+            yield section.line, f"%{section.name} appears twice", "leave one"
         seen.add(section.name)
 
 

@@ -101,7 +101,7 @@ def parse(text: str, file: str) -> PackageLock:
         elif not hashes:
             problems.append(Problem("has no hash", file, named[1], "run make lock"))
         elif normal(named[1]) in entries:
-            problems.append(Problem("stands twice", file, named[1], "run make lock"))
+            problems.append(Problem("appears twice", file, named[1], "run make lock"))
         else:
             name = normal(named[1])
             entries[name] = LockedPackage(name, named[2], tuple(sorted(match[1] for match in hashes if match)))

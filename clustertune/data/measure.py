@@ -86,7 +86,7 @@ def _revision(name: str) -> str:
     except Exception as error:  # the exceptions of the Hub's clients have no common base
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         fix = "download it elsewhere and give the file or folder"
-        raise UserError(f"{name} cannot be had from the Hub: {why}", file="command line", key="--data", fix=fix) from None
+        raise UserError(f"{name} is not available from the Hub: {why}", file="command line", key="--data", fix=fix) from None
 
 
 def _count(section: dict[str, Any]) -> MeasuredData:

@@ -295,7 +295,7 @@ class HubDataset:
             message = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])
             key = next((f"data.{name}" for name in ("config", "split") if name in message.lower().split()), "data.name")
             fix = "without the network, name a local copy: data.input=PATH (a file, or a snapshot folder)"
-            raise UserError(f"{self.shown} cannot be had from the Hub: {message}", key=key, fix=fix) from None
+            raise UserError(f"{self.shown} is not available from the Hub: {message}", key=key, fix=fix) from None
         by_name = dict(found) if isinstance(found, dict) else {str(found.split or "train"): found}
         named = {name: rows for name, rows in by_name.items() if split_of(name)}
         if named and (other := sorted(set(by_name) - set(named))):

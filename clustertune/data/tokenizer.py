@@ -48,7 +48,7 @@ def load_tokenizer(
     """The tokenizer of a model folder or Hub id, with a chat template (its own, else ``template``), EOS and a padding token.
 
     ``train_args``: ``eos_token`` and ``pad_token`` of a recipe's ``train`` section; without ``chats`` it needs no template.
-    Raises UserError where it cannot be had.
+    Raises UserError where it is not available.
     """
     from transformers import AutoTokenizer
 
@@ -57,7 +57,7 @@ def load_tokenizer(
     except (OSError, ValueError, ImportError, KeyError) as error:  # no network, no licence accepted, no such file or package
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         fix = "HF_TOKEN in .env and the model's terms accepted on the Hub, or model.path names a folder that holds it"
-        raise UserError(f"the tokenizer of {source} cannot be had: {message}", key="model.name", fix=fix) from None
+        raise UserError(f"the tokenizer of {source} is not available: {message}", key="model.name", fix=fix) from None
     if not tokenizer.chat_template:
         if template is None and chats:
             raise UserError(

@@ -61,7 +61,7 @@ def draft(cluster: Cluster, facts: HostFacts | None, fault: str, name: str, char
     lines += (
         []
         if facts
-        else [f"# unknown: everything that only a node can tell (no node was looked at: {' '.join(fault.split())[:200]})"]
+        else [f"# unknown: everything that only a node can tell (no node was inspected: {' '.join(fault.split())[:200]})"]
     )
     lines += [f"# note: {note}" for note in cluster.notes]
     lines += [f"name: {name}", "nodes:", *_nodes(cluster.nodes)]

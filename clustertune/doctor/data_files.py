@@ -48,7 +48,7 @@ def dataset(context: RecipeContext) -> Iterator[Seen]:
             yield Seen(
                 status,
                 f"{key} {path} is not there on this machine",
-                "give a file or folder; relative ones lie beside the recipe",
+                "give a file or folder; relative ones are in the recipe's folder",
             )
         elif not os.access(path, os.R_OK):
             yield Seen(FAIL, f"{key} {path} cannot be read", "change who may read it")
@@ -58,7 +58,7 @@ def dataset(context: RecipeContext) -> Iterator[Seen]:
                 yield Seen(FAIL, f"{key}.input {part.input} cannot be read: {missing}", "install it in the image")
         elif part.input is None and context.offline and _is_absent(snapshot(context.hub, "datasets", part.name, part.revision)):
             text = f"{part.name} at {part.revision} is not in {context.hub}, and HF_HUB_OFFLINE is set"
-            fix = f"hf download {part.name} --repo-type dataset --revision {part.revision}, where the network is"
+            fix = f"hf download {part.name} --repo-type dataset --revision {part.revision}, on a machine with a network"
             yield Seen(FAIL, text, fix)
 
 
@@ -125,7 +125,9 @@ def own_rows(context: RecipeContext) -> Iterator[Seen]:
             continue
         folder = snapshot(context.hub, "datasets", hub.name, hub.revision)
         if folder is None or not is_there(folder / hub.file):
-            fix = f"hf download {hub.name} {hub.file} --repo-type dataset --revision {hub.revision}, where the network is"
+            fix = (
+                f"hf download {hub.name} {hub.file} --repo-type dataset --revision {hub.revision}, on a machine with a network"
+            )
             text = f"{hub.name} is not in {context.hub}, and HF_HUB_OFFLINE is set"
             yield Seen(FAIL if name in context.resolved.recipe.eval.pass_mark else WARN, text, fix)
 
@@ -156,7 +158,7 @@ def tasks(context: RecipeContext) -> Iterator[Seen]:
         snapshots = context.hub / f"datasets--{name.replace('/', '--')}" / "snapshots"
         if _is_absent(snapshots):
             text = f"{name} is not in {context.hub}, and HF_HUB_OFFLINE is set"
-            fix = f"hf download {name} --repo-type dataset, where the network is; or clustertune stage RECIPE --to DIR"
+            fix = f"hf download {name} --repo-type dataset, on a machine with a network; or clustertune stage RECIPE --to DIR"
             yield Seen(FAIL, text, fix)
 
 
@@ -193,7 +195,7 @@ def splitter(context: RecipeContext) -> Iterator[Seen]:
 def tracker(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: W&B's mode against the network
 
-    Why: each start waits for a server that cannot be reached; what stays offline lies in the run folder until somebody syncs
+    Why: each start waits for a server that cannot be reached; what stays offline is in the run folder until somebody syncs
       it
     Fix: export WANDB_MODE=offline, and wandb sync from a machine with a network; metrics.jsonl is complete either way
     See: https://github.com/wandb/wandb/issues/4034

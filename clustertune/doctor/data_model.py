@@ -71,7 +71,7 @@ def absent(context: RecipeContext) -> Iterator[Seen]:
         text = f"{recipe.name} at {recipe.revision} is not in {context.hub}{much}"
         text += ", and HF_HUB_OFFLINE is set" if context.offline else ""
         status = FAIL if context.offline else WARN if _sees_cache(context) else UNKNOWN
-        fetch = f"hf download {recipe.name} --revision {recipe.revision}, where the network is; or clustertune stage"
+        fetch = f"hf download {recipe.name} --revision {recipe.revision}, on a machine with a network; or clustertune stage"
         yield Seen(status, text, fetch)
 
 
@@ -295,7 +295,7 @@ def unmappable(context: RecipeContext) -> Iterator[Seen]:
     """
     lies = _weights_lie(context)
     if lies and _unmappable(lies):
-        yield Seen(FAIL, f"{_real(context)} lies on {lies}, its page cache is off", where=lies.point)
+        yield Seen(FAIL, f"{_real(context)} is on {lies}, its page cache is off", where=lies.point)
 
 
 @rule("cache-in-home", RECIPE)

@@ -270,7 +270,7 @@ def build(
     env_file: Path = secrets.DEFAULT,
     arch: str | None = None,
 ) -> RecipeContext:
-    """Everything that the rules need; what cannot be had is left out and named. Never raises for what a user can cause."""
+    """Everything that the rules need; what is not available is left out and named. Never raises for what a user can cause."""
     plan, why = _plan(resolved, cluster)
     variables = os.environ if environment is None else environment
     versions, versions_of = _versions(cluster, facts)

@@ -65,7 +65,7 @@ def owner(context: RecipeContext) -> Iterator[Seen]:
 def hidden(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: all nodes see the run folder
 
-    Why: ranks of other nodes write their shards elsewhere: .metadata lies on one node only, and nothing can be loaded again
+    Why: ranks of other nodes write their shards elsewhere: .metadata is on one node only, and nothing can be loaded again
     See: https://github.com/huggingface/accelerate/issues/3010
     """
     if context.run_dir is None or not context.several_nodes:
@@ -395,7 +395,7 @@ def local_disk(context: RecipeContext) -> Iterator[Seen]:
         return
     path, lies = Path(local.path), context.lies_on(Path(local.path))
     if lies.remote:
-        yield Seen(WARN, f"{path} lies on {lies}, which all nodes share", where=str(path))
+        yield Seen(WARN, f"{path} is on {lies}, which all nodes share", where=str(path))
     if not context.is_ours:
         return  # what is here at this path says nothing of the nodes
     need, free = context.plan.schedule.local_bytes if context.plan is not None else 0.0, _free(context, path)

@@ -180,7 +180,7 @@ def choose_source(task: TaskFile, data: Path | None, *, benchmark: bool = True) 
 
 
 def fetch_benchmark(hub: PinnedRows) -> Path | None:
-    """The benchmark's file: cached, or downloaded where the Hub answers within 5 s; None where it cannot be had."""
+    """The benchmark's file: cached, or downloaded where the Hub answers within 5 s; None where it is not available."""
     import huggingface_hub
     from huggingface_hub import constants
 

@@ -147,7 +147,7 @@ def require_pass(result: Mapping[str, Any]) -> None:
                 f"{what} is {text}, the pass mark is {mark:.4f} ({count} documents)",
                 file=result["model"],
                 key=f"eval.{'pass_difference' if of_difference else 'pass_mark'}.{name}.{metric}",
-                fix="look at samples.jsonl of the evaluation; the marks stand in the recipe",
+                fix="look at samples.jsonl of the evaluation; the pass marks are in the recipe",
             )
         )
     if problems:

@@ -1,4 +1,4 @@
-"""lm-eval's tasks by their own names: found, and loaded from data sets on this machine where the network is not asked."""
+"""lm-eval's tasks by their own names: found, and loaded from data sets on this machine without asking the network."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def local_data_sets() -> Iterator[dict[str, str]]:
     """Within: ``datasets.load_dataset`` of a Hub's data set reads its folder in the Hub's cache, where it is there.
 
     Offline, ``load_dataset`` of a name finds only what an earlier ``load_dataset`` has converted on this machine (datasets
-    5.2.0); the files themselves are enough. Yields where each data set came from. A data set that cannot be had raises
+    5.2.0); the files themselves are enough. Yields where each data set came from. A data set that is not available raises
     UserError; no code of a data set is run.
     """
     import datasets
@@ -100,8 +100,8 @@ def local_data_sets() -> Iterator[dict[str, str]]:
         # datasets raises everything from OSError to its builders' own errors.
         except Exception as error:
             text = " ".join(str(error).split())[:300]
-            fix = f"hf download {path} --repo-type dataset where the network is, or clustertune stage RECIPE --to DIR"
-            raise UserError(Problem(f"the data set {path} cannot be had: {text}", key=KEY, fix=fix)) from error
+            fix = f"hf download {path} --repo-type dataset on a machine with a network, or clustertune stage RECIPE --to DIR"
+            raise UserError(Problem(f"the data set {path} is not available: {text}", key=KEY, fix=fix)) from error
 
     datasets.load_dataset = load
     try:

@@ -75,7 +75,7 @@ LOCAL_FUSE = frozenset(
 
 
 def lies_elsewhere(fstype: str) -> bool:
-    """Whether a kind of file system lies on other machines, or is a pool of file systems."""
+    """Whether a kind of file system is on other machines, or is a pool of file systems."""
     return fstype in NETWORK_KINDS or (fstype.startswith("fuse.") and fstype not in LOCAL_FUSE) or fstype == "fuse"
 
 

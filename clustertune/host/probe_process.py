@@ -1,7 +1,7 @@
 """What may hang is done in here, a process of its own that its caller need not wait for: file systems, probes, names.
 
 Run as a program: a JSON document of requests on stdin, one JSON line on stdout for each as soon as it is answered. Each has
-a thread, so that a server which is gone hides only what lies on it. Standard library, Python 3.8.
+a thread, so that a server which is gone hides only what is on it. Standard library, Python 3.8.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class Agent:
             except subprocess.TimeoutExpired:
                 pass
             if (newest := newest_attempt(self.run_path)) > self.plan.attempt:
-                text = f"attempt {newest} has taken over from attempt {self.plan.attempt}: this one ends here"
+                text = f"attempt {newest} has taken over from attempt {self.plan.attempt}; stopping this one"
                 self.problems.append(Problem(text, file=str(self.run_path)))
             elif hung := monitor.look():
                 self.problems += hung

@@ -53,7 +53,7 @@ def one_gpu(world_size: int, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _numbers(text: str | None) -> list[int] | None:
-    """``0,1`` or ``0-3`` in their order; None for anything else, and where a number stands twice."""
+    """``0,1`` or ``0-3`` in their order; None for anything else, and where a number appears twice."""
     if text is None:
         return None
     found: list[int] = []

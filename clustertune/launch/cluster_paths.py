@@ -45,7 +45,7 @@ def folder(cluster: Cluster | None, what: str, environ: Mapping[str, str] = os.e
     instead = f", or give {_KEY[what]}" if what in _KEY else ""
     if lacking := [name for name in named if not known.get(name)]:
         fix = f"clustertune submit in a shell that has it{instead}, or write the path itself: a job sees no variable of a shell"
-        raise UserError(f"{text}: {', '.join(lacking)} is not set here", file=cluster.source, key=key, fix=fix)
+        raise UserError(f"{text}: {', '.join(lacking)} is not set in this environment", file=cluster.source, key=key, fix=fix)
     filled = _VARIABLE.sub(lambda match: known[match[1] or match[2]], text)
     path = Path(known["HOME"] + filled[1:] if filled.startswith("~/") else filled)
     if not path.is_absolute() or not str(path).isprintable():
@@ -136,7 +136,7 @@ def settings(
         if "HF_TOKEN_PATH" not in set_here:
             home = environ.get("HOME") or _user()["HOME"]
             set_here["HF_TOKEN_PATH"] = f"{home}/.cache/huggingface/token"
-            origin["HF_TOKEN_PATH"] = "a token never lies in a folder that others share"  # noqa: S105
+            origin["HF_TOKEN_PATH"] = "a token is never stored in a folder that others share"  # noqa: S105
     return [Setting(name, _absolute(name, set_here[name]), origin[name]) for name in VARIABLES if name in set_here]
 
 
@@ -231,7 +231,7 @@ def shared_folders(cluster: Cluster) -> list[str]:
 
 
 def is_shared(path: Path, cluster: Cluster, mounts: str) -> bool:
-    """Whether a folder lies on other machines' disks: by its kind of file system, or by the cluster file."""
+    """Whether a folder is on other machines' disks: by its kind of file system, or by the cluster file."""
     return lies_elsewhere(filesystem(path, mounts)[1]) or any(map(path.is_relative_to, shared_folders(cluster)))
 
 
@@ -253,7 +253,7 @@ def find_unshared(
         if is_shared(path, cluster, mounts):
             continue
         point, kind = filesystem(path, mounts)
-        text = f"{what} lies on {kind} at {point} of this machine: the other nodes of {cluster.name} do not see it"
+        text = f"{what} is on {kind} at {point} of this machine: the other nodes of {cluster.name} do not see it"
         fix = f"put it below {shared[0]}"
         problems.append(Problem(text, file=str(path), fix=fix))
     return problems

@@ -121,5 +121,5 @@ def check_fence(run_path: Path, attempt: int) -> None:
     """
     newest = newest_attempt(run_path)
     if newest > attempt:
-        problem = Problem(f"attempt {newest} has taken over from attempt {attempt}: this one ends here", file=str(run_path))
+        problem = Problem(f"attempt {newest} has taken over from attempt {attempt}; stopping this one", file=str(run_path))
         raise UserError(problem, ExitCode.AGAIN)

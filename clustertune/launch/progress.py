@@ -182,7 +182,7 @@ def taken_over(run: RunDir, job: str, restart: int, is_running: Callable[[str], 
         fix = f"wait for job {former}, or cancel it: scancel {former}"
         raise UserError(f"job {former} works in this run folder", file=str(run.path), fix=fix, code=ExitCode.AGAIN)
     if former == job and int(str(owner.get("restart", 0))) > restart:
-        raise UserError(f"a later start of job {job} works here: this one ends", file=str(run.path), code=ExitCode.AGAIN)
+        raise UserError(f"a later start of job {job} owns this run; stopping this one", file=str(run.path), code=ExitCode.AGAIN)
     body = json.dumps({"job": job, "restart": restart, "host": os.uname().nodename, "pid": os.getpid()}) + "\n"
     with contextlib.ExitStack() as stack:
         if former == job:

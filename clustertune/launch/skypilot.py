@@ -101,12 +101,12 @@ def _problems(resolved: Resolved, overrides: Sequence[str], options: SkyOptions)
         refuse(f"{options.runs!r} is not an absolute plain path", "--runs", "letters, digits and . _ / @ % + = , - only")
     for text in overrides:
         if not text.isprintable() or text.startswith("-"):
-            refuse(f"{text!r} cannot stand in a task", "section.key=value", "printable characters, on one line")
+            refuse(f"{text!r} is not allowed in a task", "section.key=value", "printable characters, on one line")
     if not Path(resolved.folder).is_relative_to(ROOT):
-        text, fix = "lies outside of the checkout, which is what SkyPilot copies", "move the recipe below recipes/"
+        text, fix = "is outside the checkout, which is what SkyPilot copies", "move the recipe below recipes/"
         problems.append(Problem(text, file=resolved.folder, fix=fix))
     for key, path in resolved.inputs.items():
         if not path.is_relative_to(ROOT):
-            text, fix = f"{path} lies outside of the checkout, which is what SkyPilot copies", "move it below recipes/"
+            text, fix = f"{path} is outside the checkout, which is what SkyPilot copies", "move it below recipes/"
             problems.append(Problem(text, file=resolved.name, key=key, fix=fix))
     return problems

@@ -72,7 +72,7 @@ def split_script(text: str) -> tuple[str, str]:
 def header_line(option: str) -> str:
     """``#SBATCH`` with one option, which must be one word: sbatch would read a second one as an option of its own."""
     if not re.fullmatch(r"--[a-z][a-z-]*(=[A-Za-z0-9_@%\[(][A-Za-z0-9._:@%,+=&|*()\[\]-]*)?", option):
-        raise UserError(f"{option[:80]!r} cannot stand in an #SBATCH line", fix="rename what it is made from")
+        raise UserError(f"{option[:80]!r} is not allowed in an #SBATCH line", fix="rename what it is made from")
     return f"#SBATCH {option}\n"
 
 

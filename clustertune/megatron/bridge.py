@@ -229,7 +229,7 @@ class _Hooks:
         self.watcher.on_eval(int(context.state.train_state.step), loss)
 
     def on_checkpoint_save(self, context: Any) -> None:
-        """All of it lies on disk: saving is not asynchronous here."""
+        """All of it is on disk: saving is not asynchronous here."""
         self.watcher.on_saved(int(context.state.train_state.step))
 
     def on_train_end(self, context: Any) -> None:

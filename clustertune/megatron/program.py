@@ -258,7 +258,7 @@ class _Training:
             self.log.write("eval", step=step, eval_loss=loss)
 
     def on_saved(self, step: int) -> None:
-        """A checkpoint lies on disk, by all ranks: it gets the recipe and, last of all, its manifest."""
+        """A checkpoint is on disk, by all ranks: it gets the recipe and, last of all, its manifest."""
         path = self.path_of(step)
         self.attempt.heartbeat("save", step)
         began = time.monotonic()

@@ -190,7 +190,7 @@ def _contradictions(check: CheckFile) -> Iterator[Found]:
         at = ("results", str(index))
         kind = (item.scope, item.collective, item.bytes)
         if kind in seen:
-            yield at, f"{item.collective} ({item.scope}) of {item.bytes} bytes stands twice", "keep one"
+            yield at, f"{item.collective} ({item.scope}) of {item.bytes} bytes appears twice", "keep one"
         seen.add(kind)
         if item.scope == "inter" and check.nodes == 1:
             yield (*at, "scope"), "inter, while nodes is 1", "run the check on several nodes"

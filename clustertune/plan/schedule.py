@@ -1,4 +1,4 @@
-"""From one step to the whole training: how many steps, evaluations and checkpoints, start-up, and what lies on disk."""
+"""From one step to the whole training: how many steps, evaluations and checkpoints, start-up, and what is on disk."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Collector:
         self.notes: list[str] = []
 
     def plan(self) -> list[BundlePart]:
-        """What goes in, and from where. Raises UserError with everything that cannot be had."""
+        """What goes in, and from where. Raises UserError with everything that is not available."""
         parts: list[BundlePart] = []
         problems: list[Problem] = []
         for find in (self._model, self._data, self._benchmark, self._task_data, self._nltk, self._container, self._recipe):
@@ -151,7 +151,7 @@ class Collector:
                 files = [_one(found)]
                 parts.append(BundlePart("benchmark", source.name, target, found.parent, files, revision=source.revision))
             else:
-                text = f"{source.name} cannot be had from the Hub or its cache: the project's own prompts would be scored"
+                text = f"{source.name} is not available from the Hub or its cache: the project's own prompts would be scored"
                 self.notes.append(f"warning: {text} -> {ROWS} FILE names a copy of its {source.file}")
         return parts
 
@@ -175,7 +175,7 @@ class Collector:
 
         def fetch(_out: Path) -> None:
             if not hub.fetch_punkt(self._out / bundle.NLTK):
-                text = "NLTK's punkt_tab cannot be had: answers will be scored with a splitter trained here"
+                text = "NLTK's punkt_tab is not available: answers will be scored with a splitter trained here"
                 self.notes.append(f"warning: {text} -> NLTK_DATA=DIR names a folder that has it")
 
         return [BundlePart("nltk", "punkt_tab", target, names=list(punkt.FILES), fetch=fetch)]

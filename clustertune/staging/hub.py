@@ -77,7 +77,7 @@ def _asking(kind: str, name: str) -> Iterator[None]:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         fix = "run this on a machine with network; a gated model needs HF_TOKEN in .env; or name a local copy"
         key = "model.path=DIR" if kind == "model" else "data.input=PATH"
-        raise UserError(f"{name} cannot be had from the Hub: {message}", fix=f"{fix}: {key}") from None
+        raise UserError(f"{name} is not available from the Hub: {message}", fix=f"{fix}: {key}") from None
 
 
 def fetch_punkt(out: Path) -> bool:

@@ -73,7 +73,7 @@ def sources(resolved: Resolved, run: RunDir | None) -> tuple[list[SourceFolder],
 
 
 def is_wanted(resolved: Resolved, cluster: Cluster, path: Path, mounts: str) -> bool:
-    """Whether ``path`` is to be copied to the node's disk: ``slurm.staging``, else where it lies on shared storage.
+    """Whether ``path`` is to be copied to the node's disk: ``slurm.staging``, else where it is on shared storage.
 
     ``mounts``: the text of ``/proc/self/mountinfo``.
     """

@@ -297,7 +297,7 @@ def parse_axes(arguments: Sequence[str]) -> list[Axis | SettingRange]:
             problems.append(Problem(f"{(key if equals else word)[:60]!r} is not a setting", file=COMMAND_LINE, fix=fix))
             continue
         if any(axis.key == key for axis in axes):
-            problems.append(Problem("stands twice", file=COMMAND_LINE, key=key, fix="name all values in one: key=a,b,c"))
+            problems.append(Problem("appears twice", file=COMMAND_LINE, key=key, fix="name all values in one: key=a,b,c"))
             continue
         try:
             axes.append(_axis(key, text))
@@ -323,7 +323,7 @@ def _axis(key: str, text: str) -> Axis | SettingRange:
     for value in values:
         parsed = parse_value(value)
         if any(parsed == other and type(parsed) is type(other) for other in known):
-            raise ValueError(f"{value} stands twice")
+            raise ValueError(f"{value} appears twice")
         known.append(parsed)
     return Axis(key, tuple(values))
 

@@ -107,7 +107,7 @@ def folder(source: str, revision: str | None) -> Path | None:
 
 
 def _config_file(source: str, revision: str | None) -> Path | None:
-    """The base's config.json; None where it cannot be had, which transformers tells when it loads the model."""
+    """The base's config.json; None where it is not available, which transformers tells when it loads the model."""
     if Path(source).is_dir():
         return Path(source, CONFIG)
     from transformers.utils import cached_file

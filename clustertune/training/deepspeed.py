@@ -171,7 +171,7 @@ def elements(parameter: Any) -> int:
 def local_part(parameter: Any) -> torch.Tensor | None:
     """This rank's part of a parameter that ZeRO-3 split, without its padding, which is never initialised; None of another.
 
-    Empty where the part lies on NVMe.
+    Empty where the part is on NVMe.
     """
     part = getattr(parameter, "ds_tensor", None)
     if part is None:
@@ -195,7 +195,7 @@ def _flat_groups(optimizer: Any) -> list[torch.Tensor] | None:
 
 
 def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """This rank's float32 masters and optimizer state, in the order of ZeRO's groups; what lies on NVMe by its files."""
+    """This rank's float32 masters and optimizer state, in the order of ZeRO's groups; what is on NVMe by its files."""
     state = optimizer.optimizer.state
     for group in _flat_groups(optimizer) or []:
         yield group.detach()
@@ -389,7 +389,7 @@ def load_verified(path: Path, names: list[Any]) -> Any:
 
 
 def follow(engine: Any) -> None:
-    """Make every load of this engine a whole one, also where optimizer state lies on NVMe.
+    """Make every load of this engine a whole one, also where optimizer state is on NVMe.
 
     DeepSpeed 0.19's ``engine.load_checkpoint`` copies the swap files of the checkpoint back and takes the masters out of them,
     and no more. What lies in memory (groups below the size that is swapped, the counts of steps) stays as it was made. The

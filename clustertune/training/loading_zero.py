@@ -3,7 +3,7 @@
 transformers 5.23 has rank 0 map the files and broadcast every parameter, of which each rank keeps its part
 (``integrations/deepspeed.py``, ``_load_state_dict_into_zero3_model``); before that DeepSpeed 0.19 broadcasts every parameter
 as it makes it, when it has no values yet (``zero.Init._zero_init_param``). Here nothing of the base is sent. A part is a run
-of elements of the flattened parameter, the last one padded; it lies on the GPU, in host memory or in a file on NVMe.
+of elements of the flattened parameter, the last one padded; it is on the GPU, in host memory or in a file on NVMe.
 """
 
 from __future__ import annotations

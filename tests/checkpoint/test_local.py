@@ -154,7 +154,7 @@ def test_a_folder_that_others_could_fill_is_refused(tmp_path: Path) -> None:
 def test_a_folder_is_of_one_run_and_outside_of_it(tmp_path: Path) -> None:
     assert len({name_of(Path(path), created) for path in ("/a/run", "/b/run") for created in (1, 2)}) == 4
     inside = LocalSave(path=str(tmp_path / "run" / "local"))
-    with pytest.raises(UserError, match="lies in the run folder"):
+    with pytest.raises(UserError, match="is in the run folder"):
         LocalTier.open(inside, tmp_path / "run", 1, CheckpointStore(tmp_path / "run", 1, 3, OneRank(), str))
 
 

@@ -45,8 +45,8 @@ BOMB = "a: &a [x,x]\n" + "".join(f"{b}: &{b} [*{a},*{a}]\n" for a, b in zip("abc
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a: 1\na: 2\n", "stands twice, first in line 1"),
-        ("a: {b: 1, b: 2}\n", "stands twice"),
+        ("a: 1\na: 2\n", "appears twice, first in line 1"),
+        ("a: {b: 1, b: 2}\n", "appears twice"),
         ("\ta: 1\n", "tabs"),
         ("a: [1, 2\n", "not valid YAML"),
         ("a: b: c\n", "not valid YAML"),

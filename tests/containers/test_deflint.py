@@ -50,11 +50,11 @@ def test_a_good_one(tmp_path: Path) -> None:
     ("old", "new", "fault"),
     [
         ("%test", "%tset", "22: unknown section %tset"),
-        ("%labels", "%post", "19: %post stands twice"),
+        ("%labels", "%post", "19: %post appears twice"),
         ("%files", "%appinstall x", "10: unknown section %appinstall"),
         ("From: {{ base }}", "Form: {{ base }}", "3: unknown header form"),
         ("From: {{ base }}", "", "1: no header from"),
-        ("From: {{ base }}", "From: {{ base }}\nFrom: x", "4: header from stands twice"),
+        ("From: {{ base }}", "From: {{ base }}\nFrom: x", "4: header from appears twice"),
         ("From: {{ base }}", "From: {{ base }}\nnonsense", "4: neither `Key: value` nor a section"),
         ("bootstrap=docker", "bootstrap=dockr", "1: Bootstrap: dockr is unknown"),
         ("@sha256:" + "a" * 64, ":latest", "1: From: example/base:latest has no digest"),

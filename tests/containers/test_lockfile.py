@@ -30,7 +30,7 @@ def test_read_what_was_written() -> None:
         ("kiln==1.0", "kiln>=1.0", "no NAME==VERSION with --hash"),
         ("kiln==1.0", "kiln @ https://example.org/kiln.whl", "no NAME==VERSION with --hash"),
         ("kiln==1.0", "--index-url https://example.org kiln==1.0", "no NAME==VERSION with --hash"),
-        ("oven-x==2+cpu", "Kiln==2", "stands twice"),
+        ("oven-x==2+cpu", "Kiln==2", "appears twice"),
         ("# python: 3.12\n", "", "does not say `python`"),
         ("# from source: kiln\n", "# from source: spoon\n", "built from source and not in the lock"),
     ],

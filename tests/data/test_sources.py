@@ -360,7 +360,7 @@ def test_an_unreachable_hub_says_what_to_do(monkeypatch, tmp_path, error):
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(UserError, match=r"cannot be had from the Hub: .+ -> .*data\.input=PATH"):
+    with pytest.raises(UserError, match=r"is not available from the Hub: .+ -> .*data\.input=PATH"):
         from_hub(tmp_path)
 
 

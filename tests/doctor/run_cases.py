@@ -36,7 +36,7 @@ def no_run(case: Case) -> None:
 
 
 def two_nodes(case: Case) -> None:
-    """The run folder lies on this node's disk, and the cluster shares /pool."""
+    """The run folder is on this node's disk, and the cluster shares /pool."""
     case.recipe["slurm"]["nodes"] = 2
     case.recipe["train"]["per_device_train_batch_size"] = 2
 

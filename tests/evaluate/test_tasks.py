@@ -147,7 +147,7 @@ class TestTasks:
         assert not (tmp_path / "out").exists()
 
     def test_a_data_set_that_is_not_there(self, tiny_model: Path, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="Rowan/hellaswag cannot be had") as caught:
+        with pytest.raises(UserError, match="Rowan/hellaswag is not available") as caught:
             evaluate(tiny_model, tmp_path / "out", settings=Eval(tasks=["hellaswag"]), device="cpu")
         assert "hf download Rowan/hellaswag" in str(caught.value)
 

@@ -126,7 +126,7 @@ def test_what_cannot_stand_in_a_task_is_refused_at_once(tmp_path: Path) -> None:
     outside.mkdir()
     for path in (REPO / "recipes" / "tiny-oasst2").iterdir():
         (outside / path.name).write_bytes(path.read_bytes())
-    with pytest.raises(UserError, match="lies outside of the checkout"):
+    with pytest.raises(UserError, match="is outside the checkout"):
         render(resolve(outside))
     data = tmp_path / "data.jsonl"
     data.touch()

@@ -197,7 +197,7 @@ def test_a_brick_on_the_root_disk_gets_no_folders() -> None:
         storage = {"bricks": [brick], "pool": {"mount": f"{base}/pool", "min_free_gb": 0.01}, "shared": f"{base}/pool"}
         cluster = cluster_file(base / "c.yaml", storage)
         done = made.command("apply", "--cluster", cluster)
-        assert f"{base}/d0 lies on the root disk, or is not there: mount its file system; no folders" in done.err
+        assert f"{base}/d0 is on the root disk, or is not there: mount its file system; no folders" in done.err
         assert not Path("/data/hf_cache").exists()
         code, found = checked(made, cluster)
         assert (code, found["brick-mounted"]) == (2, "fail")  # a bind would show the root disk as the brick

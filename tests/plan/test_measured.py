@@ -83,7 +83,7 @@ def test_all_gpus_of_all_nodes_come_before_some(tmp_path: Path) -> None:
         ({"results": [gather("rack", 1, 3)]}, "not one of intra, inter, world"),
         ({"results": [gather("world", 1, -3)]}, "greater than or equal to 0"),
         ({"results": [gather("world", 1, 3, busbw_gb_s="3")]}, "number"),
-        ({"results": [gather("world", 1, 3), gather("world", 1, 4)]}, "stands twice"),
+        ({"results": [gather("world", 1, 3), gather("world", 1, 4)]}, "appears twice"),
         ({"results": [gather("world", 1, 3, busbw_gb_s=4.0)]}, "exceeds algbw_gb_s"),
         ({"results": [gather("world", 1, 0.0)]}, "busbw_gb_s 0"),
         ({"results": [gather("world", 1, 3, collective="all_reduce")]}, "no all_gather"),
@@ -106,12 +106,12 @@ def test_a_wrong_result_is_refused(tmp_path: Path, change: dict[str, Any], words
         ("[]", "no nccl-check result"),
         ("{", "not valid JSON"),
         ('{"schema": NaN}', "NaN"),
-        ('{"nodes": 1, "nodes": 2}', "'nodes' stands twice"),
+        ('{"nodes": 1, "nodes": 2}', "'nodes' appears twice"),
         ("[" * 5000, "not valid JSON"),
     ],
 )
 def test_what_is_no_result_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    """A cut file, a list, a key that stands twice."""
+    """A cut file, a list, a key that appears twice."""
     with pytest.raises(UserError, match=words) as caught:
         read_measured(write(tmp_path, text))
     check_form(caught.value)

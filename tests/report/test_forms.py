@@ -25,7 +25,7 @@ WRONG: dict[str, list[Any]] = {
 
 
 def put(body: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """A copy with another value there; what lies on the way and is not an object becomes one."""
+    """A copy with another value there; what is on the way and is not an object becomes one."""
     found = copy.deepcopy(body)
     inner = found
     *way, last = key.split(".")

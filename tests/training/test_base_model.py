@@ -98,7 +98,7 @@ def test_what_an_older_run_folder_asks_for_is_refused_too(tmp_path: Path) -> Non
 
 
 def test_a_base_of_the_hub_is_asked_for_its_config_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By revision; one that cannot be had is left to transformers, which says why."""
+    """By revision; one that is not available is left to transformers, which says why."""
     from transformers import utils
 
     file, calls = tmp_path / "config.json", []

@@ -370,7 +370,7 @@ def _write(folder: Path, cluster: Cluster, texts: Mapping[str, str]) -> Path:
         "AuthType": "auth/none",
         "CredType": "cred/none",
     }
-    # What is included lies on the machine itself, which may be another.
+    # What is included is on the machine itself, which may be another.
     conf = re.sub(r"(?mi)^\s*include\s.*$", "", move_conf(texts[SLURM_CONF], moved))
     (folder / "slurm.conf").write_text(conf, errors="surrogateescape")
     (folder / "gres.conf").write_text(move_gres(texts.get(GRES_CONF, ""), str(folder), cores=False), errors="surrogateescape")

@@ -179,7 +179,7 @@ def _not_yet(plan: StoragePlan, target: str) -> str | None:
             text = "does not answer" if answer.silent else os.strerror(answer.errno or 0)
             return f"{target} is not mounted: {mount.source}: {text}; mount its file system"
         if not (answer.found or {})["own"]:
-            return f"{target} is not mounted: {mount.source} lies on the root disk; mount its file system"
+            return f"{target} is not mounted: {mount.source} is on the root disk; mount its file system"
     if mount.kind == "pool":
         absent = [brick.mount for brick in plan.layout.bricks if plan.layout.at(brick.mount) and brick.mount not in now]
         if absent:

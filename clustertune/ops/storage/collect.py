@@ -39,7 +39,7 @@ class MountState:
     errno: str = ""
     """What it answered instead: ``ESTALE``."""
     root_disk: bool | None = None
-    """Whether what is seen there lies on the disk of ``/``."""
+    """Whether what is seen there is on the disk of ``/``."""
     data: bool | None = None
     """Whether it has the folder that the pool is made of."""
     read_only: bool | None = None

@@ -186,7 +186,7 @@ def root_disk(s: StorageSubject) -> Iterator[Seen]:
         if seen.state.root_disk:
             at = seen.brick.path if seen.own else seen.brick.mount
             fix = f"mount the brick's file system at {at}, then move what was written here"
-            yield Seen(FAIL, "what is seen there lies on the root disk", fix, seen.where)
+            yield Seen(FAIL, "what is seen there is on the root disk", fix, seen.where)
 
 
 @rule("brick-writable", STORAGE)

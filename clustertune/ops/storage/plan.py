@@ -306,9 +306,7 @@ def _folders(wanted: StorageLayout) -> tuple[list[SharedFolder], list[str]]:
             continue
         ready = wanted.at(brick.path) is not None or (answers[brick.path].found or {}).get("own")
         if not ready:
-            notes.append(
-                f"{brick.path} lies on the root disk, or is not there: mount its file system; no folders are made on it"
-            )
+            notes.append(f"{brick.path} is on the root disk, or is not there: mount its file system; no folders are made on it")
             continue
         found, more = _compare(of_brick, answers)
         result, notes = result + found, notes + more
@@ -335,7 +333,7 @@ def _mode(path: str) -> dict[str, int]:
 
 
 def own_disk(path: str) -> dict[str, bool]:
-    """``own``: whether a folder lies on another file system than the root disk. Raises OSError."""
+    """``own``: whether a folder is on another file system than the root disk. Raises OSError."""
     return {"own": Path(path).stat().st_dev != Path("/").stat().st_dev}
 
 
