@@ -194,7 +194,7 @@ def evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     settings, like = resolved.recipe.eval, first_task()
     others = [task for task in settings.tasks if find_task(task) is None]
     count = f"{settings.limit or like.documents} prompts each"
-    assumed = f"assuming that {', '.join(others)} take as long as {like.title}, {count}" if others else ""
+    assumed = f"assuming the time of {like.title} for {', '.join(others)}, {count}" if others else ""
     return replace(_evaluation(resolved, cluster), assumed=assumed)
 
 

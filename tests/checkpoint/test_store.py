@@ -287,7 +287,7 @@ def test_a_failed_fsync_means_no_manifest(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_find_checkpoint_names_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no whole checkpoint"):
+    with pytest.raises(UserError, match="no complete checkpoint"):
         store.find_checkpoint(tmp_path)
     path = save(tmp_path / "checkpoints", 2)
     assert store.find_checkpoint(tmp_path) == path

@@ -202,7 +202,7 @@ REFUSALS: list[tuple[str, Any, str, str]] = [
     ("storage.pool.kind", "unionfs", "storage.pool.kind", "not one of mergerfs"),
     ("storage.pool.create", "mfss", "storage.pool.create", "did you mean mfs?"),
     ("storage.pool.min_free_gb", 14000, "storage.pool.min_free_gb", "no file would go there"),
-    ("storage.shared", "/elsewhere", "storage.shared", "lies on none of the mounts"),
+    ("storage.shared", "/elsewhere", "storage.shared", "is on none of the mounts"),
     ("storage.scratch", "/pool/tmp", "storage.scratch", "which all machines share"),
     ("storage.root.gb", ..., "storage.root.gb", "missing"),
     ("storage.nfs_version", 5, "storage.nfs_version", "not one of 3, 4, 4.1, 4.2"),

@@ -78,7 +78,7 @@ def test_a_plan_estimates_it_by_its_own_numbers() -> None:
         return evaluation(resolve("llama8b-lima", [f"eval.tasks=[{','.join(names)}]"]), load_cluster("rno-rtxpro6000"))
 
     alone, others = found("capitals"), found("ifeval")
-    assert alone.assumed == "" and found("capitals", "gsm8k").assumed.startswith("gsm8k taken as long as")
+    assert alone.assumed == "" and found("capitals", "gsm8k").assumed.startswith("assuming the time of IFEval for gsm8k")
     assert alone.seconds < others.seconds
 
 

@@ -134,7 +134,7 @@ def test_rows_that_do_not_count_say_why() -> None:
         ({"packing": "full", "useful_share": 0.5}, "for padded sequences"),
         ({"nodes": True}, "not a number"),
         ({"speed": 3}, "Extra inputs"),
-        ({"id": "idris-4803"}, "appears twice"),
+        ({"id": "idris-4803"}, "stands twice"),
     ],
 )
 def test_a_wrong_row_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
@@ -247,7 +247,7 @@ def test_a_claim_of_an_unknown_source_is_refused() -> None:
     """Every figure has its document."""
     body = data.read(data.FOLDER / "claims.yaml")
     for claims in ([body["claims"][0] | {"source": "nobody"}], [body["claims"][1]] * 2):
-        with pytest.raises(ValidationError, match=r"unknown source|appears twice"):
+        with pytest.raises(ValidationError, match=r"unknown source|stands twice"):
             data.ClaimsFile(**body | {"claims": claims})
 
 
