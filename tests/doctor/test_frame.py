@@ -74,7 +74,7 @@ def test_ignored_rules_do_not_count() -> None:
     report = reports.Report(both, ("rule-a",))
     assert [item.rule for item in report.faults] == ["rule-b"]
     assert report.summary() == "1 warning, 0 passed; ignored: rule-a"
-    assert reports.Report(both).summary() == "1 failed, 1 warnings, 0 passed"
+    assert reports.Report(both).summary() == "1 failed, 1 warning, 0 passed"
     assert not any("rule-a" in line for line in report.lines())
 
 

@@ -130,7 +130,7 @@ def test_what_cannot_stand_in_a_task_is_refused_at_once(tmp_path: Path) -> None:
         render(resolve(outside))
     data = tmp_path / "data.jsonl"
     data.touch()
-    with pytest.raises(UserError, match=r"data\.input: .* lies outside"):
+    with pytest.raises(UserError, match=r"data\.input: .* is outside"):
         render(resolve("tiny-oasst2", [f"data.input={data}"]))
 
 
