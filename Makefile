@@ -52,26 +52,26 @@ setup: .venv/ready ## make .venv with the pinned stack (every other target does 
 	@$(BIN)/python -m compileall -q -j 0 .venv/lib clustertune > /dev/null || true
 	@touch $@
 
-setup-base: ## .venv with what submits alone (no torch): enough where jobs run in an image
+setup-base: ## make .venv without torch: enough to submit if jobs run in an image
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(PIP) --editable .
 
 demo: setup ## the whole chain, tiny, on this machine: prepare, train, export, merge, eval, report
 	@$(BIN)/clustertune run recipes/tiny-oasst2
 
-demo-slurm: setup ## the same job script on a throw-away Slurm of two nodes, here (Slurm packages and root)
+demo-slurm: setup ## run the same job script on a temporary two-node Slurm on this machine (needs Slurm packages and root)
 	@$(BIN)/clustertune demo-slurm
 
-run: setup ## the whole chain here: make run RECIPE=recipes/NAME
+run: setup ## run all stages on this machine: make run RECIPE=recipes/NAME
 	@$(BIN)/clustertune run '$(value RECIPE)'
 
-submit: setup ## the chain on Slurm, a job for each stage: make submit RECIPE=recipes/NAME
+submit: setup ## submit all stages to Slurm, one job per stage: make submit RECIPE=recipes/NAME
 	@$(BIN)/clustertune submit '$(value RECIPE)'
 
 submit-dry-run: setup ## the scripts and commands of make submit, without Slurm
 	@$(BIN)/clustertune submit '$(value RECIPE)' --dry-run --verbose
 
-show: setup ## a recipe as it resolves, each value with its origin: make show RECIPE=recipes/NAME
+show: setup ## show a recipe with every value resolved and its origin: make show RECIPE=recipes/NAME
 	@$(BIN)/clustertune show '$(value RECIPE)'
 
 eval-ifeval: setup ## IFEval: make eval-ifeval [MODEL=dir] [IFEVAL_DATA=file.jsonl] [BASE=dir] [BACKEND=vllm]
@@ -90,41 +90,41 @@ lint: setup ## ruff, mypy (strict on the package) and shellcheck
 test: lint ## lint and the tests, without whole jobs (test-jobs) and campaigns (test-long)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not jobs and not containers" $(PYTEST_FLAGS)
 
-test-jobs: setup ## whole jobs under Slurm, torchrun and Ray, a fault in each: power, links, preemption, hangs
+test-jobs: setup ## whole jobs under Slurm, torchrun and Ray, each with an injected fault: power, links, preemption, hangs
 	@$(BIN)/python -m pytest -m "jobs and not long and not containers" --timeout 1800 $(PYTEST_FLAGS)
 
 test-long: setup ## fault-injection campaigns: kills at random moments, large merges
 	@$(BIN)/python -m pytest -m long --timeout 3600
 
-campaign: setup ## faults by the hundred, hours long, continues where it was: make campaign [ONLY=FAULT] [HOURS=n]
+campaign: setup ## hundreds of injected faults; takes hours, and continues after an interruption: make campaign [ONLY=FAULT] [HOURS=n]
 	@$(BIN)/python -m tools.campaign $(if $(value ONLY),--only '$(value ONLY)') $(if $(value HOURS),--hours '$(value HOURS)')
 
-bench: setup ## how fast a recipe trains here, into docs/results/bench: make bench RECIPE=NAME [AGAINST=trl]
+bench: setup ## measure how fast a recipe trains on this machine, into docs/results/bench: make bench RECIPE=NAME [AGAINST=trl]
 	@$(BIN)/clustertune bench '$(value RECIPE)' $(if $(value AGAINST),--against '$(value AGAINST)') $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
 
 # A PYTHON that is given is used as it is: a machine of someone else's has its own torch. Without it .venv is made.
 GPU_PYTHON = $(if $(filter file default undefined,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
-gpu-check: $(if $(filter file default undefined,$(origin PYTHON)),setup) ## does all of it train on these GPUs: [PYTHON=python3] [PARTS=a,b] [NAME=x] [AGAIN=1]
+gpu-check: $(if $(filter file default undefined,$(origin PYTHON)),setup) ## check that everything trains on these GPUs: [PYTHON=python3] [PARTS=a,b] [NAME=x] [AGAIN=1]
 	@$(GPU_PYTHON) -m tools.gpu_check $(if $(value NAME),--name '$(value NAME)') $(if $(value PARTS),--parts '$(value PARTS)') \
 		$(if $(value BUDGET),--budget '$(value BUDGET)') $(if $(value AGAIN),--again) $(if $(value BACKEND),--backend '$(value BACKEND)')
 
 bench-merge: setup ## measure the merge against cp and PEFT and write docs/results/
 	@$(BIN)/python -m tools.merge_bench --report docs/results/merge.md
 
-doctor: setup ## what stops or slows a training: make doctor [RECIPE=NAME] [CLUSTER=NAME]
+doctor: setup ## find what would stop or slow a training run: make doctor [RECIPE=NAME] [CLUSTER=NAME]
 	@$(BIN)/clustertune doctor $(if $(filter-out file,$(origin RECIPE)),'$(value RECIPE)') $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
 
-nccl-check: setup ## what the links carry, judged: [CLUSTER=NAME] [SUBMIT=1 [NODES=n]] as a job, with its verdict
+nccl-check: setup ## measure and check GPU and network bandwidth: [CLUSTER=NAME] [SUBMIT=1 [NODES=n]] as a job, with its verdict
 	@$(BIN)/clustertune nccl-check $(if $(value CLUSTER),--cluster '$(value CLUSTER)') $(if $(value SUBMIT),--submit --wait) \
 		$(if $(value NODES),--nodes '$(value NODES)')
 
-plan: setup ## does it fit, how long, what does it cost: make plan RECIPE=NAME [CLUSTER=NAME]
+plan: setup ## predict whether it fits, its hours and cost: make plan RECIPE=NAME [CLUSTER=NAME]
 	@$(BIN)/clustertune plan '$(value RECIPE)' $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
 
-planner-grade: setup ## the planner against published runs, as a table and in docs/results/planner.md
+planner-grade: setup ## grade the planner against published runs, as a table and in docs/results/planner.md
 	@$(BIN)/python -m tools.planner_grade docs/results/planner.md
 
-mutations: setup ## do the tests notice 60 small faults, into docs/results (hours) [ONLY=merge-]
+mutations: setup ## check that the tests notice small faults, into docs/results (takes hours) [ONLY=merge-]
 	@nice $(BIN)/python -m tools.mutate $(if $(value ONLY),--only '$(value ONLY)')
 
 # Images are built before anything is installed: any Python 3.11 or newer will do.
@@ -132,7 +132,7 @@ IMAGE = $(PYTHON) -m clustertune.containers
 image_options = $(if $(value VARIANT),--variant '$(value VARIANT)') $(if $(value BASE),--base '$(value BASE)') \
 	$(if $(value EXTRAS),--extras '$(value EXTRAS)') $(if $(value OUT),--out '$(value OUT)')
 
-docs: setup ## the documentation as a site below site/, without network
+docs: setup ## build the documentation site in site/, without network
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 pictures: setup ## the pictures of the README, made by the commands that they show (and chromium)
@@ -144,19 +144,19 @@ build-sif: ## train.sif: [VARIANT=cpu] [EXTRAS=ray] [DEFINITION=reference] [BASE
 build-image: ## the same for docker or podman: [VARIANT=cpu] [EXTRAS=ray] [BASE=standin] [OUT=archive]
 	@$(IMAGE) build-image $(image_options)
 
-lock: setup ## containers/*.lock from containers/versions.env: every package with its hash
+lock: setup ## write containers/*.lock from containers/versions.env: every package with its hash
 	@$(BIN)/python -m clustertune.containers lock
 
-lock-check: setup ## locks are hashed, what the pins resolve to, without known vulnerabilities [DATABASE=address]
+lock-check: setup ## check that locks have hashes, match the pins, and have no known vulnerabilities [DATABASE=address]
 	@$(BIN)/python -m clustertune.containers lock-check $(if $(value DATABASE),--database '$(value DATABASE)')
 
 test-containers: setup ## a SIF and an OCI image of the CPU variant, built, run and searched [SIF=file built before]
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "containers and not long" --timeout 1800 tests/containers $(if $(value SIF),--sif '$(value SIF)') $(PYTEST_FLAGS)
 
-library-facts: setup ## what the pinned TRL, PEFT, accelerate, DeepSpeed and transformers take, as data of the package
+library-facts: setup ## record which settings the pinned TRL, PEFT, accelerate, DeepSpeed and transformers accept
 	@$(BIN)/python -m tools.library_facts
 
-golden: setup ## write the golden files again; the diff is the review
+golden: setup ## rewrite the golden files; review the diff
 	@$(BIN)/python -m tests.goldens
 
 clean: ## remove caches; runs/ and .venv stay
