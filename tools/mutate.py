@@ -156,7 +156,7 @@ def run_tests(tree: Path, tests: list[str], deselected: list[str], seconds: floa
             os.killpg(child.pid, 15)
             out, _ = child.communicate()
             return 124, "", out[-2000:]
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", out, re.MULTILINE)  # a parameter may have blanks
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", out, re.MULTILINE)  # a parameter may have blanks
     return child.returncode, failed[1] if failed else "", out[-2000:]
 
 
@@ -206,7 +206,8 @@ def render(mutations: list[Mutation], results: dict[str, Any]) -> str:
         found = results.get(mutation.id, {}).get(column)
         if found is None:
             return "not run"
-        return {"caught": f"`{found['by']}`"}.get(found["status"], f"**{found['status']}**")
+        first = " (missed at first: a test was added)" if found.get("missed_first") else ""
+        return {"caught": f"`{found['by']}`{first}"}.get(found["status"], f"**{found['status']}**")
 
     counts = {
         column: [sum(results.get(m.id, {}).get(column, {}).get("status") == s for m in mutations) for s in ("caught", "missed")]
@@ -260,7 +261,10 @@ def main(argv: list[str] | None = None) -> int:
             found = {**judge(tree, mutation, options.seconds), "digest": mutation.digest}
             sys.stderr.write(f"{mutation.id}: {found['status']} {found['by']} ({found['seconds']} s)\n")
             results = read_results()  # another process may have added some
-            results.setdefault(mutation.id, {})[options.column] = found
+            known = results.setdefault(mutation.id, {}).get(options.column, {})
+            if known.get("missed_first") or (known.get("status"), found["status"]) == ("missed", "caught"):
+                found["missed_first"] = True
+            results[mutation.id][options.column] = found
             RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
     results = read_results()
     PAGE.write_text(render(mutations, results))
