@@ -59,7 +59,7 @@ setup-base: ## make .venv without torch: enough to submit if jobs run in an imag
 demo: setup ## the whole chain, tiny, on this machine: prepare, train, export, merge, eval, report
 	@$(BIN)/clustertune run recipes/tiny-oasst2
 
-demo-slurm: setup ## run the same job script on a temporary two-node Slurm on this machine (needs Slurm packages and root)
+demo-slurm: setup ## run the job script on a temporary two-node Slurm on this machine (Slurm packages, root)
 	@$(BIN)/clustertune demo-slurm
 
 run: setup ## run all stages on this machine: make run RECIPE=recipes/NAME
@@ -90,16 +90,16 @@ lint: setup ## ruff, mypy (strict on the package) and shellcheck
 test: lint ## lint and the tests, without whole jobs (test-jobs) and campaigns (test-long)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not jobs and not containers" $(PYTEST_FLAGS)
 
-test-jobs: setup ## whole jobs under Slurm, torchrun and Ray, each with an injected fault: power, links, preemption, hangs
+test-jobs: setup ## whole jobs under Slurm, torchrun and Ray, each with a fault: power, links, preemption, hangs
 	@$(BIN)/python -m pytest -m "jobs and not long and not containers" --timeout 1800 $(PYTEST_FLAGS)
 
 test-long: setup ## fault-injection campaigns: kills at random moments, large merges
 	@$(BIN)/python -m pytest -m long --timeout 3600
 
-campaign: setup ## hundreds of injected faults; takes hours, and continues after an interruption: make campaign [ONLY=FAULT] [HOURS=n]
+campaign: setup ## hundreds of injected faults, for hours, resumable: make campaign [ONLY=FAULT] [HOURS=n]
 	@$(BIN)/python -m tools.campaign $(if $(value ONLY),--only '$(value ONLY)') $(if $(value HOURS),--hours '$(value HOURS)')
 
-bench: setup ## measure how fast a recipe trains on this machine, into docs/results/bench: make bench RECIPE=NAME [AGAINST=trl]
+bench: setup ## measure a recipe's training speed, into docs/results/bench: make bench RECIPE=NAME [AGAINST=trl]
 	@$(BIN)/clustertune bench '$(value RECIPE)' $(if $(value AGAINST),--against '$(value AGAINST)') $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
 
 # A PYTHON that is given is used as it is: a machine of someone else's has its own torch. Without it .venv is made.
@@ -114,7 +114,7 @@ bench-merge: setup ## measure the merge against cp and PEFT and write docs/resul
 doctor: setup ## find what would stop or slow a training run: make doctor [RECIPE=NAME] [CLUSTER=NAME]
 	@$(BIN)/clustertune doctor $(if $(filter-out file,$(origin RECIPE)),'$(value RECIPE)') $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
 
-nccl-check: setup ## measure and check GPU and network bandwidth: [CLUSTER=NAME] [SUBMIT=1 [NODES=n]] as a job, with its verdict
+nccl-check: setup ## measure and check bandwidth: [CLUSTER=NAME] [SUBMIT=1 [NODES=n]] as a job, with its verdict
 	@$(BIN)/clustertune nccl-check $(if $(value CLUSTER),--cluster '$(value CLUSTER)') $(if $(value SUBMIT),--submit --wait) \
 		$(if $(value NODES),--nodes '$(value NODES)')
 
@@ -153,7 +153,7 @@ lock-check: setup ## check that locks have hashes, match the pins, and have no k
 test-containers: setup ## a SIF and an OCI image of the CPU variant, built, run and searched [SIF=file built before]
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "containers and not long" --timeout 1800 tests/containers $(if $(value SIF),--sif '$(value SIF)') $(PYTEST_FLAGS)
 
-library-facts: setup ## record which settings the pinned TRL, PEFT, accelerate, DeepSpeed and transformers accept
+library-facts: setup ## record the settings of the pinned TRL, PEFT, accelerate, DeepSpeed and transformers
 	@$(BIN)/python -m tools.library_facts
 
 golden: setup ## rewrite the golden files; review the diff
