@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 IMPORTS = {
     "torch": "torch", "transformers": "transformers", "trl": "trl", "peft": "peft", "accelerate": "accelerate",
     "datasets": "datasets",
@@ -42,7 +42,7 @@ def normal(name: str) -> str:
 
 def locked() -> dict[str, str]:
     """What the image was built from."""
-    pairs = re.findall(r"^([A-Za-z0-9][\w.-]*)==([\w.+!-]+)", (HERE / "requirements.txt").read_text(), re.MULTILINE)
+    pairs = re.findall(r"^([A-Za-z0-9][\w.-]*)==([\w.+!-]+)", (FOLDER / "requirements.txt").read_text(), re.MULTILINE)
     return {normal(name): version for name, version in pairs}
 
 
@@ -175,11 +175,11 @@ def inventory() -> dict[str, object]:
     for found in importlib.metadata.distributions():
         meta = found.metadata
         named = [line.rpartition(" :: ")[2] for line in meta.get_all("Classifier") or [] if line.startswith("License ::")]
-        asked = sorted({normal(re.split(r"[^\w.-]", line)[0]) for line in found.requires or [] if "extra ==" not in line})
+        required = sorted({normal(re.split(r"[^\w.-]", line)[0]) for line in found.requires or [] if "extra ==" not in line})
         python.append(
             {
                 "name": normal(meta["Name"]), "version": found.version, "expression": meta.get("License-Expression") or "",
-                "license": "; ".join(named) or (meta.get("License") or "").strip().split("\n")[0][:120], "requires": asked,
+                "license": "; ".join(named) or (meta.get("License") or "").strip().split("\n")[0][:120], "requires": required,
             }
         )  # fmt: skip
     listed = subprocess.run(

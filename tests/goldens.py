@@ -87,14 +87,14 @@ ALWAYS = re.compile(
 def differing(recipe: str, tiny: bool) -> str:
     """What a submission has of its own: warnings, the shape of each job and its further options, the training's command and
     environment without the reasons."""
-    kept = []
+    lines = []
     for line in submission(recipe, tiny).splitlines():
         if line.startswith("$ sbatch"):
             if line.endswith("--to train"):
-                kept.append(re.sub(r"^.* (CHECKOUT/recipes/.*?) --run-dir .*", r"\1", line))
+                lines.append(re.sub(r"^.* (CHECKOUT/recipes/.*?) --run-dir .*", r"\1", line))
         elif not ALWAYS.match(line):
-            kept.append(re.sub(r"^([A-Z_]+=\S*)  # .*", r"\1", line).removeprefix("#SBATCH "))
-    return "\n".join(kept) + "\n"
+            lines.append(re.sub(r"^([A-Z_]+=\S*)  # .*", r"\1", line).removeprefix("#SBATCH "))
+    return "\n".join(lines) + "\n"
 
 
 FIGURES = (
@@ -117,8 +117,8 @@ def plans() -> str:
         done = CliRunner().invoke(app, ["plan", recipe, *overrides, "--cluster", cluster, "--json"])
         assert done.exit_code == 0, done.output
         figures = dict(_leaves(json.loads(done.stdout)))
-        kept = [f"{key} {figures[key]:.6g}" for key in FIGURES if figures.get(key) is not None]
-        rows.append(f"{' '.join((recipe, cluster, *overrides))}: {', '.join(kept)}\n")
+        shown = [f"{key} {figures[key]:.6g}" for key in FIGURES if figures.get(key) is not None]
+        rows.append(f"{' '.join((recipe, cluster, *overrides))}: {', '.join(shown)}\n")
     return "".join(rows)
 
 

@@ -133,8 +133,8 @@ def test_what_is_refused_leaves_the_run_as_it_was(ended: Path, tmp_path: Path, s
 def test_nothing_is_removed_that_is_nowhere_else(ended: Path, tmp_path: Path) -> None:
     """An archive inside of the run went with it, one in memory ended with the command, and one may hold no weights at all."""
     before = contents(ended)
-    for place in (ended, ended / "archive", f"file://{ended}/archive", "memory://bucket/x"):
-        done = run("archive", ended, place, "--remove")
+    for target in (ended, ended / "archive", f"file://{ended}/archive", "memory://bucket/x"):
+        done = run("archive", ended, target, "--remove")
         assert done.code == 2 and contents(ended) == before, done.err
     shutil.rmtree(ended / "adapter")
     shutil.rmtree(ended / "merged")
@@ -154,20 +154,20 @@ def test_an_address_of_a_folder(ended: Path, tmp_path: Path) -> None:
 
 
 def test_storage_that_refuses_is_named_and_a_pipe_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = archive.Destination(str(tmp_path / "away"))
-    place._root.mkdir()
-    os.mkfifo(place._root / manifest.MANIFEST)
-    (place._root / "run.json").mkdir()
+    destination = archive.Destination(str(tmp_path / "away"))
+    destination._root.mkdir()
+    os.mkfifo(destination._root / manifest.MANIFEST)
+    (destination._root / "run.json").mkdir()
     with pytest.raises(UserError, match=f"{manifest.MANIFEST}: is not a plain file"):
-        place.manifest()
+        destination.manifest()
     with pytest.raises(UserError, match=r"away/run\.json"):
-        place.record("run.json")
+        destination.record("run.json")
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"away/a/b: cannot be written") as caught, place.open("a/b", "wb") as out:
+    with pytest.raises(UserError, match=r"away/a/b: cannot be written") as caught, destination.open("a/b", "wb") as out:
         out.write(b"x")
     assert caught.value.code == 73
 

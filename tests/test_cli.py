@@ -30,9 +30,9 @@ Call = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """The command in this process, in an empty folder. Returns code, stdout and stderr."""
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
+    working = tmp_path / "here"
+    working.mkdir()
+    monkeypatch.chdir(working)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
 
     def start(*arguments: object) -> tuple[int, str, str]:

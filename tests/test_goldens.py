@@ -73,9 +73,9 @@ def test_a_tiny_run_is_short_and_another_run(name: str) -> None:
 
 @cache
 def plan(recipe: str, *overrides: str, cluster: str | None = None) -> Plan:
-    place = find_calibrated(load_cluster(cluster or cluster_of(recipe)))
+    calibrated = find_calibrated(load_cluster(cluster or cluster_of(recipe)))
     found = resolve(recipe, overrides)
-    return make_plan(found, place.machine(found.recipe.slurm.nodes), place.constants)
+    return make_plan(found, calibrated.machine(found.recipe.slurm.nodes), calibrated.constants)
 
 
 @pytest.mark.parametrize("case", PLANS, ids="-".join)

@@ -78,17 +78,17 @@ def import_faults(package: Mapping[str, str]) -> list[str]:
     """Imports to the right, rooms without a place, and circles of modules; ``package`` is path -> source."""
     by_module = {module_name(path): source for path, source in package.items()}
     modules = frozenset(by_module)
-    place = {name: at for at, names in enumerate(ORDER) for name in names}
+    rank = {name: at for at, names in enumerate(ORDER) for name in names}
     graph = {module: set(imports(module, source, modules)) - {module} for module, source in by_module.items()}
     faults = []
     for module, found in sorted(graph.items()):
         room = module.split(".")[1] if "." in module else ""
-        if room and room not in place:
+        if room and room not in rank:
             faults.append(f"{module}: {room} has no place in ORDER")
             continue
         for other in sorted(found):
             target = other.split(".")[1] if "." in other else ""
-            if target and target != room and (not room or place.get(target, len(ORDER)) >= place[room]):
+            if target and target != room and (not room or rank.get(target, len(ORDER)) >= rank[room]):
                 faults.append(f"{module} imports {other}, which does not lie to its left")
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -336,7 +336,7 @@ AutoTokenizer.from_pretrained(x, trust_remote_code=False)
 
 # --- what no file may say ----------------------------------------------------------------------------------------------
 
-SAID = {
+FORBIDDEN_TEXT = {
     # Spelt in pieces, so that this file passes its own rule.
     r"(?<![\w.])/" + r"(work|opt|home|root|mnt/c|Users)/\w": "a path of one machine",
     r"https?://[^\s)>\"']*(p[y]pi|python[h]osted|download\.pytorch\.org|/simple\b|artifactory|nexus)": "a package index",
@@ -349,7 +349,7 @@ SAID = {
 def said_faults(path: str, text: str) -> list[str]:
     return [
         f"{path}:{text.count(chr(10), 0, match.start()) + 1}: {match.group()!r}: {what}"
-        for pattern, what in SAID.items()
+        for pattern, what in FORBIDDEN_TEXT.items()
         for match in re.finditer(pattern, text)
     ]
 

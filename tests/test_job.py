@@ -283,14 +283,14 @@ def test_a_full_disk_does_not_hide_what_an_attempt_had_to_tell(tmp_path: Path, m
     def full(self: Outcome, folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    told = Outcome(ExitCode.STORAGE, [Problem("the checkpoint of step 8 was not saved")])
+    outcome = Outcome(ExitCode.STORAGE, [Problem("the checkpoint of step 8 was not saved")])
     monkeypatch.setattr(Outcome, "write", full)
-    monkeypatch.setattr(judge, "judge", lambda *words, **named: told)
+    monkeypatch.setattr(judge, "judge", lambda *words, **named: outcome)
     monkeypatch.setattr(job, "step_command", lambda *words: ["true"])
     run = RunDir(tmp_path)
     run.attempt(1).mkdir(parents=True)
     plan = AttemptPlan(attempt=1, nodes=(Node("gpu-a", "gpu-a"),), ranks_per_node=1)
-    assert links_of(tmp_path).run_attempt(plan) == told
+    assert links_of(tmp_path).run_attempt(plan) == outcome
 
 
 def test_a_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:

@@ -53,49 +53,53 @@ def test_data_of_no_known_format_are_named_by_their_columns(tmp_path: Path) -> N
 def test_the_command_line_names_columns_and_settings(tmp_path: Path) -> None:
     """Columns of other names are read, and every other key of the recipe stands in it; a key that is none is named."""
     file = rows(tmp_path / "qa.jsonl", {"question": "q" * 400, "answer": "a" * 360})
-    asked = ("--model", "Qwen/Qwen3-8B", "--data", file, *GPUS, "data.columns={prompt: question, completion: answer}")
-    done = run("new", tmp_path / "mine", *asked, "train.max_length=4096", "--json")
+    words = ("--model", "Qwen/Qwen3-8B", "--data", file, *GPUS, "data.columns={prompt: question, completion: answer}")
+    done = run("new", tmp_path / "mine", *words, "train.max_length=4096", "--json")
     assert done.code == 0, done.err
     recipe = yaml.safe_load((tmp_path / "mine" / "recipe.yaml").read_text())
     assert recipe["data"]["columns"] == {"prompt": "question", "completion": "answer"} and recipe["train"]["max_length"] == 4096
     assert recipe["data"]["format"] == "prompt-completion" and recipe["data"]["expect"]["train"] == 190
-    assert run("plan", *asked, "--json").code == 0
-    refused = run("new", tmp_path / "other", *asked, "data.colums={}")
+    assert run("plan", *words, "--json").code == 0
+    refused = run("new", tmp_path / "other", *words, "data.colums={}")
     assert refused.code == 2 and "columns" in refused.err and not (tmp_path / "other").exists()
 
 
 def test_a_recipe_from_a_model_and_a_file(tmp_path: Path) -> None:
     """The folder resolves, plans as it was said, and holds what was assumed; nothing is overwritten."""
     data = rows(tmp_path / "mine.jsonl", ROWS["messages"], 500)
-    asked = ("new", tmp_path / "my-qwen", "--model", "Qwen/Qwen3-8B", "--data", data, *GPUS)
-    done = run(*asked, "--json")
+    words = ("new", tmp_path / "my-qwen", "--model", "Qwen/Qwen3-8B", "--data", data, *GPUS)
+    done = run(*words, "--json")
     assert done.code == 0, done.err
-    told = done.json
-    assert told["files"] == ["README.md", "accelerate.yaml", "model.json", "recipe.yaml"] and told["hours"] and told["cost"]
+    document = done.json
+    assert (
+        document["files"] == ["README.md", "accelerate.yaml", "model.json", "recipe.yaml"]
+        and document["hours"]
+        and document["cost"]
+    )
     resolved = resolve(tmp_path / "my-qwen")
     assert resolved.recipe.model.revision and resolved.recipe.slurm.nodes == 2 and resolved.world_size == 16
     assert resolved.recipe.data.input == str(data.resolve()) and resolved.recipe.data.expect.train == 475  # type: ignore[union-attr]
-    assert all(one in (tmp_path / "my-qwen" / "README.md").read_text() for one in told["assumed"])
+    assert all(one in (tmp_path / "my-qwen" / "README.md").read_text() for one in document["assumed"])
     planned = run("plan", tmp_path / "my-qwen", *GPUS, "--json").json
-    assert planned["fits"] and planned["step_s"] == pytest.approx(told["step_s"], rel=0.05)
-    again = run(*asked)
+    assert planned["fits"] and planned["step_s"] == pytest.approx(document["step_s"], rel=0.05)
+    again = run(*words)
     assert again.code == 2 and "nothing is overwritten" in again.err
 
 
 def test_a_quantised_base_and_a_node_that_is_large_enough(tmp_path: Path) -> None:
     """QLoRA of 70B takes one GPU of 141 GB where LoRA takes more; full fine-tuning finds the nodes it needs, or says so."""
-    asked = ("--model", "meta-llama/Llama-3.3-70B-Instruct", "--data", CONVERSATIONS)
-    done = run("new", tmp_path / "q", *asked, "--method", "qlora", "--gpus", "1x1xh200-sxm")
+    words = ("--model", "meta-llama/Llama-3.3-70B-Instruct", "--data", CONVERSATIONS)
+    done = run("new", tmp_path / "q", *words, "--method", "qlora", "--gpus", "1x1xh200-sxm")
     assert done.code == 0, done.err
     body = yaml.safe_load((tmp_path / "q" / "recipe.yaml").read_text())
     assert body["train"]["model_init_kwargs"]["quantization_config"]["load_in_4bit"] is True
     assert "finetune_right_pad" in body["train"]["pad_token"]
-    refused = run("new", tmp_path / "l", *asked, "--gpus", "1x1xh200-sxm")
+    refused = run("new", tmp_path / "l", *words, "--gpus", "1x1xh200-sxm")
     assert refused.code == 2 and "nothing fits on 1x1xh200-sxm" in refused.err and "qlora" in refused.err
     assert not (tmp_path / "l").exists()
-    full = run("new", tmp_path / "f", *asked, "--method", "full", "--cluster", "dgx-h100")
+    full = run("new", tmp_path / "f", *words, "--method", "full", "--cluster", "dgx-h100")
     assert full.code == 0 and resolve(tmp_path / "f").recipe.slurm.nodes > 1, full.err
-    offloaded = run("new", tmp_path / "o", *asked, "--method", "full", "--gpus", "1x8xh100-sxm")
+    offloaded = run("new", tmp_path / "o", *words, "--method", "full", "--gpus", "1x8xh100-sxm")
     assert offloaded.code == 0 and resolve(tmp_path / "o").distribution.offload_params == "cpu", offloaded.err
 
 
@@ -110,8 +114,8 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
 def test_a_model_is_planned_without_files(tmp_path: Path) -> None:
     """Hours and money with the evaluation and the merge; what was assumed; without data, what is missing."""
     data = rows(tmp_path / "mine.jsonl", ROWS["messages"], 400)
-    asked = ("plan", "--model", "Qwen/Qwen2.5-72B-Instruct", *GPUS, "--method", "lora")
-    found = run(*asked, "--data", data, "--json").json
+    words = ("plan", "--model", "Qwen/Qwen2.5-72B-Instruct", *GPUS, "--method", "lora")
+    found = run(*words, "--data", data, "--json").json
     assert found["fits"] and found["hours"] and found["parameters"] == 72_706_203_648
     evaluation, total = found["evaluation"]["gpu_hours"], found["total"]
     assert found["merge"]["seconds"] > 60 and evaluation > 0
@@ -119,9 +123,9 @@ def test_a_model_is_planned_without_files(tmp_path: Path) -> None:
     assert total["cost"]["on_demand"] == pytest.approx(total["gpu_hours"] * total["cost"]["per_gpu_hour"]["on_demand"])
     assert any("380 training conversations" in line for line in found["assumptions"])
     assert any("is assumed (hardware" in line and "2x8xh100-sxm" in line for line in found["assumptions"])
-    bare = run(*asked, "--json").json
+    bare = run(*words, "--json").json
     assert bare["fits"] and bare["hours"] is None and bare["total"]["gpu_hours"] is None
-    shown = run(*asked, "--advise").out
+    shown = run(*words, "--advise").out
     assert "clustertune plan --model Qwen/Qwen2.5-72B-Instruct --gpus 2x8xh100-sxm --method lora" in shown
 
 

@@ -59,13 +59,13 @@ def mentioned_targets(text: str) -> set[str]:
 
 def missing_paths(text: str, name: str) -> list[str]:
     """Linked files, and paths between backquotes below a folder of the tree, that are not there."""
-    root, here = tree.REPO, (tree.REPO / name).parent
+    root, folder = tree.REPO, (tree.REPO / name).parent
     linked = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
     # Of the repository, not of what lies there: builds and runs leave folders that a fresh clone has not.
     tops = {file.split("/")[0] for file in tree.files() if "/" in file}
-    told = [word.rstrip("/") for word in re.findall(r"`([\w./-]+)`", text) if "/" in word and word.split("/")[0] in tops]
-    return [path for path in linked if path and not (here / path).exists()] + [
-        path for path in told if "NAME" not in path and not (root / path).exists() and not (here / path).exists()
+    named = [word.rstrip("/") for word in re.findall(r"`([\w./-]+)`", text) if "/" in word and word.split("/")[0] in tops]
+    return [path for path in linked if path and not (folder / path).exists()] + [
+        path for path in named if "NAME" not in path and not (root / path).exists() and not (folder / path).exists()
     ]
 
 
@@ -149,7 +149,7 @@ def test_the_tree_is_drawn_as_it_is() -> None:
 # --- the commands ------------------------------------------------------------------------------------------------------
 
 
-def told(start: str, replaced: dict[str, Path | str]) -> list[str]:
+def command_of(start: str, replaced: dict[str, Path | str]) -> list[str]:
     """The arguments of the one told command that begins so, its example paths replaced."""
     (line,) = (line for line in COMMANDS if line.startswith(f"clustertune {start}"))
     words = shlex.split(line)[1:]
@@ -165,7 +165,7 @@ def test_the_commands_before_training(tmp_path: Path) -> None:
     for line in (line for line in COMMANDS if line.startswith("clustertune show ")):
         done = run(*shlex.split(line)[1:])
         assert done.code == 0 and (done.json if "--json" in line else "learning_rate" in done.out)
-    done = run(*told("prepare", {"/tmp/data": tmp_path / "data"}), stack=True)
+    done = run(*command_of("prepare", {"/tmp/data": tmp_path / "data"}), stack=True)
     assert done.code == 0
     assert find_problems(tmp_path / "data", "dataset", allow_extra=True) == []  # tokens/ has a manifest of its own
     assert find_problems(tmp_path / "data" / "tokens", "tokens") == []
@@ -173,7 +173,7 @@ def test_the_commands_before_training(tmp_path: Path) -> None:
 
 def test_a_run_that_is_only_told(tmp_path: Path) -> None:
     """An override and a choice of stages, up to the point where the ranks would start."""
-    done = run(*told("run recipes/tiny-oasst2 lora", {}), "--dry-run", "--run-dir", tmp_path / "run")
+    done = run(*command_of("run recipes/tiny-oasst2 lora", {}), "--dry-run", "--run-dir", tmp_path / "run")
     assert done.code == 0
     assert "stages: prepare, train, export\n" in done.err
     assert not (tmp_path / "run").exists()
@@ -189,7 +189,7 @@ def test_the_commands_on_a_run(finished_copy: Path) -> None:
     """``checkpoint verify`` and ``report`` as they are told."""
     (finished_copy / "report.html").unlink()
     for start in ("checkpoint verify", "report"):
-        done = run(*told(start, {"runs/tiny-oasst2/ID": finished_copy}))
+        done = run(*command_of(start, {"runs/tiny-oasst2/ID": finished_copy}))
         assert done.code == 0, done.err
     assert (finished_copy / "report.html").is_file()
 
@@ -200,10 +200,10 @@ def test_the_commands_on_models(finished_copy: Path, tmp_path: Path) -> None:
     prompts.write_text(tree.texts()["eval/ifeval/prompts.jsonl"].partition("\n")[0] + "\n")
     (base,) = (finished_copy / "model").iterdir()
     for step in (
-        told("export", {"runs/tiny-oasst2/ID": finished_copy, "/tmp/adapter": adapter}),
-        told("merge", {"BASE": base, "ADAPTER": adapter, "OUT": merged}),
+        command_of("export", {"runs/tiny-oasst2/ID": finished_copy, "/tmp/adapter": adapter}),
+        command_of("merge", {"BASE": base, "ADAPTER": adapter, "OUT": merged}),
         [
-            *told("eval MODEL --data", {"MODEL": merged, "prompts.jsonl": prompts}),
+            *command_of("eval MODEL --data", {"MODEL": merged, "prompts.jsonl": prompts}),
             *("--out", str(tmp_path / "eval"), "--max-gen-toks", "4"),
         ],
     ):

@@ -240,10 +240,10 @@ def test_a_readme_gives_the_figures_that_the_recipe_expects(folder: Path) -> Non
     """The report compares with one number while people compare with another."""
     expect = yaml.safe_load((folder / "recipe.yaml").read_text()).get("expect", {})
     assert untold_figures(expect, (folder / "README.md").read_text()) == []
-    told = "loss 1.1, 8 h 24 min, 70.98 %, 1,234 parameters"
+    text = "loss 1.1, 8 h 24 min, 70.98 %, 1,234 parameters"
     same = {"eval_loss": 1.1, "hours": 8.4, "tasks": {"ifeval": {"a": 0.7098}}, "trainable_parameters": 1234}
-    assert untold_figures(same, told) == []
-    assert untold_figures({"hours": 8.5, "tasks": {"ifeval": {"a": 0.71}}, "eval_loss": 1.2}, told) == [
+    assert untold_figures(same, text) == []
+    assert untold_figures({"hours": 8.5, "tasks": {"ifeval": {"a": 0.71}}, "eval_loss": 1.2}, text) == [
         "hours: 8.5",
         "tasks.ifeval.a: 0.71",
         "eval_loss: 1.2",
@@ -264,8 +264,8 @@ def test_the_commands_of_a_readme_are_run(folder: Path) -> None:
         seen.append(words[0] if words[0] == "sbatch" else words[1])
         if words[0] == "sbatch":
             options, given = words[1 : words.index("launch/run.sbatch")], words[words.index("launch/run.sbatch") + 1 :]
-            asked = resolve(given[0]).recipe.slurm
-            sizes = {"--nodes": asked.nodes, "--gpus-per-node": asked.gpus_per_node, "--time": asked.time}
+            wanted = resolve(given[0]).recipe.slurm
+            sizes = {"--nodes": wanted.nodes, "--gpus-per-node": wanted.gpus_per_node, "--time": wanted.time}
             assert options == [f"{name}={value}" for name, value in sizes.items()], line
             words = ["", "submit", *given, "--dry-run"]
         elif words[1] == "ops":  # of a node: one of the file, with nothing on it

@@ -230,15 +230,15 @@ def test_planted_tokens_are_in_nothing_that_a_run_leaves(tmp_path: Path) -> None
                 seen += held
                 ranks |= {process.name} if b"--attempt" in held else set()
             time.sleep(0.2)
-        said = child.communicate(timeout=60)[0]
-    assert child.returncode == 0, said
+        output = child.communicate(timeout=60)[0]
+    assert child.returncode == 0, output
     assert len(ranks) >= 2 and b"wandb-core" in seen, "the processes were not looked at"
-    assert "W&B is offline" in said and list(run_dir.glob("wandb/offline-run-*"))
+    assert "W&B is offline" in output and list(run_dir.glob("wandb/offline-run-*"))
     assert (home / ".netrc").read_text() == "machine example.org login a password b\n"
     files = [path for folder in (run_dir, home, tree) for path in folder.rglob("*") if path.is_file() and path.name != ".env"]
     assert len(files) > 100
     for token in tokens.values():
-        assert token.encode() not in seen and token not in said
+        assert token.encode() not in seen and token not in output
         assert [path for path in files if token.encode() in path.read_bytes()] == []
 
 

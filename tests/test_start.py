@@ -35,9 +35,9 @@ def test_a_command_that_needs_nothing_imports_nothing(tmp_path: Path, arguments:
     script.write_text(SCRIPT)
     arguments = [str(script) if word == "FILE" else word for word in arguments]
     modules = imported(tmp_path, *arguments)
-    told = arguments[0] in {"doctor", "nonsense"}  # a message for a person: rich prints it
+    prints = arguments[0] in {"doctor", "nonsense"}  # a message for a person: rich prints it
     assert "typer" in modules and ("pydantic" not in modules or arguments != ["--help"])
-    assert modules & (SLOW - {"rich"} if told else SLOW) == set()
+    assert modules & (SLOW - {"rich"} if prints else SLOW) == set()
 
 
 @pytest.mark.parametrize("arguments", [["show"], ["plan", "--cluster", "rno-rtxpro6000"]])

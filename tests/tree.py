@@ -20,9 +20,9 @@ def files() -> tuple[str, ...]:
     ignored = GitIgnoreSpec.from_lines([".git", *(REPO / ".gitignore").read_text().splitlines()])
     found = []
     for folder, below, names in os.walk(REPO):
-        here = "" if (at := Path(folder).relative_to(REPO).as_posix()) == "." else f"{at}/"
-        below[:] = [name for name in below if not ignored.match_file(f"{here}{name}/")]
-        found += [path for name in names if not ignored.match_file(path := f"{here}{name}")]
+        prefix = "" if (at := Path(folder).relative_to(REPO).as_posix()) == "." else f"{at}/"
+        below[:] = [name for name in below if not ignored.match_file(f"{prefix}{name}/")]
+        found += [path for name in names if not ignored.match_file(path := f"{prefix}{name}")]
     return tuple(sorted(found))
 
 

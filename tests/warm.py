@@ -103,8 +103,8 @@ def _serve(requests: socket.socket) -> dict[str, Any]:
     for descriptor, number in ((out, 1), (err, 2)):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    asked: dict[str, Any] = json.loads(request)
-    return asked
+    request_read: dict[str, Any] = json.loads(request)
+    return request_read
 
 
 PRELOADED = ("cli", "chain", "job", "config.resolve", "plan.predict", "report.compare", "report.metrics")
@@ -121,16 +121,16 @@ def main() -> None:
         forking.warm()
         os.environ.clear()
         os.environ.update(given)
-        asked = _serve(socket.socket(fileno=int(sys.argv[1])))
-        forking.become(asked["arguments"][0], asked["arguments"][1:], asked["env"], asked["cwd"])
+        request = _serve(socket.socket(fileno=int(sys.argv[1])))
+        forking.become(request["arguments"][0], request["arguments"][1:], request["env"], request["cwd"])
     for name in (*(f"clustertune.{name}" for name in PRELOADED), "rich.console", "rich.table"):
         importlib.import_module(name)
-    asked = _serve(socket.socket(fileno=int(sys.argv[1])))
+    request = _serve(socket.socket(fileno=int(sys.argv[1])))
     os.environ.clear()
-    os.environ.update(asked["env"])
-    os.chdir(asked["cwd"])
-    sys.path[0] = asked["cwd"]  # as python -m does
-    sys.argv = ["clustertune", *asked["arguments"]]
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    sys.path[0] = request["cwd"]  # as python -m does
+    sys.argv = ["clustertune", *request["arguments"]]
     runpy.run_module("clustertune", run_name="__main__", alter_sys=True)
 
 

@@ -79,7 +79,7 @@ def code_of(text: str) -> bytes:
 
 
 @dataclass
-class Place:
+class Workspace:
     """Where the cases of one tree work, and what they begin with."""
 
     root: Path
@@ -204,11 +204,11 @@ def half_written(folder: Path) -> set[Path]:
     return {path for path in (folder / "checkpoints").glob("*") if not (path / manifest.MANIFEST).exists()}
 
 
-def kill_training(seed: int, place: Place, *, saving: bool = False) -> Done:
+def kill_training(seed: int, workspace: Workspace, *, saving: bool = False) -> Done:
     """One run, killed up to four times at random moments, then left in peace."""
-    chance, folder, kills = draw(seed), place.copy("prepare"), 0
+    chance, folder, kills = draw(seed), workspace.copy("prepare"), 0
     figures: dict[str, list[float]] = {"steps lost": [], "s to the first new step": []}
-    reached, long = 0, place.seconds("train")
+    reached, long = 0, workspace.seconds("train")
     while True:
         known, left = len(attempts(folder)), half_written(folder)
         child = start(folder, "export")
@@ -241,23 +241,23 @@ def kill_training(seed: int, place: Place, *, saving: bool = False) -> Done:
         if code == 0:
             break
         kills += 1
-    assert digest(folder / "adapter") == place.adapter, "other bytes than those of a quiet run"
+    assert digest(folder / "adapter") == workspace.adapter, "other bytes than those of a quiet run"
     return Done(kills, figures)
 
 
-def kill_stage(seed: int, place: Place, *, stage: str) -> Done:
+def kill_stage(seed: int, workspace: Workspace, *, stage: str) -> Done:
     """The command is killed in one stage, again and again up to three times; then its result is that of a quiet one."""
     chance, kills = draw(seed), 0
-    folder = place.copy(("train", *STAGES)[STAGES.index(stage)])
+    folder = workspace.copy(("train", *STAGES)[STAGES.index(stage)])
     while kills < 3:
         child = start(folder, stage)
-        if child.until(lambda: False, chance.uniform(0.05, 1) * place.seconds(stage)) or child.child.poll() is not None:
+        if child.until(lambda: False, chance.uniform(0.05, 1) * workspace.seconds(stage)) or child.child.poll() is not None:
             break
         child.child.kill()
         assert child.end(PATIENCE)[0] in (0, -9)
         kills += 1
     command(folder, stage)
-    quiet = place.until(stage)
+    quiet = workspace.until(stage)
     if stage == "report":
         assert (folder / "report.html").read_text().rstrip().endswith("</html>")
         assert not list(folder.glob(".report*"))
@@ -284,13 +284,13 @@ def said_saved(text: str) -> int:
     return max((int(step) for step in re.findall(r"saved \S*?step-0*(\d+)", text)), default=0)
 
 
-def power_cut(seed: int, place: Place) -> Done:
+def power_cut(seed: int, workspace: Workspace) -> Done:
     """XFS on a loop device is shut down, without its log, at a random moment after a save was announced."""
     from clustertune.checkpoint import store
 
     own_mounts()
     chance = draw(seed)
-    disk, image = place.case / "disk", place.case / "image"
+    disk, image = workspace.case / "disk", workspace.case / "image"
     disk.mkdir()
 
     def make(folder: Path) -> None:
@@ -299,13 +299,13 @@ def power_cut(seed: int, place: Place) -> Done:
             out.truncate(320 << 20)
         subprocess.run(["mkfs.xfs", "-q", folder / "image"], check=True)
 
-    subprocess.run(["cp", "--sparse=always", place.once("xfs", make) / "image", image], check=True)
-    place.until("export")
+    subprocess.run(["cp", "--sparse=always", workspace.once("xfs", make) / "image", image], check=True)
+    workspace.until("export")
     subprocess.run(["mount", "-o", "loop,nouuid", image, disk], check=True)
     try:
-        shutil.copytree(place.until("prepare"), disk / "run", symlinks=True)
+        shutil.copytree(workspace.until("prepare"), disk / "run", symlinks=True)
         os.sync()
-        out = place.case / "cut.log"
+        out = workspace.case / "cut.log"
         child = ForkedCommand("run", RECIPE, "--run-dir", disk / "run", "--to", "train", *SETTINGS, out=out)
         wanted = SAVE_STEPS * chance.randint(1, 3)
         child.until(lambda: said_saved(child.text) >= wanted, PATIENCE)
@@ -317,12 +317,12 @@ def power_cut(seed: int, place: Place) -> Done:
         unmount(disk)
         subprocess.run(["mount", "-o", "loop,nouuid", image, disk], check=True)
         newest, _ = store.newest_whole(disk / "run" / "checkpoints")
-        kept = newest.step if newest else 0
-        assert announced >= wanted and kept >= announced, f"{announced} was announced (wanted {wanted}), {kept} is there"
+        last = newest.step if newest else 0
+        assert announced >= wanted and last >= announced, f"{announced} was announced (wanted {wanted}), {last} is there"
         child = ForkedCommand("run", RECIPE, "--run-dir", disk / "run", "--to", "export", *SETTINGS, out=out)
         code, text = child.end(PATIENCE)
         assert code == 0, f"exit {code}: {text[-800:]}"
-        assert digest(disk / "run" / "adapter") == place.adapter
+        assert digest(disk / "run" / "adapter") == workspace.adapter
         return Done(figures={"step announced": [announced]})
     finally:
         unmount(disk)
@@ -346,20 +346,20 @@ def unmount(folder: Path) -> None:
     raise AssertionError(f"{folder} is busy")
 
 
-def bad_disk(seed: int, place: Place) -> Done:
+def bad_disk(seed: int, workspace: Workspace) -> Done:
     """Full, read-only, over quota, or failing at fsync, from a random moment on; then whole again."""
     own_mounts()
     chance = draw(seed)
     kind = ("full", "read-only", "quota", "EIO")[seed % 4]
-    disk = place.case / "disk"
+    disk = workspace.case / "disk"
     disk.mkdir()
-    place.until("export")
+    workspace.until("export")
     # Root has no quota: strace answers EDQUOT to fsync, as NFS and XFS do.
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", disk], check=True)
-    folder, moment = disk / "run", chance.uniform(0, 1) * place.seconds("train")
+    folder, moment = disk / "run", chance.uniform(0, 1) * workspace.seconds("train")
     try:
-        shutil.copytree(place.until("prepare"), folder, symlinks=True)
-        out = place.case / "disk.log"
+        shutil.copytree(workspace.until("prepare"), folder, symlinks=True)
+        out = workspace.case / "disk.log"
         child = ForkedCommand("run", RECIPE, "--run-dir", folder, "--to", "export", *SETTINGS, out=out)
         child.until(lambda: False, moment)
         tracer = None
@@ -389,7 +389,7 @@ def bad_disk(seed: int, place: Place) -> Done:
         (disk / "ballast").unlink(missing_ok=True)
         code, text = ForkedCommand("run", RECIPE, "--run-dir", folder, "--to", "export", *SETTINGS, out=out).end(PATIENCE)
         assert code == 0, f"{kind} after {moment:.1f} s, then room: exit {code}: {text[-800:]}"
-        assert digest(folder / "adapter") == place.adapter
+        assert digest(folder / "adapter") == workspace.adapter
         return Done(int(hit))
     finally:
         unmount(disk)
@@ -408,27 +408,32 @@ def fill(disk: Path, room: int) -> None:
 # --- damage -------------------------------------------------------------------------------------------------------------
 
 
-def staged(place: Place) -> Path:
+def staged(workspace: Workspace) -> Path:
     """An offline bundle of all that the recipe needs."""
 
     def make(folder: Path) -> None:
         code, text = run("stage", RECIPE, "--to", folder, "--tiny", out=folder.with_suffix(".log"))
         assert code == 0, text
 
-    return place.once("parcel", make)
+    return workspace.once("parcel", make)
 
 
-def damage(seed: int, place: Place) -> Done:
+def damage(seed: int, workspace: Workspace) -> Done:
     """One file of one artefact: a bit, an end, another file's content, or all of it; its reader sees it."""
     from clustertune.checkpoint import store
 
     chance = draw(seed)
-    finished = place.until("merge")
+    finished = workspace.until("merge")
     newest = sorted((finished / "checkpoints").iterdir())[-1]
     kind, folder = chance.choice(
-        [("checkpoint", newest), ("adapter", finished / "adapter"), ("merged", finished / "merged"), ("parcel", staged(place))]
+        [
+            ("checkpoint", newest),
+            ("adapter", finished / "adapter"),
+            ("merged", finished / "merged"),
+            ("parcel", staged(workspace)),
+        ]
     )
-    copied = place.case / folder.name
+    copied = workspace.case / folder.name
     shutil.copytree(folder, copied, symlinks=True)
     name = chance.choice([*manifest.read_manifest(folder).files, manifest.MANIFEST])
     how = spoil.damage(copied / name, chance, [folder / other for other in manifest.read_manifest(folder).files])
@@ -470,18 +475,18 @@ def recipe_copy(source: str, file: str, target: Path) -> Path:
     return target / source / file
 
 
-def mutated(seed: int, place: Place) -> Done:
+def mutated(seed: int, workspace: Workspace) -> Done:
     """A recipe, accelerate, DeepSpeed, cluster or model file with one mutation: refused, or it means what it says."""
     chance = draw(seed)
     source, file = chance.choice(spoil.CONFIGS)
     is_cluster = source == "clusters"
     if is_cluster:
-        path = Path(shutil.copy(REPO / "ops/clusters" / file, place.case))
+        path = Path(shutil.copy(REPO / "ops/clusters" / file, workspace.case))
     else:
-        path = recipe_copy(source, file, place.case / "recipes")
+        path = recipe_copy(source, file, workspace.case / "recipes")
     how = spoil.mutate(path, chance)
     words: list[str | Path] = ["show-cluster", path] if is_cluster else ["show", path.parent, *spoil.bring_in(file)]
-    out = place.case / "out"
+    out = workspace.case / "out"
     began = time.monotonic()
     code, text = run(*words, "--json", out=out, seconds=60)
     assert time.monotonic() - began < 30, f"{how}: {time.monotonic() - began:.0f} s"
@@ -495,10 +500,10 @@ def mutated(seed: int, place: Place) -> Done:
     return Done(figures={"refused": [0]})
 
 
-def malformed(seed: int, place: Place) -> Done:
+def malformed(seed: int, workspace: Workspace) -> Done:
     """A data file with rows that are none: rows kept and rows counted as bad add up, and each bad one is named."""
     chance = draw(seed)
-    folder = place.case
+    folder = workspace.case
     path, format_, good, bad = spoil.data_file(folder, chance)
     out = folder / "out"
     code, text = run("prepare", RECIPE, "--out", folder / "data", f"data.input={path}", f"data.format={format_}",
@@ -508,10 +513,10 @@ def malformed(seed: int, place: Place) -> Done:
         assert refused(text), text[-500:]
         assert good is None or good == 0 or "cannot be" in text or path.name in text, f"all refused: {text[-500:]}"
         return Done(figures={"refused": [1]})
-    kept = sum(len((folder / "data" / name).read_text().splitlines()) for name in ("train.jsonl", "eval.jsonl"))
+    good_rows = sum(len((folder / "data" / name).read_text().splitlines()) for name in ("train.jsonl", "eval.jsonl"))
     rejects = (folder / "data" / "rejected.jsonl").read_text().splitlines()
-    assert good is None or (kept, len(rejects)) == (good, bad), (
-        f"{good} good and {bad} bad rows: {kept} kept, {len(rejects)} named"
+    assert good is None or (good_rows, len(rejects)) == (good, bad), (
+        f"{good} good and {bad} bad rows: {good_rows} kept, {len(rejects)} named"
     )
     for line in rejects:
         entry = json.loads(line)
@@ -519,19 +524,19 @@ def malformed(seed: int, place: Place) -> Done:
     return Done(figures={"refused": [0]})
 
 
-def hostile(seed: int, place: Place) -> Done:
+def hostile(seed: int, workspace: Workspace) -> Done:
     """A name that would be a command, a path, a tag or an option somewhere: no file is made by it, nothing of it runs."""
     chance = draw(seed)
-    canary = place.case / "canary"
+    canary = workspace.case / "canary"
     name = spoil.hostile_name(chance, canary)
-    work = place.case / "work"
+    work = workspace.case / "work"
     work.mkdir()
-    before = spoil.outside(place.case, work)
-    out = place.case / "out"
+    before = spoil.outside(workspace.case, work)
+    out = workspace.case / "out"
     kind = chance.choice(["recipe", "override", "cluster", "template", "html", "run-dir", "host", "sbatch"])
     env = {"HOME": str(work)}
     if kind == "html":
-        folder = place.copy("prepare")
+        folder = workspace.copy("prepare")
         spoil.plant(folder, name)
         code, text = run("report", folder, out=out, env=env, cwd=work)
         page = (folder / "report.html").read_text() if code == 0 else ""
@@ -541,22 +546,22 @@ def hostile(seed: int, place: Place) -> Done:
         code, text = run(*words, out=out, env=env, cwd=work)
     assert code in (0, 1, 2, 73, 75), f"{kind} {name!r}: exit {code}: {text[-500:]}"
     assert "\x1b]" not in text and "\u202e" not in text, f"{kind} {name!r}: control signs reach the terminal"
-    assert not canary.exists() and spoil.outside(place.case, work) == before, f"{kind} {name!r}: a file appeared"
+    assert not canary.exists() and spoil.outside(workspace.case, work) == before, f"{kind} {name!r}: a file appeared"
     if kind == "sbatch" and code == 0:
         lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
         assert not any("canary" in line and not line.startswith("#SBATCH --job-name=") for line in lines), lines
     return Done()
 
 
-def planted(seed: int, place: Place) -> Done:
+def planted(seed: int, workspace: Workspace) -> Done:
     """Tokens in the environment and in .env: in no file of the run, of the home folder, of /tmp, and on no command line."""
     look = importlib.import_module("tests.test_secrets")
     chance = draw(seed)
     secret = "".join(chance.choice("abcdef0123456789") for _ in range(40))
     tokens = {"HF_TOKEN": f"hf_{secret}", "WANDB_API_KEY": secret[::-1]}
-    home, folder = place.case / "home", place.copy("prepare")
+    home, folder = workspace.case / "home", workspace.copy("prepare")
     home.mkdir()
-    out = place.case / "out"
+    out = workspace.case / "out"
     caches = {"HOME": str(home), "HF_HOME": str(home / "hf"), "XDG_CACHE_HOME": str(home / "cache"), "TMPDIR": str(home)}
     child = ForkedCommand("run", RECIPE, "--run-dir", folder, *SETTINGS, out=out, env=tokens | caches)
     seen = b""
@@ -578,23 +583,23 @@ def planted(seed: int, place: Place) -> Done:
 # --- Slurm --------------------------------------------------------------------------------------------------------------
 
 
-def on_slurm(seed: int, place: Place, *, fault: str) -> Done:
+def on_slurm(seed: int, workspace: Workspace, *, fault: str) -> Done:
     """One fault at a random moment of one job on the throw-away Slurm; the adapter is that of a job nothing happened to."""
     faults, slurm, jobs = map(importlib.import_module, ("tests.launch.test_slurm_faults", "tests.slurm", "tests.slurm_job"))
     acts = {"requeue": faults.requeue, "preemption": faults.preempt, "power": faults.power_off(1 + seed % 2),
             "link": faults.cut_off(1 + seed % 2)}  # fmt: skip
-    chance, kept = draw(seed), place.root / "slurm.adapter"
+    chance, quiet = draw(seed), workspace.root / "slurm.adapter"
     with slurm.make() as cluster:
-        if not kept.exists():
-            job = jobs.Job(cluster, place.case / "quiet").submit()
+        if not quiet.exists():
+            job = jobs.Job(cluster, workspace.case / "quiet").submit()
             assert job.end()["JobState"] == "COMPLETED", job.text[-800:]
-            kept.write_text(job.adapter())
-        job = jobs.Job(cluster, place.case / "r").submit()
+            quiet.write_text(job.adapter())
+        job = jobs.Job(cluster, workspace.case / "r").submit()
         after = chance.randint(1, 9)
         job.until(lambda: len(job.steps()) >= after, f"{after} steps")
         acts[fault](cluster, job)
         assert job.end()["JobState"] == "COMPLETED", job.text[-800:]
-        assert job.adapter() == kept.read_text(), "other bytes than those of a quiet job"
+        assert job.adapter() == quiet.read_text(), "other bytes than those of a quiet job"
         steps = job.steps()
         again = len(steps) - len(set(steps))
         assert fault not in ("requeue", "preemption") or again == 0, f"{again} steps done again though the job was warned"
@@ -629,19 +634,19 @@ FAULTS = {
 }  # fmt: skip
 
 
-def one(name: str, seed: int, place: Place) -> dict[str, Any]:
+def one(name: str, seed: int, workspace: Workspace) -> dict[str, Any]:
     """A case in a process of its own: what it found, as a line of the results."""
-    shutil.rmtree(place.case, ignore_errors=True)
-    place.case.mkdir(parents=True)
+    shutil.rmtree(workspace.case, ignore_errors=True)
+    workspace.case.mkdir(parents=True)
     fault, began = FAULTS[name], time.monotonic()
-    answer = place.root / f"answer-{place.number}.json"
+    answer = workspace.root / f"answer-{workspace.number}.json"
     answer.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
         found: dict[str, Any]
         try:
             signal.alarm(fault.seconds)
-            found = dataclasses.asdict(fault.case(seed, place, **fault.more))
+            found = dataclasses.asdict(fault.case(seed, workspace, **fault.more))
         except BaseException as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             found = {"failed": f"{type(error).__name__}: {error}"[:1500], "at": f"{Path(last.filename).name}:{last.lineno}"}
@@ -678,14 +683,14 @@ def page(tree: str) -> str:
         figures: dict[str, list[float]] = {}
         for key, values in itertools.chain.from_iterable(row.get("figures", {}).items() for row in rows):
             figures.setdefault(key, []).extend(values)
-        said = [f"{key}: median {statistics.median(values):.3g}, most {max(values):.3g}" for key, values in figures.items()
+        shown = [f"{key}: median {statistics.median(values):.3g}, most {max(values):.3g}" for key, values in figures.items()
                 if values and key not in ("refused", "files")]  # fmt: skip
         if refusals := figures.get("refused"):
-            said.append(f"{int(sum(refusals))} refused, {len(refusals) - int(sum(refusals))} taken")
+            shown.append(f"{int(sum(refusals))} refused, {len(refusals) - int(sum(refusals))} taken")
         failed = ", ".join(f"seed {row['seed']}" for row in bad) or "none"
         total = counted(rows)
         lines.append(
-            f"| {fault.words} (`{name}`) | {fault.goal} | {total - len(bad)} of {total} | {failed} | {'; '.join(said)} |"
+            f"| {fault.words} (`{name}`) | {fault.goal} | {total - len(bad)} of {total} | {failed} | {'; '.join(shown)} |"
         )
     return "\n".join([
         "# Faults, counted", "",
@@ -721,8 +726,8 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="write docs/results/faults.md from what is known, and end")
     arguments = parser.parse_args()
     tree, deadline = tree_digest(), time.monotonic() + arguments.hours * 3600
-    place = Place(BUILD / tree)
-    place.root.mkdir(parents=True, exist_ok=True)
+    workspace = Workspace(BUILD / tree)
+    workspace.root.mkdir(parents=True, exist_ok=True)
     if not arguments.page:
         sys.stderr.write(f"tree {tree}; importing the stack\n")
         warm()
@@ -730,7 +735,7 @@ def main() -> int:
     for name, seed in () if arguments.page else cases:
         if time.monotonic() > deadline:
             break
-        found = one(name, seed, place)
+        found = one(name, seed, workspace)
         with RESULTS.open("a") as out:
             out.write(json.dumps({"tree": tree, **found}) + "\n")
         sys.stderr.write(

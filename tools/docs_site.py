@@ -57,19 +57,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Turn links that are right in the repository into links that are right in the site."""
     del config, files
     pages = sources()
-    here = {page: path for path, page in pages.items()}.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    source = {page: path for path, page in pages.items()}.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     parts = _FENCE.split(markdown)
     return "".join(
-        part if part.startswith("```") else _LINK.sub(lambda link: _turned(link, here, page, pages), part) for part in parts
+        part if part.startswith("```") else _LINK.sub(lambda link: _turned(link, source, page, pages), part) for part in parts
     )
 
 
-def _turned(link: re.Match[str], here: str, page: Page, pages: Mapping[str, str]) -> str:
+def _turned(link: re.Match[str], source: str, page: Page, pages: Mapping[str, str]) -> str:
     mark, text, target = link.groups()
     if "://" in target or target.startswith(("#", "mailto:")):
         return link[0]
     path, sharp, anchor = target.partition("#")
-    path = posixpath.normpath(posixpath.join(PurePosixPath(here).parent.as_posix(), path))
+    path = posixpath.normpath(posixpath.join(PurePosixPath(source).parent.as_posix(), path))
     inside = pages.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") and (ROOT / path).is_file() else None)
     if inside is None:
         return text if (ROOT / path).exists() else link[0]

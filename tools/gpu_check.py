@@ -279,51 +279,51 @@ def visible_gpus(python: str) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    asked = argparse.ArgumentParser(prog="make gpu-check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    asked.add_argument("--name", default="", help="of the result: docs/results/gpu-NAME.md; without it the GPU's")
-    asked.add_argument("--parts", default="", help="only these, with commas; tiny takes all that begin so")
-    asked.add_argument("--list", action="store_true", help="name the parts")
-    asked.add_argument("--again", action="store_true", help="run what has passed once more")
-    asked.add_argument("--budget", type=float, default=0.0, help="seconds of this call: no part begins that may outlast it")
-    asked.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="auto: nccl where torch sees a GPU")
-    asked.add_argument("--short", action="store_true", help="small models: the script itself is tried, not the machine")
-    asked.add_argument("--state", type=Path, help="folder of verdicts and logs; without it runs/gpu-check/NAME")
-    asked.add_argument("--work", type=Path, help="folder of the runs; without it work in that of the state")
-    asked.add_argument("--out", type=Path, default=REPO / "docs" / "results", help="folder of the page")
-    return asked.parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="make gpu-check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--name", default="", help="of the result: docs/results/gpu-NAME.md; without it the GPU's")
+    parser.add_argument("--parts", default="", help="only these, with commas; tiny takes all that begin so")
+    parser.add_argument("--list", action="store_true", help="name the parts")
+    parser.add_argument("--again", action="store_true", help="run what has passed once more")
+    parser.add_argument("--budget", type=float, default=0.0, help="seconds of this call: no part begins that may outlast it")
+    parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="auto: nccl where torch sees a GPU")
+    parser.add_argument("--short", action="store_true", help="small models: the script itself is tried, not the machine")
+    parser.add_argument("--state", type=Path, help="folder of verdicts and logs; without it runs/gpu-check/NAME")
+    parser.add_argument("--work", type=Path, help="folder of the runs; without it work in that of the state")
+    parser.add_argument("--out", type=Path, default=REPO / "docs" / "results", help="folder of the page")
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for. Exit code 0 where no part of it failed, 1 where one did, 2 for a wrong command line."""
     from tools import gpu_page, gpu_parts
 
-    asked = parse(arguments)
+    given = parse(arguments)
     known = gpu_parts.parts()
-    if asked.list:
+    if given.list:
         sys.stdout.writelines(f"{name:28} {do.__doc__.splitlines()[0]}\n" for name, do in known.items() if do.__doc__)
         return 0
-    chosen, unknown = gpu_parts.choose(asked.parts, known)
+    chosen, unknown = gpu_parts.choose(given.parts, known)
     if unknown:
         sys.stderr.write(f"error: no such part: {', '.join(unknown)} -> one of {', '.join(known)}\n")
         return 2
-    if asked.name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", asked.name):
+    if given.name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", given.name):
         sys.stderr.write("error: NAME is letters, digits, '.', '_' and '-'\n")
         return 2
     adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the command under way ends with this one
-    gpus = 0 if asked.backend == "gloo" else visible_gpus(sys.executable)
-    backend = asked.backend if asked.backend != "auto" else ("nccl" if gpus else "gloo")
-    name = asked.name or (gpu_parts.gpu_name() if backend == "nccl" else "cpu")
-    folder = (asked.state or REPO / "runs" / "gpu-check" / name).absolute()
-    check = GpuCheck(name, folder, (asked.work or folder / "work").absolute(), sys.executable, backend, gpus, asked.short)
+    gpus = 0 if given.backend == "gloo" else visible_gpus(sys.executable)
+    backend = given.backend if given.backend != "auto" else ("nccl" if gpus else "gloo")
+    name = given.name or (gpu_parts.gpu_name() if backend == "nccl" else "cpu")
+    folder = (given.state or REPO / "runs" / "gpu-check" / name).absolute()
+    check = GpuCheck(name, folder, (given.work or folder / "work").absolute(), sys.executable, backend, gpus, given.short)
     file = folder / "state.json"
     state = read_state(file)
     state |= {"name": name, "gpus": gpus, "command": " ".join(["make gpu-check", *(arguments or sys.argv[1:])])}
-    until = time.monotonic() + asked.budget if asked.budget else float("inf")
+    until = time.monotonic() + given.budget if given.budget else float("inf")
     failed = False
     for part in chosen:
         before = state["parts"].get(part, {})
-        if before.get("verdict") == PASS and not asked.again:
+        if before.get("verdict") == PASS and not given.again:
             say(f"{part}: passed earlier ({before['date']}, {before['commit']})")
             continue
         if time.monotonic() + gpu_parts.seconds(part) > until:
@@ -334,9 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed = failed or result["verdict"] == FAIL
         state["parts"][part] = result
         write_state(file, state)
-        gpu_page.write(asked.out / f"gpu-{name}.md", state, list(known))
+        gpu_page.write(given.out / f"gpu-{name}.md", state, list(known))
         say(f"{part}: {result['verdict']}{', ' if result['why'] else ''}{result['why']} ({result['seconds']} s)")
-    say(f"verdicts and logs: {folder}; page: {asked.out / f'gpu-{name}.md'}")
+    say(f"verdicts and logs: {folder}; page: {given.out / f'gpu-{name}.md'}")
     return int(failed)
 
 

@@ -17,8 +17,8 @@ def write(path: Path, state: Mapping[str, Any], order: list[str]) -> None:
     """The page of all verdicts so far."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "\n".join(render(state, order))
-    for place in (str(REPO), str(Path.home())):  # no place of this machine is published
-        text = text.replace(place, "~" if place != str(REPO) else ".")
+    for folder in (str(REPO), str(Path.home())):  # no place of this machine is published
+        text = text.replace(folder, "~" if folder != str(REPO) else ".")
     path.write_text(text + "\n")
 
 
@@ -68,7 +68,7 @@ def _machine(facts: Mapping[str, Any]) -> Iterator[str]:
     have = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version != "absent")
     yield f"- versions: {have}"
     if facts["differ"]:
-        yield "- other than the pins: " + ", ".join(f"{name} {told}" for name, told in facts["differ"].items())
+        yield "- other than the pins: " + ", ".join(f"{name} {version}" for name, version in facts["differ"].items())
     yield ""
 
 
@@ -125,8 +125,8 @@ def _losses(runs: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     rows = []
     for name, f in runs.items():
-        here, cpu = (" ".join(f"{value:.4f}" for _, value in sorted(f[key].items(), key=_step)) for key in ("here", "cpu"))
-        rows.append([name.removeprefix("tiny-"), str(f["ranks"]), here, cpu])
+        measured, cpu = (" ".join(f"{value:.4f}" for _, value in sorted(f[key].items(), key=_step)) for key in ("here", "cpu"))
+        rows.append([name.removeprefix("tiny-"), str(f["ranks"]), measured, cpu])
     yield from table(["recipe", "ranks", "here", "CPU"], rows)
 
 

@@ -83,13 +83,13 @@ def choose(words: str, known: Mapping[str, Part]) -> tuple[list[str], list[str]]
 
     A word that is not a name, but the beginning of some up to a hyphen, takes all of these: ``tiny``, ``bench-8b``.
     """
-    asked = [word.strip() for word in words.split(",") if word.strip()]
+    names = [word.strip() for word in words.split(",") if word.strip()]
 
     def takes(word: str, name: str) -> bool:
         return name == word if word in known else name.startswith(word + "-")
 
-    unknown = [word for word in asked if not any(takes(word, name) for name in known)]
-    return [name for name in known if not asked or any(takes(word, name) for word in asked)], unknown
+    unknown = [word for word in names if not any(takes(word, name) for name in known)]
+    return [name for name in known if not names or any(takes(word, name) for word in names)], unknown
 
 
 def seconds(part: str) -> float:
@@ -141,9 +141,9 @@ def versions(check: GpuCheck) -> dict[str, Any]:
 
 def doctor(check: GpuCheck) -> dict[str, Any]:
     """The preflight checks end with a document; what they find is on the page."""
-    told = check.clustertune("doctor", "--json").document()
-    bad = [f"{one['rule']}: {one['found']}" for one in told.get("findings", []) if one.get("status") in ("fail", "warn")]
-    return {"why": f"verdict {told.get('verdict')}", "findings": bad}
+    document = check.clustertune("doctor", "--json").document()
+    bad = [f"{one['rule']}: {one['found']}" for one in document.get("findings", []) if one.get("status") in ("fail", "warn")]
+    return {"why": f"verdict {document.get('verdict')}", "findings": bad}
 
 
 def nccl(check: GpuCheck) -> dict[str, Any]:
@@ -155,8 +155,8 @@ def nccl(check: GpuCheck) -> dict[str, Any]:
         raise NotHere("there is one GPU, and NCCL refuses two ranks on one; with one rank NCCL starts and reduces")
     limit = ["--seconds", "10", "--max", "1M"] if check.short or check.backend == "gloo" else ["--seconds", "120"]
     done = check.clustertune("nccl-check", *limit, "--backend", check.backend, "--json")
-    told = done.document()
-    verdict = told.get("verdict") or {}
+    document = done.document()
+    verdict = document.get("verdict") or {}
     if done.code > 1:
         raise Failed(f"exit code {done.code}: {json.dumps(verdict)[:300]}")
     return {"why": f"exit code {done.code}", "verdict": verdict}
@@ -273,8 +273,8 @@ def evaluation(check: GpuCheck) -> dict[str, Any]:
     done = check.clustertune("eval", str(model), "--limit", "16", "--max-gen-toks", "32", "--out", str(out), "--json")
     if done.code:
         raise Failed(f"exit code {done.code}: {done.last_words()}")
-    told = done.document()
-    return {"why": f"{told.get('prompts', told.get('samples', 16))} prompts", "scores": told.get("scores")}
+    document = done.document()
+    return {"why": f"{document.get('prompts', document.get('samples', 16))} prompts", "scores": document.get("scores")}
 
 
 # --- every strategy -----------------------------------------------------------------------------------------------------
@@ -306,14 +306,14 @@ def _tiny(recipe: str) -> Part:
         for name, env in runs.items():
             done = check.clustertune(*words, "--run-dir", str(folder / name), **env)
             if done.code:
-                told = done.last_words()
-                raise (NotHere if "is not installed" in told else Failed)(f"{name}: {told}")
-        here, cpu = (losses(folder / name) for name in runs)
-        apart = furthest(here, cpu, FIRST_LOSS, LATER_LOSS)
+                message = done.last_words()
+                raise (NotHere if "is not installed" in message else Failed)(f"{name}: {message}")
+        measured, cpu = (losses(folder / name) for name in runs)
+        apart = furthest(measured, cpu, FIRST_LOSS, LATER_LOSS)
         shutil.rmtree(folder, ignore_errors=True)
         return {
             "why": f"{ranks} rank{'s' if ranks > 1 else ''}, losses at most {apart:.2%} from the CPU's",
-            "here": here, "cpu": cpu, "ranks": ranks,
+            "here": measured, "cpu": cpu, "ranks": ranks,
         }  # fmt: skip
 
     part.__doc__ = f"{recipe} --tiny on this device, its losses against the CPU's."
@@ -371,25 +371,25 @@ def _fits(check: GpuCheck, name: str, recipe: str, words: list[str]) -> None:
     if "full" not in name:
         return
     done = check.clustertune("plan", recipe, *words, "--json")
-    told = done.document()
-    if told.get("fits") is False:
+    plan = done.document()
+    if plan.get("fits") is False:
         raise NotHere(
-            f"the plan says that it does not fit: {json.dumps(told.get('memory', {}).get('needed', told.get('why', '')))[:200]}"
+            f"the plan says that it does not fit: {json.dumps(plan.get('memory', {}).get('needed', plan.get('why', '')))[:200]}"
         )
 
 
 def _bench_facts(body: Mapping[str, Any], note: str) -> dict[str, Any]:
     ours, used = body["ours"], body["utilisation"]
-    told = []
+    lines = []
     for one in body["peers"]:
         if one["pairs"]:
             wall = one["pairs"]["wall"]
             around = f" ({wall['low']:.3f} to {wall['high']:.3f})" if wall["low"] is not None else ""
-            told.append(f"{wall['median']:.3f}{around} of {one['peer']}'s step")
+            lines.append(f"{wall['median']:.3f}{around} of {one['peer']}'s step")
         else:
-            told.append(f"{one['peer']}: no result ({str(one['failed'])[:160]})")
+            lines.append(f"{one['peer']}: no result ({str(one['failed'])[:160]})")
     return {
-        "why": "; ".join([*told, *([note] if note else [])]),
+        "why": "; ".join([*lines, *([note] if note else [])]),
         "step_s": ours["step_s"]["median"], "tokens_per_s_per_gpu": ours["tokens_per_s_per_gpu"]["mean"], "mfu": used["mfu"],
         "peak_gib": ours["peak"]["allocated_gib"] or ours["peak"]["rss_gib"], "profile": ours["communication"],
         "planned": (body["plan"].get("rows") or {}).get("step_s"), "bottleneck": bottleneck(ours["communication"]),

@@ -210,9 +210,9 @@ def deepspeed_facts() -> dict[str, Any]:
     from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
     # DeepSpeed has no list of its top level: it asks the dictionary of the whole file for each key.
-    asked = re.findall(r"param_dict(?:\.get\(|,\s*)([A-Z_0-9]+|\"\w+\"|'\w+')", inspect.getsource(config))
+    keys = re.findall(r"param_dict(?:\.get\(|,\s*)([A-Z_0-9]+|\"\w+\"|'\w+')", inspect.getsource(config))
     names = {**vars(constants), **vars(config)}
-    top = {names.get(word, word.strip("\"'")) for word in asked} | set(READ_ELSEWHERE)
+    top = {names.get(word, word.strip("\"'")) for word in keys} | set(READ_ELSEWHERE)
     sections = {
         "zero_optimization": DeepSpeedZeroConfig,
         "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,

@@ -128,9 +128,9 @@ def load(folder: Path, way: str, axes: Axes, store: Path) -> Measured:
     if importlib.util.find_spec("deepspeed"):
         importlib.import_module("deepspeed")  # accelerate 1.15 does while it prepares a model: 7 MB read that are not weights
     accelerator = _zero(store, axes) if axes.zero else _fsdp(way, store, axes)
-    asked = Distribution(kind="FSDP2", world_size=axes.ranks, ranks_per_node=axes.ranks, data_parallel_size=axes.shards)
-    asked = dataclasses.replace(asked, efficient_loading=way == "rows")
-    loading = Loading(asked, Startup())
+    distribution = Distribution(kind="FSDP2", world_size=axes.ranks, ranks_per_node=axes.ranks, data_parallel_size=axes.shards)
+    distribution = dataclasses.replace(distribution, efficient_loading=way == "rows")
+    loading = Loading(distribution, Startup())
     if way == "rows" or not axes.zero:
         loading.install()
     torch.manual_seed(0)
@@ -143,13 +143,13 @@ def load(folder: Path, way: str, axes: Axes, store: Path) -> Measured:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     model, optimizer = accelerator.prepare(model, optimizer)
     seconds, peak = time.perf_counter() - began, _status("VmHWM") - before
-    calls, kept = _read_calls() - calls, _status("RssAnon") - anonymous
+    calls, resident = _read_calls() - calls, _status("RssAnon") - anonymous
     loading.remove()
     tokens = torch.arange(32, device=accelerator.device).reshape(1, 32)
     with torch.no_grad():
         loss = float(model(input_ids=tokens, labels=tokens).loss)
     torch.distributed.destroy_process_group()
-    return Measured(seconds, calls, peak, kept, loss)
+    return Measured(seconds, calls, peak, resident, loss)
 
 
 def _zero(store: Path, axes: Axes) -> Any:
@@ -240,8 +240,8 @@ def measure(folder: Path, way: str, axes: Axes, seconds: int = SECONDS) -> list[
     with tempfile.TemporaryDirectory() as left:
 
         def one(rank: int) -> None:
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": axes.ranks, "LOCAL_WORLD_SIZE": axes.ranks}
-            os.environ.update({key: str(value) for key, value in place.items()})
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": axes.ranks, "LOCAL_WORLD_SIZE": axes.ranks}
+            os.environ.update({key: str(value) for key, value in variables.items()})
             found = load(folder, way, axes, Path(left, "store"))
             Path(left, str(rank)).write_text(json.dumps(asdict(found)))
 

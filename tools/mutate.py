@@ -173,7 +173,7 @@ def judge(tree: Path, mutation: Mutation, seconds: float) -> dict[str, Any]:
     try:
         while len(deselected) <= UNSTABLE_LIMIT:
             path.write_text(after)
-            code, test, said = run_tests(tree, batches[0], deselected, seconds)
+            code, test, output = run_tests(tree, batches[0], deselected, seconds)
             if code in (0, 5) and len(batches) > 1:
                 batches.pop(0)
                 continue
@@ -181,7 +181,7 @@ def judge(tree: Path, mutation: Mutation, seconds: float) -> dict[str, Any]:
                 found = {"status": "missed", "by": ""}
                 break
             if not test:
-                found = {"status": "unfinished", "by": f"exit code {code}: {said.splitlines()[-1] if said else ''}"}
+                found = {"status": "unfinished", "by": f"exit code {code}: {output.splitlines()[-1] if output else ''}"}
                 break
             path.write_text(before)
             if run_tests(tree, [test], [], seconds)[0] == 0:

@@ -44,8 +44,8 @@ def svg(lines: list[Line], title: str, moving: bool = False) -> str:
     for number, (at, text) in enumerate(lines):
         kind = "in" if text.startswith("$") else "bad" if text.startswith("!") else ""
         delay = f' style="animation-delay:{at:.2f}s"' if moving else ""
-        place = f'x="14" y="{46 + number * _LINE}"'
-        rows.append(f'<text class="t {kind}" {place}{delay}>{html.escape(text.removeprefix("!"))}</text>')
+        position = f'x="14" y="{46 + number * _LINE}"'
+        rows.append(f'<text class="t {kind}" {position}{delay}>{html.escape(text.removeprefix("!"))}</text>')
     width, height = int(_WIDTH * _LETTER) + 28, 46 + len(lines) * _LINE
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"><title>{html.escape(title)}</title>'

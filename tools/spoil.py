@@ -291,7 +291,7 @@ def hostile_command(kind: str, name: str, work: Path, chance: Random) -> list[st
         return ["prepare", recipe, f"model.chat_template={template}", "--out", str(work / "data")]
     cluster = yaml.safe_load((REPO / "ops/clusters/dgx-h100.yaml").read_text())
     if kind == "sbatch":
-        place = chance.choice(
+        section_key = chance.choice(
             [
                 ("slurm", "partition"),
                 ("slurm", "account"),
@@ -300,7 +300,7 @@ def hostile_command(kind: str, name: str, work: Path, chance: Random) -> list[st
                 ("network", "interface"),
             ]
         )
-        cluster[place[0]][place[1]] = name
+        cluster[section_key[0]][section_key[1]] = name
     else:
         cluster["nodes"][1][chance.choice(["name", "address"])] = name
     file = work / "cluster.yaml"

@@ -66,9 +66,9 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def measure(place: Path, size: int, rounds: int, workers: int, digests: bool) -> dict[str, Any]:
+def measure(base: Path, size: int, rounds: int, workers: int, digests: bool) -> dict[str, Any]:
     """Bytes, and the seconds of each round for each way."""
-    source, copied, local = place / "source", place / "copied", place / "local"
+    source, copied, local = base / "source", base / "copied", base / "local"
     make_source(source, size, digests)
     wanted = SourceFolder("model", "bench", source)
 
@@ -104,8 +104,8 @@ def main() -> int:
     parser.add_argument("--digests", action="store_true", help="the source names SHA-256, as the Hub's cache does")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="clustertune-bench-", dir=given.place) as place:
-        found = measure(Path(place), int(given.gb * 1e9) >> 23 << 23, given.rounds, given.workers, given.digests)
+    with tempfile.TemporaryDirectory(prefix="clustertune-bench-", dir=given.place) as base:
+        found = measure(Path(base), int(given.gb * 1e9) >> 23 << 23, given.rounds, given.workers, given.digests)
     medians = {way: statistics.median(values) for way, values in found["seconds"].items()}
     found |= {"median": medians, "cpus": os.cpu_count(), "python": platform.python_version()}
     if given.json:

@@ -251,12 +251,12 @@ def test_cost_does_not_depend_on_the_base(real_shards: Path) -> None:
 @given(
     wrapped=st.lists(st.sampled_from(["_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."]), max_size=3),
     prefix=st.sampled_from(["model.", ""]),
-    place=st.integers(0, 5),
+    index=st.integers(0, 5),
     named=st.booleans(),
 )
-def test_wrappers_and_adapter_names_are_taken_off(wrapped: list[str], prefix: str, place: int, named: bool) -> None:
+def test_wrappers_and_adapter_names_are_taken_off(wrapped: list[str], prefix: str, index: int, named: bool) -> None:
     parts = Q.split(".")
-    parts[place] = "".join(wrapped) + parts[place]
+    parts[index] = "".join(wrapped) + parts[index]
     key = f"{prefix}{'.'.join(parts)}.lora_A.{'default.' if named else ''}weight"
     assert normalise(key) == f"{Q}.lora_A.weight"
     assert normalise(normalise(key)) == normalise(key)

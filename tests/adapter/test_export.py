@@ -128,8 +128,8 @@ def test_foreign_output_is_left_alone(kind: str, make_checkpoint: Maker, tmp_pat
     with pytest.raises(UserError) as refused:
         export(checkpoint, out)
     assert str(out) in str(refused.value) and refused.value.code == ExitCode.CONFIG
-    kept = out if kind == "file" else out / "notes.txt"
-    assert kept.read_text() == "mine"
+    foreign = out if kind == "file" else out / "notes.txt"
+    assert foreign.read_text() == "mine"
 
 
 @pytest.mark.parametrize("victim", ["_write", "_publish", "seal"])

@@ -60,8 +60,8 @@ def test_the_model_is_loaded_again_with_the_same_bits(
     assert summary["step"] == 2 and not summary["reused"] and summary["warnings"] == []
     assert not find_problems(out, whole.KIND) and (out / "tokenizer.json").exists()
     assert ((out / "model.safetensors.index.json").exists()) == (limit == 30_000)
-    again, told = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-    assert not told["missing_keys"] and not told["unexpected_keys"]
+    again, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
     wanted = model(architecture).state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in again.state_dict().items())
     names = {name for file in out.glob("*.safetensors") for name in load_file(file)}

@@ -21,7 +21,7 @@ SMALL = ["train.max_length=64", "train.packing=false"]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["--tiny", "--synthetic"], ["--synthetic"]),
         (["--time", "10"], ["--time"]),
@@ -33,12 +33,12 @@ SMALL = ["train.max_length=64", "train.packing=false"]
         (["train.max_lenght=64"], ["max_lenght"]),
     ],
 )
-def test_what_cannot_be_measured_is_refused_at_once(words: list[str], told: list[str]) -> None:
+def test_what_cannot_be_measured_is_refused_at_once(words: list[str], expected: list[str]) -> None:
     """Everything that is wrong with a command line is said before anything is made."""
     done = run("bench", "tiny-oasst2", *words, "--json")
     assert done.code == 2, done.err
     text = json.dumps(done.json)
-    assert all(word in text for word in told)
+    assert all(word in text for word in expected)
 
 
 def test_weights_that_no_machine_here_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

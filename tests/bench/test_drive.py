@@ -38,7 +38,7 @@ sys.exit(3)
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was run, in order; the stages and the ranks of this project are replaced by ones that only leave their files."""
     seen: list[str] = []
 
@@ -92,12 +92,12 @@ def against(program: str, seen: list[str], monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(drive, "_on_nodes", command)
 
 
-def test_rounds_alternate(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_alternate(tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours, theirs, ours, theirs: a machine that slows down slows both, and data is prepared once."""
-    against(PEER, told, monkeypatch)
+    against(PEER, calls, monkeypatch)
     bench = made(tmp_path)
     found = drive.measure(bench, ["clustertune", "bench"])
-    assert told == ["prepare", "ours", "theirs", "ours", "theirs"] and found.peers[0].failed is None
+    assert calls == ["prepare", "ours", "theirs", "ours", "theirs"] and found.peers[0].failed is None
     body = result.document(bench, found, load_cluster("local"))
     (one,) = body["peers"]
     assert one["ratio"]["tokens_per_s"] == pytest.approx(0.9 * 2) and body["ours"]["rounds"] == 2
@@ -114,29 +114,29 @@ def test_rounds_alternate(tmp_path: Path, told: list[str], monkeypatch: pytest.M
 
 
 def test_a_peer_that_fails_is_told_and_not_tried_again(
-    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TRL's defaults may not fit where the recipe does: that is a result, not an end."""
-    against(FAILING, told, monkeypatch)
+    against(FAILING, calls, monkeypatch)
     bench = made(tmp_path)
     found = drive.measure(bench, ["clustertune", "bench"])
-    assert told == ["prepare", "ours", "theirs", "ours"]
+    assert calls == ["prepare", "ours", "theirs", "ours"]
     failed = found.peers[0].failed
     assert failed is not None and "torch.OutOfMemoryError: CUDA out of memory" in failed and "exit code 3" in failed
     body = result.document(bench, found, load_cluster("local"))
     assert body["peers"][0]["measured"] is None and any("peer ended without a result" in note for note in body["notes"])
 
 
-def test_our_own_failure_ends_it(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_failure_ends_it(tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a benchmark is none: the rank's own words are the command's."""
     outcome = Outcome(ExitCode.STOP, [Problem("not finite at step 2")])
     monkeypatch.setattr(chain.Chain, "run_attempt", lambda _self, _plan: outcome)
     with pytest.raises(UserError) as caught:
         drive.measure(made(tmp_path, against=()), ["clustertune", "bench"])
-    assert caught.value.code is ExitCode.STOP and told == ["prepare"]
+    assert caught.value.code is ExitCode.STOP and calls == ["prepare"]
 
 
-def test_an_epoch_that_ends_between_the_steps_is_said(tmp_path: Path, told: list[str]) -> None:
+def test_an_epoch_that_ends_between_the_steps_is_said(tmp_path: Path, calls: list[str]) -> None:
     """83 sequences are 20 steps of 4 and one of 3, which is faster than the others."""
     bench = made(tmp_path, against=(), rounds=1, schedule=BenchSchedule(1, 3, 1))
     found = drive.measure(bench, ["clustertune", "bench"])
@@ -144,7 +144,7 @@ def test_an_epoch_that_ends_between_the_steps_is_said(tmp_path: Path, told: list
     longer = replace(bench, request=replace(bench.request, schedule=BenchSchedule(20, 3, 1)))
     notes = result.document(longer, found, load_cluster("local"))["notes"]
     assert any("83 sequences are fewer than the steps take" in note for note in notes)
-    assert told == ["prepare", "ours"]
+    assert calls == ["prepare", "ours"]
 
 
 TAKING_TURNS = """
@@ -160,7 +160,7 @@ for rank in range(2):
 """
 
 
-def test_two_peers_each_in_turn_with_ours(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_peers_each_in_turn_with_ours(tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each round of each peer has one of ours beside it, which knows the folder of the turns; both stand in the headline."""
     seen: list[str | None] = []
     words = iter(["trl", "trl-defaults"])

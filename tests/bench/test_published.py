@@ -121,13 +121,13 @@ def test_another_result_is_not_written_over(tmp_path: Path) -> None:
     keep(tmp_path, 0.5)  # the same again is no other
     with pytest.raises(UserError) as caught:
         keep(tmp_path, 1.0)
-    (told,) = caught.value.problems
-    assert told.key == "--out" and "--replace" in str(told.fix) and "is another result" in told.message
+    (problem,) = caught.value.problems
+    assert problem.key == "--out" and "--replace" in str(problem.fix) and "is another result" in problem.message
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    kept = json.loads((tmp_path / "run" / "tiny-oasst2-cpu-x2.json").read_text())
-    assert kept["ours"]["step_s"]["median"] == 1.0
+    published = json.loads((tmp_path / "run" / "tiny-oasst2-cpu-x2.json").read_text())
+    assert published["ours"]["step_s"]["median"] == 1.0
     keep(tmp_path, 1.0, again=True)
-    assert json.loads((out / "tiny-oasst2-cpu-x2.json").read_text()) == kept
+    assert json.loads((out / "tiny-oasst2-cpu-x2.json").read_text()) == published
 
 
 def test_it_is_refused_before_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,13 +148,13 @@ def test_the_name_on_gpus_is_asked_of_the_driver(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     made = preparation.make(request(tmp_path / "run"))
-    for told, name in (
+    for answer, name in (
         ("NVIDIA H200\nNVIDIA H200", "tiny-oasst2-h200-sxm-x2"),
         ("Some GPU", "tiny-oasst2-gpu-x2"),
         ("NVIDIA H200\nNVIDIA A30", None),
         ("", None),
     ):
-        rows = "".join(f"{n}, {kind}, 00000000:0{n}:00.0, 1 MiB\n" for n, kind in enumerate(told.splitlines()))
+        rows = "".join(f"{n}, {kind}, 00000000:0{n}:00.0, 1 MiB\n" for n, kind in enumerate(answer.splitlines()))
         tool.write_text(f"#!/bin/sh\ncat <<'END'\n{rows}END\n")
         tool.chmod(0o755)
         assert benching._expected_name(made) == name
@@ -171,8 +171,13 @@ def test_a_dry_run_looks_at_the_folders(key: str, where: list[str], tmp_path: Pa
     for path in ("file", "file/x"):
         done = run("bench", "tiny-oasst2", key, tmp_path / path, *other, *where, "--dry-run", "--json")
         assert done.code == 2, (path, done.err)
-        (told,) = done.json["problems"]
-        assert told["key"] == key and "is a file" in told["message"] and told["file"] == str(tmp_path / "file") and told["fix"]
+        (problem,) = done.json["problems"]
+        assert (
+            problem["key"] == key
+            and "is a file" in problem["message"]
+            and problem["file"] == str(tmp_path / "file")
+            and problem["fix"]
+        )
 
 
 def test_a_dry_run_in_a_used_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

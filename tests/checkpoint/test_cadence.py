@@ -109,8 +109,8 @@ def test_milestones_are_kept_beside_the_limit(tmp_path: Path) -> None:
     checkpoints = make_store(tmp_path, limit=1)[0]
     checkpoints.milestones = (4,)
     checkpoints.prune()
-    kept = sorted(path.name for path in tmp_path.iterdir() if (path / manifest.MANIFEST).exists())
-    assert kept == ["step-000004", "step-000008"]
+    whole = sorted(path.name for path in tmp_path.iterdir() if (path / manifest.MANIFEST).exists())
+    assert whole == ["step-000004", "step-000008"]
 
 
 def test_the_section_is_no_part_of_what_decides_the_weights() -> None:

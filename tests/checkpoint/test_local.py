@@ -25,14 +25,14 @@ FSDP2 = REPO / "recipes" / "tiny-oasst2"
 
 
 def open_tier(tmp_path: Path, attempt: int = 1) -> tuple[LocalTier, list[str]]:
-    told: list[str] = []
+    messages: list[str] = []
     (tmp_path / "disk").mkdir(exist_ok=True)
     (tmp_path / "run").mkdir(exist_ok=True)
-    shared = CheckpointStore(tmp_path / "run" / "checkpoints", attempt, 3, OneRank(), told.append)
+    shared = CheckpointStore(tmp_path / "run" / "checkpoints", attempt, 3, OneRank(), messages.append)
     tier = LocalTier.open(LocalSave(path=str(tmp_path / "disk")), tmp_path / "run", 1.0, shared)
     ranks: Any = OneRank()
     ranks.process_group = None
-    return tier.on(ranks), told
+    return tier.on(ranks), messages
 
 
 def save(tier: LocalTier, step: int) -> Path:
@@ -63,10 +63,10 @@ def test_a_newer_whole_step_is_copied_to_shared_storage(tmp_path: Path) -> None:
     tier, _ = open_tier(tmp_path)
     older = save(tier, 2)
     save(tier, 4)
-    again, told = open_tier(tmp_path, attempt=2)
+    again, messages = open_tier(tmp_path, attempt=2)
     found = again.newest()
     assert found is not None and found[0].name == "step-000004.a2" and found[1]["step"] == 4
-    assert store.verify(found[0]) == [] and "copied to step-000004.a2" in told[-1]
+    assert store.verify(found[0]) == [] and "copied to step-000004.a2" in messages[-1]
     third, _ = open_tier(tmp_path, attempt=3)
     assert third.newest() == found and older.is_dir(), "shared storage has it now"
 
@@ -82,16 +82,16 @@ def test_a_damaged_shared_step_does_not_hide_a_local_one(tmp_path: Path) -> None
         shared.commit(path, {"step": step}, {"model_0/__0_0.distcp": record})
     file = path / "model_0" / "__0_0.distcp"
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
-    again, told = open_tier(tmp_path, attempt=2)
+    again, messages = open_tier(tmp_path, attempt=2)
     found = again.newest()
-    assert found is not None and found[0].name == "step-000004.a2" and "is not whole" in " ".join(told)
+    assert found is not None and found[0].name == "step-000004.a2" and "is not whole" in " ".join(messages)
 
 
 def test_a_disk_that_cannot_be_read_costs_the_tier_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one node: the others would wait for it."""
     tier, _ = open_tier(tmp_path)
     save(tier, 4)
-    again, told = open_tier(tmp_path, attempt=2)
+    again, messages = open_tier(tmp_path, attempt=2)
 
     def broken(folder: Path) -> Any:
         if folder == again.root:
@@ -99,7 +99,7 @@ def test_a_disk_that_cannot_be_read_costs_the_tier_alone(tmp_path: Path, monkeyp
         return store.list_checkpoints(folder)
 
     monkeypatch.setattr("clustertune.checkpoint.local.list_checkpoints", broken)
-    assert again.newest() is None and "Input/output error" in told[-1]
+    assert again.newest() is None and "Input/output error" in messages[-1]
 
 
 @pytest.mark.parametrize("how", ["bit", "short", "link", "manifest"])
@@ -118,12 +118,12 @@ def test_a_damaged_step_is_named_and_the_one_before_is_taken(how: str, tmp_path:
     else:
         text = (file.parents[1] / "MANIFEST.json").read_text()
         (file.parents[1] / "MANIFEST.json").write_text(text.replace('"step": 4', '"step": 5'))
-    again, told = open_tier(tmp_path, attempt=2)
+    again, messages = open_tier(tmp_path, attempt=2)
     found = again.newest()
     assert found is not None and found[1]["step"] == 2
     assert not (tmp_path / "run/checkpoints/step-000004.a2").exists()
-    said = " ".join(told)
-    assert ("checksum" if how == "manifest" else "__0_0.distcp") in said
+    joined = " ".join(messages)
+    assert ("checksum" if how == "manifest" else "__0_0.distcp") in joined
 
 
 def test_a_folder_that_others_could_fill_is_refused(tmp_path: Path) -> None:
@@ -159,10 +159,10 @@ def test_a_folder_is_of_one_run_and_outside_of_it(tmp_path: Path) -> None:
 
 
 def test_a_node_without_the_folder_saves_nothing_and_says_so(tmp_path: Path) -> None:
-    told: list[str] = []
-    shared = CheckpointStore(tmp_path / "run" / "checkpoints", 1, 3, OneRank(), told.append)
+    messages: list[str] = []
+    shared = CheckpointStore(tmp_path / "run" / "checkpoints", 1, 3, OneRank(), messages.append)
     tier = LocalTier.open(LocalSave(path=str(tmp_path / "none")), tmp_path / "run", 1, shared)
-    assert "No such file" in tier.off and "nothing is saved locally" in told[0] and tier.newest() is None
+    assert "No such file" in tier.off and "nothing is saved locally" in messages[0] and tier.newest() is None
 
 
 def test_a_neighbour_is_a_rank_of_the_next_node() -> None:
@@ -175,7 +175,7 @@ def test_a_neighbour_is_a_rank_of_the_next_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["save.local.path=disk", "save.every=4"], "save.local.path"),
         (["save.local.path=/disk"], "auto beside save.local"),
@@ -187,8 +187,8 @@ def test_a_neighbour_is_a_rank_of_the_next_node() -> None:
         ),
     ],
 )
-def test_a_section_that_cannot_be_is_refused(words: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_a_section_that_cannot_be_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         resolve(FSDP2, words)
 
 

@@ -34,12 +34,12 @@ def sealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(max_examples=300, deadline=None)
-@given(place=st.integers(0, 10_000), bit=st.integers(0, 7))
-def test_a_flipped_bit_is_seen_or_changes_nothing(sealed: Path, place: int, bit: int) -> None:
+@given(offset=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_a_flipped_bit_is_seen_or_changes_nothing(sealed: Path, offset: int, bit: int) -> None:
     path = sealed / manifest.MANIFEST
     whole = path.read_bytes()
     data = bytearray(whole)
-    data[place % len(data)] ^= 1 << bit
+    data[offset % len(data)] ^= 1 << bit
     try:
         path.write_bytes(data)
         if not manifest.find_problems(sealed, "checkpoint"):

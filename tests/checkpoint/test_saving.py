@@ -76,11 +76,11 @@ def test_a_value_that_json_does_not_give_back_is_not_saved(value: object, tmp_pa
 def test_what_was_saved_is_loaded(old: bool, tmp_path: Path) -> None:
     """Of earlier releases too, whose files torch made. All kinds of values, in part."""
     restricted.install()
-    kept = [None, True, 3, 0.1, 1e300, math.inf, "text", [0.9, 0.999], []]
+    values = [None, True, 3, 0.1, 1e300, math.inf, "text", [0.9, 0.999], []]
     tensors = [torch.randn(3, 5, 2).to(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn)]
     tensors += [torch.tensor(7), torch.tensor([True, False]), torch.empty(0, 4), torch.arange(5, dtype=torch.uint8)]
     state = {
-        "values": {f"v{at}": one for at, one in enumerate(kept)},
+        "values": {f"v{at}": one for at, one in enumerate(values)},
         "tensors": {f"t{at}": one for at, one in enumerate(tensors)},
     }
     writer = dcp.FileSystemWriter(tmp_path) if old else shards.ShardWriter(tmp_path)
@@ -90,7 +90,7 @@ def test_what_was_saved_is_loaded(old: bool, tmp_path: Path) -> None:
         "tensors": {at: torch.zeros_like(one) for at, one in state["tensors"].items()},
     }
     dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
-    assert list(read["values"].values()) == kept
+    assert list(read["values"].values()) == values
     assert all(one.float().equal(other.float()) for one, other in zip(read["tensors"].values(), tensors, strict=True))
 
 

@@ -34,8 +34,8 @@ class OneRank:
 
 
 def make_store(folder: Path, attempt: int = 1, limit: int | None = 3) -> tuple[store.CheckpointStore, list[str]]:
-    told: list[str] = []
-    return store.CheckpointStore(folder, attempt, limit, OneRank(), told.append), told
+    messages: list[str] = []
+    return store.CheckpointStore(folder, attempt, limit, OneRank(), messages.append), messages
 
 
 def save(folder: Path, step: int, attempt: int = 1, commit: bool = True) -> Path:
@@ -81,11 +81,11 @@ FILES = ["pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata", 
 
 @pytest.mark.parametrize("name", FILES)
 @settings(max_examples=30, deadline=None)
-@given(place=st.integers(0, 2000), bit=st.integers(0, 7))
-def test_every_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, name: str, place: int, bit: int) -> None:
+@given(offset=st.integers(0, 2000), bit=st.integers(0, 7))
+def test_every_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, name: str, offset: int, bit: int) -> None:
     path = save(tmp_path_factory.mktemp("flip"), 2)
     data = bytearray((path / name).read_bytes())
-    data[place % len(data)] ^= 1 << bit
+    data[offset % len(data)] ^= 1 << bit
     (path / name).write_bytes(data)
     assert [p.file for p in store.verify(path)] == [str(path / name)]
 
@@ -126,10 +126,10 @@ def test_verify_opens_no_pickle(tmp_path: Path) -> None:
 def test_prune_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
     for step in (2, 4, 6, 8, 10):
         save(tmp_path, step)
-    checkpoints, told = make_store(tmp_path, limit=2)
+    checkpoints, messages = make_store(tmp_path, limit=2)
     checkpoints.prune()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000008", "step-000010"]
-    assert len(told) == 3 and all("removed" in line for line in told)
+    assert len(messages) == 3 and all("removed" in line for line in messages)
 
 
 def test_prune_does_not_count_or_delete_a_damaged_one(tmp_path: Path) -> None:
@@ -137,10 +137,10 @@ def test_prune_does_not_count_or_delete_a_damaged_one(tmp_path: Path) -> None:
         save(tmp_path, step)
     shard = tmp_path / "step-000006" / FILES[0]
     shard.write_bytes(bytes(255))
-    checkpoints, told = make_store(tmp_path, limit=1)
+    checkpoints, messages = make_store(tmp_path, limit=1)
     checkpoints.prune()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000004", "step-000006"]
-    assert any("damaged" in line for line in told)
+    assert any("damaged" in line for line in messages)
 
 
 def test_the_checkpoint_that_was_read_back_stays(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_each_byte_is_read_once_by_one_of_the_ranks(damaged: bool, tmp_path: Pat
         return real(path, *args)
 
     monkeypatch.setattr(manifest, "hash_file", hash_file)
-    checkpoints, told = make_store(tmp_path, attempt=2)
+    checkpoints, messages = make_store(tmp_path, attempt=2)
     ranks = Together()
     checkpoints.ranks = ranks  # type: ignore[assignment]
     wanted = older if damaged else newest
@@ -208,7 +208,7 @@ def test_each_byte_is_read_once_by_one_of_the_ranks(damaged: bool, tmp_path: Pat
     assert [path for path, _ in found] == [wanted, wanted] and found[0][1]["step"] == int(wanted.name[-1])
     seen = [newest, older] if damaged else [newest]
     assert sorted(read) == sorted(f"{path.name}/{name}" for path in seen for name in FILES)
-    assert len(told) == damaged and all("skipped" in line and "content differs" in line for line in told)
+    assert len(messages) == damaged and all("skipped" in line and "content differs" in line for line in messages)
 
 
 def test_choosing_a_checkpoint_reads_no_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,9 +240,9 @@ def test_what_cannot_be_removed_does_not_end_the_training(tmp_path: Path, monkey
         raise OSError(39, "Directory not empty", str(path))
 
     monkeypatch.setattr(store.shutil, "rmtree", refuse)
-    checkpoints, told = make_store(tmp_path, limit=1)
+    checkpoints, messages = make_store(tmp_path, limit=1)
     assert checkpoints.prune() == []
-    assert told == ["checkpoint step-000002 could not be removed (older than the newest 1): Directory not empty"]
+    assert messages == ["checkpoint step-000002 could not be removed (older than the newest 1): Directory not empty"]
     assert not (tmp_path / "step-000002" / "MANIFEST.json").exists(), "half a checkpoint is none"
 
 
@@ -256,12 +256,12 @@ def test_at_least_one_whole_checkpoint_stays(tmp_path: Path, limit: int) -> None
 
 def test_leftovers_go_only_once_a_newer_checkpoint_is_whole(tmp_path: Path) -> None:
     left = save(tmp_path, 4, commit=False)
-    checkpoints, told = make_store(tmp_path, attempt=2)
+    checkpoints, messages = make_store(tmp_path, attempt=2)
     checkpoints.prune()
     assert left.exists()
     save(tmp_path, 4, attempt=2)
     checkpoints.prune()
-    assert not left.exists() and any("unfinished" in line for line in told)
+    assert not left.exists() and any("unfinished" in line for line in messages)
 
 
 def test_an_unfinished_folder_of_this_attempt_stays(tmp_path: Path) -> None:
@@ -332,13 +332,13 @@ def test_an_attempt_that_was_followed_begins_seals_and_removes_nothing(tmp_path:
             act()
         assert caught.value.code is ExitCode.AGAIN
     assert not (tmp_path / "checkpoints" / "step-000008").exists() and not (path / manifest.MANIFEST).exists()
-    assert all(store.verify(kept) == [] for kept in old) and left.exists()
+    assert all(store.verify(path) == [] for path in old) and left.exists()
 
 
 def test_the_fence_is_asked_again_for_each_checkpoint_that_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between them lies the hashing of gigabytes."""
     fenced = Fenced(tmp_path)
-    kept = [save(tmp_path / "checkpoints", step) for step in (2, 4, 6)]
+    saved = [save(tmp_path / "checkpoints", step) for step in (2, 4, 6)]
     real = store.verify
 
     def verify_slowly(path: Path, *, hashes: bool = True) -> Any:
@@ -350,7 +350,7 @@ def test_the_fence_is_asked_again_for_each_checkpoint_that_goes(tmp_path: Path, 
         patch.setattr(store, "verify", verify_slowly)
         with pytest.raises(UserError, match="taken over"):
             fenced.store.prune()
-    assert all(store.verify(path) == [] for path in kept)
+    assert all(store.verify(path) == [] for path in saved)
 
 
 def test_all_ranks_learn_of_the_fence_that_rank_0_met(tmp_path: Path) -> None:

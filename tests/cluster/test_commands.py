@@ -48,8 +48,8 @@ def test_up_run_status_down(name: str, tmp_path: Path) -> None:
     done = cluster("run", "--", "bash", "-c", "hostname; pwd; echo oops >&2; exit 7", cwd=tmp_path)
     assert (done.code, done.out, done.err) == (7, f"ctl\n{tmp_path}\n", "oops\n")
     assert cluster("run", "sbatch", "-o", "/dev/null", "-J", "a|b", "--wrap", "sleep 99").code == 0
-    told = cluster("status", "--json").json["clusters"][0]
-    assert [job["name"] for job in told["jobs"]] == ["a|b"] and told["nodes"][0]["name"] == "node1"
+    status = cluster("status", "--json").json["clusters"][0]
+    assert [job["name"] for job in status["jobs"]] == ["a|b"] and status["nodes"][0]["name"] == "node1"
     shown = cluster("status")
     assert shown.code == 0 and "a|b" in shown.err and "node1: " in shown.err
     state = keeper.read(name)

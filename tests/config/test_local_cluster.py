@@ -68,16 +68,16 @@ NUMA = {0: "0-63,128-191", 1: "64-127,192-255"}
 
 def test_a_compute_node_tells_its_gpus_and_their_numa_nodes() -> None:
     """Slurm does not say which GPU lies at which socket; the kernel does, where one looks on a compute node."""
-    told = {gpu: gpu // 4 for gpu in range(8)}
+    numa = {gpu: gpu // 4 for gpu in range(8)}
     seen = recorded("22.05", "node2")
-    found = judge(LocalMachine(**{**vars(seen), "gpus": EIGHT, "gpu_numa": told, "numa_cpus": NUMA}))
+    found = judge(LocalMachine(**{**vars(seen), "gpus": EIGHT, "gpu_numa": numa, "numa_cpus": NUMA}))
     assert found.compute.numa_gpus == ((0, 1, 2, 3), (4, 5, 6, 7)) and found.compute.numa_cpus == tuple(NUMA.values())
-    elsewhere = judge(LocalMachine(**{**vars(seen), "hostname": "ctl", "gpus": EIGHT, "gpu_numa": told, "numa_cpus": NUMA}))
+    elsewhere = judge(LocalMachine(**{**vars(seen), "hostname": "ctl", "gpus": EIGHT, "gpu_numa": numa, "numa_cpus": NUMA}))
     assert elsewhere.compute.numa_gpus == ()
 
 
 @pytest.mark.parametrize(
-    ("gpus", "told"),
+    ("gpus", "numa"),
     [
         (EIGHT, dict.fromkeys(range(8), -1)),  # firmware that does not say
         (EIGHT, {gpu: gpu // 4 for gpu in range(7)}),
@@ -85,10 +85,10 @@ def test_a_compute_node_tells_its_gpus_and_their_numa_nodes() -> None:
         ("", {}),
     ],
 )
-def test_a_numa_map_is_whole_or_none(gpus: str, told: dict[int, int]) -> None:
+def test_a_numa_map_is_whole_or_none(gpus: str, numa: dict[int, int]) -> None:
     """Half of a map binds some ranks and not others; a map of a job's GPUs is not the node's."""
     seen = recorded("22.05", "node1")
-    assert judge(LocalMachine(**{**vars(seen), "gpus": gpus, "gpu_numa": told, "numa_cpus": NUMA})).compute.numa_gpus == ()
+    assert judge(LocalMachine(**{**vars(seen), "gpus": gpus, "gpu_numa": numa, "numa_cpus": NUMA})).compute.numa_gpus == ()
 
 
 def test_a_machine_without_slurm() -> None:

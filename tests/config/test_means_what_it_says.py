@@ -137,11 +137,11 @@ def test_a_warmup_that_outlasts_the_epochs_is_warned_of() -> None:
 
 def test_scores_of_tasks_that_are_not_evaluated() -> None:
     """A mistyped task or metric; the parts of a group and tasks of other names are lm-eval's to know."""
-    for override, said in (
+    for override, message in (
         ("eval.pass_mark={ifevla: {prompt_level_strict_acc: 0.5}}", "did you mean ifeval"),
         ("eval.pass_mark={ifeval: {prompt_strict_acc: 0.5, x: 0.5}}", "no such metric"),
         ("expect.tasks={ifeval: {prompt_level_strct_acc: 0.5}}", "did you mean prompt_level_strict_acc"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             resolve("tiny-oasst2", [override])
     resolve("tiny-oasst2", ["eval.tasks=[mmlu]", "eval.pass_mark={mmlu_law: {acc: 0.5}, gsm8k: {exact_match: 0.5}}"])

@@ -103,17 +103,17 @@ def test_a_model_with_pictures_is_lifted() -> None:
 
 def test_a_config_of_its_own(tmp_path: Path) -> None:
     """A config.json that is not listed: its folder is the model's, and each wrong key is named."""
-    place = tmp_path / "Own model"
-    place.mkdir()
-    (place / "config.json").write_text(json.dumps({**find_model("Qwen/Qwen3-8B").architecture, "num_hidden_layers": 20}))
-    found = find_model(str(place))
-    assert found.section == {"name": "Own-model", "path": str(place)} and found.architecture["num_hidden_layers"] == 20
-    assert find_model(str(place / "config.json")) == found
-    (place / "config.json").write_text(json.dumps(GEMMA | {"quantization_config": {"quant_method": "fp8"}}))
-    assert any("fp8" in note for note in find_model(str(place)).notes)
-    (place / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": "x"}))
+    own = tmp_path / "Own model"
+    own.mkdir()
+    (own / "config.json").write_text(json.dumps({**find_model("Qwen/Qwen3-8B").architecture, "num_hidden_layers": 20}))
+    found = find_model(str(own))
+    assert found.section == {"name": "Own-model", "path": str(own)} and found.architecture["num_hidden_layers"] == 20
+    assert find_model(str(own / "config.json")) == found
+    (own / "config.json").write_text(json.dumps(GEMMA | {"quantization_config": {"quant_method": "fp8"}}))
+    assert any("fp8" in note for note in find_model(str(own)).notes)
+    (own / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": "x"}))
     with pytest.raises(UserError, match="hidden_size"):
-        find_model(str(place))
+        find_model(str(own))
 
 
 def test_a_model_of_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_a_listed_model_runs_tiny(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "some-recipe"
     done = run("new", folder, "--model", name, "--data", CONVERSATIONS, "--gpus", "16x8xh200-sxm")
     assert done.code == 0, done.err
-    place = tmp_path / "run"
-    done = run("run", folder, "--tiny", "--to", "export", "--run-dir", place, *WORDS, network=False)
+    run_dir = tmp_path / "run"
+    done = run("run", folder, "--tiny", "--to", "export", "--run-dir", run_dir, *WORDS, network=False)
     assert done.code == 0, done.err
-    assert len(events(place, "step")) == 2 and (place / "adapter" / "adapter_model.safetensors").is_file()
+    assert len(events(run_dir, "step")) == 2 and (run_dir / "adapter" / "adapter_model.safetensors").is_file()

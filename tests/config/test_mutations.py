@@ -112,8 +112,8 @@ def test_every_value_of_every_key(file: str, recipes: Path) -> None:
     original = read(file)
     folder, overrides = options(file)
     count = 0
-    for place, path in enumerate(leaves(original)):
-        for value in [VALUES[(5 * place + step) % len(VALUES)] for step in range(3)]:  # each kind meets every fifth key
+    for index, path in enumerate(leaves(original)):
+        for value in [VALUES[(5 * index + step) % len(VALUES)] for step in range(3)]:  # each kind meets every fifth key
             (recipes / file).write_text(yaml.safe_dump(replace(original, path, path[-1], value), sort_keys=False))
             try:
                 resolve(recipes / folder, overrides)

@@ -48,7 +48,7 @@ def test_every_packed_recipe_has_it(name: str, tiny: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected", "told"),
+    ("given", "expected", "warning"),
     [
         ([], PACKED, ""),
         (["train.packing=false"], None, ""),
@@ -63,10 +63,10 @@ def test_every_packed_recipe_has_it(name: str, tiny: bool) -> None:
         (["train.packing=false", "train.padding_free=true", f"{KEY}=sdpa"], "sdpa", "8,192 x 8,192"),
     ],
 )
-def test_what_the_recipe_says_is_left_alone(given: list[str], expected: str | None, told: str) -> None:
+def test_what_the_recipe_says_is_left_alone(given: list[str], expected: str | None, warning: str) -> None:
     resolved = resolve("qwen2.5-72b-tulu3", given)
     assert attention(resolved) == expected
-    assert bool(masked(resolved)) == bool(told) and all(told in text for text in masked(resolved))
+    assert bool(masked(resolved)) == bool(warning) and all(warning in text for text in masked(resolved))
 
 
 @pytest.mark.parametrize(

@@ -92,13 +92,13 @@ def test_the_plan_counts_both_answers_and_the_reference() -> None:
     """Of full training a second model in the type that it is loaded in, sharded; of LoRA none, and a second forward pass."""
 
     def plan(*more: str) -> dict[str, float]:
-        asked = (
+        overrides = (
             "slurm.nodes=4",
             "train.per_device_train_batch_size=1",
             "accelerate.fsdp_config.fsdp_offload_params=false",
             *more,
         )
-        done = run("plan", "llama70b-fsdp2", *asked, "--gpus", "4x8xh200-sxm", "--json")
+        done = run("plan", "llama70b-fsdp2", *overrides, "--gpus", "4x8xh200-sxm", "--json")
         assert done.code == 0, done.err
         body = json.loads(done.out)
         return {**body["memory_parts_gib"], "compute": body["step_parts_s"]["compute"], "tokens": body["prepare_tokens"]}

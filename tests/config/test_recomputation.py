@@ -88,8 +88,8 @@ def test_what_is_taken() -> None:
     found = resolve(RECIPE, [OFF, SAVE])
     assert found.recipe.activation_checkpointing is not None and found.recipe.activation_checkpointing.ratio == 1
     assert found.train_args["activation_checkpointing"] is True
-    said = next(item.reason for item in found.derived if item.key == "train.activation_checkpointing")
-    assert "4 of 4 layers; of them attention, every_second_matmul kept" in said
+    reason = next(item.reason for item in found.derived if item.key == "train.activation_checkpointing")
+    assert "4 of 4 layers; of them attention, every_second_matmul kept" in reason
     ratio = [OFF, "activation_checkpointing.ratio=0.5"]
     assert resolve(RECIPE, ratio).fingerprint() != resolve(RECIPE, [*ratio, SAVE]).fingerprint()
     assert resolve(RECIPE, ratio).fingerprint() == resolve(RECIPE, [*ratio, "activation_checkpointing.save=null"]).fingerprint()
@@ -129,15 +129,17 @@ def test_whether_and_how_a_model_is_compiled(
     """Both homes of the native key are read as the Trainer and accelerate read them."""
     found = replace(resolve(RECIPE), train_args=train, accelerate={"dynamo_config": dynamo})
     assert (found.distribution.compiled, found.distribution.compiled_by_layer) == expected
-    told = " ".join(kernels.warnings(found.distribution))
-    assert ("as a whole" in told) == (expected == (True, False)), "a start of minutes"
+    warnings = " ".join(kernels.warnings(found.distribution))
+    assert ("as a whole" in warnings) == (expected == (True, False)), "a start of minutes"
 
 
 def test_a_wrapper_that_keeps_layers_from_the_compiler_is_told() -> None:
     """Found by torch's log of graph breaks, and by dropout that draws what it draws uncompiled: docs/results/dropout.md."""
     for words, expected in (([], True), ([OFF, "activation_checkpointing.ratio=0.5"], False), ([OFF], False)):
-        told = " ".join(kernels.warnings(replace(resolve(RECIPE, words).distribution, compiled=True, compiled_by_layer=True)))
-        assert ("leaves the layers uncompiled" in told) == expected
+        warnings = " ".join(
+            kernels.warnings(replace(resolve(RECIPE, words).distribution, compiled=True, compiled_by_layer=True))
+        )
+        assert ("leaves the layers uncompiled" in warnings) == expected
 
 
 def test_packages_are_asked_for_where_there_are_gpus_only() -> None:

@@ -39,7 +39,7 @@ def test_what_the_stack_carries_resolves(given: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ([SP], "Ulysses, which is not carried here"),
         ([SP, DDP, WITHOUT], "Ulysses, which is not carried here"),
@@ -64,9 +64,9 @@ def test_what_the_stack_carries_resolves(given: list[str]) -> None:
         ([TP, "train.average_tokens_across_devices=false"], "the mean over the tokens of all ranks"),
     ],
 )
-def test_what_it_does_not_carry_is_refused(given: list[str], said: str) -> None:
+def test_what_it_does_not_carry_is_refused(given: list[str], message: str) -> None:
     """Each with a sentence of its own; without the check the job would fail on its nodes, or train something else."""
-    assert said in refused(*given)
+    assert message in refused(*given)
 
 
 @pytest.mark.parametrize("words", ["quant_method: fp8", "quant_method: fbgemm_fp8", "quant_method: mxfp4", "load_in_8bit: true",
@@ -74,9 +74,9 @@ def test_what_it_does_not_carry_is_refused(given: list[str], said: str) -> None:
 @pytest.mark.parametrize("file", ["accelerate.yaml", "accelerate-fsdp1.yaml"])
 def test_fsdp_shards_no_quantisation_but_4_bits(words: str, file: str) -> None:
     """float8 is a floating type: FSDP2 casts it as it gathers, and the layer multiplies what has lost its scales."""
-    said = refused(f"{QUANTIZED}={{{words}}}", f"accelerate={file}")
-    assert QUANTIZED in said
-    assert "FSDP would gather such weights without their scales" in said
+    message = refused(f"{QUANTIZED}={{{words}}}", f"accelerate={file}")
+    assert QUANTIZED in message
+    assert "FSDP would gather such weights without their scales" in message
     assert "FSDP would gather" not in refused(f"{QUANTIZED}={{{words}}}", f"accelerate={file}", "accelerate.no_such=1", DDP)
 
 
@@ -93,9 +93,9 @@ def test_fsdp_shards_no_quantisation_but_4_bits(words: str, file: str) -> None:
 def test_packed_weights_that_bf16_would_round_are_refused(storage: str, dtype: str, given: tuple[str, ...]) -> None:
     """FSDP and DeepSpeed cast floating weights to bfloat16, and four packed values in a float16 are other values then."""
     four = f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_storage: {storage}}}"
-    said = refused(four, f"train.model_init_kwargs.dtype={dtype}", "train.bf16=true", *given)
-    assert f"{QUANTIZED}.bnb_4bit_quant_storage: {storage}" in said and "write bnb_4bit_quant_storage: bfloat16" in said
-    assert "write bnb_4bit_quant_storage: float" not in said
+    message = refused(four, f"train.model_init_kwargs.dtype={dtype}", "train.bf16=true", *given)
+    assert f"{QUANTIZED}.bnb_4bit_quant_storage: {storage}" in message and "write bnb_4bit_quant_storage: bfloat16" in message
+    assert "write bnb_4bit_quant_storage: float" not in message
 
 
 @pytest.mark.parametrize("storage", ["uint8", "bfloat16", "float16", "float32"])
@@ -111,8 +111,8 @@ def test_packed_weights_that_nobody_casts_are_taken(storage: str) -> None:
 def test_fsdp1_is_given_one_type_for_all() -> None:
     """Followed, the advice resolves."""
     four = f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_storage: bfloat16}}"
-    said = refused(four, "accelerate=accelerate-fsdp1.yaml", "train.bf16=true", "train.model_init_kwargs.dtype=float32")
-    assert "write bnb_4bit_quant_storage: bfloat16, and model_init_kwargs: {dtype: bfloat16}" in said
+    message = refused(four, "accelerate=accelerate-fsdp1.yaml", "train.bf16=true", "train.model_init_kwargs.dtype=float32")
+    assert "write bnb_4bit_quant_storage: bfloat16, and model_init_kwargs: {dtype: bfloat16}" in message
     given = [four, "accelerate=accelerate-fsdp1.yaml", "train.bf16=true", "train.model_init_kwargs.dtype=bfloat16"]
     assert resolve(TINY, given, ranks=4).world_size == 4
 
@@ -120,8 +120,8 @@ def test_fsdp1_is_given_one_type_for_all() -> None:
 @pytest.mark.parametrize("words", ["quant_method: fp8", "load_in_8bit: true"])
 def test_zero_3_shards_no_quantisation_but_4_bits(words: str) -> None:
     """The ranks would refuse it, after the queue."""
-    said = refused(f"{QUANTIZED}={{{words}}}", *ZERO[:2], "accelerate.deepspeed_config.zero_stage=3")
-    assert "ZeRO-3 would gather" in said
+    message = refused(f"{QUANTIZED}={{{words}}}", *ZERO[:2], "accelerate.deepspeed_config.zero_stage=3")
+    assert "ZeRO-3 would gather" in message
 
 
 def test_what_fsdp_shards_is_taken() -> None:
@@ -148,7 +148,7 @@ def look(architecture: dict[str, Any], *, length: Any = 64, **sizes: int) -> lis
 
 
 @pytest.mark.parametrize(
-    ("changes", "sizes", "said"),
+    ("changes", "sizes", "expected"),
     [
         ({"model_type": "gpt2"}, {"tp": 2}, "transformers has no tensor-parallel plan for gpt2"),
         ({"model_type": "deepseek_v2"}, {"tp": 2}, "which is not carried out here"),
@@ -163,10 +163,10 @@ def look(architecture: dict[str, Any], *, length: Any = 64, **sizes: int) -> lis
         *(({"model_type": kind}, {"cp": 2}, f"layers of {kind} hand on a state") for kind in STATES),
     ],
 )
-def test_the_model_decides_too(changes: dict[str, Any], sizes: dict[str, int], said: str) -> None:
+def test_the_model_decides_too(changes: dict[str, Any], sizes: dict[str, int], expected: str) -> None:
     """The same by the architecture alone; the model itself without the change is carried."""
     assert look(TINY_LLAMA, **sizes) == []
-    assert any(said in message for message in look({**TINY_LLAMA, **changes}, **sizes))
+    assert any(expected in message for message in look({**TINY_LLAMA, **changes}, **sizes))
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "mistral", "cohere2", "olmo3", "exaone4"])

@@ -93,8 +93,8 @@ def test_each_axis_of_a_mesh_becomes_two(name: str, ranks: int, axes: dict[str, 
     assert parallel_sizes(tiny.accelerate) == axes
     assert tiny.data_parallel_size == different
     lost = set(parallel_sizes(full.accelerate)) - set(axes) - {"dp_shard"}
-    (told,) = (item for item in tiny.derived if item.key == "accelerate.parallelism_config")
-    assert ("too few for" in told.reason) is bool(lost) and all(axis in told.reason for axis in lost)
+    (mesh,) = (item for item in tiny.derived if item.key == "accelerate.parallelism_config")
+    assert ("too few for" in mesh.reason) is bool(lost) and all(axis in mesh.reason for axis in lost)
 
 
 def test_sizes_on_the_command_line_are_meant() -> None:
@@ -136,9 +136,9 @@ def test_offloading_needs_no_compiler_and_no_disk() -> None:
     assert "nvme_path" not in tiny["zero_optimization"]["offload_param"] and tiny["zero_force_ds_cpu_optimizer"] is False
     assert tiny["zero_optimization"]["stage"] == 3 and tiny["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     meant = ["deepspeed.zero_force_ds_cpu_optimizer=true"]
-    kept = resolve("llama70b-zero-infinity", meant, tiny=True)
-    assert kept.deepspeed and kept.deepspeed["zero_force_ds_cpu_optimizer"] is True
-    assert kept.deepspeed_overrides["zero_optimization.offload_param.device"] == "cpu", (
+    offloaded = resolve("llama70b-zero-infinity", meant, tiny=True)
+    assert offloaded.deepspeed and offloaded.deepspeed["zero_force_ds_cpu_optimizer"] is True
+    assert offloaded.deepspeed_overrides["zero_optimization.offload_param.device"] == "cpu", (
         "the ranks read the file with the change"
     )
     small = resolve("llama1b-oasst2", ["accelerate=accelerate-zero2.yaml"], tiny=True)

@@ -56,11 +56,11 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     running: dict[str, Future[dict[str, Any]]] = {}
 
     def built(kind: str) -> dict[str, Any]:
-        told = folder / f"{kind}.json"
+        answer = folder / f"{kind}.json"
         with lock.in_turn(folder / f"{kind}.lock", lambda: None):
-            if not told.exists():
-                told.write_text(json.dumps(build(kind, "--variant", "cpu", "--base", "standin", *options[kind])))
-        found: dict[str, Any] = json.loads(told.read_text())
+            if not answer.exists():
+                answer.write_text(json.dumps(build(kind, "--variant", "cpu", "--base", "standin", *options[kind])))
+        found: dict[str, Any] = json.loads(answer.read_text())
         return found
 
     with ThreadPoolExecutor(2) as pool:
@@ -102,7 +102,7 @@ def cpu_oci(started: Started) -> Iterator[dict[str, Any]]:
     """What ``make build-image VARIANT=cpu BASE=standin`` said about it."""
     if (reason := has(engines.find_engine)) is not None:
         pytest.skip(reason)
-    told = started("build-image").result()
-    yield told
+    answer = started("build-image").result()
+    yield answer
     subprocess.run([engines.find_engine(), "rmi", "--force", TAG], capture_output=True, timeout=300, check=False)
-    Path(told["sbom"]).unlink()
+    Path(answer["sbom"]).unlink()

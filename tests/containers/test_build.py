@@ -95,8 +95,8 @@ def test_engines_are_not_told_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("HF_TOKEN", "WANDB_API_KEY", "PIP_INDEX_URL", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK"):
         monkeypatch.setenv(name, "planted")
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
-    told = build.environ()
-    assert "planted" not in told.values() and {"PATH", "http_proxy"} <= set(told)
+    environment = build.environ()
+    assert "planted" not in environment.values() and {"PATH", "http_proxy"} <= set(environment)
 
 
 # --- an engine that is a script ------------------------------------------------------------------------------------------
@@ -152,9 +152,9 @@ def test_a_build_and_what_lies_beside_it(fake: Path) -> None:
     assert (fake / "x.sif.sha256").read_text() == f"{digest}  x.sif\n"
     subprocess.run(["sha256sum", "--check", "--quiet", "x.sif.sha256"], cwd=fake, check=True, timeout=30)
     assert json.loads((fake / "x.sif.cdx.json").read_text())["components"][0]["name"] == "libc6"
-    told = (fake / "log").read_text()
-    assert "--build-arg base=base.tar" in told and "base_name=base.tar" in told and "token=\n" in told and "planted" not in told
-    assert "exec --containall --cleanenv --no-home --net --network none" in told, "the image's own test sees this machine"
+    log = (fake / "log").read_text()
+    assert "--build-arg base=base.tar" in log and "base_name=base.tar" in log and "token=\n" in log and "planted" not in log
+    assert "exec --containall --cleanenv --no-home --net --network none" in log, "the image's own test sees this machine"
     files = set((fake / "log.files").read_text().split())
     assert files == {"base.tar", "image.lock", "install.sh", "requirements.txt", "selftest.py", "train.def"}
     assert sorted(path.name for path in fake.glob("*sif*")) == ["x.sif", "x.sif.cdx.json", "x.sif.sha256"]
@@ -169,8 +169,8 @@ def test_an_oci_image_has_its_bill_and_on_request_an_archive(
     monkeypatch.setattr(engines, "ROOT", fake)
     out = fake / "image.tar" if archive else None
     made = engines.build_image(BuildRequest("build-image", base=DIGEST, out=out, tag=f"{fake}/made"), lambda _: None)
-    told = (fake / "log").read_text()
-    assert f"--build-arg BASE_IMAGE={DIGEST}" in told and "--network none" in told and "planted" not in told
+    log = (fake / "log").read_text()
+    assert f"--build-arg BASE_IMAGE={DIGEST}" in log and "--network none" in log and "planted" not in log
     assert made["image"] == f"{fake}/made" and json.loads(Path(made["sbom"]).read_text())["components"][0]["name"] == "libc6"
     if archive:
         digest = hashlib.sha256(b"archive\n").hexdigest()
@@ -213,7 +213,7 @@ def test_production_pulls_by_digest(fake: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "answer", "told"),
+    ("name", "expected", "answer", "warning"),
     [
         ("nvcr.io/nvidia/nemo", "https://nvcr.io/v2/", OSError("no route"), "nvcr.io does not answer (no route)"),
         ("nvidia/cuda", "https://registry-1.docker.io/v2/", urllib.error.URLError("unknown name"), "docker.io does not answer"),
@@ -224,28 +224,28 @@ def test_production_pulls_by_digest(fake: Path) -> None:
     ],
 )
 def test_a_registry_that_does_not_answer_is_told_first(
-    name: str, asked: str, answer: OSError | None, told: str, monkeypatch: pytest.MonkeyPatch
+    name: str, expected: str, answer: OSError | None, warning: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three gigabytes are fetched before the engine would say so. One that asks for a password is there."""
 
     def urlopen(address: str, timeout: float) -> io.BytesIO:
-        assert address == asked and timeout < 60
+        assert address == expected and timeout < 60
         if answer:
             raise answer
         return io.BytesIO()
 
     monkeypatch.setattr(build.urllib.request, "urlopen", urlopen)
-    said: list[str] = []
-    build.look_for_registry(BaseImage(f"{name}@sha256:{'a' * 64}"), said.append)
-    assert [told in line for line in said] == ([True] if told else []), said
-    build.look_for_registry(BaseImage("stand-in", Path("x.tar")), said.append)
-    assert len(said) == bool(told)
+    messages: list[str] = []
+    build.look_for_registry(BaseImage(f"{name}@sha256:{'a' * 64}"), messages.append)
+    assert [warning in line for line in messages] == ([True] if warning else []), messages
+    build.look_for_registry(BaseImage("stand-in", Path("x.tar")), messages.append)
+    assert len(messages) == bool(warning)
 
 
 def test_a_dry_run_does_nothing(fake: Path) -> None:
     """It says from what it would build, also where the stand-in is not made yet."""
-    told = engines.build_sif(BuildRequest("build-sif", base="standin", out=fake / "x.sif", dry_run=True), lambda _: None)
-    assert told["definition"] == "containers/train.def" and told["base"] == f"stand-in {standin.suite_of('3.12')}"
+    document = engines.build_sif(BuildRequest("build-sif", base="standin", out=fake / "x.sif", dry_run=True), lambda _: None)
+    assert document["definition"] == "containers/train.def" and document["base"] == f"stand-in {standin.suite_of('3.12')}"
     assert not (fake / "log").exists() and not (fake / "work").exists()
 
 
@@ -263,8 +263,8 @@ def test_a_build_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
     with subprocess.Popen(command, cwd=tree.REPO, env=environ, stderr=subprocess.PIPE, text=True) as build:
         wait_for(started.exists, "the start of the engine", 120)
         build.terminate()
-        _, said = build.communicate(timeout=60)
-    assert build.returncode == 75 and "interrupted" in said and "Traceback" not in said
+        _, output = build.communicate(timeout=60)
+    assert build.returncode == 75 and "interrupted" in output and "Traceback" not in output
     assert not Path(started.read_text().strip()).exists() and not list(tmp_path.glob("*.sif*"))
 
 

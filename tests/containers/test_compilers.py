@@ -57,8 +57,8 @@ def test_nvcc_is_found_where_torch_looks_for_it(tmp_path: Path) -> None:
     (home / "bin/nvcc").chmod(0o755)
     (home / "lib/libcudart.so.13").write_bytes(b"")
     subprocess.run(["bash", "-euo", "pipefail", "-c", f"venv={venv}\n{part}"], check=True, timeout=60)
-    told = subprocess.run([venv / "bin/nvcc", "-V"], capture_output=True, text=True, check=True, timeout=60)
-    assert "release 13.0" in told.stdout
+    done = subprocess.run([venv / "bin/nvcc", "-V"], capture_output=True, text=True, check=True, timeout=60)
+    assert "release 13.0" in done.stdout
     assert (venv / "lib64/libcudart.so").resolve() == home / "lib/libcudart.so.13"
     linked = subprocess.run(
         ["gcc", "-shared", "-x", "c", "/dev/null", "-o", tmp_path / "x.so", f"-L{venv}/lib64", "-Wl,--no-as-needed", "-lcuda"],

@@ -79,8 +79,8 @@ def test_a_good_one(tmp_path: Path) -> None:
 def test_each_fault_with_its_line(old: str, new: str, fault: str, tmp_path: Path) -> None:
     """The line is that of the file, not of the section."""
     assert old in GOOD
-    told = faults(GOOD.replace(old, new, 1), tmp_path)
-    assert any(line.startswith(fault) for line in told), told
+    found = faults(GOOD.replace(old, new, 1), tmp_path)
+    assert any(line.startswith(fault) for line in found), found
 
 
 def test_several_at_once(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_the_base_with_the_defaults_put_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         ("curl -fsSLO https://x/y.tar", "held to no hash"),
         ("curl -fsSL https://x/y.sh | sh -s -- -y", "is run unseen"),
@@ -115,10 +115,10 @@ def test_the_base_with_the_defaults_put_in() -> None:
         ("curl -O https://x/y \\\n    && tar xf y", "held to no hash"),
     ],
 )
-def test_what_is_held_to_nothing(line: str, told: str) -> None:
+def test_what_is_held_to_nothing(line: str, expected: str) -> None:
     """A base by digest and a %post that takes what is there today: two builds of one name, or somebody else's code."""
     ((number, message, fix),) = deflint.unheld(["set -eu", *line.split("\n")], 10)
-    assert number == 11 and told in message and fix
+    assert number == 11 and expected in message and fix
 
 
 @pytest.mark.parametrize(

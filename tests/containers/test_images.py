@@ -51,7 +51,7 @@ for folder, folders, files in os.walk("/", topdown=True):
 class Image:
     """An image that was built, and how to run something in it."""
 
-    told: dict[str, Any]
+    answer: dict[str, Any]
     """What the build said."""
     inside: Sequence[str]
     """The words in front of a command that runs in it without network."""
@@ -118,12 +118,12 @@ selftest.check_installed()
 
 
 @pytest.mark.parametrize(
-    ("change", "told"), [("{}", ""), ("{'trl': '0'}", "trl: "), ("{'peft': ''}", "peft: "), ("{'pan': '1'}", "pan: ")]
+    ("change", "message"), [("{}", ""), ("{'trl': '0'}", "trl: "), ("{'peft': ''}", "peft: "), ("{'pan': '1'}", "pan: ")]
 )
-def test_its_own_test_finds_what_is_not_locked(image: Image, change: str, told: str) -> None:
+def test_its_own_test_finds_what_is_not_locked(image: Image, change: str, message: str) -> None:
     """Another version, one package too many, one too few: else it would pass an image that is not what was locked."""
     done = image.run("python", "-c", CHECK % change)
-    assert (done.returncode, told in done.stderr) == (int(bool(told)), True), done.stderr
+    assert (done.returncode, message in done.stderr) == (int(bool(message)), True), done.stderr
 
 
 def words_of_this_machine() -> list[str]:
@@ -147,21 +147,21 @@ def test_nothing_of_this_machine_is_in_it(image: Image) -> None:
 def test_what_travels_beside_the_files_says_nothing_either(sif: Image, oci: Image) -> None:
     """Labels, environment, the definition, the history of the layers."""
     program, engine = engines.find_apptainer(), engines.find_engine()
-    told = [
-        engines.answer([program, "inspect", "--all", sif.told["file"]]),
-        engines.answer([engine, "inspect", oci.told["image"]]),
-        engines.answer([engine, "history", "--no-trunc", oci.told["image"]]),
+    answers = [
+        engines.answer([program, "inspect", "--all", sif.answer["file"]]),
+        engines.answer([engine, "inspect", oci.answer["image"]]),
+        engines.answer([engine, "history", "--no-trunc", oci.answer["image"]]),
     ]
-    for text in told:
+    for text in answers:
         assert text and len(text) > 200
         assert not [word for word in words_of_this_machine() if word in text]
     digest = text_digest(lockfile.read(pins.FOLDER / "train-cpu.lock").text())
-    assert digest in str(told[0]) and digest in str(told[1])
+    assert digest in str(answers[0]) and digest in str(answers[1])
 
 
 def test_the_sif_is_what_its_sum_says(sif: Image) -> None:
     """And zstd inside: gzip takes ten times as long to write and longer to read."""
-    out = Path(sif.told["file"])
+    out = Path(sif.answer["file"])
     subprocess.run(["sha256sum", "--check", "--quiet", f"{out.name}.sha256"], cwd=out.parent, check=True, timeout=120)
     data = out.read_bytes()
     start = data.index(b"hsqs")  # a squashfs superblock; its compressor is the 16-bit word at 20: 6 is zstd
@@ -170,7 +170,7 @@ def test_the_sif_is_what_its_sum_says(sif: Image) -> None:
 
 def test_the_bill_names_every_package(image: Image) -> None:
     """Of Python with the hash of the wheel, and of the distribution."""
-    bill = json.loads(Path(image.told["sbom"]).read_text())
+    bill = json.loads(Path(image.answer["sbom"]).read_text())
     locked = lockfile.read(pins.FOLDER / "train-cpu.lock")
     python = {item["name"]: item for item in bill["components"] if item["purl"].startswith("pkg:pypi/")}
     assert set(python) == set(locked.entries)
@@ -194,10 +194,10 @@ def test_an_altered_hash_ends_the_build(sif: Image, tmp_path: Path) -> None:
     lock = checkout / "containers" / "train-cpu.lock"
     digest = lockfile.read(lock).entries["sqlitedict"].hashes[0]
     lock.write_text(lock.read_text().replace(digest, digest[::-1]))
-    there, here = (root / "build" / "containers" for root in (tree.REPO, checkout))
-    shutil.copytree(there / "wheels" / "train-cpu", here / "wheels" / "train-cpu", copy_function=os.link)
+    there, copied = (root / "build" / "containers" for root in (tree.REPO, checkout))
+    shutil.copytree(there / "wheels" / "train-cpu", copied / "wheels" / "train-cpu", copy_function=os.link)
     for archive in there.glob("standin-*.tar"):
-        os.link(archive, here / archive.name)
+        os.link(archive, copied / archive.name)
     out = tmp_path / "altered.sif"
     command = [
         sys.executable,
@@ -222,11 +222,11 @@ def test_the_cuda_image(tmp_path: Path) -> None:
     """The whole stack with DeepSpeed, 3 GB to fetch: NCCL and CUDA are torch's own; it imports and compiles without a GPU."""
     program = engines.find_apptainer()
     out = tmp_path / "train.sif"
-    told = build("build-sif", "--extras", "deepspeed", "--base", "standin", "--out", out)
+    answer = build("build-sif", "--extras", "deepspeed", "--base", "standin", "--out", out)
     command = engines.in_sif(program, out, "python", engines.SELFTEST, "--compile")
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "DeepSpeed's async_io: compiled" in done.stdout
     locked = lockfile.read(pins.FOLDER / "train.lock")
     assert f"NCCL {locked.entries['nvidia-nccl-cu13'].version}" in done.stdout and "torch's CUDA: 13.0" in done.stdout
-    assert told["bytes"] < 4 << 30
+    assert answer["bytes"] < 4 << 30

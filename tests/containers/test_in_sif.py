@@ -85,11 +85,11 @@ def test_the_tiny_recipe_over_two_nodes(quiet: Seen, cpu_sif: dict[str, Any]) ->
     hosts = [json.loads((run / f"attempts/0001/rank-{rank}.json").read_bytes())["host"] for rank in (0, 1)]
     assert hosts == ["node1", "node2"] and quiet.job.steps() == list(range(1, 17))
     assert ".singularity.d" in quiet.root, "the rank is in the image"
-    kept = json.loads((run / "run.json").read_bytes())["container"]
-    assert (kept["image"], kept["sha256"], kept["checked"]) == (cpu_sif["file"], cpu_sif["sha256"], True)
-    assert kept["labels"]["clustertune.lock"] == "train-cpu" and kept["python"].startswith("3.")
+    recorded = json.loads((run / "run.json").read_bytes())["container"]
+    assert (recorded["image"], recorded["sha256"], recorded["checked"]) == (cpu_sif["file"], cpu_sif["sha256"], True)
+    assert recorded["labels"]["clustertune.lock"] == "train-cpu" and recorded["python"].startswith("3.")
     pinned = pins.read()[pins.PY]
-    assert {name: version.partition("+")[0] for name, version in kept["packages"].items()} == pinned
+    assert {name: version.partition("+")[0] for name, version in recorded["packages"].items()} == pinned
     assert "warning: the image" not in quiet.job.text
     for made in ("adapter/adapter_model.safetensors", "merged/MANIFEST.json", "eval/results.json", "report.html"):
         assert (run / made).exists(), made
@@ -233,8 +233,8 @@ def test_a_signal_to_every_process_leaves_the_image_readable(file: Path) -> None
             for pid in names:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-        told, _ = started.communicate(timeout=120)
-    assert before and (started.returncode, told.splitlines()[-1:]) == (0, ["still reads"]), told
+        output, _ = started.communicate(timeout=120)
+    assert before and (started.returncode, output.splitlines()[-1:]) == (0, ["still reads"]), output
 
 
 @pytest.mark.long
@@ -260,5 +260,5 @@ def test_an_image_that_lacks_packages_is_told_before_the_first_stage(file: Path,
 
 def test_everything_is_bound_from_the_checkout(file: Path) -> None:
     """The code is mounted, not baked: what runs is this checkout's."""
-    told = inside(file, [], "-c", "import clustertune; print(clustertune.__file__)")
-    assert told.strip().splitlines()[-1] == str(REPO / "clustertune" / "__init__.py")
+    output = inside(file, [], "-c", "import clustertune; print(clustertune.__file__)")
+    assert output.strip().splitlines()[-1] == str(REPO / "clustertune" / "__init__.py")

@@ -31,8 +31,8 @@ def test_a_version_moved_in_one_place_only_is_found(group: str, name: str) -> No
     """Whichever group it stands in."""
     moved = pins.read()
     moved[group][name] = "99.0"
-    told = [str(problem) for spec in SPECS for problem in lock.held_to_pins(spec, lockfile.read(spec.path), moved)]
-    assert told and all(f"{name}: is " in line and "99.0 in containers/versions.env" in line for line in told)
+    problems = [str(problem) for spec in SPECS for problem in lock.held_to_pins(spec, lockfile.read(spec.path), moved)]
+    assert problems and all(f"{name}: is " in line and "99.0 in containers/versions.env" in line for line in problems)
 
 
 def test_a_new_pin_and_a_new_day_ask_for_new_locks() -> None:
@@ -40,9 +40,9 @@ def test_a_new_pin_and_a_new_day_ask_for_new_locks() -> None:
     moved = pins.read()
     moved["PY"]["spoon"] = "1"
     moved.dates["vllm"] = "2031-01-01"
-    told = [str(problem) for spec in SPECS for problem in lock.held_to_pins(spec, lockfile.read(spec.path), moved)]
-    assert sum("spoon: is asked for and not locked" in line for line in told) == 4  # reference takes it too
-    assert sum("2031-01-01" in line for line in told) == 1
+    problems = [str(problem) for spec in SPECS for problem in lock.held_to_pins(spec, lockfile.read(spec.path), moved)]
+    assert sum("spoon: is asked for and not locked" in line for line in problems) == 4  # reference takes it too
+    assert sum("2031-01-01" in line for line in problems) == 1
 
 
 def test_every_lock_of_the_tree_is_made_by_a_spec() -> None:
@@ -124,17 +124,17 @@ def test_the_cpu_variant_has_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_layer_holds_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is resolved with every version of the lock below."""
-    asked: dict[str, list[str]] = {}
+    given: dict[str, list[str]] = {}
 
     def answer(requirements: list[str], constraints: list[str], *_: str) -> dict[str, Any]:
-        asked.update(requirements=requirements, constraints=constraints)
+        given.update(requirements=requirements, constraints=constraints)
         return {"packages": [package(name, "1", "x-1-py3-none-any.whl") for name in ("kiln", "pan")]}
 
     monkeypatch.setattr(lock, "uv_resolve", answer)
     below = PackageLock("train", "3.12", X86, "", {"kiln": LockedPackage("kiln", "1", ("h",))})
     spec = next(spec for spec in SPECS if spec.name == "extra-ray")
     assert set(lock.make(spec, PINS, {"train": below}).entries) == {"pan"}
-    assert asked == {"requirements": [f"ray=={PINS['DEV']['ray']}"], "constraints": ["kiln==1"]}
+    assert given == {"requirements": [f"ray=={PINS['DEV']['ray']}"], "constraints": ["kiln==1"]}
     present = PackageLock(
         "extra-ray",
         "3.12",
@@ -143,7 +143,7 @@ def test_a_layer_holds_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
         {"pan": LockedPackage("pan", "1", ("h",)), "torch": LockedPackage("torch", "2+cpu", ("h",))},
     )
     lock.make(spec, PINS, {"train": below, "extra-ray": present}, keep=True)
-    assert asked["constraints"] == ["pan==1", "kiln==1"]
+    assert given["constraints"] == ["pan==1", "kiln==1"]
 
 
 def test_lock_check_tells_a_lock_that_is_not_fresh(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,15 +30,15 @@ NOW = datetime(2030, 1, 31, tzinfo=UTC)
 
 def test_what_scanners_read() -> None:
     """Names as package URLs, hashes, licences, who asks for whom."""
-    told = sbom.document("train.sif", LOCK, WHEELS, INVENTORY, "stand-in bookworm", NOW)
-    assert (told["bomFormat"], told["specVersion"], told["version"]) == ("CycloneDX", "1.6", 1)
-    kiln, pan, libc = told["components"]
+    document = sbom.document("train.sif", LOCK, WHEELS, INVENTORY, "stand-in bookworm", NOW)
+    assert (document["bomFormat"], document["specVersion"], document["version"]) == ("CycloneDX", "1.6", 1)
+    kiln, pan, libc = document["components"]
     assert kiln["purl"] == "pkg:pypi/kiln@2.0%2Bcpu" and kiln["hashes"] == [{"alg": "SHA-256", "content": "a" * 64}]
     assert kiln["licenses"] == [{"expression": "MIT OR Zlib"}] and pan["licenses"] == [{"license": {"name": "BSD License"}}]
     assert pan["properties"] == [{"name": "clustertune:built-from-sha256", "value": "c" * 64}]
     assert libc["purl"] == "pkg:deb/debian/libc6@2.36-9%2Bdeb12u1?arch=amd64&distro=debian-12"
-    refs = [component["bom-ref"] for component in told["components"]]
-    asks = {item["ref"]: item["dependsOn"] for item in told["dependencies"]}
+    refs = [component["bom-ref"] for component in document["components"]]
+    asks = {item["ref"]: item["dependsOn"] for item in document["dependencies"]}
     assert asks[kiln["bom-ref"]] == [pan["bom-ref"]] and sorted(asks["image:train.sif"]) == sorted(refs) and len(set(refs)) == 3
 
 

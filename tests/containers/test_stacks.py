@@ -9,21 +9,21 @@ import pytest
 from clustertune.merge import streaming
 from clustertune.training import build
 
-ASKED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}, "learning_rate": 1.0}
+WANTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}, "learning_rate": 1.0}
 OLDER = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}, "learning_rate": 1.0}
 
 
 @pytest.mark.parametrize(
     ("known", "given"),
     [
-        ([*ASKED, *OLDER], ASKED),  # today's stack has both
+        ([*WANTED, *OLDER], WANTED),  # today's stack has both
         (list(OLDER), OLDER),  # the reference's
-        (["learning_rate"], ASKED),  # neither: SFTConfig says so itself
+        (["learning_rate"], WANTED),  # neither: SFTConfig says so itself
     ],
 )
 def test_arguments_are_spelt_as_the_installed_stack_does(known: list[str], given: dict[str, object]) -> None:
     """Else the reference image trains nothing."""
-    assert build.spelt(ASKED, known) == given
+    assert build.spelt(WANTED, known) == given
 
 
 def test_a_mounted_checkout_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,11 +29,11 @@ LOCK = PackageLock(
 @contextmanager
 def database(answer: Any) -> Iterator[tuple[str, list[Any]]]:
     """A server that answers everything with one text (or document), and what it was asked."""
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            requests.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
             body = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
             self.send_response(200)
             self.end_headers()
@@ -46,7 +46,7 @@ def database(answer: Any) -> Iterator[tuple[str, list[Any]]]:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}", asked
+            yield f"http://127.0.0.1:{server.server_port}", requests
         finally:
             server.shutdown()
             thread.join()
@@ -54,10 +54,10 @@ def database(answer: Any) -> Iterator[tuple[str, list[Any]]]:
 
 def test_what_is_known_is_told_once() -> None:
     """With the version that is locked, without torch's mark of a build, which the database does not know."""
-    with database({"results": [{}, {"vulns": [{"id": "PYSEC-1"}, {"id": "GHSA-2"}]}]}) as (address, asked):
+    with database({"results": [{}, {"vulns": [{"id": "PYSEC-1"}, {"id": "GHSA-2"}]}]}) as (address, requests):
         known = lockfile.ask([LOCK, LOCK], address)
     assert known == [Vulnerability("oven", "2.0", "PYSEC-1"), Vulnerability("oven", "2.0", "GHSA-2")]
-    ((path, question),) = asked
+    ((path, question),) = requests
     assert path == "/v1/querybatch"
     assert question["queries"] == [
         {"package": {"name": "kiln", "ecosystem": "PyPI"}, "version": "1.0"},
@@ -71,9 +71,9 @@ def test_what_is_known_is_told_once() -> None:
 def test_a_mirror_is_named_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """make lock-check DATABASE=<address>: a machine that reaches a mirror only has it scanned too."""
     monkeypatch.setattr(commands.lock, "check_all", lambda *_, **__: {"x": LOCK})
-    with database({"results": [{}, {"vulns": [{"id": "PYSEC-1"}]}]}) as (address, asked):
+    with database({"results": [{}, {"vulns": [{"id": "PYSEC-1"}]}]}) as (address, requests):
         assert commands.main(["lock-check", "--database", address]) == 2
-    assert asked and "oven: 2.0: PYSEC-1" in capsys.readouterr().err
+    assert requests and "oven: 2.0: PYSEC-1" in capsys.readouterr().err
     assert commands.main(["lock-check", "--database", "http://127.0.0.1:9"]) == 0
     assert "not done: known vulnerabilities" in capsys.readouterr().err
 

@@ -119,13 +119,13 @@ def measure(data: Path, out: Path, max_length: int) -> dict[str, Any]:
     memory, began = Memory(), cpu()
     prepare(Data(name="made", format="messages"), recipe_folder=data.parent, seed=1, out=out, input_path=data)
     found["read"] = {"cpu_s": round(cpu() - began, 1), "peak_mb": round(memory.stop() / 1e6)}
-    asked = {"packing": True, "max_length": max_length, "assistant_only_loss": True, "shuffle_dataset": True}
-    tokenizer = load_tokenizer(str(data.parent / "tokenizer"), None, None, asked)
+    settings = {"packing": True, "max_length": max_length, "assistant_only_loss": True, "shuffle_dataset": True}
+    tokenizer = load_tokenizer(str(data.parent / "tokenizer"), None, None, settings)
     memory, wall = Memory(), time.perf_counter()
-    made = tokens.make(out, tokenizer, asked)
+    made = tokens.make(out, tokenizer, settings)
     found["make"] = {"wall_s": round(time.perf_counter() - wall, 1), "peak_mb": round(memory.stop() / 1e6), **made}
     began = time.process_time()
-    sequences.load(out / tokens.FOLDER, out, tokenizer, asked)
+    sequences.load(out / tokens.FOLDER, out, tokenizer, settings)
     found["rank_checks_and_maps"] = {"cpu_s": round(time.process_time() - began, 3)}
     began = time.process_time()
     rows = sequences.Sequences(out / tokens.FOLDER, "train").as_dataset()
@@ -139,12 +139,12 @@ def measure(data: Path, out: Path, max_length: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("folder", type=Path)
-    asked.add_argument("--count", type=int, default=20_000)
-    asked.add_argument("--words", type=float, default=480, help="mean words of a conversation")
-    asked.add_argument("--max-length", type=int, default=4096)
-    given = asked.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--count", type=int, default=20_000)
+    parser.add_argument("--words", type=float, default=480, help="mean words of a conversation")
+    parser.add_argument("--max-length", type=int, default=4096)
+    given = parser.parse_args()
     source = make_inputs(given.folder, given.count, given.words)
     processes = len(os.sched_getaffinity(0))
     print(json.dumps(measure(source, given.folder / f"out-{given.count}-{processes}", given.max_length), indent=1))  # noqa: T201

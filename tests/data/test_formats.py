@@ -86,9 +86,9 @@ def test_a_row_becomes_messages(name, row, expected):
 
 
 def test_calls_of_tools_come_with_their_arguments_as_objects():
-    asked = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
     answer = {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "warm"}
-    turns = [user("q"), {"role": "assistant", "content": None, "tool_calls": [asked]}, answer, assistant("a")]
+    turns = [user("q"), {"role": "assistant", "content": None, "tool_calls": [call]}, answer, assistant("a")]
     found = read("messages", {"messages": turns, "tools": json.dumps([TOOL])})
     assert found["tools"] == [TOOL]
     assert found["messages"] == [user("q"), assistant("", tool_calls=[{"id": "c1", **CALL}]), answer, assistant("a")]

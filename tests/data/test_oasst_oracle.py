@@ -110,11 +110,11 @@ def test_every_row_is_used_or_accounted_for(rows):
     """Nothing vanishes: each row is alive in its tree, rejected, filtered, or below one that is."""
     rejects = Rejects(io.StringIO())
     trees = oasst.Trees(rejects, None)
-    kept = list(trees.conversations((RowLocation("f", n), row) for n, row in enumerate(rows, 1)))
+    conversations = list(trees.conversations((RowLocation("f", n), row) for n, row in enumerate(rows, 1)))
     reached = sum(1 for tree in trees.trees.values() for _ in _alive_from_root(tree))
     out = rejects.total_faults + sum(trees.dropped[reason] for reason in ("deleted", "review", "below"))
     assert reached + out == len(rows)
-    assert len(kept) + rejects.counts["no-assistant-reply"] == sum(
+    assert len(conversations) + rejects.counts["no-assistant-reply"] == sum(
         1 for tree in trees.trees.values() if any(_alive_from_root(tree))
     )
 

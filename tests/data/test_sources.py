@@ -141,7 +141,7 @@ def test_splits_by_name(split, names):
     assert {name: split_of(name) for name in names.split()} == dict.fromkeys(names.split(), split)
 
 
-def place(folder: Path, files: dict[str, bytes]) -> Path:
+def fill(folder: Path, files: dict[str, bytes]) -> Path:
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
@@ -149,7 +149,7 @@ def place(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def test_a_folder_keeps_its_own_splits(run, trees, lines, tmp_path):
-    folder = place(
+    folder = fill(
         tmp_path / "set",
         {
             "train.jsonl": lines(trees(0, 5)),
@@ -170,14 +170,14 @@ def test_a_snapshot_of_the_hub_is_read_from_its_data_folder(run, trees, tmp_path
     write_parquet(tmp_path / "snap/data/train-00000-of-00002.parquet", found[:5])
     write_parquet(tmp_path / "snap/data/train-00001-of-00002.parquet", found[5:])
     write_parquet(tmp_path / "snap/data/validation-00000-of-00001.parquet", trees(6, 2))
-    place(tmp_path / "snap", {"all.trees.jsonl.gz": b"not read", "dataset_infos.json": b"{}"})
+    fill(tmp_path / "snap", {"all.trees.jsonl.gz": b"not read", "dataset_infos.json": b"{}"})
     got = run(path=tmp_path / "snap")
     assert (got.result["train"]["conversations"], got.result["eval"]["conversations"]) == (6, 2)
     assert got.rejected == {}
 
 
 def test_files_without_split_names_are_one_pool(run, trees, lines, tmp_path):
-    folder = place(
+    folder = fill(
         tmp_path / "set", {"a.jsonl": lines(trees(0, 6)[:7]), "b.jsonl": lines(trees(0, 6)[7:]), ".hidden.jsonl": b"x"}
     )
     got = run(path=folder, eval_fraction=0.34)
@@ -185,18 +185,18 @@ def test_files_without_split_names_are_one_pool(run, trees, lines, tmp_path):
 
 
 def test_only_train_files_are_split_by_fraction(run, trees, lines, tmp_path):
-    assert run(path=place(tmp_path / "set", {"train.jsonl": lines(trees(0, 20))})).result["eval"]["conversations"] == 1
+    assert run(path=fill(tmp_path / "set", {"train.jsonl": lines(trees(0, 20))})).result["eval"]["conversations"] == 1
 
 
 def test_only_eval_files_are_refused(run, trees, lines, tmp_path):
     with pytest.raises(UserError, match="no train split"):
-        run(path=place(tmp_path / "set", {"test.jsonl": lines(trees(0, 2))}))
+        run(path=fill(tmp_path / "set", {"test.jsonl": lines(trees(0, 2))}))
 
 
 def test_an_eval_split_without_answers_is_replaced(run, tmp_path, lines):
     """LIMA's own test split holds questions only."""
     train = lines({"conversations": [f"q{i}", "a"]} for i in range(20))
-    folder = place(tmp_path / "set", {"train.jsonl": train, "test.jsonl": lines([{"conversations": ["q"]}])})
+    folder = fill(tmp_path / "set", {"train.jsonl": train, "test.jsonl": lines([{"conversations": ["q"]}])})
     got = run(path=folder, format="lima", language=None)
     assert (got.result["train"]["conversations"], got.result["eval"]["conversations"]) == (19, 1)
     assert any("own eval split gives no conversation" in warning for warning in got.result["warnings"])
@@ -204,7 +204,7 @@ def test_an_eval_split_without_answers_is_replaced(run, tmp_path, lines):
 
 def test_a_tree_never_stands_in_both_splits(run, trees, row, lines, tmp_path):
     again = [row("p_", None, message_tree_id="t0"), row("a_", "p_", message_tree_id="t0")]
-    folder = place(tmp_path / "set", {"train.jsonl": lines(trees(0, 2)), "eval.jsonl": lines(again + trees(2, 1))})
+    folder = fill(tmp_path / "set", {"train.jsonl": lines(trees(0, 2)), "eval.jsonl": lines(again + trees(2, 1))})
     got = run(path=folder)
     assert [line["source"]["tree"] for line in got.lines("eval")] == ["t2"]
     assert got.rejected == {"two-splits": 2}
@@ -213,7 +213,7 @@ def test_a_tree_never_stands_in_both_splits(run, trees, row, lines, tmp_path):
 
 def test_a_copy_in_the_other_split_is_said(run, lines, tmp_path):
     copy = {"conversations": ["q", "a"]}
-    folder = place(tmp_path / "set", {"train.jsonl": lines([copy, {"conversations": ["r", "a"]}]), "eval.jsonl": lines([copy])})
+    folder = fill(tmp_path / "set", {"train.jsonl": lines([copy, {"conversations": ["r", "a"]}]), "eval.jsonl": lines([copy])})
     got = run(path=folder, format="lima", language=None)
     assert "conversations in the train and in the eval split of the input: 1" in got.result["warnings"]
 
@@ -232,11 +232,11 @@ def test_what_cannot_be_an_input_is_refused(run, tmp_path):
 
 
 def test_data_input_is_sought_beside_the_recipe_then_here(trees, lines, tmp_path, monkeypatch):
-    recipe, here = (
-        place(tmp_path / "recipe", {"c.jsonl": lines(trees(0, 2))}),
-        place(tmp_path / "here", {"c.jsonl": lines(trees(2, 2))}),
+    recipe, working = (
+        fill(tmp_path / "recipe", {"c.jsonl": lines(trees(0, 2))}),
+        fill(tmp_path / "here", {"c.jsonl": lines(trees(2, 2))}),
     )
-    monkeypatch.chdir(here)
+    monkeypatch.chdir(working)
 
     def get(name: str) -> set[str]:
         out = tmp_path / name
@@ -247,11 +247,11 @@ def test_data_input_is_sought_beside_the_recipe_then_here(trees, lines, tmp_path
     assert get("one") == {"t0", "t1"}
     (recipe / "c.jsonl").unlink()
     assert get("two") == {"t2", "t3"}
-    (here / "c.jsonl").unlink()
+    (working / "c.jsonl").unlink()
     with pytest.raises(UserError) as caught:
         get("three")
     assert str(recipe / "c.jsonl") in str(caught.value)
-    assert str(here / "c.jsonl") in str(caught.value)
+    assert str(working / "c.jsonl") in str(caught.value)
 
 
 def test_an_unreadable_file_is_no_traceback(run, tmp_path, monkeypatch):
@@ -304,7 +304,7 @@ def test_the_hub_gives_what_the_same_files_give(hub, run, trees, lines, tmp_path
     calls, content = hub
     content |= {"train": [*trees(0, 8), trees(0, 1)[0]], "validation": trees(8, 2)}
     got = from_hub(tmp_path)
-    folder = place(tmp_path / "set", {"train.jsonl": lines(content["train"]), "validation.jsonl": lines(content["validation"])})
+    folder = fill(tmp_path / "set", {"train.jsonl": lines(content["train"]), "validation.jsonl": lines(content["validation"])})
     local = run(path=folder)
     assert calls == [("org/set", "a" * 40)]
     assert {key: got[key] for key in ("train", "eval", "rejected")} == {
@@ -365,7 +365,7 @@ def test_an_unreachable_hub_says_what_to_do(monkeypatch, tmp_path, error):
 
 
 def test_the_input_folder_is_never_the_output_folder(trees, lines, tmp_path):
-    folder = place(tmp_path / "set", {"train.jsonl": lines(trees(0, 4))})
+    folder = fill(tmp_path / "set", {"train.jsonl": lines(trees(0, 4))})
     for given in (folder, folder / "train.jsonl"):
         with pytest.raises(UserError, match="folder of the input"):
             prepare(Data(name="x", format="oasst-tree"), recipe_folder=folder, seed=1, out=folder, input_path=given)
@@ -373,7 +373,7 @@ def test_the_input_folder_is_never_the_output_folder(trees, lines, tmp_path):
 
 
 def test_a_moved_input_is_the_same_input(run, trees, lines, tmp_path):
-    one = place(tmp_path / "one", {"c.jsonl": lines(trees(0, 4))})
+    one = fill(tmp_path / "one", {"c.jsonl": lines(trees(0, 4))})
     shutil.copytree(one, tmp_path / "two")
     out = tmp_path / "out"
     assert run(path=one / "c.jsonl", out=out).result["reused"] is False
@@ -381,7 +381,7 @@ def test_a_moved_input_is_the_same_input(run, trees, lines, tmp_path):
 
 
 def test_listing_reads_no_content(tmp_path):
-    folder = place(tmp_path / "set", {"b.jsonl": b"", "a.json": b""})
+    folder = fill(tmp_path / "set", {"b.jsonl": b"", "a.json": b""})
     assert [file.name for file in LocalFiles(folder, Data(name="x", format="text")).files] == ["a.json", "b.jsonl"]
 
 

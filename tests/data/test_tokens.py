@@ -24,12 +24,12 @@ from clustertune.manifest import MANIFEST, find_problems, read_manifest
 from clustertune.rundir import RunDir
 
 CHUNK = 2000
-ASKED = {"assistant_only_loss": True, "packing": True, "max_length": 64}
+SETTINGS = {"assistant_only_loss": True, "packing": True, "max_length": 64}
 
 
 def chat(number: int) -> list[dict[str, str]]:
-    said = f"answer {number} " + "with some words " * (number % 7)
-    return [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": said}]
+    answer = f"answer {number} " + "with some words " * (number % 7)
+    return [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": answer}]
 
 
 def fill(folder: Path, count: int = 120) -> Path:
@@ -60,7 +60,7 @@ def content(dataset: Path) -> dict[str, bytes]:
 
 def test_tokens_and_labels_are_the_templates(dataset: Path, tokenizer: Any) -> None:
     """Conversation by conversation, in the order of the file, and what is said about them is counted."""
-    made = tokens.make(dataset, tokenizer, {**ASKED, "packing": False, "max_length": None}, chunk=CHUNK)
+    made = tokens.make(dataset, tokenizer, {**SETTINGS, "packing": False, "max_length": None}, chunk=CHUNK)
     total = labelled = 0
     for split in ("train", "eval"):
         rows = sequences.Sequences(dataset / "tokens", split)
@@ -85,7 +85,7 @@ def test_the_bytes_do_not_depend_on_processes_and_cuts(tmp_path: Path, tokenizer
     for name, (chunk, cores) in cuts.items():
         monkeypatch.setattr(os, "sched_getaffinity", lambda _pid, cores=cores: cores)
         dataset = fill(tmp_path / name)
-        made = tokens.make(dataset, tokenizer, ASKED, chunk=chunk)
+        made = tokens.make(dataset, tokenizer, SETTINGS, chunk=chunk)
         assert made["processes"] == (2 if name == "two" else 1)
         found[name] = content(dataset)
     assert all(one == found["one"] for one in found.values())
@@ -93,12 +93,12 @@ def test_the_bytes_do_not_depend_on_processes_and_cuts(tmp_path: Path, tokenizer
 
 def test_a_part_ends_between_conversations(dataset: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of a bounded size: ranks share out their digests."""
-    tokens.make(dataset, tokenizer, ASKED, chunk=CHUNK)
+    tokens.make(dataset, tokenizer, SETTINGS, chunk=CHUNK)
     whole = [sequences.Sequences(dataset / "tokens", "train")[number] for number in range(10)]
     assert len(list((dataset / "tokens").glob("train-*.u32"))) == 1
     monkeypatch.setattr(tokens, "PART_BYTES", 3000)
     monkeypatch.setattr(tokens, "FORMAT", 2)
-    tokens.make(dataset, tokenizer, ASKED, chunk=CHUNK)
+    tokens.make(dataset, tokenizer, SETTINGS, chunk=CHUNK)
     assert len(list((dataset / "tokens").glob("train-*.u32"))) > 2
     parts = sequences.Sequences(dataset / "tokens", "train")
     for number, expected in enumerate(whole):
@@ -106,10 +106,10 @@ def test_a_part_ends_between_conversations(dataset: Path, tokenizer: Any, monkey
 
 
 def test_reused_while_nothing_that_decides_it_changed(dataset: Path, tokenizer: Any) -> None:
-    first = tokens.make(dataset, tokenizer, ASKED)
+    first = tokens.make(dataset, tokenizer, SETTINGS)
     before = {path.name: path.stat().st_mtime_ns for path in (dataset / "tokens").iterdir()}
     assert first["reused"] is False
-    more = {**ASKED, "learning_rate": 1.0, "per_device_train_batch_size": 4}
+    more = {**SETTINGS, "learning_rate": 1.0, "per_device_train_batch_size": 4}
     assert tokens.make(dataset, tokenizer, more) == {**first, "reused": True}
     assert {path.name: path.stat().st_mtime_ns for path in (dataset / "tokens").iterdir()} == before
 
@@ -117,16 +117,16 @@ def test_reused_while_nothing_that_decides_it_changed(dataset: Path, tokenizer: 
 @pytest.mark.parametrize("change", [{"max_length": 32}, {"packing": False}, {"packing_strategy": "bfd_split"}, {"seed": 3}])
 def test_other_rows_are_another_index_of_the_same_tokens(change: dict[str, Any], dataset: Path, tokenizer: Any) -> None:
     """Nothing is tokenised for them."""
-    tokens.make(dataset, tokenizer, ASKED)
+    tokens.make(dataset, tokenizer, SETTINGS)
     before = {path.name: path.stat().st_mtime_ns for path in (dataset / "tokens").glob("*.u32")}
-    assert tokens.make(dataset, tokenizer, ASKED | change)["reused"] is False
+    assert tokens.make(dataset, tokenizer, SETTINGS | change)["reused"] is False
     assert {path.name: path.stat().st_mtime_ns for path in (dataset / "tokens").glob("*.u32")} == before
     assert find_problems(dataset / "tokens", tokens.KIND) == [], "the rows before are gone"
 
 
 def changed(what: str, dataset: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
     """A tokenizer and settings after one cause changed."""
-    asked = dict(ASKED)
+    settings = dict(SETTINGS)
     if what == "data":
         fill(dataset.parent, 121)
     elif what == "tokenizer":
@@ -134,14 +134,14 @@ def changed(what: str, dataset: Path, tokenizer: Any, monkeypatch: pytest.Monkey
     elif what == "template":
         tokenizer.chat_template = tokenizer.chat_template.replace("| trim", "")
     elif what == "labels":
-        asked["assistant_only_loss"] = False
+        settings["assistant_only_loss"] = False
     elif what == "a special token":
         tokenizer.bos_token = "<|end_of_text|>"  # noqa: S105
     elif what == "the code":
         monkeypatch.setattr(tokens, "FORMAT", 2)
     elif what == "a package":
         monkeypatch.setattr(tokens, "version", lambda name: "9.9")
-    return tokenizer, asked
+    return tokenizer, settings
 
 
 CAUSES = {
@@ -153,48 +153,48 @@ CAUSES = {
 @pytest.mark.parametrize("what", CAUSES)
 def test_each_cause_makes_them_anew_and_stops_a_rank_before(what: str, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = train_tokenizer((message["content"] for number in range(120) for message in chat(number)), 400, 512)
-    tokens.make(dataset, tokenizer, ASKED)
-    sequences.load(dataset / "tokens", dataset, tokenizer, ASKED)
-    tokenizer, asked = changed(what, dataset, tokenizer, monkeypatch)
+    tokens.make(dataset, tokenizer, SETTINGS)
+    sequences.load(dataset / "tokens", dataset, tokenizer, SETTINGS)
+    tokenizer, settings = changed(what, dataset, tokenizer, monkeypatch)
     with pytest.raises(UserError, match=f"another {CAUSES[what]} than"):
-        sequences.load(dataset / "tokens", dataset, tokenizer, asked)
+        sequences.load(dataset / "tokens", dataset, tokenizer, settings)
     old = read_manifest(dataset / "tokens").meta["made_from"]["tokens"]
-    assert tokens.make(dataset, tokenizer, asked)["reused"] is False
+    assert tokens.make(dataset, tokenizer, settings)["reused"] is False
     assert read_manifest(dataset / "tokens").meta["made_from"]["tokens"] != old
-    sequences.load(dataset / "tokens", dataset, tokenizer, asked)
+    sequences.load(dataset / "tokens", dataset, tokenizer, settings)
 
 
 def test_a_rank_stops_where_rows_are_others_or_missing(dataset: Path, tokenizer: Any) -> None:
-    tokens.make(dataset, tokenizer, ASKED)
+    tokens.make(dataset, tokenizer, SETTINGS)
     with pytest.raises(UserError, match="another max_length than"):
-        sequences.load(dataset / "tokens", dataset, tokenizer, {**ASKED, "max_length": 32})
+        sequences.load(dataset / "tokens", dataset, tokenizer, {**SETTINGS, "max_length": 32})
     (dataset / "tokens" / "train-00000.u32").write_bytes(b"")
     with pytest.raises(UserError, match="0 bytes"):
-        sequences.load(dataset / "tokens", dataset, tokenizer, ASKED)
-    tokens.make(dataset, tokenizer, ASKED)
+        sequences.load(dataset / "tokens", dataset, tokenizer, SETTINGS)
+    tokens.make(dataset, tokenizer, SETTINGS)
     (dataset / "tokens" / MANIFEST).unlink()
     with pytest.raises(UserError, match="no tokens to train on"):
-        sequences.load(dataset / "tokens", dataset, tokenizer, ASKED)
+        sequences.load(dataset / "tokens", dataset, tokenizer, SETTINGS)
 
 
 def test_the_padding_token_changes_nothing(dataset: Path, tokenizer: Any) -> None:
     """The collator pads; where the token is a special one already, another recipe's choice keeps the tokens."""
-    tokens.make(dataset, tokenizer, ASKED)
+    tokens.make(dataset, tokenizer, SETTINGS)
     own = tokenizer.pad_token
     try:
         tokenizer.pad_token = choose_pad_token(tokenizer, "<|eom_id|>")
-        assert tokens.make(dataset, tokenizer, ASKED)["reused"] is True
+        assert tokens.make(dataset, tokenizer, SETTINGS)["reused"] is True
     finally:
         tokenizer.pad_token = own
 
 
 def test_damaged_tokens_are_made_anew(dataset: Path, tokenizer: Any) -> None:
-    tokens.make(dataset, tokenizer, ASKED)
+    tokens.make(dataset, tokenizer, SETTINGS)
     good, path = content(dataset), dataset / "tokens" / "train-00000.u32"
     damaged = bytearray(path.read_bytes())
     damaged[17] ^= 1
     path.write_bytes(damaged)
-    assert tokens.make(dataset, tokenizer, ASKED)["reused"] is False
+    assert tokens.make(dataset, tokenizer, SETTINGS)["reused"] is False
     assert content(dataset) == good
 
 
@@ -203,7 +203,7 @@ def test_a_stopped_prepare_goes_on_behind_its_whole_shards(
     damage: str, dataset: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that are there stay untouched, a cut or damaged one is made again, and the end is the same bytes."""
-    tokens.make(fill(tmp_path / "other"), tokenizer, ASKED, chunk=CHUNK)
+    tokens.make(fill(tmp_path / "other"), tokenizer, SETTINGS, chunk=CHUNK)
     made: list[str] = []
     real = tokens.make_shard
 
@@ -216,7 +216,7 @@ def test_a_stopped_prepare_goes_on_behind_its_whole_shards(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
     monkeypatch.setattr(tokens, "make_shard", fails)
     with pytest.raises(KeyboardInterrupt):
-        tokens.make(dataset, tokenizer, ASKED, chunk=CHUNK)
+        tokens.make(dataset, tokenizer, SETTINGS, chunk=CHUNK)
     assert find_problems(dataset / "tokens", tokens.KIND), "nothing there counts as whole"
     shards = sorted((dataset / "tokens").glob(".shards-*/*.bin"))
     assert [path.name for path in shards] == made
@@ -228,9 +228,9 @@ def test_a_stopped_prepare_goes_on_behind_its_whole_shards(
     again: list[str] = []
     monkeypatch.setattr(tokens, "make_shard", lambda job, encoder: again.append(job[3].name) or real(job, encoder))
     monkeypatch.setattr(tokens.shutil, "rmtree", lambda path: None)
-    tokens.make(dataset, tokenizer, ASKED, chunk=CHUNK)
-    kept = [path for path in shards if path.name not in again]
-    assert len(kept) == (2 if damage else 3) and all(path.stat().st_mtime_ns == before[path] for path in kept)
+    tokens.make(dataset, tokenizer, SETTINGS, chunk=CHUNK)
+    untouched = [path for path in shards if path.name not in again]
+    assert len(untouched) == (2 if damage else 3) and all(path.stat().st_mtime_ns == before[path] for path in untouched)
     for path in (dataset / "tokens").glob(".shards-*"):
         for shard in path.iterdir():
             shard.unlink()
@@ -253,7 +253,7 @@ def test_a_killed_prepare_keeps_its_shards_and_leaves_no_process(tokenizer: Any,
     """SIGKILL of the command alone, with two processes at work: these end too."""
     dataset = fill(tmp_path, 6000)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    words = [sys.executable, "-c", KILLED, str(dataset), str(tmp_path / "tokenizer"), json.dumps(ASKED), "20000"]
+    words = [sys.executable, "-c", KILLED, str(dataset), str(tmp_path / "tokenizer"), json.dumps(SETTINGS), "20000"]
     child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
     while len(shards := list(dataset.glob("tokens/.shards-*/*.bin"))) < 3 and child.poll() is None:
         time.sleep(0.01)
@@ -266,7 +266,7 @@ def test_a_killed_prepare_keeps_its_shards_and_leaves_no_process(tokenizer: Any,
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert f"{len(there)} of " in done.stderr, "the whole ones were not made again"
     other = fill(tmp_path / "other", 6000)
-    tokens.make(other, tokenizer, ASKED)
+    tokens.make(other, tokenizer, SETTINGS)
     assert content(dataset) == content(other)
 
 
@@ -291,12 +291,12 @@ def test_what_cannot_be_trained_on_is_named_by_file_and_line(dataset: Path, toke
         refuses = "{%- if messages[0].content == 'question 71' %}{{ raise_exception('no such word') }}{%- endif %}"
         tokenizer.chat_template = refuses + own
         with pytest.raises(UserError, match="no such word") as caught:
-            tokens.make(dataset, tokenizer, ASKED, chunk=CHUNK)
+            tokens.make(dataset, tokenizer, SETTINGS, chunk=CHUNK)
         assert caught.value.problems[0].file == f"{dataset / 'train.jsonl'}:{line}" and caught.value.code is ExitCode.CONFIG
         marks = "{%- if messages[0].content == 'question 71' %}{{ 'nothing marked' }}{%- else %}"
         tokenizer.chat_template = marks + own + "{%- endif %}"
         with pytest.raises(UserError, match="no token carries a label") as caught:
-            tokens.make(dataset, tokenizer, ASKED, chunk=CHUNK)
+            tokens.make(dataset, tokenizer, SETTINGS, chunk=CHUNK)
         assert caught.value.problems[0].file == f"{dataset / 'train.jsonl'}:{line}"
     finally:
         tokenizer.chat_template = own
@@ -312,15 +312,15 @@ def test_a_template_without_marks_is_replaced_as_trl_does_or_refused(dataset: Pa
     made = training_template(tokenizer, marked=True)
     assert made == chat_template_utils.get_training_chat_template(tokenizer) != tokenizer.chat_template
     assert training_template(tokenizer, marked=False) == tokenizer.chat_template
-    assert 0 < tokens.make(dataset, tokenizer, ASKED)["labelled_share"] < 1
+    assert 0 < tokens.make(dataset, tokenizer, SETTINGS)["labelled_share"] < 1
     tokenizer.chat_template = "{{ messages[0].content }}"
     with pytest.raises(UserError, match="does not mark what the assistant says"):
-        tokens.make(dataset, tokenizer, ASKED)
-    assert tokens.make(dataset, tokenizer, {**ASKED, "assistant_only_loss": False})["labelled_share"] == 1
+        tokens.make(dataset, tokenizer, SETTINGS)
+    assert tokens.make(dataset, tokenizer, {**SETTINGS, "assistant_only_loss": False})["labelled_share"] == 1
 
 
 def test_samples_show_what_is_trained(dataset: Path, tokenizer: Any) -> None:
-    tokens.make(dataset, tokenizer, ASKED)
+    tokens.make(dataset, tokenizer, SETTINGS)
     found = sequences.shown(dataset / "tokens", tokenizer, 3, ("[[", "]]"))
     assert len(found) == 3
     for text in found:
@@ -333,10 +333,10 @@ def test_points_of_a_sweep_tokenise_once(tmp_path: Path, tokenizer: Any) -> None
     """One set of tokens by its key, linked; rows are each one's own; damage there is no one's tokens."""
     shared = tmp_path / "tokens"
     first, second, other = (fill(tmp_path / name) for name in ("first", "second", "other"))
-    told = tokens.make(first, tokenizer, ASKED, shared=shared)
+    made = tokens.make(first, tokenizer, SETTINGS, shared=shared)
     assert content(first) == content_alone(fill(tmp_path / "alone"), tokenizer)
-    again = tokens.make(second, tokenizer, {**ASKED, "max_length": 32}, shared=shared)
-    assert again["tokens"] == told["tokens"] and again["sequences"] > told["sequences"] and not again["reused"]
+    again = tokens.make(second, tokenizer, {**SETTINGS, "max_length": 32}, shared=shared)
+    assert again["tokens"] == made["tokens"] and again["sequences"] > made["sequences"] and not again["reused"]
     name = "train-00000.u32"
     assert (first / "tokens" / name).samefile(second / "tokens" / name) and len(list(shared.iterdir())) == 1
     [home] = shared.iterdir()
@@ -344,16 +344,16 @@ def test_points_of_a_sweep_tokenise_once(tmp_path: Path, tokenizer: Any) -> None
     damaged[0] ^= 1
     (home / name).unlink()
     (home / name).write_bytes(damaged)
-    tokens.make(other, tokenizer, ASKED, shared=shared)
+    tokens.make(other, tokenizer, SETTINGS, shared=shared)
     assert content(other) == content(first)
-    tokens.make(other, tokenizer, {**ASKED, "assistant_only_loss": False}, shared=shared)
+    tokens.make(other, tokenizer, {**SETTINGS, "assistant_only_loss": False}, shared=shared)
     assert len(list(shared.iterdir())) == 2
     for folder in (first, second, other):
         assert not find_problems(folder / "tokens", tokens.KIND)
 
 
 def content_alone(dataset: Path, tokenizer: Any) -> dict[str, bytes]:
-    tokens.make(dataset, tokenizer, ASKED)
+    tokens.make(dataset, tokenizer, SETTINGS)
     return content(dataset)
 
 
@@ -369,8 +369,8 @@ def test_which_runs_share(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packing", [True, False])
 def test_lengths_are_known_without_reading_a_row(dataset: Path, tokenizer: Any, packing: bool) -> None:
     """What ``group_by_length`` sorts by: transformers would read every row for them before the first step."""
-    tokens.make(dataset, tokenizer, {**ASKED, "packing": packing})
-    rows, _ = sequences.load(dataset / "tokens", dataset, tokenizer, {**ASKED, "packing": packing})
+    tokens.make(dataset, tokenizer, {**SETTINGS, "packing": packing})
+    rows, _ = sequences.load(dataset / "tokens", dataset, tokenizer, {**SETTINGS, "packing": packing})
     expected = [len(row["input_ids"]) for row in rows]
     for path in (dataset / "tokens").glob("train-*.u32"):
         path.unlink()  # a row that is read now is an error

@@ -147,8 +147,8 @@ def test_drafted_on_a_real_slurm(slurm: FaultyCluster, tmp_path: Path) -> None:
 
 def test_every_key_of_a_cluster_file_is_documented() -> None:
     """The table of docs/clusters.md and the schema: neither has a key that the other lacks."""
-    told = re.findall(r"^\| `([\w.]+)` \| \S", (REPO / "docs" / "clusters.md").read_text(), re.MULTILINE)
-    assert sorted(told) == sorted(keys(ClusterFile)) and len(told) > 60
+    documented = re.findall(r"^\| `([\w.]+)` \| \S", (REPO / "docs" / "clusters.md").read_text(), re.MULTILINE)
+    assert sorted(documented) == sorted(keys(ClusterFile)) and len(documented) > 60
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -80,8 +80,8 @@ def test_faults_and_what_is_ignored(seen: HostFacts, capsys: pytest.CaptureFixtu
     assert call() == 0 and capsys.readouterr().out.count("\n") == 1
     seen.nofile, seen.gpus[0].mig = 1024, True
     assert call() == 2
-    told = capsys.readouterr().out
-    assert told.startswith("FAIL    gpu-mig: gpu01: ") and told.index("gpu-mig") < told.index("open-files")
+    output = capsys.readouterr().out
+    assert output.startswith("FAIL    gpu-mig: gpu01: ") and output.index("gpu-mig") < output.index("open-files")
     assert call("--ignore", "gpu-mig") == 1 and "ignored: gpu-mig" in capsys.readouterr().out
     assert call("check", "--ignore", "gpu-mig", "--ignore", "open-files") == 0
     assert call("--all") == 2 and "PASS    kernel: gpu01" in capsys.readouterr().out
@@ -110,7 +110,7 @@ slurm: {partition: gpu}
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--ignore", "gpu-migg"], "there is no rule 'gpu-migg'"),
         (["--place", "moon"], "'moon' is not a place"),
@@ -126,10 +126,10 @@ slurm: {partition: gpu}
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_usage(words: list[str], told: str) -> None:
+def test_wrong_usage(words: list[str], message: str) -> None:
     """Words and what to do instead, exit code 2."""
     done = run("doctor", *words)
-    assert done.code == 2 and told in done.err and done.out == ""
+    assert done.code == 2 and message in done.err and done.out == ""
 
 
 def test_a_recipe_that_is_refused_is_a_finding(seen: HostFacts, capsys: pytest.CaptureFixture[str]) -> None:

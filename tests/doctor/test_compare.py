@@ -89,7 +89,7 @@ def test_a_brick_is_local_on_its_own_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "status", "words"),
+    ("remote", "status", "words"),
     [
         (1000.5, PASS, "within"),
         (1003.9, PASS, "within"),
@@ -98,9 +98,9 @@ def test_a_brick_is_local_on_its_own_node() -> None:
         (2000.0, FAIL, "gpu01 by +997.0 s"),
     ],
 )
-def test_clocks_are_judged_by_the_times_of_asking(told: float, status: str, words: str) -> None:
+def test_clocks_are_judged_by_the_times_of_asking(remote: float, status: str, words: str) -> None:
     """Asked at 1000, answered at 1003: what lies between is no skew that could be known."""
-    job = JobNodes([machine({"time": told}), machine({"hostname": "gpu02", "time": 1001.0})], started=1000.0, ended=1003.0)
+    job = JobNodes([machine({"time": remote}), machine({"hostname": "gpu02", "time": 1001.0})], started=1000.0, ended=1003.0)
     found = [item for item in report.run(checks(NODES), job) if item.rule == "nodes-clock"]
     assert [(item.status, words in item.found) for item in found] == [(status, True)]
 

@@ -115,9 +115,9 @@ def test_a_rule_that_is_left_out_stops_no_job(odd: ThrowawayCluster, cluster_fil
 def test_as_a_job(slurm: ThrowawayCluster, cluster_file: Path, tmp_path: Path) -> None:
     """``--submit`` on the login node: a job of all nodes, whose log has what was found."""
     words = [PYTHON, "-m", "clustertune", "doctor", "--submit", "--cluster", cluster_file, "--json", "--time", "5"]
-    told = json.loads(slurm.run(words, cwd=tmp_path).stdout)
-    slurm.wait(told["job"])
-    log = Path(told["folder"]) / f"doctor-{told['job']}.log"
+    submitted = json.loads(slurm.run(words, cwd=tmp_path).stdout)
+    slurm.wait(submitted["job"])
+    log = Path(submitted["folder"]) / f"doctor-{submitted['job']}.log"
     assert log.is_relative_to(tmp_path) and "node1, node2 (step): " in log.read_text()
     assert "--nodes=2" in (log.parent / "doctor.sbatch").read_text()
 
@@ -169,9 +169,9 @@ def test_a_step_that_hangs_is_ended(fake: Any, cluster_file: Path, tmp_path: Pat
             log=lambda *_, **__: None, seconds=1,
         )  # fmt: skip
     assert time.monotonic() - began < 7, "what its child holds open was waited for"
-    told = [problem for problem in caught.value.problems if problem.message.startswith("node-silent")]
-    assert [problem.file for problem in told] == ["node2"]
-    assert "no answer within" in told[0].message
+    problems = [problem for problem in caught.value.problems if problem.message.startswith("node-silent")]
+    assert [problem.file for problem in problems] == ["node2"]
+    assert "no answer within" in problems[0].message
 
 
 @pytest.mark.parametrize("text", ["exit 1", "echo nonsense", "echo clustertune-facts node1 1/2 00000000 xx", "kill -9 $$"])
@@ -227,11 +227,11 @@ def test_a_node_that_is_gone_may_come_back(
     monkeypatch.setattr(
         nodes, "findings", lambda *_: [Finding(rule, FAIL, "node2", "bad", "look", "why", "link") for rule in rules]
     )
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(UserError) as caught:
         preflight.check(
-            load_cluster(str(cluster_file)), given("node1", "node2"), 1, gpus=False, binds=[], say=said.append,
+            load_cluster(str(cluster_file)), given("node1", "node2"), 1, gpus=False, binds=[], say=messages.append,
             log=lambda *_, **__: None,
         )  # fmt: skip
     assert caught.value.code is code and len(caught.value.problems) == len(rules)
-    assert said[-1].startswith("doctor: 0 of 2 nodes")
+    assert messages[-1].startswith("doctor: 0 of 2 nodes")

@@ -58,9 +58,9 @@ def test_a_real_old_python_runs_it() -> None:
     if not found:
         pytest.skip("no Python 3.8 or 3.9 on PATH or under pyenv")
     for python in found:
-        told = run("--facts", python=python)
-        assert told.returncode == 0 and told.stderr == "", told.stderr
-        assert from_dict(json.loads(told.stdout)).kernel
+        printed = run("--facts", python=python)
+        assert printed.returncode == 0 and printed.stderr == "", printed.stderr
+        assert from_dict(json.loads(printed.stdout)).kernel
         done = run("--json", python=python)
         assert done.returncode in (0, 1, 2) and done.stderr == "", done.stderr
         assert len(json.loads(done.stdout)["findings"]) > 15

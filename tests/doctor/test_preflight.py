@@ -20,10 +20,10 @@ def run(monkeypatch: pytest.MonkeyPatch, facts: Patch, cluster: Any) -> tuple[li
     found = report.machine_findings(machine(facts))
     monkeypatch.setattr(nodes, "look", lambda *_args, **_words: NodeReports({"gpu01": machine(facts).facts}))
     monkeypatch.setattr(nodes, "findings", lambda *_args: found)
-    said: list[str] = []
+    messages: list[str] = []
     given = Allocation("7", 0, ("gpu01",), 0, 2, 1, None)
-    preflight.check(cluster, given, 8, gpus=True, binds=[], say=said.append, log=lambda *_args, **_words: None)
-    return said, found
+    preflight.check(cluster, given, 8, gpus=True, binds=[], say=messages.append, log=lambda *_args, **_words: None)
+    return messages, found
 
 
 @pytest.mark.parametrize(
@@ -40,18 +40,18 @@ def test_what_may_be_harmless_stops_nothing(monkeypatch: pytest.MonkeyPatch, rul
     """A GPU that was reset since, a full disk that the job does not write to, a name that no rank asks for."""
     from clustertune.config.cluster import load_cluster
 
-    said, found = run(monkeypatch, facts, load_cluster(None))
+    messages, found = run(monkeypatch, facts, load_cluster(None))
     assert [item.rule for item in found if item.status == FAIL] == [rule]
-    assert any(line.startswith(f"FAIL    {rule}") for line in said) and any("continues" in line for line in said)
+    assert any(line.startswith(f"FAIL    {rule}") for line in messages) and any("continues" in line for line in messages)
 
 
 def test_what_stops_a_job_is_told_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU too few: no rank would start."""
     from clustertune.config.cluster import load_cluster
 
-    with pytest.raises(UserError, match="gpu-count") as told:
+    with pytest.raises(UserError, match="gpu-count") as caught:
         run(monkeypatch, {"cuda_devices": 7}, load_cluster(None))
-    assert told.value.code == 2
+    assert caught.value.code == 2
 
 
 def test_those_that_stop_are_rules() -> None:

@@ -53,20 +53,20 @@ CASES = read_cases()
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def checkout(tmp_path: Path) -> Path:
     """Where sbatch would be called: it has a folder for logs."""
     (tmp_path / "logs" / "run").mkdir(parents=True)
     return tmp_path
 
 
 @pytest.mark.parametrize(("rule", "bad", "good"), CASES, ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)])
-def test_a_rule_finds_its_mistake_and_nothing_else(rule: str, bad: str, good: str, place: Path) -> None:
+def test_a_rule_finds_its_mistake_and_nothing_else(rule: str, bad: str, good: str, checkout: Path) -> None:
     """At its line, with a remedy and a link; and a script without it gives no finding of any rule."""
     line = next(number for number, row in enumerate(bad.split("\n"), 1) if "<here>" in row)
-    found = lint(bad, "job.sbatch", place)
+    found = lint(bad, "job.sbatch", checkout)
     assert [(f.rule, int(f.where)) for f in found if f.rule == rule] == [(rule, line)]
     assert all(f.found and f.fix and f.link.startswith("https://") for f in found)
-    assert [(f.rule, int(f.where), f.found) for f in lint(good, "job.sbatch", place)] == []
+    assert [(f.rule, int(f.where), f.found) for f in lint(good, "job.sbatch", checkout)] == []
 
 
 def test_every_rule_has_a_case() -> None:
@@ -74,17 +74,17 @@ def test_every_rule_has_a_case() -> None:
     assert {case[0] for case in CASES} | {"crlf", "bom"} == {one.rule.id for one in checks(SCRIPT)}
 
 
-def test_line_ends_and_marks_of_windows(place: Path) -> None:
+def test_line_ends_and_marks_of_windows(checkout: Path) -> None:
     """They are found, and hide nothing else in the file."""
-    found = lint("\ufeff" + GOOD.replace("\n", "\r\n"), "job.sbatch", place)
+    found = lint("\ufeff" + GOOD.replace("\n", "\r\n"), "job.sbatch", checkout)
     assert [(f.rule, int(f.where)) for f in found] == [("bom", 1), ("crlf", 1)]
-    assert lint(GOOD, "job.sbatch", place) == []
+    assert lint(GOOD, "job.sbatch", checkout) == []
 
 
-def test_a_key_is_never_repeated(place: Path) -> None:
+def test_a_key_is_never_repeated(checkout: Path) -> None:
     """A finding is printed into logs and tickets."""
     key = "hf_" + "Zk9" * 10
     script = GOOD + f"export HF_TOKEN={key}\nsrun a --hub_token={key}\necho {key}\n#SBATCH --comment={key}\n"
-    found = lint(script, "job.sbatch", place)
+    found = lint(script, "job.sbatch", checkout)
     assert {int(f.where) for f in found if f.rule == "secret-in-file"} == {11, 12, 13, 14}
     assert key not in "".join(f.found + f.fix for f in found)

@@ -290,7 +290,7 @@ def test_secrets_stay_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "environ", "slurm", "place"),
+    ("kind", "environ", "slurm", "expected"),
     [
         ("", {}, False, "here"),
         ("", {}, True, "login"),
@@ -303,9 +303,9 @@ def test_secrets_stay_out() -> None:
         ("docker", {}, False, "here"),
     ],
 )
-def test_places(kind: str, environ: dict[str, str], slurm: bool, place: str) -> None:
+def test_places(kind: str, environ: dict[str, str], slurm: bool, expected: str) -> None:
     """Login node, step, container; nodes that are containers themselves are not an image of the ranks."""
-    assert surroundings.find_place(kind, environ, slurm=slurm) == place
+    assert surroundings.find_place(kind, environ, slurm=slurm) == expected
 
 
 # --- this machine ------------------------------------------------------------------------------------------------------
@@ -451,12 +451,12 @@ def test_a_damaged_inforom_is_no_silent_driver(tmp_path: Path) -> None:
 def test_a_file_system_whose_server_is_gone_may_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """With an error: a pool whose program has died, a stale handle. A folder that is closed to us is none of these."""
     table = "1 0 0:9 / /pool rw - fuse.mergerfs a:b rw\n2 0 0:8 / /x rw - nfs4 s:/x rw\n"
-    told = {("space", "/pool"): {"error": "Transport endpoint is not connected", "errno": 107}}
-    told |= {
+    answers = {("space", "/pool"): {"error": "Transport endpoint is not connected", "errno": 107}}
+    answers |= {
         ("space", "/x"): {"error": "Permission denied", "errno": 13},
         ("space", "/dev/shm"): {"total_bytes": 9, "free_bytes": 8},
     }
-    monkeypatch.setattr(mounts, "answers", lambda *_args: told)
+    monkeypatch.setattr(mounts, "answers", lambda *_args: answers)
     monkeypatch.setattr(Probe, "read", lambda _self, path: table if path.endswith("mountinfo") else "")
     found = mounts.look(Probe(), mounts.MountQuery())
     assert [(m.fault, m.silent) for m in found["mounts"]] == [("Transport endpoint is not connected", False), ("", False)]

@@ -153,17 +153,17 @@ def test_the_kernel_modules_version(text: str, version: str) -> None:
 
 def probe(**answers: CommandOutput) -> tuple[Probe, list[str]]:
     """A machine whose nvidia-smi answers by the first option; and what was asked."""
-    asked: list[str] = []
+    calls: list[str] = []
 
     def ask(command: object, seconds: float) -> CommandOutput:
         words = list(command)  # type: ignore[call-overload]
-        asked.append(words[1])
+        calls.append(words[1])
         assert seconds > 0
         return answers.get(words[1].strip("-").partition("=")[0].replace("-", "_"), ABSENT)
 
     from pathlib import Path
 
-    return Probe(Path("/nonexistent"), ask), asked
+    return Probe(Path("/nonexistent"), ask), calls
 
 
 def test_a_machine_without_the_program_has_no_fault() -> None:
@@ -173,13 +173,13 @@ def test_a_machine_without_the_program_has_no_fault() -> None:
 
 def test_a_driver_that_fails_says_why_and_what_it_still_knows() -> None:
     """The short question may be answered where the long one is not."""
-    one, asked = probe(q=CommandOutput("", "Unable to determine the device handle for GPU2"), query_gpu=CommandOutput(CSV))
+    one, calls = probe(q=CommandOutput("", "Unable to determine the device handle for GPU2"), query_gpu=CommandOutput(CSV))
     found = driver(one)
     assert found["nvidia_smi"].startswith("Unable") and [gpu.index for gpu in found["gpus"]] == [0, 1]
-    assert asked == ["-q", f"--query-gpu={gpu_text.CSV_QUERY}"]
+    assert calls == ["-q", f"--query-gpu={gpu_text.CSV_QUERY}"]
 
 
 def test_a_driver_that_hangs_is_asked_once() -> None:
     """The second question would hang as well."""
-    one, asked = probe(q=CommandOutput("", "no answer within 45 s"), query_gpu=CommandOutput(CSV))
-    assert driver(one) == {"nvidia_smi": "no answer within 45 s"} and asked == ["-q"]
+    one, calls = probe(q=CommandOutput("", "no answer within 45 s"), query_gpu=CommandOutput(CSV))
+    assert driver(one) == {"nvidia_smi": "no answer within 45 s"} and calls == ["-q"]

@@ -66,17 +66,23 @@ def main() -> None:
     named = [part for words in given.container_env or [] for part in words.split(",")]
     if "" in named:
         fail("--container-env: invalid format")
-    kept = {}
+    environment = {}
     for word in (given.export or "").split(","):
         name, equals, value = word.partition("=")
         if equals or name in os.environ:
-            kept[name] = value if equals else os.environ[name]
-    said = {"image": given.container_image[0], "mounts": mounts, "env": kept, "command": given.command, "options": sys.argv[1:]}
+            environment[name] = value if equals else os.environ[name]
+    document = {
+        "image": given.container_image[0],
+        "mounts": mounts,
+        "env": environment,
+        "command": given.command,
+        "options": sys.argv[1:],
+    }
     with Path(os.environ["PYXIS_RECORD"]).open("a") as record:
-        record.write(json.dumps(said) + "\n")
+        record.write(json.dumps(document) + "\n")
     os.chdir(given.container_workdir[0])
     python = os.environ["PYXIS_PYTHON"] if given.command[0] == "python3" else given.command[0]
-    os.execve(python, [python, *given.command[1:]], {**kept, "SLURM_NODEID": "0"})  # noqa: S606 - as enroot does
+    os.execve(python, [python, *given.command[1:]], {**environment, "SLURM_NODEID": "0"})  # noqa: S606 - as enroot does
 
 
 if __name__ == "__main__":

@@ -152,15 +152,15 @@ def test_ranks_do_not_outlive_a_node_that_failed(tmp_path: Path, monkeypatch: py
     assert not judge(agent.folder, plan).nodes_gone
 
 
-@pytest.mark.parametrize(("launcher", "asked"), [("slurm", []), ("torchrun", ["SIGTERM"])])
-def test_sigterm_in_a_slurm_step_is_no_wish_of_a_person(tmp_path: Path, launcher: str, asked: list[str]) -> None:
+@pytest.mark.parametrize(("launcher", "signals"), [("slurm", []), ("torchrun", ["SIGTERM"])])
+def test_sigterm_in_a_slurm_step_is_no_wish_of_a_person(tmp_path: Path, launcher: str, signals: list[str]) -> None:
     """srun sends it to what is left of a step of which a node failed: the next attempt must begin, not the queue."""
     plan = AttemptPlan(attempt=1, nodes=(Node("a", "a"),), ranks_per_node=2, launcher=launcher)
     agent = Agent(tmp_path, plan, node=0, patient=True)
     agent.folder.mkdir(parents=True)
     when(launcher_pid_file(agent.folder, 0).exists, to_this(signal.SIGTERM))
     agent.run([sys.executable, "-c", SLEEPER, str(agent.folder)], quiet=True)
-    assert json.loads(record_file(agent.folder, 0).read_text())["asked"] == asked
+    assert json.loads(record_file(agent.folder, 0).read_text())["asked"] == signals
 
 
 def test_a_stopped_rank_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,16 +222,16 @@ def test_a_small_models_pace_has_its_floor(tmp_path: Path) -> None:
 
 def test_what_other_nodes_left_is_asked_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An NFS client remembers that a name was absent: the failure of a peer would be seen a minute late, after Slurm's kill."""
-    asked: list[Path] = []
-    monkeypatch.setattr(agents, "ask_anew", asked.append)
+    folders: list[Path] = []
+    monkeypatch.setattr(agents, "ask_anew", folders.append)
     monkeypatch.setattr(agents, "LINGER_SECONDS", 0.1)
     plan = AttemptPlan(attempt=1, nodes=(Node("a", "a"), Node("b", "b")), ranks_per_node=1)
     agent = Agent(tmp_path, plan, node=0)
-    assert not agent._peer_failed() and asked == [agent.folder]
+    assert not agent._peer_failed() and folders == [agent.folder]
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         agent.linger()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert len(asked) > 1
+    assert len(folders) > 1

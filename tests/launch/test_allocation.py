@@ -78,15 +78,15 @@ def test_each_way_of_asking(changes: dict[str, str | None], field: str, value: o
 
 def test_a_task_of_an_array_is_named_as_one() -> None:
     """By the id alone Slurm's commands may mean all tasks."""
-    asked: list[str] = []
+    words_given: list[str] = []
 
     def ask(words: Sequence[str]) -> str:
-        asked.extend(words)
+        words_given.extend(words)
         return slurm_says(words)
 
     env = {**ENVIRONMENT, "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "5"}
     found = allocation.from_environment(env, ask)
-    assert found.handle == "40_5" and "40_5" in asked
+    assert found.handle == "40_5" and "40_5" in words_given
     assert read().handle == read().job_id
 
 
@@ -119,11 +119,11 @@ def test_the_line_gives_the_allocation_that_it_promises() -> None:
     for name in ("llama405b-oasst2", "tiny-oasst2"):
         recipe, cluster = resolve(name), machine()
         line = allocation.sbatch_line(recipe, cluster, [name])
-        asked = dict(word[2:].split("=", 1) for word in shlex.split(line) if word.startswith("--"))
+        options = dict(word[2:].split("=", 1) for word in shlex.split(line) if word.startswith("--"))
         given = read(
-            SLURM_JOB_NODELIST=f"n[1-{asked['nodes']}]",
-            SLURM_GPUS_ON_NODE=asked["gpus-per-node"].rpartition(":")[2],
-            SLURM_MEM_PER_NODE=str(int(asked["mem"].rstrip("G")) * 1024),
+            SLURM_JOB_NODELIST=f"n[1-{options['nodes']}]",
+            SLURM_GPUS_ON_NODE=options["gpus-per-node"].rpartition(":")[2],
+            SLURM_MEM_PER_NODE=str(int(options["mem"].rstrip("G")) * 1024),
         )
         assert allocation.check(given, recipe, cluster, [name]) == []
 

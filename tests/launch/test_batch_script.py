@@ -58,8 +58,8 @@ def test_a_warning_that_came_too_early_is_not_lost(
     """A job that is preempted while its Python starts would end as failed; a refusal of Slurm leaves the exit code."""
     folder = checkout(tmp_path)
     slurm = {"SLURM_JOB_ID": "7", "STATE": "RUNNING", "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", **environment}
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
-    with subprocess.Popen(["bash", "launch/run.sbatch"], cwd=folder, env={**kept, **slurm}) as script:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    with subprocess.Popen(["bash", "launch/run.sbatch"], cwd=folder, env={**inherited, **slurm}) as script:
         wait_for((folder / "ready").exists, "the program")
         if number is not None:
             script.send_signal(number)

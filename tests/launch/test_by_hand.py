@@ -48,8 +48,8 @@ def test_accelerate_takes_the_file(file: str, monkeypatch: pytest.MonkeyPatch) -
         kind == "DEEPSPEED",
     )
     renamed = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
-    told = {renamed.get(key.upper(), key.upper()): str(value).lower() for key, value in fsdp.items()}
-    assert {key: str(found.get(key)).lower() for key in told} == told
+    expected = {renamed.get(key.upper(), key.upper()): str(value).lower() for key, value in fsdp.items()}
+    assert {key: str(found.get(key)).lower() for key in expected} == expected
     for key, value in body.get("parallelism_config", {}).items():
         assert found[key.upper()] == str(value)
     if name := body.get("deepspeed_config", {}).get("deepspeed_config_file"):

@@ -42,8 +42,8 @@ def test_what_is_more_particular_wins_and_both_are_told() -> None:
     assert values(cluster, {"HF_HOME": ""})["HF_HOME"] == "/big/hf", "empty is not set, as for the libraries"
     assert values(cluster, {"HF_HOME": "/mine"})["HF_HOME"] == "/mine"
     assert values(cluster, {"HF_HOME": "/mine"}, HF_HOME="/given")["HF_HOME"] == "/given"
-    told = {s.name: s.reason for s in cluster_paths.settings(cluster, {}, {**ME, "HF_HOME": "/mine"})}
-    assert "exported" in told["HF_HOME"] and "storage.caches" in told["HF_HOME"] and "/big/hf" in told["HF_HOME"]
+    reasons = {s.name: s.reason for s in cluster_paths.settings(cluster, {}, {**ME, "HF_HOME": "/mine"})}
+    assert "exported" in reasons["HF_HOME"] and "storage.caches" in reasons["HF_HOME"] and "/big/hf" in reasons["HF_HOME"]
     assert values(on(), {}) == {}, "a cluster file that says nothing changes nothing"
 
 

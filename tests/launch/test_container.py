@@ -96,7 +96,7 @@ DIGEST = "sha256:" + "a" * 64
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "expected"),
     [
         (f"docker://nvcr.io/nvidia/nemo:26.06@{DIGEST}", f"docker://nvcr.io#nvidia/nemo:{DIGEST}"),
         (f"docker://me/train:cpu@{DIGEST}", f"docker://registry-1.docker.io#me/train:{DIGEST}"),
@@ -106,9 +106,9 @@ DIGEST = "sha256:" + "a" * 64
         ("/pool/train.sqsh", "/pool/train.sqsh"),
     ],
 )
-def test_a_digest_as_every_enroot_reads_it(given: str, told: str) -> None:
+def test_a_digest_as_every_enroot_reads_it(given: str, expected: str) -> None:
     """enroot 3 takes ``@sha256:`` for a part of the name and fetches nothing."""
-    assert container.enroot_name(given) == told
+    assert container.enroot_name(given) == expected
 
 
 # --- on the node -------------------------------------------------------------------------------------------------------
@@ -209,9 +209,9 @@ def test_what_a_node_lacks_is_told_with_its_name(node: Node) -> None:
 
 def test_what_mounts_the_image_outlives_a_signal_to_all(node: Node, tmp_path: Path) -> None:
     """Slurm sends SIGTERM to every process of a step: with squashfuse gone the ranks cannot read the image while they save."""
-    told = node.bin / "squashfuse_ll"
-    told.write_text('#!/bin/sh\n/bin/grep SigIgn /proc/self/status\necho "$@"\n')
-    told.chmod(0o755)
+    program = node.bin / "squashfuse_ll"
+    program.write_text('#!/bin/sh\n/bin/grep SigIgn /proc/self/status\necho "$@"\n')
+    program.chmod(0o755)
     _, found = node.ask()
     done = subprocess.run(
         ["squashfuse_ll", "-o", "offset=4"], env={"PATH": found["PATH"]}, capture_output=True, text=True, timeout=60, check=True
@@ -266,10 +266,10 @@ def test_pyxis_understands_the_words(tmp_path: Path, monkeypatch: pytest.MonkeyP
     command = step.on_first_node(["/v/python", "-c", code], machine, binds=[tmp_path], host="n1", gpus=True, environ=os.environ)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, f"None {REPO} 1"), done.stderr
-    said = json.loads(record.read_text())
-    assert said["image"] == f"docker://nvcr.io#nvidia/nemo:{DIGEST}"
-    assert [str(tmp_path)] * 2 in said["mounts"] and ["/tmp", "/tmp"] in said["mounts"]
-    assert "--nodelist=n1" in said["options"] and "--nodes=1" in said["options"]
+    recorded = json.loads(record.read_text())
+    assert recorded["image"] == f"docker://nvcr.io#nvidia/nemo:{DIGEST}"
+    assert [str(tmp_path)] * 2 in recorded["mounts"] and ["/tmp", "/tmp"] in recorded["mounts"]
+    assert "--nodelist=n1" in recorded["options"] and "--nodes=1" in recorded["options"]
 
 
 @pytest.mark.parametrize(

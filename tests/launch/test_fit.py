@@ -53,8 +53,8 @@ def test_submit_and_plan_agree(recipe: str, nodes: int) -> None:
     cluster = machine(nodes, gpus=8, memory_gb=1000)
     try:
         found = resolve(recipe, [f"slurm.nodes={nodes}", "train.global_batch_size=1024"])
-        place = find_calibrated(cluster)
-        plan = make_plan(found, place.machine(nodes), place.constants)
+        calibrated = find_calibrated(cluster)
+        plan = make_plan(found, calibrated.machine(nodes), calibrated.constants)
     except UserError:
         return
     refused = {problem.key == shape.GPU_MEMORY for problem in shape.fit_problems(found, cluster)}
@@ -145,6 +145,6 @@ def test_unknown_architectures_are_let_through() -> None:
 def test_an_offloaded_optimizer_takes_no_gpu_memory() -> None:
     """70B on 8 GPUs of 96 GB: with state and float32 copy in host memory it fits, and without it is refused."""
     words = ["deepspeed.zero_optimization.offload_optimizer=null"]
-    offloaded, kept = resolve("llama70b-zero3-offload"), resolve("llama70b-zero3-offload", words)
+    offloaded, on_gpus = resolve("llama70b-zero3-offload"), resolve("llama70b-zero3-offload", words)
     assert shape.fit_problems(offloaded, machine()) == []
-    assert "optimizer" in str(shape.fit_problems(kept, machine())[0])
+    assert "optimizer" in str(shape.fit_problems(on_gpus, machine())[0])

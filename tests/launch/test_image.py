@@ -40,7 +40,7 @@ def test_an_image_with_its_sum(sif: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("0" * 64 + "  train.sif\n", f"its sum is {DIGEST[:16]}..., and train.sif.sha256 says 0000000000000000..."),
         ("", "contains no sum of one file"),
@@ -48,13 +48,13 @@ def test_an_image_with_its_sum(sif: Path) -> None:
         ("\xff" * 64, "contains no sum of one file"),
     ],
 )
-def test_another_image_than_its_sum_says_is_refused(sif: Path, text: str, told: str) -> None:
+def test_another_image_than_its_sum_says_is_refused(sif: Path, text: str, message: str) -> None:
     """Altered, copied in part, or a sum of something else: with what to do."""
     sif.with_name("train.sif.sha256").write_text(text)
     with pytest.raises(UserError) as caught:
         image.look(settings(sif))
     (problem,) = caught.value.problems
-    assert told in problem.message and problem.fix and "sha256sum train.sif" in problem.fix
+    assert message in problem.message and problem.fix and "sha256sum train.sif" in problem.fix
 
 
 @pytest.mark.parametrize("text", [DIGEST, f"{DIGEST.upper()} *train.sif\n", f"{DIGEST}  ./images/train.sif\r\n"])
@@ -101,8 +101,8 @@ def test_what_others_can_write_is_not_believed(sif: Path, monkeypatch: pytest.Mo
     """A remembered sum decides which code runs; a damaged one is no reason to fail."""
     image.look(settings(sif))
     memory = image._memory(sif)
-    kept = json.loads(memory.read_text())
-    memory.write_text(json.dumps({**kept, "sha256": "0" * 64}))
+    remembered = json.loads(memory.read_text())
+    memory.write_text(json.dumps({**remembered, "sha256": "0" * 64}))
     with pytest.raises(UserError, match="its sum is 0000"):
         image.look(settings(sif))
     for spoil in (lambda: memory.chmod(0o666), lambda: memory.write_text("["), memory.unlink):
@@ -155,10 +155,10 @@ def test_the_labels_of_an_image(sif: Path, tmp_path: Path) -> None:
     """From the runtime's own inspection; what it says otherwise is not a label."""
     program = tmp_path / "apptainer"
     body = {"data": {"attributes": {"labels": {"clustertune.lock": "train", "long": "x" * 999}}}}
-    for text, told in ((json.dumps(body), {"clustertune.lock": "train", "long": "x" * 200}), ("{}", {}), ("no", {})):
+    for text, labels in ((json.dumps(body), {"clustertune.lock": "train", "long": "x" * 200}), ("{}", {}), ("no", {})):
         program.write_text(f"#!/bin/sh\ncat <<'E'\n{text}\nE\n")
         program.chmod(0o755)
-        assert image.labels_of(settings(sif, program), sif) == told
+        assert image.labels_of(settings(sif, program), sif) == labels
 
 
 def test_a_run_that_goes_on_in_another_image_says_so(sif: Path) -> None:
@@ -179,17 +179,17 @@ def test_submit_tells_of_an_image_before_anything_is_queued(sif: Path, tmp_path:
     file.write_text(text.replace("image: /pool/images/train.sif", f"image: {sif}"))
     run = tmp_path / "a,b"
 
-    def told(path: Path) -> Submission:
+    def submission(path: Path) -> Submission:
         return Submission.make("tiny-oasst2", [], True, str(file), path, None, "report", one_job=False)
 
-    good = told(tmp_path / "run")
+    good = submission(tmp_path / "run")
     assert not [p for p in good.find_problems(dry_run=False) if p.key == "container.image"]
     assert good.image is not None and good.image.sha256 == DIGEST
     monkeypatch.setattr("clustertune.launch.submit.submit_all", lambda *words: [])
     good.jobs = []
     good.send(as_json=False)
-    kept = json.loads((tmp_path / "run" / "run.json").read_text())["container"]
-    assert (kept["sha256"], kept["image"], kept["checked"]) == (DIGEST, str(sif), True)
+    recorded = json.loads((tmp_path / "run" / "run.json").read_text())["container"]
+    assert (recorded["sha256"], recorded["image"], recorded["checked"]) == (DIGEST, str(sif), True)
     os.truncate(sif, 100)
-    messages = [problem.message for problem in told(run).find_problems(dry_run=False)]
+    messages = [problem.message for problem in submission(run).find_problems(dry_run=False)]
     assert any("its sum is" in text for text in messages) and any("cannot be shown a path" in text for text in messages)

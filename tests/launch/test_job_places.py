@@ -125,8 +125,8 @@ def test_every_rank_sees_the_folders_of_the_cluster_file(submitted: tuple[Job, s
         assert environment["HF_HOME"] == str(big / "hf cache")
         assert not [name for name in environment if "CANARY" in name or environment[name] == "canary-77"]
     body = json.loads((job.run / "run.json").read_text())
-    kept = {entry["name"]: entry for entry in body["environment"]}
-    assert kept["HF_HOME"]["value"] == str(big / "hf cache") and "storage.caches" not in body["command"]
+    variables = {entry["name"]: entry for entry in body["environment"]}
+    assert variables["HF_HOME"]["value"] == str(big / "hf cache") and "storage.caches" not in body["command"]
     assert (big / "hf cache").is_dir()
 
 

@@ -15,7 +15,7 @@ def settings(runtime: str = "apptainer", *options: str, program: str | None = No
 
 
 @pytest.mark.parametrize(
-    ("own", "options", "told"),
+    ("own", "options", "warned"),
     [
         (["starter"], (), False),  # Debian's: squashfuse is the system's, and launch/fuse stands in front of it
         (["squashfuse_ll", "starter"], (), True),  # the project's own packages
@@ -24,10 +24,10 @@ def settings(runtime: str = "apptainer", *options: str, program: str | None = No
         (["squashfuse_ll", "starter", "starter-suid"], ("--userns",), True),
     ],
 )
-def test_a_squashfuse_of_its_own_cannot_be_shielded(own: list[str], options: tuple[str, ...], told: bool) -> None:
+def test_a_squashfuse_of_its_own_cannot_be_shielded(own: list[str], options: tuple[str, ...], warned: bool) -> None:
     """It is found before the PATH."""
     found = image.judge(settings("apptainer", *options), own, "/usr/libexec/apptainer/bin")
-    assert bool(found) is told
+    assert bool(found) is warned
     assert all(
         "/usr/libexec/apptainer/bin/squashfuse" in text and "-> container.options: [--unsquash]" in text for text in found
     )

@@ -28,7 +28,7 @@ def attempt(run: Path, number: int, step: int, outcome: Outcome | None, job: str
 
 
 FAILED = Outcome(ExitCode.AGAIN, [KILLED])
-ASKED = Outcome(ExitCode.AGAIN, asked=True)
+STOPPED = Outcome(ExitCode.AGAIN, asked=True)
 GONE = Outcome(ExitCode.AGAIN, nodes_gone=("gpu-b",))
 
 
@@ -58,7 +58,7 @@ def test_a_new_job_begins_the_count_anew(tmp_path: Path) -> None:
     progress.check(tmp_path, "8", 0)
 
 
-@pytest.mark.parametrize("outcome", [None, ASKED, GONE, Outcome(ExitCode.AGAIN, port_taken=True)])
+@pytest.mark.parametrize("outcome", [None, STOPPED, GONE, Outcome(ExitCode.AGAIN, port_taken=True)])
 def test_what_comes_from_outside_is_not_the_job_s_fault(tmp_path: Path, outcome: Outcome | None) -> None:
     """Preempted or on lost nodes a job may start often; not for ever."""
     for number in range(1, 10):

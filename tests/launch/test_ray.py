@@ -154,8 +154,8 @@ def test_the_driver_shows_what_rank_0_says_and_why_it_ended(tmp_path: Path, caps
     plan(run)
     (run.attempt(2) / raytrain.PROGRESS).write_text("step 3\n")
     shown.follow()
-    said = capsys.readouterr().err.splitlines()
-    assert said == ["step 1", "step 2", "attempt 1: rank 1 was killed", "attempt 2 ...", "step 3"]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["step 1", "step 2", "attempt 1: rank 1 was killed", "attempt 2 ...", "step 3"]
 
 
 def test_a_worker_holds_no_process_group_and_no_gpu_context() -> None:

@@ -91,7 +91,7 @@ def on(cluster: str, gpu: str | None = None, **container: object) -> Cluster:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "overrides", "cluster", "gpu", "container", "nodes", "gpus", "said"),
+    ("recipe", "overrides", "cluster", "gpu", "container", "nodes", "gpus", "message"),
     [
         ("llama405b-oasst2", [], "rno-rtxpro6000", None, {}, 2, 8, "over 2 nodes, tensor parallel 8 x pipeline parallel 2"),
         ("llama405b-oasst2", [], "dgx-h100", "h200-sxm", {}, 1, 8, "1 server, tensor parallel 8"),
@@ -111,11 +111,11 @@ def test_the_stage_s_job(
     container: dict[str, object],
     nodes: int,
     gpus: int,
-    said: str,
+    message: str,
 ) -> None:
     resolved, machine = resolve(recipe, overrides), on(cluster, gpu, **container)
     found, job = evaluation(resolved, machine), stage_shapes(resolved, machine)["eval"]
-    assert said in str(found)
+    assert message in str(found)
     assert (job.nodes, job.gpus_per_node) == (nodes, gpus)
     if found.seconds is not None:
         assert found.seconds / 60 < job.minutes < 48 * 60

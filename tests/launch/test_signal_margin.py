@@ -74,8 +74,8 @@ def test_too_late_is_said() -> None:
 def test_too_early_is_said() -> None:
     """The shipped header's 25 minutes, in a job of ten, stop it at once and at every start: it would go round for ever."""
     wanted = signal_margin.SignalMargin(60, "tiny")
-    said = str(signal_margin.warning(1500, wanted, 10))
-    assert "stop 0 s after its start" in said and "--signal=B:USR1@60" in said
+    warning = str(signal_margin.warning(1500, wanted, 10))
+    assert "stop 0 s after its start" in warning and "--signal=B:USR1@60" in warning
     assert "stop 300 s after its start" in str(signal_margin.warning(1500, wanted, 30))
     assert signal_margin.warning(1500, wanted, 60) is None and signal_margin.warning(1500, wanted, None) is None
 

@@ -57,8 +57,8 @@ def test_what_every_stage_needs_is_an_error_and_the_rest_a_warning() -> None:
 def test_kernels_that_a_recipe_asks_for_are_looked_for() -> None:
     """Before hours of preparation; and one of two packages is enough for FlashAttention."""
     train = {"use_liger_kernel": True, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
-    told = stack.lacking(seen(), train, "train.sif", gpus=True)
-    assert [problem.key for problem in told] == ["train.model_init_kwargs.attn_implementation", "train.use_liger_kernel"]
+    problems = stack.lacking(seen(), train, "train.sif", gpus=True)
+    assert [problem.key for problem in problems] == ["train.model_init_kwargs.attn_implementation", "train.use_liger_kernel"]
     assert not stack.lacking(seen(kernels="0.9", liger_kernel="0.9"), train, "train.sif", gpus=True)
     assert not stack.lacking(seen(), train, "train.sif", gpus=False)
 

@@ -262,9 +262,9 @@ def test_every_problem_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     cluster = "rno-rtxpro6000"
     done = call("llama405b-oasst2", "slurm.nodes=1", "slurm.time=00:10:00", "--cluster", cluster, "--run-dir", str(tmp_path))
     assert isinstance(done.exception, UserError)
-    said = str(done.exception)
+    message = str(done.exception)
     for words in ("slurm.nodes=2 is the least", "at least 49 minutes", "sbatch is not on PATH"):
-        assert words in said
+        assert words in message
 
 
 def test_an_open_env_file_is_refused_before_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,10 +347,10 @@ def test_what_follows_a_failure_is_cancelled(slurm_cluster: Throwaway, tmp_path:
 
 def test_slurm_takes_every_header(slurm_cluster: Throwaway, tmp_path: Path) -> None:
     """``sbatch --test-only`` of each stage of each recipe, in the shape of a cluster like this one."""
-    here = machine(2, 1, memory_gb=1000)
+    cluster = machine(2, 1, memory_gb=1000)
     for recipe in OURS:
         resolved = resolve(recipe, tiny=True)
-        for stage, wanted in shape.stage_shapes(resolved, here).items():
+        for stage, wanted in shape.stage_shapes(resolved, cluster).items():
             script = tmp_path / f"{recipe}-{stage}.sbatch"
             script.write_text(submit.render(f"{recipe}-{stage}", wanted, 60))
             done = slurm_cluster.run(["sbatch", "--test-only", str(script)], check=False)

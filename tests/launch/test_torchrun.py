@@ -23,7 +23,7 @@ from clustertune.launch.plan import Node
 from clustertune.launch.torchrun import RendezvousClient, RendezvousServer
 from tests.command import REPO, SHORT, Done, rank_pid
 
-HERE = Node("n0", "127.0.0.1")
+LOCAL = Node("n0", "127.0.0.1")
 
 
 def client(
@@ -38,19 +38,19 @@ class Call(threading.Thread):
     def __init__(self, of: RendezvousClient) -> None:
         super().__init__(daemon=True)
         self.of = of
-        self.said: Any = None
+        self.result: Any = None
         self.start()
 
     def run(self) -> None:
         try:
-            self.said = self.of.join()
+            self.result = self.of.join()
         except UserError as error:
-            self.said = error
+            self.result = error
 
     def end(self) -> Any:
         self.join(30)
         assert not self.is_alive()
-        return self.said
+        return self.result
 
 
 def until(condition: Callable[[], bool], seconds: float = 30) -> None:
@@ -70,7 +70,7 @@ def test_calls_in_any_order_meet(tmp_path: Path) -> None:
     """Before node 0's call and after it; the plan's order is the nodes' numbers, whoever came first."""
     early = Call(client(tmp_path, 2, nodes=3))
     time.sleep(0.1)
-    with RendezvousServer(tmp_path, 3, 1, HERE) as server:
+    with RendezvousServer(tmp_path, 3, 1, LOCAL) as server:
         until((server.folder / "node-2.json").exists)
         late = Call(client(tmp_path, 1, nodes=3))
         assert [node.name for node in server.gather(20)] == ["n0", "n1", "n2"]
@@ -80,16 +80,16 @@ def test_calls_in_any_order_meet(tmp_path: Path) -> None:
 
 def test_an_earlier_round_s_attempt_is_never_joined(tmp_path: Path) -> None:
     """Node 0 was killed after it had told an attempt, or before: a new call waits for a new id."""
-    for told in (True, False):
-        killed = RendezvousServer(tmp_path, 2, 1, HERE)
+    for announced in (True, False):
+        killed = RendezvousServer(tmp_path, 2, 1, LOCAL)
         killed.__enter__()
         killed._stop.set()  # kill -9: no beat, no last word
-        if told:
+        if announced:
             killed.tell(1)
         waiting = Call(client(tmp_path))
         time.sleep(0.3)
-        assert waiting.said is None
-        with RendezvousServer(tmp_path, 2, 1, HERE) as server:
+        assert waiting.result is None
+        with RendezvousServer(tmp_path, 2, 1, LOCAL) as server:
             server.gather(20)
             server.tell(2)
             assert waiting.end() == 2
@@ -98,7 +98,7 @@ def test_an_earlier_round_s_attempt_is_never_joined(tmp_path: Path) -> None:
 
 def test_two_calls_with_one_number_are_told(tmp_path: Path) -> None:
     """Both would start the same ranks."""
-    with RendezvousServer(tmp_path, 2, 1, HERE) as server:
+    with RendezvousServer(tmp_path, 2, 1, LOCAL) as server:
         first = Call(client(tmp_path))
         until((server.folder / "node-1.json").exists)
         second = Call(client(tmp_path))
@@ -110,18 +110,18 @@ def test_two_calls_with_one_number_are_told(tmp_path: Path) -> None:
 
 def test_a_call_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     """Other counts give other ranks: the rendezvous would wait for processes that nobody starts."""
-    with RendezvousServer(tmp_path, 2, 1, HERE):
+    with RendezvousServer(tmp_path, 2, 1, LOCAL):
         for other, option in ((client(tmp_path, nodes=3), "--nodes"), (client(tmp_path, ranks=4), "--ranks-per-node")):
             refused = Call(other).end()
             assert isinstance(refused, UserError) and refused.code is ExitCode.CONFIG and option in str(refused)
 
 
 def test_a_dead_first_node_is_noticed(tmp_path: Path) -> None:
-    with RendezvousServer(tmp_path, 2, 1, HERE) as server:
+    with RendezvousServer(tmp_path, 2, 1, LOCAL) as server:
         waiting = Call(client(tmp_path, dead=1.0))
         server.gather(20)
         time.sleep(1.5)
-        assert waiting.said is None  # it beats
+        assert waiting.result is None  # it beats
         server._stop.set()
         refused = waiting.end()
     assert isinstance(refused, UserError) and refused.code is ExitCode.AGAIN and "no life" in str(refused)
@@ -133,7 +133,7 @@ def test_a_dead_first_node_is_noticed(tmp_path: Path) -> None:
 def test_missing_nodes_are_named(tmp_path: Path) -> None:
     with (
         pytest.raises(UserError, match=r"no call of node 1, node 2 within") as caught,
-        RendezvousServer(tmp_path, 3, 1, HERE) as server,
+        RendezvousServer(tmp_path, 3, 1, LOCAL) as server,
     ):
         server.gather(0.1)
     assert caught.value.code is ExitCode.AGAIN
@@ -144,7 +144,7 @@ def test_who_waits_is_told_how_the_first_node_ended(tmp_path: Path, ends: str, c
     """Without it the other calls wait for a preparation that has failed long ago."""
     waiting: list[Call] = []
     try:
-        with RendezvousServer(tmp_path, 2, 1, HERE) as server:
+        with RendezvousServer(tmp_path, 2, 1, LOCAL) as server:
             waiting.append(Call(client(tmp_path)))
             server.gather(20)
             if ends == "recipe":

@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 def flip(path: Path) -> None:
     """One bit in the middle; in the manifest one of the state that no file's hash covers."""
     data = bytearray(path.read_bytes())
-    place = data.index(b'"tokens": ') + 10 if path.name == manifest.MANIFEST else len(data) // 2
-    data[place] ^= 1
+    offset = data.index(b'"tokens": ') + 10 if path.name == manifest.MANIFEST else len(data) // 2
+    data[offset] ^= 1
     path.write_bytes(data)
 
 

@@ -67,8 +67,8 @@ def go(run: RunDir, resolved: Resolved, number: int = 1, stop: StopFlag | None =
 
 def test_a_run_to_its_end(run: RunDir, resolved: Resolved, loop: Loop) -> None:
     """Converted once, saved under our names with our manifests, exported, final; metrics as every other run has them."""
-    code, said = go(run, resolved)
-    assert code is ExitCode.OK, said
+    code, output = go(run, resolved)
+    assert code is ExitCode.OK, output
     found = [
         (c.path.name, store.verify(c.path), manifest.read_manifest(c.path).meta)
         for c in store.list_checkpoints(run.checkpoints)
@@ -98,21 +98,21 @@ def test_what_was_exported_is_the_adapter_of_the_recipe(run: RunDir, resolved: R
 def test_nothing_is_done_twice(run: RunDir, resolved: Resolved, loop: Loop) -> None:
     go(run, resolved)
     before = len(loop.calls)
-    code, said = go(run, resolved, 2)
-    assert code is ExitCode.OK and "nothing is left to train" in said and len(loop.calls) == before
+    code, output = go(run, resolved, 2)
+    assert code is ExitCode.OK and "nothing is left to train" in output and len(loop.calls) == before
 
 
 def test_a_signal_saves_and_the_next_attempt_goes_on(run: RunDir, resolved: Resolved, loop: Loop) -> None:
     """As the launcher's other runs: exit 75 with a whole checkpoint, and the same losses after it as without the stop."""
     loop.stop_at = 6
-    code, said = go(run, resolved)
-    assert code is ExitCode.AGAIN and "stopped at step 6 as asked" in said
+    code, output = go(run, resolved)
+    assert code is ExitCode.AGAIN and "stopped at step 6 as asked" in output
     newest, _ = store.newest_whole(run.checkpoints)
     assert newest is not None and newest.path.name == "step-000006"
     loop.stop_at = None
     loop.losses.clear()
-    code, said = go(run, resolved, 2)
-    assert code is ExitCode.OK and "resume from step-000006" in said and min(loop.losses) == 7
+    code, output = go(run, resolved, 2)
+    assert code is ExitCode.OK and "resume from step-000006" in output and min(loop.losses) == 7
     assert loop.config.checkpoint.load == str(run.checkpoints / "step-000006")
     assert [c.path.name for c in store.list_checkpoints(run.checkpoints)] == ["step-000010.a2", "step-000008.a2", "step-000006"]
     assert len(loop.called("save_megatron_model")) == 1, "the base is converted once in a run"
@@ -132,8 +132,8 @@ def test_a_broken_checkpoint_is_passed_over(run: RunDir, resolved: Resolved, loo
         go(run, resolved)
     (run.checkpoints / "step-000008" / "iter_0000008" / "__0_0.distcp").write_bytes(b"other bytes")
     loop.fail_at = None
-    code, said = go(run, resolved, 2)
-    assert code is ExitCode.OK and "step-000008 is not whole" in said and "resume from step-000004" in said
+    code, output = go(run, resolved, 2)
+    assert code is ExitCode.OK and "step-000008 is not whole" in output and "resume from step-000004" in output
 
 
 @pytest.mark.parametrize("every", [4, 5])

@@ -306,19 +306,19 @@ def test_another_name_is_a_warning_and_another_revision_an_error(
     assert "meta-llama/Llama-9" in plan(base, own_adapter, tmp_path / "out")["warnings"][0]
     edit_json(config, base_model_name_or_path=f"somewhere/{base.name}")
     assert plan(base, own_adapter, tmp_path / "out")["warnings"] == []
-    here = tmp_path / "models--x--Llama-9" / "snapshots" / ("a" * 40)
-    shutil.copytree(base, here)
+    snapshot = tmp_path / "models--x--Llama-9" / "snapshots" / ("a" * 40)
+    shutil.copytree(base, snapshot)
     edit_json(config, base_model_name_or_path="x/Llama-9", revision="a" * 40)
-    assert plan(here, own_adapter, tmp_path / "out")["warnings"] == []
+    assert plan(snapshot, own_adapter, tmp_path / "out")["warnings"] == []
     edit_json(config, revision="b" * 40)
     with pytest.raises(UserError, match="trained on revision bbb"):
-        plan(here, own_adapter, tmp_path / "out")
+        plan(snapshot, own_adapter, tmp_path / "out")
 
 
 def test_patterns_that_contradict_each_other_are_told(base: Path, own_adapter: Path, tmp_path: Path, edit_json: Edit) -> None:
     edit_json(own_adapter / "adapter_config.json", alpha_pattern={"q_proj": 3, "layers.1.self_attn.q_proj": 4})
-    said = plan(base, own_adapter, tmp_path / "out")["warnings"]
-    assert any("several patterns" in s and "layers.1.self_attn.q_proj" in s for s in said)
+    warnings = plan(base, own_adapter, tmp_path / "out")["warnings"]
+    assert any("several patterns" in s and "layers.1.self_attn.q_proj" in s for s in warnings)
 
 
 def test_files_beside_the_weights(base: Path, own_adapter: Path, tmp_path: Path) -> None:

@@ -54,23 +54,23 @@ def whole_or_absent(out: Path) -> bool:
 def crash_at(number: int) -> Iterator[dict[str, int]]:
     """Raise Crash instead of the ``number``-th system call that changes the disk's names or flushes."""
     seen = {"calls": 0}
-    kept = {name: getattr(os, name) for name in ("fsync", "rename", "replace", "unlink", "mkdir", "rmdir")}
+    originals = {name: getattr(os, name) for name in ("fsync", "rename", "replace", "unlink", "mkdir", "rmdir")}
 
     def watch(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             seen["calls"] += 1
             if seen["calls"] >= number:  # a killed process makes no further call either
                 raise Crash
-            return kept[name](*args, **kwargs)
+            return originals[name](*args, **kwargs)
 
         return call
 
-    for name in kept:
+    for name in originals:
         setattr(os, name, watch(name))
     try:
         yield seen
     finally:
-        for name, function in kept.items():
+        for name, function in originals.items():
             setattr(os, name, function)
 
 

@@ -53,13 +53,13 @@ def test_a_file_that_may_not_grow(base: Path, adapter: Path, tmp_path: Path, rep
     """A real write that the kernel refuses half way (a limit of a file's size): exit 73, nothing published, then on."""
     out = tmp_path / "out"
     arguments = [sys.executable, "-c", FULL_DISK, str(base), str(adapter), str(out), "60000"]
-    said = json.loads(subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=repo).stdout)
-    assert said["exit_code"] == ExitCode.STORAGE
-    assert "File too large" in said["problems"][0]["message"]
+    document = json.loads(subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=repo).stdout)
+    assert document["exit_code"] == ExitCode.STORAGE
+    assert "File too large" in document["problems"][0]["message"]
     assert not out.exists()
-    kept = list(staging_folder(out).glob("*.safetensors"))
+    shards = list(staging_folder(out).glob("*.safetensors"))
     done = merge(base, adapter, out, shard_size=70_000)
-    assert done["reused_shards"] == len(kept)
+    assert done["reused_shards"] == len(shards)
     merge(base, adapter, tmp_path / "reference", shard_size=70_000)
     assert file_hashes(out) == file_hashes(tmp_path / "reference")
 
@@ -288,9 +288,9 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, repo: Path) -> Non
     )
     arguments = [sys.executable, "-c", PEAK, str(base), str(adapter), str(tmp_path / "out")]
     done = subprocess.run(arguments, capture_output=True, text=True, cwd=repo, check=True)
-    said = json.loads(done.stdout)
-    assert said["over"] < 300 << 20
-    assert said["said"] <= said["peak"]
+    measured = json.loads(done.stdout)
+    assert measured["over"] < 300 << 20
+    assert measured["said"] <= measured["peak"]
     assert (tmp_path / "out" / "model.safetensors").stat().st_size == (base / "model.safetensors").stat().st_size
     shutil.rmtree(tmp_path / "out")
 

@@ -26,9 +26,9 @@ def test_padding_imbalance_and_parts_by_hand() -> None:
     found = figures()
     for _ in range(2):
         found.add(ranks({"real": 600.0}, {"real": 1000.0, "data": 0.3}))
-    told = found.take(4.0)
-    assert told["padding"] == pytest.approx(1 - 1600 / 2000) and told["imbalance"] == pytest.approx(1000 / 800)
-    assert told["data_seconds"] == 0.1 and told["forward_backward_seconds"] == 1.0 and "mfu" not in told
+    taken = found.take(4.0)
+    assert taken["padding"] == pytest.approx(1 - 1600 / 2000) and taken["imbalance"] == pytest.approx(1000 / 800)
+    assert taken["data_seconds"] == 0.1 and taken["forward_backward_seconds"] == 1.0 and "mfu" not in taken
     assert found.take(1.0) == {}, "each step counts once"
 
 
@@ -41,9 +41,9 @@ def test_mfu_is_the_planner_s_count_over_the_peak() -> None:
     assert work is not None
     world = resolved.world_size
     found.add(ranks(*[{}] * world))
-    told = found.take(0.5)
-    assert told["mfu"] == pytest.approx(work.model * 900 / 0.5 / 989.4e12, abs=1e-4)
-    assert told["hfu"] == pytest.approx(work.hardware * 1000 / 0.5 / 989.4e12, abs=1e-4) and told["hfu"] > told["mfu"]
+    taken = found.take(0.5)
+    assert taken["mfu"] == pytest.approx(work.model * 900 / 0.5 / 989.4e12, abs=1e-4)
+    assert taken["hfu"] == pytest.approx(work.hardware * 1000 / 0.5 / 989.4e12, abs=1e-4) and taken["hfu"] > taken["mfu"]
 
 
 @pytest.mark.parametrize("slow", [{"layers": 0.8, "forward_backward": 2.0}, {"data": 1.2}, {"optimizer": 1.0}])

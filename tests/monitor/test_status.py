@@ -53,9 +53,9 @@ def test_watch_says_where_a_run_is(folder: Path) -> None:
     assert [node["stragglers"] for node in found["nodes"]] == [[], [11]]
     assert found["nodes"][1]["gpus"][0] == {"utilisation": 88, "memory_gib": 61.4, "power_w": 690, "temperature_c": 61}
     assert set(found["nodes"][0]["gpus"][5].values()) == {None}
-    told = {alert["kind"]: alert["text"] for alert in found["alerts"]}
-    assert set(told) == {"straggler", "gpu"} and "node0: GPU 5: GPU is lost" in told["gpu"]
-    assert "rank 11 on node1" in told["straggler"] and "1410 MHz (median 1980), too warm" in told["straggler"]
+    alerts = {alert["kind"]: alert["text"] for alert in found["alerts"]}
+    assert set(alerts) == {"straggler", "gpu"} and "node0: GPU 5: GPU is lost" in alerts["gpu"]
+    assert "rank 11 on node1" in alerts["straggler"] and "1410 MHz (median 1980), too warm" in alerts["straggler"]
     assert "rank 11" in run("watch", folder, "--once").err
 
 
@@ -171,9 +171,9 @@ def test_the_dashboard_asks_for_what_the_file_has(folder: Path, repo: Path) -> N
     simulated.make(folder, time.time(), overrides=("budget.usd=100",))
     file = folder.parent / "x.prom"
     assert run("watch", folder, "--once", "--json", "--openmetrics", file).code == 0
-    asked = set(re.findall(r"clustertune_[a-z_]+", (repo / "ops" / "monitoring" / "grafana.json").read_text()))
+    queried = set(re.findall(r"clustertune_[a-z_]+", (repo / "ops" / "monitoring" / "grafana.json").read_text()))
     written = {line.split()[2] for line in file.read_text().splitlines() if line.startswith("# TYPE")}
-    assert len(asked) > 15 and asked <= written
+    assert len(queried) > 15 and queried <= written
     assert run("watch", folder, "--once", "--openmetrics", folder / "none" / "x").code == 2
 
 
@@ -191,15 +191,15 @@ def test_an_alert_reaches_the_log_the_command_and_the_webhook_once(tmp_path: Pat
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Site)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    said = tmp_path / "said"
-    words = (sys.executable, "-c", f"import sys; open({str(said)!r}, 'a').write(sys.stdin.read() + '\\n')")
+    output = tmp_path / "said"
+    words = (sys.executable, "-c", f"import sys; open({str(output)!r}, 'a').write(sys.stdin.read() + '\\n')")
     alerts = live.Alerts(tmp_path, Monitor(command=words, webhook=f"http://127.0.0.1:{server.server_port}/x"))
     disk = Alert("disk", "1 GiB is free")
     for now in ((disk,), (disk,), (), (disk,)):
         alerts.take(now)
     server.shutdown()
     assert len(got) == 2 and json.loads(got[0])["text"] == "1 GiB is free", "again only once it was over"
-    for file in (said, tmp_path / "telemetry" / "alerts.jsonl"):
+    for file in (output, tmp_path / "telemetry" / "alerts.jsonl"):
         assert [json.loads(line)["kind"] for line in file.read_text().splitlines()] == ["disk", "disk"]
 
 

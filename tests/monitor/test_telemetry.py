@@ -20,7 +20,7 @@ from clustertune.monitor.store import TelemetryWriter
 from clustertune.report import telemetry
 from clustertune.report.telemetry import TelemetryRow
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("gcc") is None:
         pytest.skip("no gcc here")
     folder = tmp_path_factory.mktemp("nvml")
-    words = ["gcc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", str(folder / "libnvidia-ml.so.1"), str(HERE / "fake_nvml.c")]
+    words = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-Wall",
+        "-Werror",
+        "-o",
+        str(folder / "libnvidia-ml.so.1"),
+        str(FOLDER / "fake_nvml.c"),
+    ]
     subprocess.run(words, check=True)
     return folder
 
@@ -45,7 +54,7 @@ class Sampler:
         }  # fmt: skip
         self.set(**state)
         environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "FAKE_NVML": str(self.file)}
-        environment |= {"CLUSTERTUNE_SAMPLE_SECONDS": "0.1", "PYTHONPATH": str(HERE.parents[1])}
+        environment |= {"CLUSTERTUNE_SAMPLE_SECONDS": "0.1", "PYTHONPATH": str(FOLDER.parents[1])}
         environment.pop("CUDA_VISIBLE_DEVICES", None)
         words = [sys.executable, "-m", "clustertune.monitor.sampler", str(run), "3", "0"]
         self.child = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
@@ -70,8 +79,8 @@ class Sampler:
 
     def end(self) -> None:
         self.child.send_signal(signal.SIGTERM)
-        _, said = self.child.communicate(timeout=30)
-        assert (self.child.returncode, said) == (0, "")
+        _, output = self.child.communicate(timeout=30)
+        assert (self.child.returncode, output) == (0, "")
 
 
 def test_a_driver_is_read_whole(tmp_path: Path, library: Path) -> None:

@@ -225,6 +225,6 @@ def test_a_long_log_is_judged_at_both_its_ends(tmp_path: Path, monkeypatch: pyte
         path.write_text("".join(many))
     long, short = gather.logs(gather.read_round(tmp_path, files.setup)).values()
     assert short == "".join(lines[:10])
-    kept = [line + "\n" for line in long.splitlines() if line]
-    assert kept[0] == lines[0] and kept[-1] == lines[-1] and len(long) <= 4097
-    assert set(kept) < set(lines) and len(kept) > 80
+    shortened = [line + "\n" for line in long.splitlines() if line]
+    assert shortened[0] == lines[0] and shortened[-1] == lines[-1] and len(long) <= 4097
+    assert set(shortened) < set(lines) and len(shortened) > 80

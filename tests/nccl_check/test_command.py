@@ -22,15 +22,15 @@ SHORT = ["--seconds", "30", "--max", "64K", "--iterations", "3", "--factor", "64
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
+def local_check(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
     """The check of this machine, on CPUs whatever it has."""
     out = tmp_path_factory.mktemp("here") / "out"
     return run("nccl-check", "--backend", "gloo", "--out", out, *SHORT, "--json"), out
 
 
-def test_here_two_ranks_talk_over_gloo(here: tuple[Done, Path]) -> None:
+def test_here_two_ranks_talk_over_gloo(local_check: tuple[Done, Path]) -> None:
     """Named as what it is, judged, with one document on stdout that is the file in the folder."""
-    done, out = here
+    done, out = local_check
     document = done.json
     assert done.code == {"pass": 0, "warn": 1, "fail": 2}[document["verdict"]["status"]], document["verdict"]
     assert document["verdict"]["status"] != "fail", document["verdict"]
@@ -44,14 +44,14 @@ def test_here_two_ranks_talk_over_gloo(here: tuple[Done, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "reason"),
     [
         ([], "no GPU here: gloo between CPU ranks; NCCL was not touched"),
         (["--cluster", "rno-rtxpro6000"], "no compute node of rno-rtxpro6000, of which nothing was measured"),
     ],
 )
 def test_links_that_were_not_measured_are_unknown(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a laptop the ranks talk over gloo, which says nothing of NCCL or of a cluster elsewhere; a script must stop."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -62,12 +62,12 @@ def test_links_that_were_not_measured_are_unknown(
     assert list(tmp_path.glob("runs/nccl-check/*/result.json")), "the cluster's folders are not made on another machine"
     assert verdict["status"] in ("unknown", "warn"), verdict
     if verdict["status"] == "unknown":
-        assert verdict["headline"].startswith("UNKNOWN: ") and said in verdict["headline"]
-    assert done.exit_code == 1 and said in json.loads(done.stdout)["not_judged"]
+        assert verdict["headline"].startswith("UNKNOWN: ") and reason in verdict["headline"]
+    assert done.exit_code == 1 and reason in json.loads(done.stdout)["not_judged"]
 
 
 @pytest.mark.parametrize(
-    ("backend", "why", "host", "cluster", "said"),
+    ("backend", "why", "host", "cluster", "expected"),
     [
         ("gloo", "no GPU here: gloo between CPU ranks", "rno-it-gpu0007-1", "rno-rtxpro6000", "NCCL was not touched"),
         ("gloo", "one GPU has no peer: gloo between CPU ranks", "laptop", "local", "NCCL was not touched"),
@@ -79,16 +79,16 @@ def test_links_that_were_not_measured_are_unknown(
         ("nccl", "8 GPUs", "rno-it-gpu0007-1.site.org", "rno-rtxpro6000", ""),
     ],
 )
-def test_what_a_verdict_is_about(backend: str, why: str, host: str, cluster: str, said: str) -> None:
+def test_what_a_verdict_is_about(backend: str, why: str, host: str, cluster: str, expected: str) -> None:
     """Its own links, those of the cluster that was named, over the library that trains."""
     found = {"backend": backend, "backend_why": why, "hosts": [host]}
     reason = not_judged(found, load_cluster(cluster))
-    assert said in reason and bool(said) == bool(reason)
+    assert expected in reason and bool(expected) == bool(reason)
 
 
-def test_the_folder_of_a_check_is_not_used_again(here: tuple[Done, Path]) -> None:
+def test_the_folder_of_a_check_is_not_used_again(local_check: tuple[Done, Path]) -> None:
     """Records are added to files: two checks would mix."""
-    done = CliRunner().invoke(app, ["nccl-check", "--backend", "gloo", "--out", str(here[1]), *SHORT])
+    done = CliRunner().invoke(app, ["nccl-check", "--backend", "gloo", "--out", str(local_check[1]), *SHORT])
     assert "holds a check already" in str(done.exception)
 
 
@@ -100,7 +100,7 @@ def test_make_gives_the_cluster_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--logs"], "no file was given"),
         (["x.log"], "files are read only with --logs"),
@@ -119,10 +119,10 @@ def test_make_gives_the_cluster_on() -> None:
         (["--seconds", "nan"], "--seconds"),
     ],
 )
-def test_what_cannot_be_is_told(words: list[str], said: str) -> None:
+def test_what_cannot_be_is_told(words: list[str], message: str) -> None:
     """In words, before anything is measured; that such an error ends with exit 2 is tested once, below."""
     done = CliRunner().invoke(app, ["nccl-check", *words])
-    assert said in (str(done.exception) if isinstance(done.exception, UserError) else done.output)
+    assert message in (str(done.exception) if isinstance(done.exception, UserError) else done.output)
     assert done.exit_code
 
 

@@ -417,7 +417,7 @@ NAMED = {
     "no-interface": "interface-down",
     "memlock": "low-memlock",
 }
-SAID = {
+LOGGED = {
     kind: NAMED.get(kind, kind)
     for kind in FAULTS
     if kind in {rule.id for rule in RULES} | set(NAMED) and kind not in ("no-verbs", "net-plugin")
@@ -442,7 +442,7 @@ CASES = {
     **{f"ethernet: {name}": (ETHERNET, ETHERNET_JOB, *case) for name, case in ETH.items()},
     **{
         f"NCCL says: {kind}": (INFINIBAND, INFINIBAND_JOB, rule, WARN if kind == "rdma-link" else FAIL, "", warn(kind))
-        for kind, rule in SAID.items()
+        for kind, rule in LOGGED.items()
     },
 }
 
@@ -457,8 +457,8 @@ def test_each_rule_fires_on_its_case(name: str) -> None:
     assert any(words in item.found for item in mine), [item.found for item in mine]
     assert all(item.link.startswith("https://") and item.why for item in mine)
     assert status == UNKNOWN or all(item.fix for item in mine)
-    said = headline(document, read(log.values()), findings)
-    assert said.startswith(f"{worst(findings).upper()}: ")
+    shown = headline(document, read(log.values()), findings)
+    assert shown.startswith(f"{worst(findings).upper()}: ")
 
 
 def test_every_rule_has_a_case() -> None:
@@ -496,15 +496,15 @@ def test_no_false_alarm(name: str) -> None:
     findings = judge(document, log)
     assert [item for item in findings if item.status in (WARN, FAIL)] == []
     assert exit_code(findings) == 0
-    said = headline(document, read(log.values()), findings)
-    assert said.startswith("PASS: " if findings else "UNKNOWN: ")
+    shown = headline(document, read(log.values()), findings)
+    assert shown.startswith("PASS: " if findings else "UNKNOWN: ")
 
 
 def test_the_headline_is_one_plain_sentence() -> None:
     """It is all that many people read."""
     document, log, findings = judged(INFINIBAND, INFINIBAND_JOB, job(SOCKETS))
-    said = headline(document, read(log.values()), findings)
-    assert said.startswith("FAIL: traffic between nodes goes through NET/Socket on eth0 although mlx5_0 port 1")
+    shown = headline(document, read(log.values()), findings)
+    assert shown.startswith("FAIL: traffic between nodes goes through NET/Socket on eth0 although mlx5_0 port 1")
     good = headline(INFINIBAND, read(logs(INFINIBAND_JOB).values()), judge(INFINIBAND, logs(INFINIBAND_JOB)))
     assert good.startswith("PASS: 2 nodes of 8 ranks over NET/IB/GDRDMA, P2P/CUMEM: 360 GB/s inside a node")
 
@@ -595,10 +595,10 @@ WHERE = {name: paths(HEALTHY[name][0])[1:] for name in ("infiniband", "ethernet"
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(WHERE)), st.integers(0, 10**6), JSON)
-def test_any_document_is_judged(name: str, place: int, value: Any) -> None:
+def test_any_document_is_judged(name: str, index: int, value: Any) -> None:
     """A result of another version, or one that was edited: absent and odd values are unknown, never an exception."""
     document = copied(HEALTHY[name][0])
-    put(value, *WHERE[name][place % len(WHERE[name])])(document)
+    put(value, *WHERE[name][index % len(WHERE[name])])(document)
     json.dumps([item.found for item in judge(document, {})])
 
 

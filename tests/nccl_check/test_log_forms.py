@@ -162,15 +162,15 @@ def test_p2p_that_the_driver_refuses_is_seen() -> None:
 def test_p2p_is_judged_in_the_log_of_one_rank() -> None:
     """It names one rank only: how many GPUs there are it says elsewhere, or not at all."""
     line = "n1:1:2 [0] NCCL INFO NCCL_P2P_DISABLE set by environment to 1.\n"
-    said = "n1:1:2 [0] NCCL INFO comm 0x1 rank 0 nRanks {0} nNodes 2 localRanks {1} localRank 0 MNNVL 0\n"
-    for text, status in ((line, [WARN]), (line + said.format(16, 8), [WARN]), (line + said.format(2, 1), [])):
+    form = "n1:1:2 [0] NCCL INFO comm 0x1 rank 0 nRanks {0} nNodes 2 localRanks {1} localRank 0 MNNVL 0\n"
+    for text, status in ((line, [WARN]), (line + form.format(16, 8), [WARN]), (line + form.format(2, 1), [])):
         assert [item.status for item in found(text)[1] if item.rule == "p2p-disabled"] == status
 
 
 def test_a_vlan_that_the_name_of_its_line_took() -> None:
     """The log alone shows it: the name continues with a dot. A prefix that is meant (en, eth) is left alone."""
-    said = "n1:1:1 [0] NCCL INFO "
-    text = f"{said}NCCL_SOCKET_IFNAME set by environment to {{}}\n{said}Bootstrap : Using {{}}:10.0.0.1<0>\n"
+    start = "n1:1:1 [0] NCCL INFO "
+    text = f"{start}NCCL_SOCKET_IFNAME set by environment to {{}}\n{start}Bootstrap : Using {{}}:10.0.0.1<0>\n"
     for value, used, status in (("ib0", "ib0.8001", [WARN]), ("=ib0", "ib0", []), ("en,eth", "eth0", []), ("ib0", "ib0", [])):
         assert [item.status for item in found(text.format(value, used))[1] if item.rule == "ifname-prefix"] == status
 
@@ -209,8 +209,8 @@ def test_the_log_of_one_rank_of_many() -> None:
     text = "n1:1:1 [0] NCCL INFO comm 0x1 rank 3 nranks 8 cudaDev 3 busId 1000 - Init COMPLETE\n"
     log, findings = found(f"{text}n1:1:1 [3] NCCL INFO Channel 00 : 3[3] -> 4[4] via P2P/IPC\n")
     assert headline({}, log, findings) == "PASS: 8 ranks on 1 node over P2P/IPC"
-    said = "n1:1:1 [0] NCCL INFO comm 0x1 rank 3 nRanks 12 nNodes 2 localRanks 8 localRank 3 MNNVL 0\n"
-    log, findings = found(f"{said}n1:1:1 [3] NCCL INFO Channel 00/0 : 3[3] -> 4[4] via P2P/CUMEM\n")
+    start = "n1:1:1 [0] NCCL INFO comm 0x1 rank 3 nRanks 12 nNodes 2 localRanks 8 localRank 3 MNNVL 0\n"
+    log, findings = found(f"{start}n1:1:1 [3] NCCL INFO Channel 00/0 : 3[3] -> 4[4] via P2P/CUMEM\n")
     assert headline({}, log, findings) == "PASS: 2 nodes of 8 ranks over P2P/CUMEM"
 
 

@@ -61,10 +61,10 @@ def test_the_event_names_the_faults() -> None:
 def test_it_measures_and_judges_within_its_time(tmp_path: Path) -> None:
     """On one machine by the code that srun starts on nodes, in a folder of its own where one start was made before by hand."""
     (tmp_path / "1-0").mkdir()
-    place = LocalNode(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
+    target = LocalNode(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
     began = time.monotonic()
     short = replace(options(60.0), largest=check.MIB, collectives=("all_gather",), iterations=3)
-    found = prolog.run(place, short, tmp_path / "1-0", lambda _text: None)  # type: ignore[arg-type]
+    found = prolog.run(target, short, tmp_path / "1-0", lambda _text: None)  # type: ignore[arg-type]
     assert time.monotonic() - began < 60 + 20
     assert found.status == UNKNOWN and "NCCL was not touched" in found.headline, found
     assert found.file == tmp_path / "1-0-2" / "result.json"
@@ -89,16 +89,16 @@ def test_an_srun_that_breaks_is_bounded(tmp_path: Path, answer: str, monkeypatch
     assert found.file is not None
     document = json.loads(found.file.read_text())
     assert document["hung"] == [] and document["results"] == []
-    told = " ".join(entry["message"] for entry in document["problems"])
-    assert ("no such partition" in told) is ("partition" in answer)
+    messages = " ".join(entry["message"] for entry in document["problems"])
+    assert ("no such partition" in messages) is ("partition" in answer)
     prolog.decide(found, "stop")
 
 
 def test_a_check_that_breaks_itself_is_unknown(tmp_path: Path) -> None:
     """A file where its folder must be, or a fault in a rule: told, not raised, and no reason to stop."""
     (tmp_path / "file").write_text("")
-    place = LocalNode(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
-    found = prolog.run(place, options(10.0), tmp_path / "file" / "x", lambda _text: None)  # type: ignore[arg-type]
+    target = LocalNode(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
+    found = prolog.run(target, options(10.0), tmp_path / "file" / "x", lambda _text: None)  # type: ignore[arg-type]
     assert found.status == UNKNOWN
     assert "could not be made" in found.headline
     prolog.decide(found, "stop")

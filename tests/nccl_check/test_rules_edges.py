@@ -42,9 +42,9 @@ def environment(**values: str) -> Change:
     return lambda d: d["environment"].update(values)
 
 
-def lines(*said: str) -> Change:
+def lines(*texts: str) -> Change:
     """Lines of NCCL at the end of the healthy log."""
-    return lambda _: "\n".join(f"node1:4000:4100 [0] NCCL INFO {line}" for line in said)
+    return lambda _: "\n".join(f"node1:4000:4100 [0] NCCL INFO {line}" for line in texts)
 
 
 def no_facts(document: Document) -> None:
@@ -378,7 +378,7 @@ def test_a_rule_keeps_to_its_edge(name: str) -> None:
     assert [item.status for item in findings if item.rule == rule] == statuses
 
 
-TOLD = {
+PASSING = {
     "infiniband": """
         socket-fallback driver p2p-hang shm memlock wrong-interface several-subnets interface interface
         interface-subnet nodes-network mixed-plugins gdr-off adapters-unused gpudirect-rdma rdma-port rdma-verbs
@@ -397,11 +397,11 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", PASSING)
 def test_what_passed_is_told(name: str) -> None:
     """A rule that did not look and one that found nothing are two things."""
     findings = judge(*HEALTHY[name])
-    assert [item.rule for item in findings if item.status == PASS] == TOLD[name].split()
+    assert [item.rule for item in findings if item.status == PASS] == PASSING[name].split()
 
 
 def test_a_log_alone_says_what_it_cannot_know() -> None:
@@ -436,6 +436,6 @@ def test_nccl_check_and_doctor_agree(rule: str, status: str, values: dict[str, o
     """One machine cannot be well for one command and broken for the other."""
     document = copied(INFINIBAND)
     all_facts(document, **values)
-    said = {item.status for item in judge(document, logs(INFINIBAND_JOB)) if item.rule == rule}
+    statuses = {item.status for item in judge(document, logs(INFINIBAND_JOB)) if item.rule == rule}
     doctor = {item.status for item in machine_findings(machine(values)) if item.rule == rule}
-    assert said == doctor == {status}
+    assert statuses == doctor == {status}

@@ -93,13 +93,13 @@ def test_what_looks_like_a_secret_stays_out() -> None:
 # --- the check of results ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", [0, 1, 250, 251, 4999])
-def test_one_wrong_element_is_noticed(place: int) -> None:
+@pytest.mark.parametrize("index", [0, 1, 250, 251, 4999])
+def test_one_wrong_element_is_noticed(index: int) -> None:
     """Anywhere, and by the smallest possible amount."""
     buffers = measure.Buffers.make(5000 * 4, torch.device("cpu"))
     buffers.fill(buffers.first, 3)
     assert buffers.holds(buffers.first, 3)
-    buffers.first[place] += 1
+    buffers.first[index] += 1
     assert not buffers.holds(buffers.first, 3)
 
 
@@ -159,10 +159,10 @@ def test_ranks_agree_on_how_often() -> None:
     """By the slowest of them: one that made more iterations would wait for ever."""
     made = []
     operation = measure.Operation(lambda: made.append("run"), lambda: None, lambda: True)
-    asked: list[float] = []
+    proposed: list[float] = []
 
     def agree(value: float) -> float:
-        asked.append(value)
+        proposed.append(value)
         return 1.0
 
     alive: list[int] = []
@@ -170,7 +170,7 @@ def test_ranks_agree_on_how_often() -> None:
     timing = measure.measure(case, operation, torch.device("cpu"), agree, lambda: alive.append(len(made)))
     assert timing.iterations == 5
     assert len(made) == 1 + 1 + 5
-    assert len(asked) == 2 and asked[0] < 1.0
+    assert len(proposed) == 2 and proposed[0] < 1.0
     assert alive[-1] == len(made) and len(alive) >= 7, "each iteration that ends is a sign of life"
 
 

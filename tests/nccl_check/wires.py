@@ -111,9 +111,9 @@ class Wires:
         """``clustertune nccl-check`` on every node at once; the first one has the result."""
         calls = []
         for index in range(self.count):
-            place = ["--cluster", str(self.folder / "wires.yaml"), "--node-rank", str(index), "--out", str(self.folder / out)]
+            options = ["--cluster", str(self.folder / "wires.yaml"), "--node-rank", str(index), "--out", str(self.folder / out)]
             last = ["--json"] if index == 0 else []
-            command = [*self.within(index), sys.executable, "-m", "clustertune", "nccl-check", *place, *words, *last]
+            command = [*self.within(index), sys.executable, "-m", "clustertune", "nccl-check", *options, *words, *last]
             with (self.folder / f"{out}-{index}.err").open("wb") as err:
                 calls.append(
                     subprocess.Popen(

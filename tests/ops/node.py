@@ -208,9 +208,9 @@ class Node:
             subprocess.run(["losetup", "--detach", device], capture_output=True, check=False)
         for folder, names, _ in os.walk(self.base):
             for name in names:
-                place = Path(folder, name)
-                if not place.is_symlink():
-                    set_immutable(place, on=False)
+                path = Path(folder, name)
+                if not path.is_symlink():
+                    set_immutable(path, on=False)
         shutil.rmtree(self.base)
 
 

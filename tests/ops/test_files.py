@@ -153,9 +153,9 @@ def test_killed_at_any_step_a_file_is_old_or_new(tmp_path: Path, call: str) -> N
 def _die_at(call: str, nth: int) -> None:
     """Have the nth call of one kind end this process instead."""
     count = 0
-    place: object = {"write": os, "fsync": os, "rename": Path}[call]
+    owner: object = {"write": os, "fsync": os, "rename": Path}[call]
     name = {"write": "fdopen", "fsync": "fsync", "rename": "rename"}[call]
-    real = getattr(place, name)
+    real = getattr(owner, name)
 
     def instead(*arguments: object, **named: object) -> object:
         nonlocal count
@@ -164,7 +164,7 @@ def _die_at(call: str, nth: int) -> None:
             os._exit(9)
         return real(*arguments, **named)
 
-    setattr(place, name, instead)
+    setattr(owner, name, instead)
 
 
 def test_a_disk_that_refuses_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

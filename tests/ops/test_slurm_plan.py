@@ -210,12 +210,12 @@ def test_what_was_edited_between_our_markers_is_told(rno: Cluster, tmp_path: Pat
     """All files at once; --force replaces it."""
     apply_plan(plan(rno, tmp_path), tmp_path)
     for name in (CONF, "etc/slurm/gres.conf"):
-        place = tmp_path / name
-        place.write_text(place.read_text().replace("Name=", "Name= "))
-    with pytest.raises(UserError) as told:
+        file = tmp_path / name
+        file.write_text(file.read_text().replace("Name=", "Name= "))
+    with pytest.raises(UserError) as caught:
         plan(rno, tmp_path)
-    assert len(told.value.problems) == 2
-    assert all("--force" in (problem.fix or "") for problem in told.value.problems)
+    assert len(caught.value.problems) == 2
+    assert all("--force" in (problem.fix or "") for problem in caught.value.problems)
     apply_plan(plan(rno, tmp_path, force=True), tmp_path)
     assert plan(rno, tmp_path).changes == 0
 
@@ -273,9 +273,9 @@ def test_only_root_writes_on_a_machine(rno: Cluster, monkeypatch: pytest.MonkeyP
     """It says so at once, together with all else that stands in the way."""
     made = plan(rno, files_room.NODE)
     monkeypatch.setattr(applying.os, "geteuid", lambda: 1000)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         applying.require_right_to_apply(made, files_room.NODE)
-    assert [(problem.fix or "").split(":")[0] for problem in told.value.problems][1:] == ["run it as root"]
+    assert [(problem.fix or "").split(":")[0] for problem in caught.value.problems][1:] == ["run it as root"]
 
 
 def test_a_machine_that_is_not_in_the_file(tmp_path: Path) -> None:
@@ -501,9 +501,9 @@ def test_slurm_conf_is_everybodys_to_read_and_nobodys_to_write(mode: int, rno: C
 def test_one_apply_at_a_time(rno: Cluster, tmp_path: Path) -> None:
     """The second says who is at work; the files of two would be made under one name."""
     made = plan(rno, tmp_path)
-    with held(tmp_path / "etc" / f".{applying.LOCK}", "x", shown=tmp_path, fix="x"), pytest.raises(UserError) as told:
+    with held(tmp_path / "etc" / f".{applying.LOCK}", "x", shown=tmp_path, fix="x"), pytest.raises(UserError) as caught:
         apply_plan(made, tmp_path)
-    assert told.value.code is ExitCode.AGAIN
+    assert caught.value.code is ExitCode.AGAIN
     apply_plan(made, tmp_path)
     assert not list((tmp_path / "etc").glob(".*"))
 
@@ -533,8 +533,8 @@ def test_a_release_that_the_file_does_not_say(rno: Cluster) -> None:
 
 def test_the_other_machines_get_the_same_slurm_conf(tmp_path: Path) -> None:
     """--accounting here and not there are two files, and Slurm wants one."""
-    told = change(tmp_path, {}, accounting=True)
-    assert all("--accounting" in line for line in told if "ops slurm apply" in line)
+    lines = change(tmp_path, {}, accounting=True)
+    assert all("--accounting" in line for line in lines if "ops slurm apply" in line)
     assert not [line for line in change(tmp_path / "2", {}) if "accounting" in line and "ops slurm apply" in line]
 
 
@@ -546,33 +546,33 @@ def test_a_queue_elsewhere_is_moved(tmp_path: Path) -> None:
     new = plan(cluster, tmp_path / "root", "head").seen.after["/etc/slurm/slurm.conf"]
     old = new.replace("/var/lib/slurm/slurmctld", "/var/spool/slurm ctld").replace("/var/spool/slurmd", "/var/spool/d")
     conf.write_text("\n".join(line for line in old.splitlines() if ">>>" not in line and "<<<" not in line))
-    told = commands(plan(cluster, tmp_path / "root", "head", adopt=True))
-    drain = next(index for index, line in enumerate(told) if "DRAIN" in line)
-    stop = told.index("systemctl stop slurmctld")
-    assert told[stop + 1] == "cp -a '/var/spool/slurm ctld'/. /var/lib/slurm/slurmctld/"
-    assert drain < stop < told.index("systemctl restart slurmctld") < len(told) - 1
-    assert any("RESUME" in line for line in told)
+    lines = commands(plan(cluster, tmp_path / "root", "head", adopt=True))
+    drain = next(index for index, line in enumerate(lines) if "DRAIN" in line)
+    stop = lines.index("systemctl stop slurmctld")
+    assert lines[stop + 1] == "cp -a '/var/spool/slurm ctld'/. /var/lib/slurm/slurmctld/"
+    assert drain < stop < lines.index("systemctl restart slurmctld") < len(lines) - 1
+    assert any("RESUME" in line for line in lines)
     conf.write_text(new.replace("KillWait=30", "KillWait=31"))
     assert not [line for line in commands(plan(cluster, tmp_path / "root", "head", force=True)) if "cp -a" in line]
 
 
 def test_the_password_of_a_foreign_slurmdbd_is_not_shown(rno: Cluster, tmp_path: Path) -> None:
     """Its diff has the line, without the value; mode 644 on such a file is fixed."""
-    place = tmp_path / "etc/slurm/slurmdbd.conf"
-    place.parent.mkdir(parents=True)
-    place.write_text("StorageType=accounting_storage/mysql\nStoragePass=hunter2\n")
+    file = tmp_path / "etc/slurm/slurmdbd.conf"
+    file.parent.mkdir(parents=True)
+    file.write_text("StorageType=accounting_storage/mysql\nStoragePass=hunter2\n")
     made = plan(rno, tmp_path, accounting=True)
     assert "hunter2" not in str(made.as_json())
     assert any("-StoragePass=(hidden)" in line for item in made.files for line in item.diff())
-    place.chmod(0o644)
+    file.chmod(0o644)
     apply_plan(plan(rno, tmp_path, accounting=True, adopt=True), tmp_path)
-    assert place.stat().st_mode & 0o777 == 0o600
-    (backup,) = place.parent.glob("slurmdbd.conf.*")
+    assert file.stat().st_mode & 0o777 == 0o600
+    (backup,) = file.parent.glob("slurmdbd.conf.*")
     assert (b"hunter2" in backup.read_bytes(), backup.stat().st_mode & 0o777) == (True, 0o600)
-    place.chmod(0o644)
+    file.chmod(0o644)
     assert [item.path for item in plan(rno, tmp_path, accounting=True).modes] == ["/etc/slurm/slurmdbd.conf"]
     apply_plan(plan(rno, tmp_path, accounting=True), tmp_path)
-    assert place.stat().st_mode & 0o777 == 0o600
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 # --- the steps ------------------------------------------------------------------------------------------------------------
@@ -607,19 +607,19 @@ CHANGES = [
 @pytest.mark.parametrize(("second", "wanted", "unwanted"), [row[1:] for row in CHANGES], ids=[row[0] for row in CHANGES])
 def test_what_a_change_needs(second: dict[str, Any], wanted: list[str], unwanted: list[str], tmp_path: Path) -> None:
     """Reconfigure where that is enough; else the controller before the nodes; drained first where a node's shape changes."""
-    told = change(tmp_path, second)
-    places = [next(index for index, line in enumerate(told) if word in line) for word in wanted]
+    lines = change(tmp_path, second)
+    places = [next(index for index, line in enumerate(lines) if word in line) for word in wanted]
     assert places == sorted(places)
-    assert not [line for line in told for word in unwanted if word in line]
+    assert not [line for line in lines for word in unwanted if word in line]
 
 
 def test_accounting_is_switched_on(tmp_path: Path) -> None:
     """The database and slurmdbd are there before slurmctld looks for them, and no password is in any command."""
-    told = change(tmp_path, {}, accounting=True)
+    lines = change(tmp_path, {}, accounting=True)
     order = ["systemctl restart mariadb", "IDENTIFIED VIA unix_socket", "restart slurmdbd", "restart slurmctld"]
-    places = [next(index for index, line in enumerate(told) if word in line) for word in order]
+    places = [next(index for index, line in enumerate(lines) if word in line) for word in order]
     assert places == sorted(places)
-    assert not re.search(r"IDENTIFIED BY|StoragePass", " ".join(told))
+    assert not re.search(r"IDENTIFIED BY|StoragePass", " ".join(lines))
 
 
 def test_the_munge_key_is_never_made_by_us_nor_shown(rno: Cluster, tmp_path: Path) -> None:
@@ -629,8 +629,8 @@ def test_the_munge_key_is_never_made_by_us_nor_shown(rno: Cluster, tmp_path: Pat
     key.write_bytes(b"secretkey" * 20)
     key.chmod(0o400)
     made = plan(rno, tmp_path)
-    told = commands(made)
-    assert any(line.startswith("munge -n | ssh HOST unmunge") for line in told)
+    lines = commands(made)
+    assert any(line.startswith("munge -n | ssh HOST unmunge") for line in lines)
     assert "rno-it-gpu0006-1,rno-it-gpu0008-1" in next(
         step.why for step in made.steps() if "munge -n" in " ".join(step.commands)
     )

@@ -21,15 +21,15 @@ def test_the_way_to_the_first_job(tmp_path: Path) -> None:
     for name in machines:
         root = tmp_path / name
         root.mkdir()
-        place = ["--cluster", RNO, "--node", name, "--root", root]
-        assert run("ops", "storage", "apply", *place).code in (0, 1), "1: what a tree cannot do is told"
-        done = run("ops", "slurm", "apply", *place, "--json")
+        options = ["--cluster", RNO, "--node", name, "--root", root]
+        assert run("ops", "storage", "apply", *options).code in (0, 1), "1: what a tree cannot do is told"
+        done = run("ops", "slurm", "apply", *options, "--json")
         assert done.code == 0, done.err
         assert "/etc/slurm/slurm.conf" in done.json["written"]
         found.add(tuple((root / "etc/slurm" / file).read_bytes() for file in ("slurm.conf", "gres.conf", "cgroup.conf")))
         hosts = (root / "etc/hosts").read_text()
         assert all(f" {other}\n" in hosts for other in machines)
-        assert run("ops", "slurm", "plan", *place).code == 0
+        assert run("ops", "slurm", "plan", *options).code == 0
     assert len(found) == 1
 
 

@@ -173,13 +173,13 @@ CORES = [
 ]
 
 
-@pytest.mark.parametrize(("compute", "cores", "said"), [row[1:] for row in CORES], ids=[row[0] for row in CORES])
-def test_cores_next_to_gpus(compute: dict[str, object], cores: list[str], said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("compute", "cores", "expected"), [row[1:] for row in CORES], ids=[row[0] for row in CORES])
+def test_cores_next_to_gpus(compute: dict[str, object], cores: list[str], expected: str, tmp_path: Path) -> None:
     """gres.conf counts cores from the first socket on: thread numbers of Linux there would name cores that do not exist."""
     cluster = load(tmp_path, {"compute": compute})
     found, note = gpu_cores(cluster.compute)
     assert found == cores
-    assert said in note
+    assert expected in note
 
 
 def test_one_line_for_gpus_of_one_place(tmp_path: Path) -> None:
@@ -244,12 +244,12 @@ WRONG = {
 
 def test_everything_that_slurm_cannot_take_is_told_at_once(tmp_path: Path) -> None:
     """Each with its key and what to write: not one a day."""
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         make_plan(cluster := load(tmp_path, WRONG), cluster.nodes[0])
-    keys = {problem.key for problem in told.value.problems}
+    keys = {problem.key for problem in caught.value.problems}
     slurm = {f"slurm.{key}" for key in ("partition", "version", "max_time")}
     assert keys == {"name", "nodes[DEFAULT].name", "nodes[n1234567890].name", "compute.memory_gb", *slurm}
-    assert all(problem.fix and problem.file for problem in told.value.problems)
+    assert all(problem.fix and problem.file for problem in caught.value.problems)
 
 
 def test_a_cluster_without_slurm_or_found_by_looking(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ XATTRS = {
 }
 
 
-def place(path: str, **more: Any) -> MountState:
+def mount_state(path: str, **more: Any) -> MountState:
     found = MountState(
         path, "xfs", "/dev/mapper/vg_nvme-lv_scratch", options=["rw", "nosuid", "nodev"], root_disk=False, data=True
     )
@@ -55,11 +55,13 @@ def healthy() -> Facts:
         root=True,
         seconds=5.0,
         bricks={
-            "/shared": place("/shared"),
-            "/shared-b": place("/shared-b", fstype="nfs4", source="10.21.133.39:/data", options=["rw", "hard", "vers=4.2"]),
+            "/shared": mount_state("/shared"),
+            "/shared-b": mount_state(
+                "/shared-b", fstype="nfs4", source="10.21.133.39:/data", options=["rw", "hard", "vers=4.2"]
+            ),
         },
-        disks={"/data/shared": place("/data/shared", as_meant=True)},
-        pool=place("/pool", fstype="fuse.mergerfs", source="pool"),
+        disks={"/data/shared": mount_state("/data/shared", as_meant=True)},
+        pool=mount_state("/pool", fstype="fuse.mergerfs", source="pool"),
         xattrs=dict(XATTRS),
         servers={"10.21.133.39": "ok"},
         points=[MountPoint(mount.target, "folder", (), True, mounted=True) for mount in of.mounts],

@@ -74,13 +74,13 @@ def test_the_reference_cluster() -> None:
     assert first.exports == ("/data/shared 10.21.133.0/24(rw,sync,root_squash,no_subtree_check,sec=sys,mountpoint)",)
     assert second.exports == ("/data 10.21.133.0/24(rw,sync,root_squash,no_subtree_check,sec=sys)",)
     assert login.exports == ()
-    for place in (login, first, second):
-        assert place.pool is not None
-        assert place.pool.source == "/shared/data:/shared-b/data"
+    for layout_found in (login, first, second):
+        assert layout_found.pool is not None
+        assert layout_found.pool.source == "/shared/data:/shared-b/data"
         assert {
             "category.create=mfs", "moveonenospc=true", "cache.files=auto-full", "minfreespace=96G", "_netdev", "nofail",
             "x-systemd.requires=/shared", "x-systemd.requires=/shared-b", "nosuid", "nodev",
-        } <= set(place.pool.options)  # fmt: skip
+        } <= set(layout_found.pool.options)  # fmt: skip
     remote = login.at("/shared")
     assert remote is not None
     assert remote.source == "10.21.133.35:/data/shared"
@@ -137,8 +137,8 @@ def test_a_brick_keeps_free_more_than_the_largest_file(
     """moveonenospc moves a whole file: where no other brick holds it, the write fails after all."""
     found = made(tmp_path, **changes)
     assert found.minfreespace == free
-    said = [text for text in found.notes if "minfreespace" in text]
-    assert (note is None and not said) or (note and note in said[0])
+    notes = [text for text in found.notes if "minfreespace" in text]
+    assert (note is None and not notes) or (note and note in notes[0])
     if found.pool:
         size = next(o for o in found.pool.options if o.startswith("minfreespace=")).partition("=")[2]
         assert int(size[:-1]) * {"G": GIB, "M": 1 << 20}[size[-1]] == free
@@ -215,18 +215,18 @@ def test_a_cluster_without_bricks(tmp_path: Path) -> None:
 # --- what systemd says -------------------------------------------------------------------------------------------------
 
 
-def asked(text: str, of: StorageLayout, old: str = "") -> list[str]:
-    said = plan.complaints(old.encode(), text.encode(), of.mounts)
-    if said is None:
+def complaints_of(text: str, of: StorageLayout, old: str = "") -> list[str]:
+    found = plan.complaints(old.encode(), text.encode(), of.mounts)
+    if found is None:
         pytest.skip("needs systemd-fstab-generator and systemd-analyze")
-    return said
+    return found
 
 
 @pytest.mark.parametrize("name", RNO)
 def test_systemd_boots_with_the_lines(name: str) -> None:
     """Its own generator and verifier: every required mount is there, and nothing is ordered in a circle."""
     found = layout(load_cluster("rno-rtxpro6000"), name)
-    assert asked("\n".join(lines(found)) + "\n", found) == []
+    assert complaints_of("\n".join(lines(found)) + "\n", found) == []
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_systemd_finds_what_would_not_boot(old: str, new: str, words: str) -> No
     found = layout(load_cluster("rno-rtxpro6000"), RNO[0])
     text = "\n".join(lines(found)) + "\n"
     assert old in text
-    assert any(words in line for line in asked(text.replace(old, new), found))
+    assert any(words in line for line in complaints_of(text.replace(old, new), found))
 
 
 def test_what_was_wrong_before_is_not_ours() -> None:
@@ -250,8 +250,8 @@ def test_what_was_wrong_before_is_not_ours() -> None:
     found = layout(load_cluster("rno-rtxpro6000"), RNO[0])
     old = "/dev/sda1 /x xfs x-systemd.requires=/absent 0 0\n"
     ours = "\n".join(lines(found)) + "\n"
-    assert asked(old + ours, found, old) == []
-    assert asked(old + ours, found) != []
+    assert complaints_of(old + ours, found, old) == []
+    assert complaints_of(old + ours, found) != []
 
 
 def test_the_pool_waits_for_both_bricks(tmp_path: Path) -> None:
@@ -262,8 +262,8 @@ def test_the_pool_waits_for_both_bricks(tmp_path: Path) -> None:
         pytest.skip("needs systemd-fstab-generator")
     (tmp_path / "fstab").write_text("\n".join(lines(found)) + "\n")
     places = [tmp_path / part for part in "nel"]
-    for place in places:
-        place.mkdir()
+    for folder in places:
+        folder.mkdir()
     env = {**os.environ, "SYSTEMD_FSTAB": str(tmp_path / "fstab"), "SYSTEMD_SYSROOT_FSTAB": "/dev/null"}
     subprocess.run([program, *map(str, places)], env=env, check=True, timeout=60)
     for target, needs in (("/pool", ["/shared", "/shared-b"]), ("/shared", ["/data/shared"])):
@@ -293,11 +293,13 @@ def test_exportfs_takes_the_lines(tmp_path: Path) -> None:
         assert "unknown keyword" not in done.err
         at.python(script, text)
         at.run("exportfs", "-ar")
-        kept = at.shell("cat /var/lib/nfs/etab")
-        assert list(etab.faults(text.splitlines(), kept, {})) == []
-        assert list(etab.others(text.splitlines(), kept, {})) == []
-        assert list(etab.faults(text.splitlines(), kept.replace("root_squash", "no_root_squash"), {}))
-        assert list(etab.faults(["/absent 10.0.0.0/8(rw,sync)"], kept, {})) == [("/absent", "is not exported to 10.0.0.0/8")]
+        etab_text = at.shell("cat /var/lib/nfs/etab")
+        assert list(etab.faults(text.splitlines(), etab_text, {})) == []
+        assert list(etab.others(text.splitlines(), etab_text, {})) == []
+        assert list(etab.faults(text.splitlines(), etab_text.replace("root_squash", "no_root_squash"), {}))
+        assert list(etab.faults(["/absent 10.0.0.0/8(rw,sync)"], etab_text, {})) == [
+            ("/absent", "is not exported to 10.0.0.0/8")
+        ]
         at.python(script, text.replace("sec=sys", "sec=sys,nonsense"))
         done = at.run("exportfs", "-ar")
         assert "nonsense" in done.err

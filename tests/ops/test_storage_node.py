@@ -281,8 +281,8 @@ def test_a_brick_fails_while_files_are_written(shared: tuple[Node, Path], name: 
         made.shell(f"touch {stop}")
         made.shell(undo.format(b=base))
         writer.communicate(timeout=60)
-    said = [json.loads(line) for line in made.shell(f"cat {log}").splitlines()]
-    safe = [item for item in said if "sum" in item]
+    entries = [json.loads(line) for line in made.shell(f"cat {log}").splitlines()]
+    safe = [item for item in entries if "sum" in item]
     assert len(safe) >= 8
     for item in safe:
         data = made.run("sha256sum", item["path"])

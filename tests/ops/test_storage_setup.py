@@ -153,9 +153,9 @@ def test_bricks_of_ext4_without_a_pool_by_several_at_once() -> None:
         cluster = cluster_file(base / "c.yaml", {"bricks": bricks, "shared": f"{base}/b0/team"})
         command = f"umask 077; {sys.executable} -m clustertune ops storage apply --cluster {cluster}"
         several = [made.start("bash", "-c", command) for _ in range(3)]
-        said = [child.communicate()[1] for child in several]
+        outputs = [child.communicate()[1] for child in several]
         codes = [child.returncode for child in several]
-        assert set(codes) <= {0, 75} and 0 in codes, said
+        assert set(codes) <= {0, 75} and 0 in codes, outputs
         assert made.command("apply", "--cluster", cluster, "--json").json["did"] == []
         assert made.shell(f"stat -c %a {base}/way {base}/b0/team {base}/b0/team/models").split() == ["755", "1777", "1777"]
         assert len(made.shell("ls /etc/fstab.clustertune-*").split()) == 1

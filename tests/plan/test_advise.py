@@ -81,21 +81,21 @@ def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ask(
-    source: RecipeSource, place: PlanMachine, goal: Goal = "time", lengths: Lengths | None = None, nodes: Any = None
+    source: RecipeSource, machine_of: PlanMachine, goal: Goal = "time", lengths: Lengths | None = None, nodes: Any = None
 ) -> Advice:
     return advise(
-        source, place, Constants(), nodes=nodes or [source.resolved.recipe.slurm.nodes], goal=goal, lengths=lengths
+        source, machine_of, Constants(), nodes=nodes or [source.resolved.recipe.slurm.nodes], goal=goal, lengths=lengths
     )  # fmt: skip
 
 
-def check(advice: Advice, source: RecipeSource, place: PlanMachine, lengths: Lengths | None = None) -> int:
+def check(advice: Advice, source: RecipeSource, at: PlanMachine, lengths: Lengths | None = None) -> int:
     """Of each sort the printed line gives the strategy, the step time and the memory that stand beside it."""
     named = advisor.overrides(advice, source)
     sorts = {_sort(option.strategy): option for option in reversed(advice.fitting)}
     for option in sorts.values():
         arguments = named[option.candidate.family]
         again = resolve(source.resolved.folder, arguments, tiny=source.resolved.tiny)
-        plan = make_plan(again, place, lengths=lengths, sure=False)
+        plan = make_plan(again, at, lengths=lengths, sure=False)
         expected = replace(
             option.strategy, notes=(), sequence=plan.strategy.sequence, conversation=plan.strategy.conversation
         )  # both follow from the lengths
@@ -142,9 +142,9 @@ def test_what_is_printed_gives_what_is_advised(name: str, tmp_path: Path, where:
     case = CASES[name]
     source = RecipeSource(resolve(write_recipe(tmp_path / "recipe", **case)))
     lengths = Lengths((100, 500, 1500), "test")
-    place = where(case.get("nodes", 1))
-    advice = ask(source, place, lengths=lengths)
-    assert check(advice, source, place, lengths) >= 2, [option.candidate.family for option in advice.losing]
+    at = where(case.get("nodes", 1))
+    advice = ask(source, at, lengths=lengths)
+    assert check(advice, source, at, lengths) >= 2, [option.candidate.family for option in advice.losing]
     found = {option.candidate.family.removesuffix(" bf16") for option in [*advice.fitting, *advice.losing]}
     one = {"one GPU", "one GPU with CPU offload"}
     many = {"DDP", "FSDP2", "FSDP2 without resharding", "ZeRO-2", "ZeRO-3 with CPU optimizer", "TP 4 x PP 2"}
@@ -154,15 +154,15 @@ def test_what_is_printed_gives_what_is_advised(name: str, tmp_path: Path, where:
 def test_the_reference_recipe_finds_what_its_page_predicts(where: Callable[[int], PlanMachine]) -> None:
     """405B LoRA on 2 x 8 RTX PRO 6000: no weights over Ethernet, a base of 4 bits; TP x PP beats bf16 FSDP."""
     source = RecipeSource(resolve("llama405b-oasst2"))
-    place = machine(load_cluster(REFERENCE))
-    advice = ask(source, place)
-    check(advice, source, place)
+    at = machine(load_cluster(REFERENCE))
+    advice = ask(source, at)
+    check(advice, source, at)
     names = [option.candidate.family for option in advice.fitting]
     started = [option.candidate.family for option in advice.fitting if option.starts(load_cluster(REFERENCE))]
     assert started[0].startswith("HSDP") and started[0].endswith("nf4") and not any("PP" in name for name in started)
     assert names.index("TP 8 x PP 2") < names.index("FSDP2 bf16")
     assert "HSDP 8 x 2 bf16" in [option.candidate.family for option in advice.losing]
-    plan = make_plan(source.resolved, place, sure=False)
+    plan = make_plan(source.resolved, at, sure=False)
     assert plan.step.seconds / advice.fitting[0].step_s > 8
 
 
@@ -201,11 +201,11 @@ def test_each_goal_ranks_by_its_own_quantity(tmp_path: Path, where: Callable[[in
         values = [key(option) for option in advice.fitting]
         assert len(values) > 3
         assert all(later * advisor.ALIKE >= earlier for earlier, later in itertools.pairwise(values))
-        told = {option.candidate.family: text for option, text in advisor.reasons(advice)}
-        assert set(told) == {o.candidate.family for o in [*advice.fitting[1:], *advice.losing]}
+        reasons = {option.candidate.family: text for option, text in advisor.reasons(advice)}
+        assert set(reasons) == {o.candidate.family for o in [*advice.fitting[1:], *advice.losing]}
         words = {"time": "x the time", "cost": "x the cost", "memory": "x the memory"}[goal]
-        assert all(re.search(f"{words}|no difference", told[option.candidate.family]) for option in advice.fitting[1:])
-        assert all("needs" in told[option.candidate.family] for option in advice.losing)
+        assert all(re.search(f"{words}|no difference", reasons[option.candidate.family]) for option in advice.fitting[1:])
+        assert all("needs" in reasons[option.candidate.family] for option in advice.losing)
 
 
 @pytest.mark.usefixtures("few_sizes")
@@ -350,8 +350,8 @@ def test_a_pipeline_of_126_layers_counts_embedding_and_loss(tmp_path: Path, wher
     """Llama 405B over 8 stages, as Megatron-Bridge cuts it."""
     large = LLAMA_70B | {"num_hidden_layers": 126, "hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128}
     source = RecipeSource(resolve(write_recipe(tmp_path / "recipe", model=large, lora=LORA_SECTION, nodes=4)))
-    place = where(4)
-    advice = ask(source, place)
+    at = where(4)
+    advice = ask(source, at)
     found = {option.candidate.family: option for option in advice.fitting}
     assert found["TP 4 x PP 8"].strategy.pp == 8
-    assert check(advice, source, place)
+    assert check(advice, source, at)

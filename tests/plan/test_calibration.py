@@ -33,10 +33,10 @@ def run(
     memory_too: bool = False, noise: float = 0.0, **changes: Any,
 ) -> Observation:  # fmt: skip
     """A run of 20 steps on a machine whose true constants are given."""
-    here: ModelShape = shape(of or counted(), **changes)
+    of_shape: ModelShape = shape(of or counted(), **changes)
 
     def predict(constants: Constants) -> tuple[float, float]:
-        return step(here, at, constants).seconds, max(moment.bytes for moment in memory.moments(here, constants))
+        return step(of_shape, at, constants).seconds, max(moment.bytes for moment in memory.moments(of_shape, constants))
 
     rng = random.Random(name)
     seconds, peak = predict(true)

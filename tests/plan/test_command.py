@@ -161,8 +161,8 @@ def test_what_does_not_fit_ends_with_what_would(tmp_path: Path, cluster: Path) -
         if remedy["overrides"] is not None:
             again = answer(recipe, *remedy["overrides"], "--cluster", cluster)
             assert again["fits"] and again["step_s"] == pytest.approx(remedy["step_s"])
-    told = call(recipe, "--cluster", cluster)
-    assert told.exit_code == 2 and "It would fit with one of these" in told.output
+    done = call(recipe, "--cluster", cluster)
+    assert done.exit_code == 2 and "It would fit with one of these" in done.output
 
 
 def write_run(folder: Path, recipe: Path, seconds: list[float]) -> Path:
@@ -180,11 +180,11 @@ def test_calibration_from_a_run_folder(tmp_path: Path, recipe: Path, cluster: Pa
     slow = 1.2 * before
     done = answer("--calibrate", write_run(tmp_path / "run", recipe, [9 * slow, 5 * slow] + [slow] * 18), "--cluster", cluster)
     assert set(done["constants"]) == {"compute_scale"} and "inter_scale" in done["not_identified"]
-    (told,) = done["runs"]
-    assert (told["measured_s"], told["before_s"]) == pytest.approx((slow, before))
+    (calibrated,) = done["runs"]
+    assert (calibrated["measured_s"], calibrated["before_s"]) == pytest.approx((slow, before))
     after = answer(recipe, "--cluster", cluster)
     assert after["calibrated"] == ["compute_scale"]
-    assert after["step_s"] == pytest.approx(slow, rel=0.05) == pytest.approx(told["after_s"], rel=0.05)
+    assert after["step_s"] == pytest.approx(slow, rel=0.05) == pytest.approx(calibrated["after_s"], rel=0.05)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
@@ -224,12 +224,12 @@ def test_errors_as_a_document(recipe: Path) -> None:
 
 def test_the_printed_line_is_a_command(recipe: Path, cluster: Path) -> None:
     """The second line of --advise selects the winner where it is pasted: recipe, cluster and what was given are in it."""
-    asked = ["plan", recipe, "--cluster", cluster, "train.max_length=1024"]
-    done = call(*asked[1:], "--advise")
+    command = ["plan", recipe, "--cluster", cluster, "train.max_length=1024"]
+    done = call(*command[1:], "--advise")
     line = done.output.strip().splitlines()[1]
     words = shlex.split(line)
     assert words[:2] == ["clustertune", "plan"] and "train.max_length=1024" in words
-    best = next(option for option in answer(*asked[1:], "--advise")["options"] if option["starts_here"])
+    best = next(option for option in answer(*command[1:], "--advise")["options"] if option["starts_here"])
     assert answer(*words[2:])["step_s"] == pytest.approx(best["step_s"])
 
 
@@ -242,10 +242,10 @@ def test_a_padded_run_teaches_no_padding(tmp_path: Path, cluster: Path) -> None:
     run = write_run(tmp_path / "run", recipe, [step_s] * 20)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (run / "metrics.jsonl").write_text("".join(json.dumps(x | {"tokens": x["step"] * 64 * 300}) + "\n" for x in lines))
-    (told,) = answer("--calibrate", run, "--cluster", cluster)["runs"]
-    assert told["before_s"] == pytest.approx(step_s)
-    (told,) = answer("--calibrate", run, "--cluster", cluster, "--lengths", tmp_path / "lengths")["runs"]
-    assert told["before_s"] == pytest.approx(step_s)
+    (calibrated,) = answer("--calibrate", run, "--cluster", cluster)["runs"]
+    assert calibrated["before_s"] == pytest.approx(step_s)
+    (calibrated,) = answer("--calibrate", run, "--cluster", cluster, "--lengths", tmp_path / "lengths")["runs"]
+    assert calibrated["before_s"] == pytest.approx(step_s)
 
 
 def test_steps_that_took_no_time_are_none(tmp_path: Path, recipe: Path, cluster: Path) -> None:

@@ -69,10 +69,10 @@ def compare(cases: list[tuple[str, int, bool]], measured: list[dict[str, int]]) 
     for one, peaks in zip(cases, measured, strict=True):
         moments = predict(*one)
         pairs = {"peak": (max(m.bytes for m in moments), max(peaks.values())), "update": (moments[2].bytes, peaks["optimizer"])}
-        for what, (told, real) in pairs.items():
-            error = told / real - 1
-            wrong += not (-0.02 <= error <= 0.05 or abs(told - real) < SMALL)
-            found.append(f"{one}: {what} {told / 2**30:.2f} GiB, measured {real / 2**30:.2f}, {error:+.1%}")
+        for what, (planned, real) in pairs.items():
+            error = planned / real - 1
+            wrong += not (-0.02 <= error <= 0.05 or abs(planned - real) < SMALL)
+            found.append(f"{one}: {what} {planned / 2**30:.2f} GiB, measured {real / 2**30:.2f}, {error:+.1%}")
     sys.stdout.write("\n".join(found) + "\n")
     assert not wrong, "\n".join(found)
 

@@ -166,9 +166,9 @@ def compare(root: Path, cases: dict[str, dict[str, Any]]) -> None:
         }
         if case.get("kind") == "FSDP1":
             del pairs["rest"]  # its gradients of the step before are there until the next one begins
-        for what, (told, real, limit) in pairs.items():
-            wrong += abs(told / real - 1) > limit
-            found.append(f"{name}: {what} {told / 2**20:.2f} MiB, measured {real / 2**20:.2f}, {told / real - 1:+.1%}")
+        for what, (planned, real, limit) in pairs.items():
+            wrong += abs(planned / real - 1) > limit
+            found.append(f"{name}: {what} {planned / 2**20:.2f} MiB, measured {real / 2**20:.2f}, {planned / real - 1:+.1%}")
     sys.stdout.write("\n".join(found) + "\n")
     assert not wrong, "\n".join(found)
 

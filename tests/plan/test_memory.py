@@ -119,8 +119,8 @@ def test_recomputed_layers_keep_their_input(compiled: bool) -> None:
     """A row of the hidden size for each layer; half of the layers keep half of both; offloaded it is on the host."""
     none, half, every = (activations(shape(compiled=compiled, checkpointed=share)) for share in (0.0, 0.5, 1.0))
     row = LAYERS * HIDDEN * 2 * TOKENS
-    kept = parts(shape(compiled=compiled, checkpointed=1.0), LOSS)["saved layer inputs"]
-    assert kept == pytest.approx(row)
+    inputs = parts(shape(compiled=compiled, checkpointed=1.0), LOSS)["saved layer inputs"]
+    assert inputs == pytest.approx(row)
     assert half == pytest.approx((none + every) / 2)
     assert every < none / 3
     away = shape(compiled=compiled, checkpointed=1.0, checkpoint_offload=True)

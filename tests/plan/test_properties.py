@@ -119,9 +119,9 @@ def test_recomputing_more_saves_memory_and_costs_time(
 ) -> None:  # fmt: skip
     """A larger share of recomputed layers never needs more at the loss and is never faster."""
     less, more = (made(kind, lora, {**sizes, "checkpointed": share}) for share in sorted((one, other)))
-    kept = [memory.moments(of, Constants())[0].bytes for of in (less, more)]
+    resident = [memory.moments(of, Constants())[0].bytes for of in (less, more)]
     if sizes["attention"] != "eager" or sizes["sequence"] <= 512:
-        assert kept[1] <= kept[0] * (1 + 1e-9)
+        assert resident[1] <= resident[0] * (1 + 1e-9)
     assert timed(more, at).seconds >= timed(less, at).seconds * (1 - 1e-9)
 
 
@@ -130,10 +130,10 @@ def test_recomputing_more_saves_memory_and_costs_time(
 def test_keeping_the_weights_saves_time_and_costs_memory(kind: str, lora: bool, sizes: dict[str, Any], at: PlanMachine) -> None:
     """Without resharding the backward pass gathers nothing, and all weights stay."""
     of = made(kind, lora, sizes)
-    kept = replace(of, strategy=replace(of.strategy, reshard=False))
-    assert timed(kept, at).seconds <= timed(of, at).seconds * (1 + 1e-9)
+    unsharded = replace(of, strategy=replace(of.strategy, reshard=False))
+    assert timed(unsharded, at).seconds <= timed(of, at).seconds * (1 + 1e-9)
     if of.strategy.weight_shards > 1:
-        assert memory.moments(kept, Constants())[0].bytes >= memory.moments(of, Constants())[0].bytes * (1 - 1e-9)
+        assert memory.moments(unsharded, Constants())[0].bytes >= memory.moments(of, Constants())[0].bytes * (1 - 1e-9)
 
 
 @FEW

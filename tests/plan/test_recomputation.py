@@ -53,7 +53,7 @@ def policy(of: ModelShape) -> Policy:
 
 
 @pytest.mark.parametrize(
-    ("save", "kept", "weights", "attention"),
+    ("save", "saved", "weights", "attention"),
     [
         ((), 0, MATMUL, 1.0),
         (("attention",), ATTENTION, MATMUL, 0.0),
@@ -66,11 +66,11 @@ def policy(of: ModelShape) -> Policy:
         ),
     ],
 )
-def test_what_a_policy_keeps_and_spares(save: tuple[str, ...], kept: int, weights: int, attention: float) -> None:
+def test_what_a_policy_keeps_and_spares(save: tuple[str, ...], saved: int, weights: int, attention: float) -> None:
     """By hand, from the widths of the seven products."""
     of = shape(**ALL, save=save)
     found = policy(of)
-    assert found.layer(of.counted.layers[0]) == kept
+    assert found.layer(of.counted.layers[0]) == saved
     assert found.products_again == pytest.approx(weights / MATMUL)
     assert found.attention_again == attention
 
@@ -234,28 +234,28 @@ def of_the_source(folder: Path, model: str, gpu: str, ratio: float) -> Plan:
         plan={"whole_logits": True, "reduce_dtype": "fp32"},
     )  # fmt: skip
     links = {"a100-sxm-80": "nvlink3", "h100-sxm": "nvlink4", "gb200": "nvlink5"}
-    place = write_cluster(folder / f"{gpu}.yaml", nodes=nodes, gpu=gpu, gpus=64 // nodes, interconnect=links[gpu])
-    return make_plan(resolve(recipe), read_machine(load_cluster(str(place))), sure=False)
+    file = write_cluster(folder / f"{gpu}.yaml", nodes=nodes, gpu=gpu, gpus=64 // nodes, interconnect=links[gpu])
+    return make_plan(resolve(recipe), read_machine(load_cluster(str(file))), sure=False)
 
 
 @pytest.mark.parametrize(("model", "gpu"), TABLE)
 def test_the_ratio_that_is_advised_is_the_one_of_the_source(tmp_path: Path, model: str, gpu: str) -> None:
     """The smallest share that fits the GPU's memory; where the source took more than it needed, its own peak says so."""
     plan = of_the_source(tmp_path, model, gpu, 0.0)
-    told = TABLE[model, gpu]
-    wanted = 0.25 if (model, gpu) in ROOMIER else told
+    published = TABLE[model, gpu]
+    wanted = 0.25 if (model, gpu) in ROOMIER else published
     assert plan.fits == (wanted == 0)
     if not plan.fits:
         shares = [r for r in remedies(plan) if r.what.startswith("recompute")]
         assert shares[0].arguments == [f"activation_checkpointing.ratio={wanted:g}"]
-        assert shares[0].plan.strategy.recompute.share == wanted <= told
+        assert shares[0].plan.strategy.recompute.share == wanted <= published
 
 
 def test_the_command_of_the_page() -> None:
     """docs/memory-keys.md: what is kept is in the memory, and the words say so."""
-    said = ["plan", "llama405b-oasst2", "--cluster", "rno-rtxpro6000", "--json"]
+    command = ["plan", "llama405b-oasst2", "--cluster", "rno-rtxpro6000", "--json"]
     own = ["accelerate.fsdp_config.fsdp_activation_checkpointing=false", "activation_checkpointing.save=[attention]"]
-    before, after = (json.loads(run(*said, *words).out) for words in ([], own))
+    before, after = (json.loads(run(*command, *words).out) for words in ([], own))
     more = after["memory_parts_gib"]["activations"] - before["memory_parts_gib"]["activations"]
     # 126 layers x 2048 tokens x 128 heads of 128 elements in 16 bits and a float32; less what one layer holds anyway.
     assert more == pytest.approx((126 * 2048 * 128 * (128 * 2 + 4) - 2048 * 128 * 128 * 2) / 2**30, rel=1e-6)

@@ -47,9 +47,9 @@ def test_padding_against_sampling(batch: int) -> None:
 def test_a_batch_is_at_least_as_long_as_its_mean(tokens: list[int], batch: int, longest: int) -> None:
     """Between the mean and the longest, and longer with a larger batch."""
     found = Lengths(tuple(sorted(tokens)), "test")
-    here = found.padded(batch, longest)
-    assert found.mean(longest) - 1e-6 <= here <= min(max(tokens), longest) + 1e-6
-    assert here <= found.padded(batch + 1, longest) + 1e-6
+    padded = found.padded(batch, longest)
+    assert found.mean(longest) - 1e-6 <= padded <= min(max(tokens), longest) + 1e-6
+    assert padded <= found.padded(batch + 1, longest) + 1e-6
 
 
 def test_files_of_lengths(tmp_path: Path) -> None:
@@ -95,8 +95,8 @@ def test_what_a_recipe_says_of_its_lengths(tmp_path: Path) -> None:
     """The mean itself, or the mean that a known number of packed steps means; nothing where neither is told."""
     counts = {"train": 10_000, "eval": 100, "mean_tokens": 300.4}
     data = {"name": "d", "input": "rows.jsonl", "format": "messages"}
-    told = known_lengths(resolve(write_recipe(tmp_path / "told", data=data | {"expect": counts})))
-    assert told == Lengths((300,), "data.expect.mean_tokens")
+    stated = known_lengths(resolve(write_recipe(tmp_path / "told", data=data | {"expect": counts})))
+    assert stated == Lengths((300,), "data.expect.mean_tokens")
     stepped = known_lengths(resolve(write_recipe(tmp_path / "stepped", expect={"steps": 20})))
     assert stepped is not None
     assert stepped.tokens == (int(20 * 64 * 2048 * PACKED_SHARE / 10_000),)
@@ -119,10 +119,10 @@ def test_steps_of_packed_and_padded_trainings(tmp_path: Path) -> None:
     assert twice.schedule.steps == -(-39 * 3 // 2)
     capped = planned(tmp_path / "capped", lengths, train={"max_steps": 7})
     assert capped.schedule.steps == 7
-    said = planned(tmp_path / "said", expect={"steps": 12}, train={"num_train_epochs": 1}, data={
+    stated = planned(tmp_path / "said", expect={"steps": 12}, train={"num_train_epochs": 1}, data={
         "name": "d", "input": "rows.jsonl", "format": "messages",
     })  # fmt: skip
-    assert said.schedule.steps == 12
+    assert stated.schedule.steps == 12
     unknown = planned(tmp_path / "unknown")
     assert unknown.schedule.steps is None and unknown.hours is None and unknown.totals() is None
     assert "--lengths" in unknown.schedule.steps_why

@@ -287,7 +287,7 @@ def test_a_plan_of_a_run_reads_what_the_run_resolved() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "wanted"),
+    ("override", "wanted"),
     [
         ("plan.sequence_parallel=true", {"sequence_parallel": True}),
         ("plan.reduce_each=true", {"reduce_each": True}),
@@ -300,9 +300,9 @@ def test_a_plan_of_a_run_reads_what_the_run_resolved() -> None:
                           "fused_loss": True, "reduce_bytes": 4.0}),
     ],
 )  # fmt: skip
-def test_a_run_of_another_program(said: str, wanted: dict[str, Any]) -> None:
+def test_a_run_of_another_program(override: str, wanted: dict[str, Any]) -> None:
     """torchtitan and NeMo differ from accelerate in these: without them their published runs cannot be planned."""
-    check(read_strategy(resolve(RECIPE, [said])), **wanted)
+    check(read_strategy(resolve(RECIPE, [override])), **wanted)
 
 
 def test_megatron_holds_gradients_as_it_reduces_them() -> None:

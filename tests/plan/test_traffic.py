@@ -109,9 +109,9 @@ def sent(**changes: Any) -> dict[str, tuple[str, int, int, float]]:
     """Each collective's place, group size, stride and bytes."""
     found = traffic(shape(**changes))
     return {
-        f"{place}: {c.name}": (c.kind, c.group.size, c.group.stride, pytest.approx(c.size))  # type: ignore[misc]
-        for place in ("forward", "backward", "last", "exposed", "after")
-        for c in getattr(found, place)
+        f"{phase}: {c.name}": (c.kind, c.group.size, c.group.stride, pytest.approx(c.size))  # type: ignore[misc]
+        for phase in ("forward", "backward", "last", "exposed", "after")
+        for c in getattr(found, phase)
     }
 
 

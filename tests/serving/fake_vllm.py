@@ -91,8 +91,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         model = words[2] if mode != "other" else "/other"
-        said = {"/health": {}, "/version": {"version": "0"}, "/v1/models": {"data": [{"id": "model", "root": model}]}}
-        self.reply(200 if self.path in said and mode != "late" else 404, said.get(self.path))
+        answers = {"/health": {}, "/version": {"version": "0"}, "/v1/models": {"data": [{"id": "model", "root": model}]}}
+        self.reply(200 if self.path in answers and mode != "late" else 404, answers.get(self.path))
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -57,7 +57,7 @@ def test_what_waits_is_not_sent_to_a_server_that_hangs(start: Start, tiny_model:
 
 
 @pytest.mark.parametrize(
-    ("mode", "said"),
+    ("mode", "message"),
     [
         ("500", "failed 3 times"),
         ("die", "no server is left"),
@@ -70,11 +70,11 @@ def test_what_waits_is_not_sent_to_a_server_that_hangs(start: Start, tiny_model:
         ("abort", "failed 3 times.*abort"),
     ],
 )
-def test_what_is_no_answer_is_never_scored(start: Start, tiny_model: Path, mode: str, said: str) -> None:
+def test_what_is_no_answer_is_never_scored(start: Start, tiny_model: Path, mode: str, message: str) -> None:
     servers = start([mode, 5])
-    with pytest.raises(UserError, match=said) as told:
+    with pytest.raises(UserError, match=message) as caught:
         ask(servers, tiny_model, stall_seconds=2)
-    text = str(told.value)
+    text = str(caught.value)
     assert servers.job.urls[0] in text
     assert "Prompt" in text or "no server" in text
 
@@ -82,13 +82,13 @@ def test_what_is_no_answer_is_never_scored(start: Start, tiny_model: Path, mode:
 @pytest.mark.parametrize("mode", ["ok", "null"])
 def test_log_likelihoods_are_whole(start: Start, tiny_model: Path, mode: str) -> None:
     lm = client(start([mode, 3]), tiny_model)
-    asked = [Instance("loglikelihood", {}, (f"Question {i}", f" answer {i}"), i) for i in range(8)]
+    requests = [Instance("loglikelihood", {}, (f"Question {i}", f" answer {i}"), i) for i in range(8)]
     if mode != "ok":
         with pytest.raises(UserError, match="log-probabilities"):
-            lm.loglikelihood(asked, disable_tqdm=True)
+            lm.loglikelihood(requests, disable_tqdm=True)
         return
-    found = lm.loglikelihood(asked, disable_tqdm=True)
-    for (value, _), request in zip(found, asked, strict=True):
+    found = lm.loglikelihood(requests, disable_tqdm=True)
+    for (value, _), request in zip(found, requests, strict=True):
         whole, context = lm.tok_encode("".join(request.args)), lm.tok_encode(request.args[0])
         assert value == pytest.approx(-sum((1 + token % 7) ** 0.5 for token in whole[len(context) - 1 : -1]))
 

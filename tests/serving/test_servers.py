@@ -96,12 +96,12 @@ def test_a_follower_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("FAKE_PIDS", str(tmp_path / "pids"))
     described = replace(over_two(tmp_path), interface=None, nodes=("127.0.0.1", "127.0.0.1"), start_seconds=3.0)
     with Servers(described, 1, FAKE), Servers(described, 0, FAKE) as head:
-        with pytest.raises(UserError, match=r"no answer after 3 s from node 0") as told:
+        with pytest.raises(UserError, match=r"no answer after 3 s from node 0") as caught:
             head.wait()
         pids = processes(tmp_path)
-    said = str(told.value)
-    assert "node-1.log: node 1: last wrote" in said
-    assert "s ago: waits for the others" in said
+    text = str(caught.value)
+    assert "node-1.log: node 1: last wrote" in text
+    assert "s ago: waits for the others" in text
     assert gone(pids)
 
 
@@ -201,9 +201,9 @@ def test_a_node_whose_part_ends_ends_the_step(
     time.sleep(0.2)
     pids = processes(tmp_path)
     os.kill(pids[0], signal.SIGKILL)
-    said = process.communicate(timeout=60)[1].decode()
+    output = process.communicate(timeout=60)[1].decode()
     assert process.returncode == 1
-    assert f"node {node} (127.0.0.1) ended: ended with SIGKILL" in said
+    assert f"node {node} (127.0.0.1) ended: ended with SIGKILL" in output
     assert gone(pids)
 
 

@@ -32,8 +32,8 @@ def test_chat_answers_in_the_model_s_template(tiny_model: Path) -> None:
     )
     torch.manual_seed(0)
     made = model.generate(**inputs, do_sample=False, max_new_tokens=12)[0][inputs["input_ids"].shape[1] :]
-    told = tokenizer.decode(made, skip_special_tokens=True)
-    assert done.out.split() == told.split()  # a pipe that is read as text may give other line ends
+    expected = tokenizer.decode(made, skip_special_tokens=True)
+    assert done.out.split() == expected.split()  # a pipe that is read as text may give other line ends
 
 
 def test_a_run_without_a_model_says_what_to_do(tmp_path: Path) -> None:

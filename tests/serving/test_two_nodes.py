@@ -90,8 +90,8 @@ def test_a_server_that_hangs_ends_the_job(slurm: ThrowawayCluster, tmp_path: Pat
     job = evaluation(slurm, tmp_path, run, "eval.stall_seconds=3", FAKE_MODES='{"*": ["hang", 3]}')
     found = job.end()
     assert found["JobState"] == "FAILED", job.text
-    for said in ("no answer within 3", "node 0: last wrote", "node 1: last wrote", ": met"):
-        assert said in job.text
+    for message in ("no answer within 3", "node 0: last wrote", "node 1: last wrote", ": met"):
+        assert message in job.text
     wait_for(lambda: not left(slurm), "the end of all processes")
 
 
@@ -102,9 +102,9 @@ def test_serve_as_a_job_is_where_its_ssh_line_leads(slurm: ThrowawayCluster, tmp
     machine = cluster_file(tmp_path, f"runs: {tmp_path}/runs")
     machine.write_text(machine.read_text() + f"container: {{runtime: none, vllm: {vllm}}}\n")
     words = [sys.executable, "-m", "clustertune", "serve", tiny_model, "--submit", "--port", "8123", "--cluster", machine]
-    said = slurm.run(words, cwd=REPO).stderr
-    job = re.search(r"ssh -N -L 8123:127\.0\.0\.1:8123 -J login1 \$\(ssh login1 (squeue -hj (\d+) -o %B)\)", said)
-    assert job, said
+    output = slurm.run(words, cwd=REPO).stderr
+    job = re.search(r"ssh -N -L 8123:127\.0\.0\.1:8123 -J login1 \$\(ssh login1 (squeue -hj (\d+) -o %B)\)", output)
+    assert job, output
     log = next((tmp_path / "runs").rglob("serve.sbatch")).parent / f"serve-{job[2]}.log"
     url = "http://127.0.0.1:8123/v1/models"
     asking = [sys.executable, "-c", f"import urllib.request; print(urllib.request.urlopen('{url}').read().decode())"]

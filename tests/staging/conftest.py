@@ -54,9 +54,9 @@ class Bench:
 
     def __init__(self, path: Path, gb: float = 10, *, deep: bool = True, stall: float = 60) -> None:
         path.mkdir(exist_ok=True)
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.cache = cache.open_cache(Staging(path=str(path), gb=gb))
-        self.stager = Stager(self.cache, Bounds(workers=4, stall=stall), deep=deep, tell=self.said.append)
+        self.stager = Stager(self.cache, Bounds(workers=4, stall=stall), deep=deep, tell=self.messages.append)
 
     def stage(self, root: Path, what: str = "data") -> Path:
         """Stage a folder and let it go again; the copy's folder."""
@@ -66,7 +66,7 @@ class Bench:
 
     @property
     def words(self) -> str:
-        return "\n".join(self.said)
+        return "\n".join(self.messages)
 
 
 @pytest.fixture
@@ -112,11 +112,11 @@ def into_hub_cache(cache: Path, kind: str, name: str, revision: str, files: Path
     return snapshot
 
 
-def make_hub_recipe(place: Path, model: Path) -> tuple[Path, Path]:
+def make_hub_recipe(parent: Path, model: Path) -> tuple[Path, Path]:
     """A recipe that names a model and a dataset of the Hub, and the cache (HF_HOME) in which both lie, with the benchmark."""
-    home = place / "hf"
+    home = parent / "hf"
     into_hub_cache(home / "hub", "models", MODEL, REVISION, model)
-    rows = place / "rows"
+    rows = parent / "rows"
     rows.mkdir()
     for split, count in (("train", 12), ("validation", 3)):
         lines = (
@@ -125,7 +125,7 @@ def make_hub_recipe(place: Path, model: Path) -> tuple[Path, Path]:
         )
         (rows / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     into_hub_cache(home / "hub", "datasets", DATASET, REVISION, rows)
-    folder = place / "recipes" / "hubby"
+    folder = parent / "recipes" / "hubby"
     shutil.copytree(REPO / "recipes/tiny-oasst2", folder)
     shutil.copytree(REPO / "recipes/_base", folder.parent / "_base")
     text = (folder / "recipe.yaml").read_text()

@@ -48,7 +48,7 @@ def test_on_this_node_and_away_again(tmp_path: Path, cluster: Path, hub_recipe: 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["recipes/tiny-oasst2", "--cluster", "rno-rtxpro6000"], "storage.staging"),
         (["recipes/tiny-oasst2", "--cluster", "{cluster}", "--run-dir", "{tmp}/none"], "nothing of this recipe is there"),
@@ -62,10 +62,10 @@ def test_on_this_node_and_away_again(tmp_path: Path, cluster: Path, hub_recipe: 
         (["recipes/tiny-oasst2", "model.path={tmp}/none", "model.weights=hub", "--cluster", "{cluster}"], "no such folder"),
     ],
 )
-def test_what_is_wrong_is_told(tmp_path: Path, cluster: Path, words: list[str], said: str) -> None:
+def test_what_is_wrong_is_told(tmp_path: Path, cluster: Path, words: list[str], message: str) -> None:
     """With a remedy, and nothing is written."""
     done = run("stage", *(word.format(cluster=cluster, tmp=tmp_path) for word in words))
-    assert done.code == 2 and said in done.err, done.err
+    assert done.code == 2 and message in done.err, done.err
     assert not (tmp_path / "o").exists()
 
 
@@ -108,9 +108,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
                     json.dumps([self._entry(folder, p) for p in sorted(folder.rglob("*")) if p.is_file()]).encode(), body=body
                 )
                 return
-            place = f"/{prefix}{name}/resolve/{REVISION}/"
-            if path.startswith(place) and (folder / path.removeprefix(place)).is_file():
-                content = (folder / path.removeprefix(place)).read_bytes()
+            start = f"/{prefix}{name}/resolve/{REVISION}/"
+            if path.startswith(start) and (folder / path.removeprefix(start)).is_file():
+                content = (folder / path.removeprefix(start)).read_bytes()
                 self._send(content, body=body, etag=_etag(path, content), spoil=bool(self.spoil and path.endswith(self.spoil)))
                 return
         self.send_response(404)

@@ -183,19 +183,19 @@ slurm: {{partition: {partition}}}
 @pytest.fixture(scope="module")
 def jobs(slurm_session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Job, Path]]:  # type: ignore[no-untyped-def]  # noqa: F811
     """The same job with copies and without, on a Slurm of two nodes. Read only."""
-    place = tmp_path_factory.mktemp("staged")
-    (place / "local").mkdir()
+    shared = tmp_path_factory.mktemp("staged")
+    (shared / "local").mkdir()
     partition = slurm_session.run(["sinfo", "-h", "-o", "%R"]).stdout.split()[0]
-    file = place / "two.yaml"
-    file.write_text(NODES.format(shared=place / "pool", staging=place / "local", partition=partition))
+    file = shared / "two.yaml"
+    file.write_text(NODES.format(shared=shared / "pool", staging=shared / "local", partition=partition))
     made = []
     for name, word in (("near", "slurm.staging=true"), ("far", "slurm.staging=false")):
-        job = Job(slurm_session, place / "pool" / name)
+        job = Job(slurm_session, shared / "pool" / name)
         job.words += [word, "--cluster", str(file)]
         job.submit()
         assert job.end()["JobState"] == "COMPLETED", job.text
         made.append(job)
-    yield made[0], made[1], place / "local"
+    yield made[0], made[1], shared / "local"
 
 
 @pytest.mark.jobs
@@ -203,9 +203,9 @@ def jobs(slurm_session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 def test_a_job_on_copies_trains_the_same_weights(jobs: tuple[Job, Job, Path]) -> None:
     """Both nodes copy, their ranks read the copies, and the adapter is that of the job without."""
     near, far, local = jobs
-    told = events(near.run, "staged")
-    assert sorted(event["host"] for event in told) == ["node1", "node2"]
-    assert all({tree["what"] for tree in event["trees"]} == {"model", "data"} and not event["warnings"] for event in told)
+    staged = events(near.run, "staged")
+    assert sorted(event["host"] for event in staged) == ["node1", "node2"]
+    assert all({tree["what"] for tree in event["trees"]} == {"model", "data"} and not event["warnings"] for event in staged)
     assert json.loads((near.run / "run.json").read_bytes())["staged"][0]["trees"][0]["path"].startswith(str(local))
     for rank in (0, 1):
         assert f"base model from {local}/" in (near.run / f"attempts/0001/rank-{rank}.log").read_text()

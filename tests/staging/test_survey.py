@@ -17,7 +17,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize(
-    ("names", "kept"),
+    ("names", "expected"),
     [
         (["config.json", "model.safetensors", "pytorch_model.bin", "model.gguf"], ["config.json", "model.safetensors"]),
         (["config.json", "pytorch_model.bin", "tf_model.h5"], ["config.json", "pytorch_model.bin"]),
@@ -29,9 +29,9 @@ INDEX = "model.safetensors.index.json"
         (["tokenizer.json", "chat_template.jinja", "README.md"], ["README.md", "chat_template.jinja", "tokenizer.json"]),
     ],
 )
-def test_only_what_is_loaded_is_copied(names: list[str], kept: list[str]) -> None:
+def test_only_what_is_loaded_is_copied(names: list[str], expected: list[str]) -> None:
     """Beside Llama's safetensors lie the publisher's own weights, 800 GB more at 405B."""
-    assert choose(names, {INDEX: ["m-1.safetensors", "m-2.safetensors"]}) == kept
+    assert choose(names, {INDEX: ["m-1.safetensors", "m-2.safetensors"]}) == expected
 
 
 def test_a_missing_shard_is_told(tmp_path: Path) -> None:

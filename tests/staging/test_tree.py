@@ -203,11 +203,11 @@ def test_two_side_by_side_copy_once(tmp_path: Path) -> None:
     """Two jobs on one node: one copies, the other waits and uses it."""
     root = fill(tmp_path / "source", {f"{n:02}.bin": 8 * MIB for n in range(12)})
     children = [start(tmp_path / "local", root) for _ in range(2)]
-    said = [child.communicate(timeout=300) for child in children]
-    assert [child.returncode for child in children] == [0, 0], said
-    words = "".join(err for _, err in said)
+    outputs = [child.communicate(timeout=300) for child in children]
+    assert [child.returncode for child in children] == [0, 0], outputs
+    words = "".join(err for _, err in outputs)
     assert words.count("copies source: 12 files") == 1
-    assert said[0][0] == said[1][0] and same(root, Path(said[0][0].strip()))
+    assert outputs[0][0] == outputs[1][0] and same(root, Path(outputs[0][0].strip()))
 
 
 def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
@@ -234,10 +234,10 @@ def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
 def test_more_than_may_be_kept_is_refused_before_a_byte(tmp_path: Path) -> None:
     """And removes nothing for it."""
     bench = Bench(tmp_path / "local", gb=0.02)
-    kept = bench.stage(fill(tmp_path / "small", {"a": MIB}))
+    staged = bench.stage(fill(tmp_path / "small", {"a": MIB}))
     with pytest.raises(UserError, match=r"31.46 MB do not fit into the 20.00 MB"):
         bench.stage(fill(tmp_path / "large", {"a": 30 * MIB}))
-    assert kept.is_dir()
+    assert staged.is_dir()
 
 
 @pytest.mark.parametrize("lacking", ["allowed", "free"])
@@ -249,10 +249,10 @@ def test_room_that_is_promised_is_not_given_twice(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(cache.shutil, "disk_usage", lambda _path: usage)
     with bench.cache.alone("data-one", wait=None):
         bench.cache.folder("data-one").mkdir()
-        bench.cache.make_room("data-one", 20 * MIB, bench.said.append)
+        bench.cache.make_room("data-one", 20 * MIB, bench.messages.append)
         bench.cache.folder("data-two").mkdir()
         with pytest.raises(UserError, match="no room for"):
-            bench.cache.make_room("data-two", 20 * MIB, bench.said.append)
+            bench.cache.make_room("data-two", 20 * MIB, bench.messages.append)
 
 
 MOUNT = (
@@ -357,12 +357,12 @@ def test_a_staging_folder_that_cannot_be_trusted_is_refused(tmp_path: Path, wron
     """An unmounted disk would fill the system's; a folder that others write to would feed them to the ranks."""
     from clustertune.config.cluster_schema import Staging
 
-    place = tmp_path / "local"
+    folder = tmp_path / "local"
     if wrong == "absent parent":
-        place = tmp_path / "not/there"
+        folder = tmp_path / "not/there"
     else:
-        place.mkdir()
-        own = place / f"clustertune-{os.getuid()}"
+        folder.mkdir()
+        own = folder / f"clustertune-{os.getuid()}"
         if wrong == "a link":
             (tmp_path / "elsewhere").mkdir()
             own.symlink_to(tmp_path / "elsewhere")
@@ -370,4 +370,4 @@ def test_a_staging_folder_that_cannot_be_trusted_is_refused(tmp_path: Path, wron
             own.mkdir()
             own.chmod(0o777)
     with pytest.raises(UserError, match=r"has no such folder|belongs to somebody else"):
-        cache.open_cache(Staging(path=str(place), gb=1))
+        cache.open_cache(Staging(path=str(folder), gb=1))

@@ -133,7 +133,7 @@ def test_metrics_decide_how_far_the_points_go(call: Call) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "a recipe is missing"),
         (["tiny-oasst2", *WORDS, "--here", "--to", "bake"], "there is no stage 'bake'"),
@@ -147,11 +147,13 @@ def test_metrics_decide_how_far_the_points_go(call: Call) -> None:
         (["tiny-oasst2", *WORDS, "--cluster", "local", "--dry-run"], "has no Slurm"),
     ],
 )
-def test_what_is_refused(arguments: list[str], said: str, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(
+    arguments: list[str], message: str, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Exit 2, in words, and nothing is made."""
     monkeypatch.setenv("PATH", str(tmp_path))
     call(*arguments, code=2)
-    assert said in call.err
+    assert message in call.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -218,7 +220,7 @@ def test_a_sweep_on_a_real_slurm(slurm: ThrowawayCluster, tmp_path: Path) -> Non
         "train.eval_steps=2",
         "train.max_length=64",
     ]
-    place = tmp_path / "sweep"
+    sweep_dir = tmp_path / "sweep"
     words = [
         "sweep",
         "tiny-oasst2",
@@ -229,7 +231,7 @@ def test_a_sweep_on_a_real_slurm(slurm: ThrowawayCluster, tmp_path: Path) -> Non
         "--max-parallel",
         "1",
         "--sweep-dir",
-        str(place),
+        str(sweep_dir),
     ]
     submitted = slurm.run([sys.executable, "-m", "clustertune", *words, "--json"], cwd=REPO, check=False)
     assert submitted.returncode == 0, submitted.stderr
@@ -241,16 +243,16 @@ def test_a_sweep_on_a_real_slurm(slurm: ThrowawayCluster, tmp_path: Path) -> Non
     for task in range(4):
         slurm.wait(f"{number}_{task}", timeout=900)
     states = re.findall(r"ArrayTaskId=(\d+).*?JobState=(\w+)", slurm.run(["scontrol", "show", "job", number]).stdout, re.DOTALL)
-    assert dict(states) == {"0": "FAILED", "1": "FAILED", "2": "COMPLETED", "3": "COMPLETED"}, logs(place)
-    found = slurm.run([sys.executable, "-m", "clustertune", "sweep", "--results", str(place), "--json"], cwd=REPO)
+    assert dict(states) == {"0": "FAILED", "1": "FAILED", "2": "COMPLETED", "3": "COMPLETED"}, logs(sweep_dir)
+    found = slurm.run([sys.executable, "-m", "clustertune", "sweep", "--results", str(sweep_dir), "--json"], cwd=REPO)
     body = json.loads(found.stdout)
     assert body["counts"] == {"done": 2, "unfinished": 0, "waiting": 0, "failed": 2}
     losses = [point["metrics"]["eval_loss"] for point in body["points"][:2]]
     assert losses == sorted(losses) and losses[0] != losses[1]
     assert all("bad.jsonl" in point["reason"] for point in body["points"][2:])
-    assert len({RunDir(p.run_dir).read()["fingerprint"] for p in read_sweep(place).points}) == 4
-    assert "Traceback" not in logs(place)
+    assert len({RunDir(p.run_dir).read()["fingerprint"] for p in read_sweep(sweep_dir).points}) == 4
+    assert "Traceback" not in logs(sweep_dir)
 
 
-def logs(place: Path) -> str:
-    return "\n".join(path.read_text(errors="replace") for path in sorted((place / "logs").glob("*.log")))
+def logs(sweep_dir: Path) -> str:
+    return "\n".join(path.read_text(errors="replace") for path in sorted((sweep_dir / "logs").glob("*.log")))

@@ -78,7 +78,7 @@ def refused(words: list[str], draws: int | None = None) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "draws", "said"),
+    ("words", "draws", "message"),
     [
         (["train.learning_rate"], None, "'train.learning_rate' is not a setting"),
         (["9a=1,2"], None, "'9a' is not a setting"),
@@ -105,9 +105,9 @@ def refused(words: list[str], draws: int | None = None) -> str:
         ([f"a.b={','.join(map(str, range(40)))}", f"a.c={','.join(map(str, range(40)))}"], None, "a grid of 1,600 points"),
     ],
 )
-def test_what_is_refused(words: list[str], draws: int | None, said: str) -> None:
+def test_what_is_refused(words: list[str], draws: int | None, message: str) -> None:
     """In words, before anything is made."""
-    assert said in refused(words, draws)
+    assert message in refused(words, draws)
 
 
 def test_every_wrong_argument_is_named_at_once() -> None:

@@ -16,7 +16,7 @@ from tests.command import REPO
 from tools import gpu_check, gpu_page, gpu_parts
 from tools.gpu_check import Failed, GpuCheck, NotHere
 
-HERE = ["--backend", "gloo", "--name", "try"]
+LOCAL = ["--backend", "gloo", "--name", "try"]
 
 
 def check(tmp_path: Path, **more: Any) -> GpuCheck:
@@ -114,7 +114,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_second_call_goes_on(called: list[str], tmp_path: Path) -> None:
     """What has passed is not run again unless asked; what failed or was not possible is."""
-    words = [*HERE, "--state", str(tmp_path / "s"), "--out", str(tmp_path)]
+    words = [*LOCAL, "--state", str(tmp_path / "s"), "--out", str(tmp_path)]
     assert gpu_check.main(words) == 1 and called == ["a", "b", "c"]
     assert gpu_check.main(words) == 0 and called[3:] == ["b", "c"]
     assert gpu_check.main([*words, "--again", "--parts", "a"]) == 0 and called[5:] == ["a"]
@@ -127,7 +127,7 @@ def test_a_second_call_goes_on(called: list[str], tmp_path: Path) -> None:
 
 def test_a_budget_begins_no_part_that_may_outlast_it(called: list[str], tmp_path: Path) -> None:
     """A machine that ends each command after ten minutes would kill a part in its middle."""
-    words = [*HERE, "--state", str(tmp_path / "s"), "--out", str(tmp_path)]
+    words = [*LOCAL, "--state", str(tmp_path / "s"), "--out", str(tmp_path)]
     assert gpu_check.main([*words, "--budget", "100"]) == 0 and called == []
     assert gpu_check.main([*words, "--budget", "481", "--parts", "a"]) == 0 and called == ["a"]
 
@@ -161,7 +161,7 @@ def test_on_cpus_it_runs_and_says_what_needs_a_gpu(tmp_path: Path) -> None:
     """The script as a user calls it, in parts that cost little; no path of this machine on the page."""
     words = ["--parts", "versions,gpu-tests,bench-8b-full,tiny-llama70b-megatron", "--state", tmp_path / "s", "--out", tmp_path]
     done = subprocess.run(
-        [sys.executable, "-m", "tools.gpu_check", *HERE, *map(str, words)],
+        [sys.executable, "-m", "tools.gpu_check", *LOCAL, *map(str, words)],
         cwd=REPO, capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -171,7 +171,7 @@ def test_on_cpus_it_runs_and_says_what_needs_a_gpu(tmp_path: Path) -> None:
         assert parts[name]["verdict"] == "not possible here" and word in parts[name]["why"]
     assert str(REPO) not in (tmp_path / "gpu-try.md").read_text()
     wrong = subprocess.run(
-        [sys.executable, "-m", "tools.gpu_check", *HERE, "--parts", "nothing"],
+        [sys.executable, "-m", "tools.gpu_check", *LOCAL, "--parts", "nothing"],
         cwd=REPO,
         capture_output=True,
         text=True,
@@ -245,7 +245,7 @@ def test_a_page_shows_speed_profile_and_losses() -> None:
 @pytest.mark.timeout(2400)
 def test_the_longer_parts_on_cpus(tmp_path: Path) -> None:
     """The chain with its kill and resume, the evaluation, a strategy, attention, and the benchmark against both peers."""
-    words = [*HERE, "--short", "--state", str(tmp_path / "s"), "--out", str(tmp_path)]
+    words = [*LOCAL, "--short", "--state", str(tmp_path / "s"), "--out", str(tmp_path)]
     words += ["--parts", "doctor,nccl,chain,telemetry,eval,attention,tiny-tiny-oasst2,bench-1b-full"]
     done = subprocess.run(
         [sys.executable, "-m", "tools.gpu_check", *words],

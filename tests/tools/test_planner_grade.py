@@ -53,10 +53,10 @@ def test_a_worse_constant_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_reference_run_has_its_floors() -> None:
     """8.4 h are three times the wire's floor and over twenty times the products' (the sources' arithmetic)."""
-    told = floors()
-    assert told.ring_h == pytest.approx(2.74, abs=0.01)
-    assert told.node_h == pytest.approx(1.46, abs=0.01)
-    assert 20 < told.hours / told.compute_h < 60
+    found = floors()
+    assert found.ring_h == pytest.approx(2.74, abs=0.01)
+    assert found.node_h == pytest.approx(1.46, abs=0.01)
+    assert 20 < found.hours / found.compute_h < 60
 
 
 def test_the_right_strategy_is_ten_times_faster_on_the_same_gpus() -> None:

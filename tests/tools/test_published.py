@@ -82,9 +82,9 @@ def test_the_table_of_17_runs_has_its_batch_and_hours() -> None:
     runs = [run for run in published_runs().values() if run.set == "idris-csv"]
     assert {run.step_tokens // run.world for run in runs} == {8192}
     hours = {"idris-4803": 3.641, "idris-5431": 7.333, "idris-1915513": 151.737, "idris-1915698": 20.122}
-    for name, told in hours.items():
+    for name, published in hours.items():
         seconds = published_runs()[name].seconds
-        assert seconds is not None and seconds * 14676 / 3600 == pytest.approx(told, rel=1e-3)
+        assert seconds is not None and seconds * 14676 / 3600 == pytest.approx(published, rel=1e-3)
     assert all(run.peak_gib for run in runs)
 
 
@@ -161,8 +161,8 @@ def test_a_wrong_row_is_refused(tmp_path: Path, change: dict[str, Any], words: s
 
 def test_the_cluster_of_a_run_is_a_cluster_file() -> None:
     """With as many nodes as the run had, and what was measured; a run inside one NVLink domain names no network."""
-    told = cluster_document(published_runs()["idris-1915513"])
-    assert len(told["nodes"]) == 8 and told["network"]["measured_gb_s"] == 3.1
+    document = cluster_document(published_runs()["idris-1915513"])
+    assert len(document["nodes"]) == 8 and document["network"]["measured_gb_s"] == 3.1
     assert len({node["address"] for node in cluster_document(published_runs()["megatron-405b-h100"])["nodes"]}) == 128
     rack = cluster_document(published_runs()["idris-5434"])
     assert rack["compute"]["nvlink_domain"] == 72 and rack["network"] == {"kind": "none"}
@@ -222,9 +222,9 @@ def test_a_figure_inside_a_range_is_right_and_near_it_imprecise() -> None:
     """The distance is counted from the nearer end, by ratio."""
     claim = CLAIMS["spheron-405b-hours"]
     right, imprecise, refuted = [50, 57, 60, 62.9, 47.7], [63.1, 74.9, 47.5, 40.1], [75.1, 39.9, 500]
-    told = [(value, "right") for value in right] + [(value, "imprecise") for value in imprecise]
-    told += [(value, "refuted") for value in refuted]
-    assert [(value, judge(claim, value)) for value, _ in told] == told
+    verdicts = [(value, "right") for value in right] + [(value, "imprecise") for value in imprecise]
+    verdicts += [(value, "refuted") for value in refuted]
+    assert [(value, judge(claim, value)) for value, _ in verdicts] == verdicts
 
 
 def test_at_most_and_at_least_bound_one_side() -> None:

@@ -69,12 +69,12 @@ class ZeroBench:
         if more not in self._alone:
             (self.recipe / "alone.yaml").write_text("distributed_type: 'NO'\n")
             path = self.make("alone.yaml", 1, *more)
-            assert self.go(path, ranks=1) == [0], said(path)
+            assert self.go(path, ranks=1) == [0], output_of(path)
             self._alone[more] = curve(path)
         return self._alone[more]
 
 
-def said(path: Path) -> str:
+def output_of(path: Path) -> str:
     """What each rank left and the end of its log."""
     records = [file.read_text().strip("\0 ") for file in sorted((path / "attempts").glob("*/rank-*.json"))]
     return "\n".join([*records, *(log.read_text()[-1500:] for log in sorted((path / "attempts").glob("*/rank-*.log")))])

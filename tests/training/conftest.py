@@ -34,11 +34,11 @@ class Ranks:
         self.records.mkdir(parents=True, exist_ok=True)
         program = ["train", "--run-dir", str(folder), "--attempt", str(attempt)]
         module = ["-m" if launcher is TORCHRUN else "--module", "clustertune"]
-        self._said = folder.with_name(f"{folder.name}-{attempt}.said")
+        self._output = folder.with_name(f"{folder.name}-{attempt}.said")
         environ = {**os.environ, "PYTHONPATH": str(REPO), **environment}
-        with self._said.open("wb") as said:
+        with self._output.open("wb") as output:
             words = [*launcher[1:], str(count), *module, *program]
-            self._ended = warm(stack=True).start(words, REPO, said.fileno(), said.fileno(), environ)
+            self._ended = warm(stack=True).start(words, REPO, output.fileno(), output.fileno(), environ)
 
     def until(self, condition: Callable[[], Any], seconds: float = 300) -> bool:
         """Wait for a condition; False where the ranks ended before."""
@@ -53,7 +53,7 @@ class Ranks:
         with self._ended as ended:
             ended.settimeout(300)
             assert ended.recv(64)
-        return self._said.read_text()
+        return self._output.read_text()
 
     def record(self, rank: int) -> Mapping[str, Any]:
         """What a rank left at its end."""

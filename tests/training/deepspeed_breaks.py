@@ -18,12 +18,12 @@ def infinite_loss() -> None:
         last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
         return loss + float("inf") if last and self.model.training and self.state.global_step == 1 else loss
 
-    def told(self: Any, *args: Any, **kwargs: Any) -> None:
+    def raise_with_loss(self: Any, *args: Any, **kwargs: Any) -> None:
         Path(self.args.output_dir, f"steps-{os.environ['RANK']}").write_text(str(self.engine.global_steps))
         refuse(self, *args, **kwargs)
 
     trainer.Trainer.compute_loss = bad
-    trainer.Trainer._raise_non_finite = told  # type: ignore[method-assign]
+    trainer.Trainer._raise_non_finite = raise_with_loss  # type: ignore[method-assign]
 
 
 def infinite_loss_without_guard() -> None:

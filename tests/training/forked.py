@@ -160,11 +160,11 @@ def _rank(request: dict[str, Any], rank: int, port: int) -> int:
     for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))]:
         del os.environ[key]
     world = str(request["ranks"])
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    said = Path(request["folder"], "accelerate.yaml")
-    if request["ranks"] == 1 and said.is_file() and yaml.safe_load(said.read_bytes()).get("distributed_type") == "NO":
-        place = {}  # as `accelerate launch` starts one process: without these its state is NO, with them MULTI_CPU
-    os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WANDB_MODE="disabled")
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    config = Path(request["folder"], "accelerate.yaml")
+    if request["ranks"] == 1 and config.is_file() and yaml.safe_load(config.read_bytes()).get("distributed_type") == "NO":
+        variables = {}  # as `accelerate launch` starts one process: without these its state is NO, with them MULTI_CPU
+    os.environ.update(variables, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WANDB_MODE="disabled")
     os.environ.update(request.get("environment", {}))
     import torch
 

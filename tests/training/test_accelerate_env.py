@@ -35,8 +35,8 @@ def test_it_is_what_accelerate_launch_passes_on(given: str, repo: Path, tmp_path
     clean = {key: value for key, value in os.environ.items() if not key.startswith(accelerate_env.PREFIXES)}
     words = [*launcher, str(tmp_path / "child.py"), str(tmp_path / "out")]
     with (
-        (tmp_path / "said").open("wb") as said,
-        warm(stack=True).start(words, REPO, said.fileno(), said.fileno(), clean) as answer,
+        (tmp_path / "said").open("wb") as output,
+        warm(stack=True).start(words, REPO, output.fileno(), output.fileno(), clean) as answer,
     ):
         assert answer.recv(64) == b"0", (tmp_path / "said").read_text()
     passed = json.loads((tmp_path / "out").read_text())

@@ -28,12 +28,12 @@ def zero(stage: int) -> dict[str, Any]:
 
 
 def check(
-    folder: Path, stored: Any, accelerate: dict[str, Any], asked: Any = None, *, lora: bool = True, part: str | None = None
+    folder: Path, stored: Any, accelerate: dict[str, Any], wanted: Any = None, *, lora: bool = True, part: str | None = None
 ) -> None:
     """As a rank does it, of a base whose config.json holds ``stored`` (in its section ``part``)."""
     body = {"model_type": "llama", "quantization_config": stored}
     (folder / "config.json").write_text(json.dumps({"model_type": "outer", part: body} if part else body))
-    train = {"model_init_kwargs": {"quantization_config": asked}} if asked else {}
+    train = {"model_init_kwargs": {"quantization_config": wanted}} if wanted else {}
     plain = resolve("tiny-oasst2")
     recipe = plain.recipe.model_copy(update={"lora": {"r": 4} if lora else None})
     resolved = replace(plain, accelerate=accelerate, deepspeed=None, train_args=train, recipe=recipe)

@@ -103,12 +103,12 @@ RECOMPUTED = {
 @pytest.mark.parametrize("name", ["fsdp2", "ddp"])
 def test_compiled_dropout_is_the_same_when_it_is_computed_again(train: Train, name: str) -> None:
     """Recomputation on and off are no further apart with dropout than without; by Inductor the draws may be others."""
-    place = (FSDP2 if name == "fsdp2" else DDP) | {"dynamo_config": REGIONAL}
+    distribution = (FSDP2 if name == "fsdp2" else DDP) | {"dynamo_config": REGIONAL}
     ways = [how for how in RECOMPUTED if how != "wrapper" or name == "fsdp2"]
     curves = {}
     for dropout in ("0", "0.3"):
         for how in ways:
-            path = train(f"{name}-{how}-{dropout}", place, *RECOMPUTED[how], f"lora.lora_dropout={dropout}")
+            path = train(f"{name}-{how}-{dropout}", distribution, *RECOMPUTED[how], f"lora.lora_dropout={dropout}")
             curves[dropout, how] = curve(path)
             assert events(path, "compile") and distributed(path)["recomputed_layers"] == LAYERS.get(how, "4 of 4")
     for how in ways[1:]:
@@ -133,9 +133,11 @@ def test_gradients_belong_to_the_loss_whose_values_were_dropped(
     train: Train, name: str, how: str, backend: str | None, belongs: bool
 ) -> None:
     """Inductor draws its own random numbers: a gradient is compared with the slope of the loss from the same random state."""
-    place = (FSDP2 if name == "fsdp2" else DDP) | ({"dynamo_config": REGIONAL | {"dynamo_backend": backend}} if backend else {})
+    distribution = (FSDP2 if name == "fsdp2" else DDP) | (
+        {"dynamo_config": REGIONAL | {"dynamo_backend": backend}} if backend else {}
+    )
     words = [*RECOMPUTED[how], "lora.lora_dropout=0.3", "train.per_device_train_batch_size=2"]
     measure = "measure" if belongs else "measure_without_random_state"
-    path = train(f"slope-{name}-{how}-{backend}-{belongs}", place, *words, breaks=f"tests.training.derivative.{measure}")
+    path = train(f"slope-{name}-{how}-{backend}-{belongs}", distribution, *words, breaks=f"tests.training.derivative.{measure}")
     found = json.loads((path / "derivative.json").read_text())
     assert (found["slope"] == pytest.approx(found["norm"], rel=2e-3)) is belongs, found

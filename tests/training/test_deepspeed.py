@@ -15,7 +15,7 @@ from clustertune import manifest
 from clustertune.checkpoint.store import newest_whole, verify
 from clustertune.errors import UserError
 from tests.command import events
-from tests.training.benches import FULL, STAGES, ZeroBench, curve, said
+from tests.training.benches import FULL, STAGES, ZeroBench, curve, output_of
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")]
 BREAKS = "tests.training.deepspeed_breaks:"
@@ -32,7 +32,7 @@ def bench(zero_bench: ZeroBench) -> ZeroBench:
 def trained(bench: ZeroBench) -> Path:
     """A finished run under ZeRO-3, checkpoints at steps 1, 2 and 3."""
     path = bench.zero("zero3", "train.save_steps=1")
-    assert bench.go(path) == [0, 0], said(path)
+    assert bench.go(path) == [0, 0], output_of(path)
     return path
 
 
@@ -85,7 +85,7 @@ def test_zero3_is_what_it_says_and_trains_as_one_process(bench: ZeroBench, train
 def test_every_stage_trains_as_one_process(bench: ZeroBench, name: str) -> None:
     """And is what its file says."""
     path = bench.zero(name)
-    assert bench.go(path) == [0, 0], said(path)
+    assert bench.go(path) == [0, 0], output_of(path)
     assert curve(path) == pytest.approx(bench.alone(), abs=TOLERANCE)
     found = json.loads((path / "run.json").read_text())["distributed"]["deepspeed"]
     assert found["stage"] == STAGES[name]["stage"]
@@ -102,7 +102,7 @@ def test_a_damaged_part_is_passed_over_and_the_rest_goes_on_the_same(bench: Zero
     data[len(data) // 2] ^= 1
     part.write_bytes(data)
     assert "SHA-256" in str(verify(part.parent.parent)[0])
-    assert bench.go(path, attempt=2) == [0, 0], said(path)
+    assert bench.go(path, attempt=2) == [0, 0], output_of(path)
     assert events(path, "start")[-1]["resumed_from"] == "step-000002"
     assert digests(path) == manifest.read_manifest(trained / "checkpoints/step-000003").meta["state_digests"]
     assert curve(path)[:6] == curve(trained)[:6]
@@ -124,7 +124,7 @@ def test_a_kill_in_the_middle_of_a_save_loses_that_save_only(bench: ZeroBench, t
     path = bench.zero("zero3", "train.save_steps=1")
     assert -9 in bench.go(path, breaks=BREAKS + "killed_in_a_save", seconds=60)
     assert not (path / "checkpoints/step-000002" / manifest.MANIFEST).exists()
-    assert bench.go(path, attempt=2) == [0, 0], said(path)
+    assert bench.go(path, attempt=2) == [0, 0], output_of(path)
     assert events(path, "start")[-1]["resumed_from"] == "step-000001"
     assert digests(path) == digests(trained)
 
@@ -133,9 +133,9 @@ def test_a_kill_in_the_middle_of_a_save_loses_that_save_only(bench: ZeroBench, t
 def test_an_agreed_stop_saves_and_the_next_attempt_ends_the_same(bench: ZeroBench, trained: Path) -> None:
     """One rank is asked; all save at the same step."""
     path = bench.zero("zero3", "train.save_steps=3")
-    assert bench.go(path, breaks="stop") == [75, 75], said(path)
+    assert bench.go(path, breaks="stop") == [75, 75], output_of(path)
     assert newest(path).name == "step-000002"
-    assert bench.go(path, attempt=2) == [0, 0], said(path)
+    assert bench.go(path, attempt=2) == [0, 0], output_of(path)
     assert digests(path) == digests(trained)
 
 
@@ -242,7 +242,7 @@ def test_a_model_that_was_trained_whole_is_exported_from_its_parts(bench: ZeroBe
     from clustertune.adapter.whole import export_model
 
     path = bench.zero(name, FULL)
-    assert bench.go(path) == [0, 0], said(path)
+    assert bench.go(path) == [0, 0], output_of(path)
     found, alone = curve(path), bench.alone(FULL)
     assert [*found[:6:2], found[6]] == pytest.approx([*alone[:6:2], alone[6]], abs=TOLERANCE)
     # DeepSpeed's norm of all gradients was 4e-5 off at most; its clip follows it, and Adam takes no notice of either.

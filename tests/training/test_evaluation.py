@@ -17,7 +17,7 @@ LENGTHS = (3, 17, 5, 9, 12)
 def make_rows() -> Any:
     import datasets
 
-    tokens = [[(7 * row + 3 * place) % 50 for place in range(length)] for row, length in enumerate(LENGTHS)]
+    tokens = [[(7 * row + 3 * index) % 50 for index in range(length)] for row, length in enumerate(LENGTHS)]
     labels = [[-100, -100, *row[2:]] for row in tokens]
     labels[2] = [-100] * LENGTHS[2]
     return datasets.Dataset.from_dict({"input_ids": tokens, "labels": labels, "seq_lengths": [[n] for n in LENGTHS]})
@@ -40,10 +40,10 @@ def make_trainer(folder: Path, **values: Any) -> Any:
         "llama", hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
         vocab_size=50, max_position_embeddings=64, initializer_range=1.0,
     )  # fmt: skip
-    asked = {"use_cpu": True, "bf16": False, "report_to": "none", "activation_checkpointing": False}
+    settings = {"use_cpu": True, "bf16": False, "report_to": "none", "activation_checkpointing": False}
     rows = make_rows()
     return Trainer(
-        model=AutoModelForCausalLM.from_config(config), args=SFTConfig(output_dir=str(folder), **asked, **values),
+        model=AutoModelForCausalLM.from_config(config), args=SFTConfig(output_dir=str(folder), **settings, **values),
         train_dataset=rows, eval_dataset=rows, processing_class=make_tokenizer(),
     )  # fmt: skip
 

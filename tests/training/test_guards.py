@@ -83,7 +83,7 @@ def found(**changes: Any) -> sharding.FoundSharding:
     return sharding.FoundSharding(**{**values, **changes})
 
 
-ASKED = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+WANTED = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 
 
 def distribution(accelerate: dict[str, Any], ranks: int) -> Distribution:
@@ -101,18 +101,18 @@ def distribution(accelerate: dict[str, Any], ranks: int) -> Distribution:
     ],
 )
 def test_a_silent_fallback_is_loud(changes: dict[str, Any], message: str) -> None:
-    sharding.check(found(), distribution(ASKED, 2))
+    sharding.check(found(), distribution(WANTED, 2))
     with pytest.raises(UserError, match=message) as caught:
-        sharding.check(found(**changes), distribution(ASKED, 2))
+        sharding.check(found(**changes), distribution(WANTED, 2))
     assert caught.value.code is ExitCode.FAILED
 
 
 def test_hsdp_shards_inside_a_replica() -> None:
-    sharding.check(found(world_size=4, mesh={"dp_replicate": 2, "dp_shard": 2}), distribution(ASKED, 4))
+    sharding.check(found(world_size=4, mesh={"dp_replicate": 2, "dp_shard": 2}), distribution(WANTED, 4))
 
 
 def meshed(**sizes: int) -> dict[str, Any]:
-    return {**ASKED, "parallelism_config": {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}}
+    return {**WANTED, "parallelism_config": {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}}
 
 
 SPLIT = {
@@ -120,11 +120,11 @@ SPLIT = {
     "dp_shard_cp: shard 0, tp: shard 1": 15,
     "dp_shard_cp: shard 0, tp: replicate": 5,
 }
-OFFLOADED = {**ASKED, "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}
+OFFLOADED = {**WANTED, "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}
 
 
 @pytest.mark.parametrize(
-    ("asked", "right", "wrong", "message"),
+    ("given", "right", "wrong", "message"),
     [
         (
             meshed(dp_shard=2, tp=2),
@@ -145,7 +145,7 @@ OFFLOADED = {**ASKED, "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": 
             "the model calls sdpa attention",
         ),
         (
-            ASKED,
+            WANTED,
             {"placements": {"dp_shard: shard 0": 9}},
             {"placements": {"dp_shard: shard 0": 8, "whole": 1}},
             "lie as 'whole'",
@@ -162,19 +162,19 @@ OFFLOADED = {**ASKED, "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": 
             {"offloaded": 0.0},
             "0% of the parameters are kept",
         ),
-        (ASKED, {"placements": {"dp_shard: shard 0": 9}}, {"offloaded": 1.0}, "100% of the parameters are kept"),
+        (WANTED, {"placements": {"dp_shard: shard 0": 9}}, {"offloaded": 1.0}, "100% of the parameters are kept"),
     ],
 )
 def test_parameters_lie_where_the_recipe_says(
-    asked: dict[str, Any], right: dict[str, Any], wrong: dict[str, Any], message: str
+    given: dict[str, Any], right: dict[str, Any], wrong: dict[str, Any], message: str
 ) -> None:
     """Each strategy's own mark: found, the run continues; another, it ends before the first step."""
-    section = asked.get("parallelism_config", {})
+    section = given.get("parallelism_config", {})
     mesh = {axis.split("config_")[1].removesuffix("_size"): size for axis, size in section.items()} or {"dp_shard": 4}
     base = {"world_size": 4, "mesh": mesh, "sharded_share": 0.25, **right}
-    sharding.check(found(**base), distribution(asked, 4))
+    sharding.check(found(**base), distribution(given, 4))
     with pytest.raises(UserError, match=message):
-        sharding.check(found(**{**base, **wrong}), distribution(asked, 4))
+        sharding.check(found(**{**base, **wrong}), distribution(given, 4))
 
 
 def test_a_gpu_takes_the_recipe_as_it_is_and_a_cpu_says_what_differs() -> None:

@@ -21,15 +21,15 @@ FLASH = {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
 def test_a_cpu_leaves_kernels_out_and_says_so() -> None:
     """Liger is Triton, offloading needs pinned memory: both would end the ranks; a GPU takes them as they are."""
     offload = {"activation_offloading": True, "activation_checkpointing_kwargs": {"offload": True, "every_n_layers": 2}}
-    asked = {**LIGER, **FLASH, **offload}
-    found = build.fit_to_device(asked, cuda=False)
+    wanted = {**LIGER, **FLASH, **offload}
+    found = build.fit_to_device(wanted, cuda=False)
     assert not (LIGER.keys() | {"activation_offloading"}) & found.values.keys() and len(found.notes) == 4
     assert found.values["activation_checkpointing_kwargs"] == {"every_n_layers": 2}
-    assert asked.items() <= build.fit_to_device(asked, cuda=True).values.items()
+    assert wanted.items() <= build.fit_to_device(wanted, cuda=True).values.items()
 
 
 @pytest.mark.parametrize(
-    ("asked", "missing", "named"),
+    ("wanted", "missing", "named"),
     [
         (LIGER, {"liger_kernel"}, "liger-kernel"),
         (FLASH, {"flash_attn", "kernels"}, "flash-attn or kernels"),
@@ -38,16 +38,16 @@ def test_a_cpu_leaves_kernels_out_and_says_so() -> None:
     ],
 )
 def test_a_kernel_that_is_not_installed_ends_the_start(
-    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], missing: set[str], named: str | None
+    monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any], missing: set[str], named: str | None
 ) -> None:
     """An error with the key, not an ImportError after the weights were loaded; a machine without GPUs needs none of them."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else object())
-    build.check_packages(asked, cuda=False)
+    build.check_packages(wanted, cuda=False)
     if named is None:
-        build.check_packages(asked, cuda=True)
+        build.check_packages(wanted, cuda=True)
         return
     with pytest.raises(UserError, match=named):
-        build.check_packages(asked, cuda=True)
+        build.check_packages(wanted, cuda=True)
 
 
 INDUCTOR = {"dynamo_backend": "INDUCTOR"}
@@ -107,11 +107,11 @@ def test_what_was_compiled_is_told() -> None:
 
 def test_it_is_told_once_and_after_each_change() -> None:
     """A line in every step would hide the one that matters."""
-    said: list[str] = []
+    messages: list[str] = []
     lines: list[dict[str, Any]] = []
-    watch = kernels.CompileWatch(said.append, lambda event, **values: lines.append({"event": event, **values}))
+    watch = kernels.CompileWatch(messages.append, lambda event, **values: lines.append({"event": event, **values}))
     for step, lengths in enumerate((range(4, 5), range(4, 5), range(4, 6))):
         compile_lengths(lengths, dynamic=None)
         watch.on_step_end(None, SimpleNamespace(global_step=step), None)
-    assert len(said) == 2 and [line["step"] for line in lines] == [0, 2]
+    assert len(messages) == 2 and [line["step"] for line in lines] == [0, 2]
     assert lines[1]["graphs"] == 4 and lines[1]["again"] == 2 and lines[1]["event"] == "compile"

@@ -18,7 +18,7 @@ from clustertune.training.loading import Loading
 from clustertune.training.startup import Startup
 from tests.command import REPO, events, run
 from tests.training.forked import Forge
-from tests.training.test_strategies import FULL, SAME, Bench, distributed, fsdp, said
+from tests.training.test_strategies import FULL, SAME, Bench, distributed, fsdp, output_of
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -118,7 +118,7 @@ def test_rows_train_as_whole_copies_do(
     assert (startup(rows)["loading"], startup(whole)["loading"]) == ("slices", "whole")
     size = sum(file.stat().st_size for file in (bench.prepared / "model").glob("*/*.safetensors"))
     shards = sizes.get("dp_shard", ranks) * sizes.get("tp", 1)
-    assert max(startup(rows)["read_bytes"]) < 1.25 * size / shards, said(rows)
+    assert max(startup(rows)["read_bytes"]) < 1.25 * size / shards, output_of(rows)
     assert min(startup(whole)["read_bytes"]) == size
     # What is trained is kept in float32, whatever it is computed in.
     assert more == ATTENTION or set(distributed(rows)["dtypes"]) == set(distributed(whole)["dtypes"]) == {"float32"}
@@ -151,7 +151,7 @@ def test_a_base_in_4_bits_is_quantised_by_rows(benches: Benches, ranks: int, siz
     assert lossless(rows) == lossless(whole)
     assert (startup(rows)["loading"], startup(whole)["loading"]) == ("slices", "whole"), notes(rows)
     size = sum(file.stat().st_size for file in (bench.prepared / "model").glob("*/*.safetensors"))
-    assert max(startup(rows)["read_bytes"]) < 1.2 * size / sizes.get("dp_shard", ranks), said(rows)
+    assert max(startup(rows)["read_bytes"]) < 1.2 * size / sizes.get("dp_shard", ranks), output_of(rows)
 
 
 def test_a_rank_that_is_killed_loses_nothing(benches: Benches) -> None:
@@ -159,9 +159,9 @@ def test_a_rank_that_is_killed_loses_nothing(benches: Benches) -> None:
     bench, often = benches("llama"), "train.save_steps=1"
     killed, whole = bench.make("killed", 2, fsdp(SLICES), often), bench.train("unbroken", 2, fsdp(SLICES), often)
     codes = bench.forge.run(killed, 2, breaks="killed", accelerate=str(killed / "given.yaml"), seconds=60)
-    assert codes[1] == -9 and codes[0] not in (0, -14), said(killed)
+    assert codes[1] == -9 and codes[0] not in (0, -14), output_of(killed)
     assert [e["step"] for e in events(killed, "step")] == [1, 2]
-    assert bench.forge.run(killed, 2, attempt=2) == [0, 0], said(killed)
+    assert bench.forge.run(killed, 2, attempt=2) == [0, 0], output_of(killed)
     assert events(killed, "start")[-1]["resumed_from"] in ("step-000001", "step-000002")
     steps, states = lossless(whole)
     assert set(lossless(killed)[0]) == set(steps) and lossless(killed)[1][-1] == states[-1], "a step made twice is the same"
@@ -191,7 +191,7 @@ def test_what_cannot_be_read_by_rows_is_told(benches: Benches, ranks: int, sizes
     torch.save(load_file(file), file.with_name("pytorch_model.bin"))
     file.unlink()
     (file.parent / "MANIFEST.json").unlink()  # a folder of one's own has no digests to compare
-    assert bench.forge.run(path, ranks) == [0] * ranks, said(path)
+    assert bench.forge.run(path, ranks) == [0] * ranks, output_of(path)
     assert startup(path)["loading"] == "whole"
     assert not sizes or lossless(path) == lossless(bench.train("whole", ranks, fsdp(WHOLE, **sizes)))
     assert [note for note in notes(path) if note.endswith("read whole by each rank: its weights are not in safetensors files")]
@@ -201,8 +201,8 @@ def test_whoever_starts_a_rank_may_say_otherwise_than_the_file(monkeypatch: pyte
     """accelerate would then leave the model without values, and FSDP end with a word about strides."""
     for value, wanted in (("true", True), ("0", False)):
         monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", value)
-        asked = replace(resolve("tiny-oasst2"), accelerate=fsdp(SLICES)).distribution
-        assert Loading(asked, Startup())._wanted is wanted
+        stated = replace(resolve("tiny-oasst2"), accelerate=fsdp(SLICES)).distribution
+        assert Loading(stated, Startup())._wanted is wanted
 
 
 @pytest.mark.jobs
@@ -224,8 +224,8 @@ def test_a_file_that_was_cut_ends_the_run_before_anything_is_read(benches: Bench
     (file.parent / "MANIFEST.json").unlink()  # a folder of one's own has no digests to compare
     assert bench.forge.run(path, 2) == [2, 2]
     for rank in (0, 1):
-        told = json.loads((path / "attempts" / "0001" / f"rank-{rank}.json").read_text())["problems"]
-        assert told[0]["file"] == str(file) and "truncated" in told[0]["message"] and told[0]["fix"]
+        problems = json.loads((path / "attempts" / "0001" / f"rank-{rank}.json").read_text())["problems"]
+        assert problems[0]["file"] == str(file) and "truncated" in problems[0]["message"] and problems[0]["fix"]
 
 
 @pytest.mark.parametrize("config", [SLICES, WHOLE])
@@ -238,10 +238,10 @@ def test_a_base_that_is_quantised_already_is_refused_at_the_start(benches: Bench
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": fp8}))
     next((path / "model").glob("*/*.safetensors")).unlink()
     (file.parent / "MANIFEST.json").unlink()  # a folder of one's own has no digests to compare
-    assert bench.forge.run(path, 2) == [2, 2], said(path)
+    assert bench.forge.run(path, 2) == [2, 2], output_of(path)
     for rank in (0, 1):
-        told = json.loads((path / "attempts" / "0001" / f"rank-{rank}.json").read_text())["problems"]
-        assert told[0]["file"] == str(file) and told[0]["message"].startswith("fp8 weights: FSDP")
+        problems = json.loads((path / "attempts" / "0001" / f"rank-{rank}.json").read_text())["problems"]
+        assert problems[0]["file"] == str(file) and problems[0]["message"].startswith("fp8 weights: FSDP")
 
 
 def measured(gb: float, ranks: int, ways: str, folder: Path, *axes: str) -> dict[str, dict[str, Any]]:

@@ -61,9 +61,9 @@ def look(folder: Path, config: dict[str, Any], index: dict[str, str] | None = No
 
 def problems(folder: Path, config: dict[str, Any], index: dict[str, str] | None = None) -> list[tuple[str, str, str]]:
     """File, key and message of each problem that is told."""
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         look(folder, config, index)
-    return [(Path(p.file or "").name, p.key or "", p.message) for p in told.value.problems]
+    return [(Path(p.file or "").name, p.key or "", p.message) for p in caught.value.problems]
 
 
 @pytest.mark.parametrize("config", [LLAMA, MIXTRAL, {**LLAMA, "tie_word_embeddings": True}], ids=["llama", "mixtral", "tied"])
@@ -197,7 +197,7 @@ def test_4_bits_by_rows_are_those_of_the_whole(
     weight = torch.randn(shape).to(torch.bfloat16)
     save_file({"w": weight}, tmp_path / FIRST)
     source = loading_quantised.ParameterSource(torch.bfloat16, shape, [("w", "w", survey([tmp_path / FIRST])["w"])])
-    asked = SimpleNamespace(blocksize=64, quant_type="nf4", quant_storage=torch.bfloat16, compress_statistics=double)
+    settings = SimpleNamespace(blocksize=64, quant_type="nf4", quant_storage=torch.bfloat16, compress_statistics=double)
     whole, state = functional.quantize_4bit(
         weight, blocksize=64, compress_statistics=double, quant_type="nf4", quant_storage=torch.bfloat16
     )
@@ -207,13 +207,13 @@ def test_4_bits_by_rows_are_those_of_the_whole(
         chunk = -(-rows // ranks)
         share = (min(rank * chunk, rows), min((rank + 1) * chunk, rows))
         monkeypatch.setattr(loading_quantised, "span", lambda like, share=share: share)
-        elements = loading_quantised.read(source, "w", None, asked, reader, None)  # type: ignore[arg-type]
-        parts.append(loading_quantised.quantise(elements, source, None, asked))  # type: ignore[arg-type]
+        elements = loading_quantised.read(source, "w", None, settings, reader, None)  # type: ignore[arg-type]
+        parts.append(loading_quantised.quantise(elements, source, None, settings))  # type: ignore[arg-type]
     bits = torch.cat([part.values for part in parts]).view(torch.uint8)
     assert torch.equal(bits, whole.view(torch.uint8))
     scales = torch.cat([part.scales for part in parts])
     monkeypatch.setattr(loading_quantised, "_gathered", lambda *given: scales)
-    found = loading_quantised.state_of(scales, source, None, asked)  # type: ignore[arg-type]
+    found = loading_quantised.state_of(scales, source, None, settings)  # type: ignore[arg-type]
     for key, value in state.as_dict().items():
         same = found.as_dict()[key]
         assert torch.equal(same, value) if isinstance(value, torch.Tensor) else same == value, key

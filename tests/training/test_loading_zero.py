@@ -15,7 +15,7 @@ from clustertune.training import loading_zero
 from tests.training.benches import AUTO, CPU
 from tests.training.test_deepspeed import BREAKS
 from tests.training.test_loading import ATTENTION, BF16, Benches, benches, lossless, measured, notes, startup
-from tests.training.test_strategies import FULL, Bench, said
+from tests.training.test_strategies import FULL, Bench, output_of
 
 __all__ = ["benches"]
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")]
@@ -35,7 +35,7 @@ def make(bench: Bench, name: str, ranks: int, more: list[str], zero: dict[str, A
 def train(bench: Bench, name: str, ranks: int, more: list[str], *, breaks: str = "", **zero: Any) -> Path:
     path = make(bench, name, ranks, more, zero)
     given = {"breaks": BREAKS + breaks, "accelerate": str(path / "given.yaml")} if breaks else {}
-    assert bench.forge.run(path, ranks, **given) == [0] * ranks, said(path)
+    assert bench.forge.run(path, ranks, **given) == [0] * ranks, output_of(path)
     return path
 
 
@@ -80,10 +80,10 @@ def test_a_tensor_that_is_missing_ends_the_run_on_all_ranks(benches: Benches) ->
     del tensors[gone]
     save_file(tensors, file, {"format": "pt"})
     (file.parent / "MANIFEST.json").unlink()  # a folder of one's own has no digests to compare
-    assert bench.forge.run(path, 2) == [2, 2], said(path)
+    assert bench.forge.run(path, 2) == [2, 2], output_of(path)
     for rank in (0, 1):
-        told = problems(path, rank)
-        assert (told[0]["key"], told[0]["file"]) == (gone, str(file)) and told[0]["fix"]
+        found = problems(path, rank)
+        assert (found[0]["key"], found[0]["file"]) == (gone, str(file)) and found[0]["fix"]
 
 
 def problems(path: Path, rank: int) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ def test_what_one_rank_alone_finds_wrong_ends_all_with_its_words(benches: Benche
     bench = benches("llama")
     path = make(bench, "torn", 2, [])
     given = {"breaks": BREAKS + "torn_on_one_rank", "accelerate": str(path / "given.yaml")}
-    assert bench.forge.run(path, 2, **given) == [2, 2], said(path)
+    assert bench.forge.run(path, 2, **given) == [2, 2], output_of(path)
     assert problems(path, 0) == problems(path, 1) and problems(path, 0)[0]["message"] == "is torn here"
 
 
@@ -122,7 +122,7 @@ def test_weights_in_torch_s_own_format_are_sent_as_before(benches: Benches) -> N
     torch.save(load_file(file), file.with_name("pytorch_model.bin"))
     file.unlink()
     (file.parent / "MANIFEST.json").unlink()  # a folder of one's own has no digests to compare
-    assert bench.forge.run(path, 2) == [0, 0], said(path)
+    assert bench.forge.run(path, 2) == [0, 0], output_of(path)
     assert startup(path)["loading"] == "whole" and lossless(path) == lossless(train(bench, "parts", 2, []))
     assert any("not in safetensors files" in note for note in notes(path))
 

@@ -22,7 +22,7 @@ from tests.training.forked import Forge
 from tests.training.test_saving import shards
 
 pytestmark = pytest.mark.timeout(900)
-HERE = __name__
+MODULE = __name__
 STEPS = ["train.max_length=64", "train.max_steps=6", "train.eval_steps=3", "train.bf16=true", "train.report_to=none"]
 SAVED = ["save.every=3", "save.local.every=1"]
 
@@ -32,8 +32,8 @@ def two_nodes() -> None:
     from clustertune.checkpoint import local
     from clustertune.training.session import Session
 
-    real, here = local.open_root, Path(os.environ["CT_LOCAL"], f"node-{os.environ['RANK']}")
-    local.open_root = lambda _, name: real(here, name)
+    real, folder = local.open_root, Path(os.environ["CT_LOCAL"], f"node-{os.environ['RANK']}")
+    local.open_root = lambda _, name: real(folder, name)
 
     def tell(self: Any, message: str) -> None:
         if self.group.rank == 0:
@@ -84,7 +84,7 @@ class Job:
     def go(self, what: str = "two_nodes", attempt: int = 1, ranks: int = 2) -> list[int]:
         for rank in range(ranks):
             (self.disks / f"node-{rank}").mkdir(parents=True, exist_ok=True)
-        more = {"breaks": f"{HERE}:{what}", "accelerate": str(self.folder / "accelerate.yaml")}
+        more = {"breaks": f"{MODULE}:{what}", "accelerate": str(self.folder / "accelerate.yaml")}
         if ranks != 2:
             opened = open_run(resolve(REPO / RECIPE, self.settings, ranks=ranks), self.folder, ["test"])
             more["accelerate"] = str(opened.accelerate_file)
@@ -96,7 +96,7 @@ class Job:
         return self.disks / f"node-{rank}" / name_of(self.folder, RunDir(self.folder).read()["created"])
 
     @property
-    def told(self) -> str:
+    def output(self) -> str:
         return (self.folder / "told").read_text()
 
     @property
@@ -159,7 +159,7 @@ def flipped(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "damage", "step", "said"),
+    ("lost", "damage", "step", "message"),
     [
         pytest.param(True, nothing, 5, "copied to step-000005.a2", marks=pytest.mark.jobs),
         (True, node_gone, 5, "copied to step-000005.a2"),
@@ -171,13 +171,13 @@ def flipped(job: Job) -> None:
     indirect=["lost"],
 )
 def test_it_goes_on_from_the_newest_step_that_survived_to_the_same_end(
-    damage: Callable[[Job], None], step: int, said: str, lost: tuple[Job, bool], calm: Any, tmp_path: Path
+    damage: Callable[[Job], None], step: int, message: str, lost: tuple[Job, bool], calm: Any, tmp_path: Path
 ) -> None:
     job = lost[0].copy(tmp_path / "run")
     damage(job)
     assert job.go(attempt=2) == [0, 0]
-    assert job.started_at == step, job.told
-    assert said in job.told
+    assert job.started_at == step, job.output
+    assert message in job.output
     assert shards(job.folder)["6"] == calm
     assert not job.root(0).exists() and not job.root(1).exists(), "the end of a run clears its local folders"
 
@@ -190,12 +190,12 @@ def test_other_ranks_go_on_from_it_as_from_shared_storage(
 ) -> None:
     """Node 0 alone, and four nodes of which two are new. The last step is the one of a run whose every save was shared."""
     job = lost[0].copy(tmp_path / "run")
-    assert job.go(attempt=2, ranks=ranks) == [0] * ranks, job.told
-    assert job.started_at == (5 if lost[1] or ranks == 4 else 3), job.told
+    assert job.go(attempt=2, ranks=ranks) == [0] * ranks, job.output
+    assert job.started_at == (5 if lost[1] or ranks == 4 else 3), job.output
     shared = make(forge, prepared, tmp_path / "shared", f"save.every={job.started_at}")
     shared.folder.joinpath("told").touch()
     assert -signal.SIGKILL in shared.go("killed")
-    assert shared.go(attempt=2, ranks=ranks) == [0] * ranks, shared.told
+    assert shared.go(attempt=2, ranks=ranks) == [0] * ranks, shared.output
     assert shared.started_at == job.started_at
     assert shards(job.folder)["6"] == shards(shared.folder)["6"]
 
@@ -213,6 +213,6 @@ def test_a_link_in_the_place_of_the_folder_is_refused(forge: Forge, lost: tuple[
 def test_a_local_disk_that_is_full_costs_no_step(forge: Forge, prepared: Path, calm: Any, tmp_path: Path) -> None:
     job = make(forge, prepared, tmp_path / "run", *SAVED, f"save.local.path={tmp_path}")
     assert job.go("full") == [0, 0]
-    assert "No space left" in job.told and "none is from here on" in job.told
+    assert "No space left" in job.output and "none is from here on" in job.output
     assert [(e["step"], e["status"]) for e in events(job.folder, "checkpoint")] == [(3, "saved"), (6, "saved")]
     assert shards(job.folder)["6"] == calm

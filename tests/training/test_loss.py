@@ -45,7 +45,7 @@ def make_trainer(folder: Path, **values: Any) -> Any:
         "llama", hidden_size=8, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
         vocab_size=VOCABULARY, max_position_embeddings=64,
     )  # fmt: skip
-    asked = {
+    settings = {
         "use_cpu": True,
         "bf16": False,
         "report_to": "none",
@@ -54,7 +54,7 @@ def make_trainer(folder: Path, **values: Any) -> Any:
     }
     rows = make_rows({"lengths": [TOKENS // 2]}, VOCABULARY).select(range(2))
     return SFTTrainer(
-        model=AutoModelForCausalLM.from_config(config), args=SFTConfig(output_dir=str(folder), **asked, **values),
+        model=AutoModelForCausalLM.from_config(config), args=SFTConfig(output_dir=str(folder), **settings, **values),
         train_dataset=rows, eval_dataset=rows, processing_class=make_tokenizer(),
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from tests.training.forked import Forge
 from tests.training.test_deepspeed import BREAKS
 from tests.training.test_loading import BF16, lossless, startup
 from tests.training.test_loading_zero import make
-from tests.training.test_strategies import FULL, SAME, Bench, exported, said
+from tests.training.test_strategies import FULL, SAME, Bench, exported, output_of
 
 pytestmark = [
     pytest.mark.timeout(1800),
@@ -69,9 +69,9 @@ def train(bench: Bench, zero: dict[str, Any], more: list[str], *, stop: bool = F
     path = make(bench, "nvme", 2, more, zero)
     given = {"accelerate": str(path / "given.yaml")}
     if stop:
-        assert bench.forge.run(path, 2, breaks="stop", **given) == [75, 75], said(path)
+        assert bench.forge.run(path, 2, breaks="stop", **given) == [75, 75], output_of(path)
     given = {**given, "breaks": BREAKS + breaks} if breaks else {}
-    assert bench.forge.run(path, 2, attempt=2, **given) == [0, 0], said(path)
+    assert bench.forge.run(path, 2, attempt=2, **given) == [0, 0], output_of(path)
     return path
 
 

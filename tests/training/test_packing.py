@@ -236,7 +236,7 @@ PACKS = [
 ]  # fmt: skip
 DENSE = "train.model_init_kwargs.attn_implementation=sdpa"
 NO = "train.activation_checkpointing=false"
-KEPT = ["activation_checkpointing.ratio=1", "activation_checkpointing.save=[attention,every_second_matmul]"]
+RECOMPUTED = ["activation_checkpointing.ratio=1", "activation_checkpointing.save=[attention,every_second_matmul]"]
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +253,7 @@ def test_ranks_train_the_same_as_with_a_mask(train: Train) -> None:
     cases: dict[str, tuple[dict[str, Any], list[str]]] = {
         "packed": (FSDP2, [NO]),
         "recomputed": (FSDP2, ["train.activation_checkpointing=true"]),
-        "kept": (FSDP2, KEPT),
+        "kept": (FSDP2, RECOMPUTED),
         "compiled": (FSDP2 | {"dynamo_config": REGIONAL}, [NO]),
     }
     for name, (accelerate, words) in cases.items():

@@ -19,7 +19,7 @@ from clustertune.data.tokenizer import load_tokenizer
 from clustertune.manifest import read_manifest
 from tests.command import REPO, events, run
 from tests.conftest import once
-from tests.training.benches import said
+from tests.training.benches import output_of
 from tests.training.forked import FSDP2, Forge
 
 pytestmark = pytest.mark.timeout(900)
@@ -69,8 +69,8 @@ class Bench:
         path = self.make(ranks, accelerate, *more)
         if kill:
             codes = self.forge.run(path, ranks, breaks="killed", accelerate=str(path / "given.yaml"))
-            assert -9 in codes and 0 not in codes, said(path)
-        assert self.forge.run(path, ranks, attempt=2) == [0] * ranks, said(path)
+            assert -9 in codes and 0 not in codes, output_of(path)
+        assert self.forge.run(path, ranks, attempt=2) == [0] * ranks, output_of(path)
         return path
 
 
@@ -201,5 +201,5 @@ def test_the_reference_leaves_recomputation_as_it_is(bench: Bench) -> None:
     """TRL switches it off for the reference, and then on for all layers: the plan's half would be more work."""
     path = bench.make(1, ALONE, "activation_checkpointing.ratio=0.5", "train.max_steps=1")
     wrapped = {"breaks": f"{__name__}:count_layers", "accelerate": str(path / "given.yaml")}
-    assert bench.forge.run(path, 1, **wrapped) == [0], said(path)
+    assert bench.forge.run(path, 1, **wrapped) == [0], output_of(path)
     assert (path / "layers").read_text() == "2 of 4"

@@ -30,11 +30,11 @@ def test_an_attempt_that_was_followed_writes_nothing_more_and_ends_with_75(fresh
     (fresh / "attempts" / "0002").mkdir()
     time.sleep(0.05)  # a line whose fence was asked just before
     before = [(fresh / name).read_bytes() for name in ("metrics.jsonl", "run.json")]
-    kept = manifests(fresh)
-    assert len(kept) < 2, "the run was over before the other attempt began"
+    left = manifests(fresh)
+    assert len(left) < 2, "the run was over before the other attempt began"
     ranks.end()
     assert [(fresh / name).read_bytes() for name in ("metrics.jsonl", "run.json")] == before
-    assert manifests(fresh) == kept
+    assert manifests(fresh) == left
     assert [ranks.record(rank)["code"] for rank in (0, 1)] == [75, 75]
     assert "attempt 2 has taken over from attempt 1" in ranks.record(0)["problems"][0]["message"]
 
@@ -58,8 +58,8 @@ def test_torchrun_alone_shards_as_accelerate_launch_does(fresh: Path) -> None:
     (fresh / "attempts" / "0001").mkdir(parents=True)
     plan.write(fresh / "attempts" / "0001")
     ranks = Ranks(fresh, 1, TORCHRUN, TORCH_SHOW_CPP_STACKTRACES="1")
-    said = ranks.end()
-    assert ranks.record(0)["code"] == ranks.record(1)["code"] == 0, said
+    output = ranks.end()
+    assert ranks.record(0)["code"] == ranks.record(1)["code"] == 0, output
     found = json.loads((fresh / "run.json").read_text())["distributed"]
     assert (found["type"], found["fsdp_version"], found["world_size"]) == ("FSDP", 2, 2) and found["sharded_share"] < 0.6
     assert any("accelerate.yaml was applied here" in note for note in found["notes"])
@@ -91,11 +91,11 @@ def test_an_evaluation_that_the_last_step_s_stop_left_out_is_made_up(fresh: Path
     before = final(fresh)["step-000004"]
     assert (ranks.record(0)["code"], before["final"], before["eval_skipped"]) == (75, False, True)
     again = Ranks(fresh, 2, ACCELERATE)
-    said = again.end()
+    output = again.end()
     assert [name for name in final(fresh) if name.startswith("step-000004")] == ["step-000004"], "saved once"
     assert manifest.find_problems(fresh / "checkpoints/step-000004") == []
     after = final(fresh)["step-000004"]
-    assert (again.record(0)["code"], after["final"], after["eval_skipped"]) == (0, True, False), said
+    assert (again.record(0)["code"], after["final"], after["eval_skipped"]) == (0, True, False), output
     assert after["state_digests"] == before["state_digests"]
     assert [e["step"] for e in events(fresh, "step")] == [1, 2, 3, 4]
     assert [(e["step"], e["attempt"]) for e in events(fresh, "eval")] == [(0, 1), (2, 1), (4, 2)]

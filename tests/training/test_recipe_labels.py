@@ -43,8 +43,8 @@ def test_only_the_assistants_words_are_learnt(template: Path, tokenizer: Any, tm
     pairs = list(zip(found["input_ids"], found["labels"], strict=True))
     learnt = [token for token, label in pairs if label != -100]
     assert learnt == [label for _, label in pairs if label != -100] and len(learnt) < len(pairs) / 2 + 8
-    said = tokenizer.decode(learnt).replace(tokenizer.eos_token, "|").replace("<|eot_id|>", "|")
-    assert [part.strip() for part in said.strip("|").split("|")] == ["A part of a whole.", "One process of many."]
+    text = tokenizer.decode(learnt).replace(tokenizer.eos_token, "|").replace("<|eot_id|>", "|")
+    assert [part.strip() for part in text.strip("|").split("|")] == ["A part of a whole.", "One process of many."]
     assert pairs[-1][1] != -100, "the end of the last answer is learnt, or the model never stops"
 
 

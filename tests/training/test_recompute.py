@@ -46,7 +46,7 @@ def test_only_the_chosen_layers_run_twice(tiny_model: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0.0], found[ratio], strict=True))
 
 
-KEPT: dict[str, tuple[float, tuple[str, ...], int, int]] = {
+POLICIES: dict[str, tuple[float, tuple[str, ...], int, int]] = {
     "all": (1.0, (), 6, 1),  # the last product's result is not needed again: recomputation stops before it
     "attention": (1.0, ("attention",), 6, 0),
     "products": (1.0, ("matmul",), 0, 1),
@@ -87,7 +87,7 @@ def test_what_is_kept_is_not_computed_twice(tiny_model: Path, dtype: str) -> Non
         return counted, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     plain, gradients = step(0.0, ())
-    for name, (ratio, save, products, attention) in KEPT.items():
+    for name, (ratio, save, products, attention) in POLICIES.items():
         counted, found = step(ratio, save)
         again = len(recomputed_layers(ratio, layers))
         assert counted.products - plain.products == products * again, name
@@ -186,8 +186,8 @@ def test_a_wrapper_within_a_wrapped_layer_is_no_layer(tiny_model: Path) -> None:
     from clustertune.training import recompute
 
     model = with_dropout(tiny_model, wrapped=False)
-    kept = ("lora_A.default", "lora_B.default")
-    chosen = {id(m) for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer) or name.endswith(kept)}
+    names = ("lora_A.default", "lora_B.default")
+    chosen = {id(m) for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer) or name.endswith(names)}
     apply_activation_checkpointing(model, check_fn=lambda module: id(module) in chosen)
     assert str(recompute.inspect(model)) == "2 of 2"
 
@@ -209,7 +209,7 @@ def test_exactly_one_recomputes(tiny_model: Path) -> None:
             apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, kind))
         return model
 
-    def said(words: list[str], **made: bool) -> str:
+    def message(words: list[str], **made: bool) -> str:
         with pytest.raises(UserError) as caught:
             recompute.apply(prepared(**made), resolve(RECIPE, words))
         return caught.value.problems[0].message
@@ -218,9 +218,9 @@ def test_exactly_one_recomputes(tiny_model: Path) -> None:
     assert str(recompute.apply(prepared(on=True, wrapped=False), own)) == "1 of 2"
     assert str(recompute.apply(prepared(on=True, wrapped=False), plain)) == "2 of 2"
     assert str(recompute.apply(prepared(on=False, wrapped=True), by_fsdp)) == "2 of 2"
-    assert "twice" in said(OWN, on=True, wrapped=True)
-    assert "recipe asks for none" in said([OFF, "train.activation_checkpointing=false"], on=True, wrapped=False)
-    assert "wrapped no layer" in said([], on=False, wrapped=False)
+    assert "twice" in message(OWN, on=True, wrapped=True)
+    assert "recipe asks for none" in message([OFF, "train.activation_checkpointing=false"], on=True, wrapped=False)
+    assert "wrapped no layer" in message([], on=False, wrapped=False)
     off = resolve(RECIPE, [OFF, "activation_checkpointing.ratio=0"])
     assert str(recompute.apply(prepared(on=False, wrapped=False), off)) == "0 of 2"
 
@@ -239,8 +239,8 @@ def test_the_word_of_trl_is_the_same_policy(tiny_model: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     model.activation_checkpointing_enable()
     recompute.apply(model, resolved)
-    kept = [layer._gradient_checkpointing_func.keywords["context_fn"].args for layer in model.model.layers]
-    assert kept == [(("attention",),)] * len(model.model.layers)
+    policies = [layer._gradient_checkpointing_func.keywords["context_fn"].args for layer in model.model.layers]
+    assert policies == [(("attention",),)] * len(model.model.layers)
 
 
 def test_a_model_without_such_layers_is_told() -> None:

@@ -116,16 +116,16 @@ def test_an_evaluation_that_is_broken_off_leaves_the_random_state() -> None:
     assert torch.equal(torch.get_rng_state(), before[2])
 
 
-@pytest.mark.parametrize(("kept", "refused"), [(["weight", "bias"], False), (["weight"], True), ([], True)])
+@pytest.mark.parametrize(("saved", "refused"), [(["weight", "bias"], False), (["weight"], True), ([], True)])
 def test_a_save_that_lacks_trained_parameters_is_refused(
-    kept: list[str], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: list[str], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PEFT 0.21.2 saves no adapter at all under FSDP2 with activation checkpointing, and raises nothing."""
     made: Any = make(tmp_path, OSError(), monkeypatch)
     state = made.model.state_dict()
-    states = {"pytorch_model_fsdp_0": {"model": {key: state[key] for key in kept}}}
+    states = {"pytorch_model_fsdp_0": {"model": {key: state[key] for key in saved}}}
     if not refused:
         made._check_states(states, tmp_path)
         return
-    with pytest.raises(UserError, match=f"{len(kept)} of 2 trained parameters were to be saved"):
+    with pytest.raises(UserError, match=f"{len(saved)} of 2 trained parameters were to be saved"):
         made._check_states(states, tmp_path)

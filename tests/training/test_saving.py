@@ -24,7 +24,7 @@ from tests.training.conftest import RECIPE, SMALL
 from tests.training.forked import Forge
 
 pytestmark = pytest.mark.timeout(900)
-HERE = __name__
+MODULE = __name__
 
 
 def slow() -> None:
@@ -133,7 +133,7 @@ def shards(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def run(forge: Forge, folder: Path, what: str | None = None, attempt: int = 1, **environment: str) -> list[int]:
-    more = {"breaks": f"{HERE}:{what}", "accelerate": str(folder / "accelerate.yaml")} if what else {}
+    more = {"breaks": f"{MODULE}:{what}", "accelerate": str(folder / "accelerate.yaml")} if what else {}
     return forge.run(folder, 2, attempt=attempt, seconds=120, environment=environment, **more)
 
 

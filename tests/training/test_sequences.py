@@ -44,7 +44,7 @@ def tokenizer() -> Any:
     return train_tokenizer(WORDS * 3, 700, 4096)
 
 
-def trainer(train: Any, held: Any, tokenizer: Any, folder: Path, **asked: Any) -> Any:
+def trainer(train: Any, held: Any, tokenizer: Any, folder: Path, **settings: Any) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from trl import SFTConfig, SFTTrainer
@@ -64,7 +64,7 @@ def trainer(train: Any, held: Any, tokenizer: Any, folder: Path, **asked: Any) -
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **small))
     plain = {"report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no", "disable_tqdm": True, "max_steps": 3}
     plain |= {"gradient_checkpointing": False, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 3, "seed": 7}
-    args = SFTConfig(str(folder), **{**plain, **asked})
+    args = SFTConfig(str(folder), **{**plain, **settings})
     return Watched(model=model, args=args, train_dataset=train, eval_dataset=held, processing_class=tokenizer)
 
 
@@ -78,14 +78,14 @@ def whole(request: pytest.FixtureRequest, dataset: Path, tokenizer: Any, tmp_pat
         datasets.Dataset.from_list([{"messages": json.loads(line)["messages"]} for line in (dataset / f"{split}.jsonl").open()])
         for split in ("train", "eval")
     ]
-    asked = {"assistant_only_loss": request.param, "max_length": None}
-    return trainer(*chats, tokenizer, tmp_path_factory.mktemp("whole"), **asked)
+    settings = {"assistant_only_loss": request.param, "max_length": None}
+    return trainer(*chats, tokenizer, tmp_path_factory.mktemp("whole"), **settings)
 
 
-def made(dataset: Path, tokenizer: Any, **asked: Any) -> tuple[Any, Any]:
+def made(dataset: Path, tokenizer: Any, **settings: Any) -> tuple[Any, Any]:
     """What a rank maps for these settings."""
-    tokens.make(dataset, tokenizer, {"seed": 7, **asked})
-    train, held = sequences.load(dataset / tokens.FOLDER, dataset, tokenizer, {"seed": 7, **asked})
+    tokens.make(dataset, tokenizer, {"seed": 7, **settings})
+    train, held = sequences.load(dataset / tokens.FOLDER, dataset, tokenizer, {"seed": 7, **settings})
     assert held is not None
     return train, held
 
@@ -116,9 +116,9 @@ CASES = {
 def test_every_row_is_trls(name: str, whole: Any, dataset: Path, tokenizer: Any, tmp_path: Path) -> None:
     from trl import SFTConfig
 
-    asked, answers = CASES[name], whole.args.assistant_only_loss
-    train, held = made(dataset, tokenizer, assistant_only_loss=answers, **asked)
-    args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, seed=7, **asked)
+    settings, answers = CASES[name], whole.args.assistant_only_loss
+    train, held = made(dataset, tokenizer, assistant_only_loss=answers, **settings)
+    args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, seed=7, **settings)
     packing = bool(args.packing)
     theirs = whole._prepare_dataset(whole.train_dataset, tokenizer, args, packing, None, "train")
     equal_rows(theirs, train)

@@ -59,9 +59,9 @@ def test_the_first_step_ends_it_and_tells_it_once() -> None:
     clock, startup = timed()
     startup.read_bytes, startup.loading = 7, "slices"
     written: list[dict[str, Any]] = []
-    said: list[str] = []
+    messages: list[str] = []
     first = StartupWatch(
-        startup, lambda value: [value, (8, 9)], lambda name, **v: written.append({"event": name, **v}), said.append
+        startup, lambda value: [value, (8, 9)], lambda name, **v: written.append({"event": name, **v}), messages.append
     )
     first.on_train_begin(SimpleNamespace(eval_on_start=True))
     for seconds in (3, 2, 1):
@@ -73,13 +73,13 @@ def test_the_first_step_ends_it_and_tells_it_once() -> None:
         ("imports", 5.0), ("evaluation", 3.0), ("first step", 10.0), ("other", 0.0), ("total", 18.0)
     ]  # fmt: skip
     assert written[-1]["read_bytes"] == [7, 8] and written[-1]["host_bytes"][1] == 9 and written[-1]["loading"] == "slices"
-    assert said == ["start-up 18.0 s: imports 5.0, evaluation 3.0, first step 10.0"]
+    assert messages == ["start-up 18.0 s: imports 5.0, evaluation 3.0, first step 10.0"]
     _, quiet = timed()
-    silent = StartupWatch(quiet, lambda value: [value], None, said.append)
+    silent = StartupWatch(quiet, lambda value: [value], None, messages.append)
     silent.on_train_begin(SimpleNamespace(eval_on_start=False))
     silent.on_step_begin()
     silent.on_step_end()
-    assert len(said) == 1 and quiet.done
+    assert len(messages) == 1 and quiet.done
 
 
 def test_the_parts_are_written_in_their_order() -> None:

@@ -130,29 +130,29 @@ def test_behind_the_last_step_only_the_evaluation_is_made_up(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("stage", "gradient", "loss", "asked"),
+    ("stage", "gradient", "loss", "question"),
     [
         (0, 1.0, 1.0, (None, True)), (0, math.nan, 1.0, (None, False)), (0, math.inf, 1.0, (None, False)),
         (0, 1.0, math.inf, (math.inf, True)), (2, 1.0, math.inf, (math.inf, True)), (2, math.nan, 1.0, (None, True)),
     ],
 )  # fmt: skip
 def test_deepspeed_asks_before_each_step_what_it_does_not_look_at_itself(
-    stage: int, gradient: float, loss: float, asked: tuple[float | None, bool]
+    stage: int, gradient: float, loss: float, question: tuple[float | None, bool]
 ) -> None:
     """ZeRO 1 to 3 leave a step out whose gradients are not finite; stage 0 takes it, whatever they are."""
     module = torch.nn.Linear(2, 1)
     module.weight.grad = torch.tensor([[gradient, 1.0]])  # the bias is not trained
-    told: list[Any] = []
+    calls: list[Any] = []
     engine: Any = SimpleNamespace(
-        backward=lambda value: told.append(float(value)),
-        step=lambda: told.append("step"),
+        backward=lambda value: calls.append(float(value)),
+        step=lambda: calls.append("step"),
         zero_optimization_stage=lambda: stage,
         module=module,
     )
-    deepspeed.guard(engine, lambda *found: told.append(found))
+    deepspeed.guard(engine, lambda *found: calls.append(found))
     engine.backward(torch.tensor(loss))
     engine.step()
-    assert told == [loss, asked, "step"]
+    assert calls == [loss, question, "step"]
 
     def refuse(*found: Any) -> None:
         raise UserError("not finite")
@@ -160,7 +160,7 @@ def test_deepspeed_asks_before_each_step_what_it_does_not_look_at_itself(
     deepspeed.guard(engine, refuse)
     with pytest.raises(UserError):
         engine.step()
-    assert told.count("step") == 1
+    assert calls.count("step") == 1
 
 
 def test_no_event_is_written_for_an_attempt_that_was_followed(tmp_path: Path) -> None:

@@ -97,10 +97,10 @@ class Bench:
         path = self.make(name, ranks, accelerate, *more)
         if stop:
             codes = self.forge.run(path, ranks, breaks="stop", accelerate=str(path / "given.yaml"))
-            assert codes == [ExitCode.AGAIN] * ranks, said(path)
+            assert codes == [ExitCode.AGAIN] * ranks, output_of(path)
             assert [e["step"] for e in events(path, "step")] == [1, 2]
         codes = self.forge.run(path, ranks, attempt=2)
-        assert codes == [0] * ranks, said(path)
+        assert codes == [0] * ranks, output_of(path)
         return path
 
     def go_on(self, path: Path, ranks: int, accelerate: Mapping[str, Any], *more: str) -> list[int]:
@@ -114,7 +114,7 @@ class Bench:
         """What rank 0 says where a part of the program has been taken away."""
         path = self.make(broken, ranks, accelerate)
         codes = self.forge.run(path, ranks, breaks=broken, accelerate=str(path / "given.yaml"))
-        assert 0 not in codes, said(path)
+        assert 0 not in codes, output_of(path)
         record = json.loads((path / "attempts/0001/rank-0.json").read_text().strip("\0 \n"))
         return " ".join(problem["message"] for problem in record["problems"])
 
@@ -125,7 +125,7 @@ class Bench:
         return self._alone[more]
 
 
-def said(path: Path) -> str:
+def output_of(path: Path) -> str:
     """The end of each rank's log, and the problem that it left."""
     logs = sorted((path / "attempts").glob("*/rank-*.log"))
     records = [file.read_text().strip("\0 ") for file in sorted((path / "attempts").glob("*/rank-*.json"))]
@@ -223,8 +223,8 @@ def test_a_strategy_learns_what_one_process_learns(llama: Bench, name: str, trai
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_save_behind_training_has_the_bytes_of_one_that_training_waits_for(llama: Bench, name: str, trained: str) -> None:
     """A run that is stopped waits for its save; one that is not takes the next step meanwhile."""
-    place, more = STRATEGIES[name][:2], FULL if trained == "full" else []
-    waited, behind = (llama.train(name, *place, *more, stop=stop) for stop in (True, False))
+    strategy, more = STRATEGIES[name][:2], FULL if trained == "full" else []
+    waited, behind = (llama.train(name, *strategy, *more, stop=stop) for stop in (True, False))
     copied = [e["save_copy_s"] for path in (waited, behind) for e in events(path, "checkpoint") if e["step"] == 2]
     assert copied[0] == 0 < copied[1]
     found = [read_manifest(path / "checkpoints" / step) for path, step in ((waited, "step-000002"), (behind, "step-000002.a2"))]
@@ -259,8 +259,8 @@ def test_a_run_goes_on_on_another_shape(llama: Bench, before: str, after: str, t
     more = FULL if trained == "full" else []
     path = llama.make(before, *SHAPES[before], *more)
     codes = llama.forge.run(path, SHAPES[before][0], breaks="stop", accelerate=str(path / "given.yaml"))
-    assert codes == [ExitCode.AGAIN] * SHAPES[before][0], said(path)
-    assert llama.go_on(path, *SHAPES[after], *more) == [0] * SHAPES[after][0], said(path)
+    assert codes == [ExitCode.AGAIN] * SHAPES[before][0], output_of(path)
+    assert llama.go_on(path, *SHAPES[after], *more) == [0] * SHAPES[after][0], output_of(path)
     assert [e["world_size"] for e in events(path, "start")] == [SHAPES[before][0], SHAPES[after][0]]
     alone = llama.alone(*more)
     compare(path, alone)
@@ -277,8 +277,8 @@ def test_in_bfloat16_a_run_on_another_shape_stays_in_the_spread_of_both(llama: B
 
     two, four = (losses(llama.train(name, *SHAPES[name], *more)) for name in ("2", "4"))
     path = llama.make("4", *SHAPES["4"], *more)
-    assert llama.forge.run(path, 4, breaks="stop", accelerate=str(path / "given.yaml")) == [ExitCode.AGAIN] * 4, said(path)
-    assert llama.go_on(path, *SHAPES["2"], *more) == [0] * 2, said(path)
+    assert llama.forge.run(path, 4, breaks="stop", accelerate=str(path / "given.yaml")) == [ExitCode.AGAIN] * 4, output_of(path)
+    assert llama.go_on(path, *SHAPES["2"], *more) == [0] * 2, output_of(path)
     spread = max(abs(one - other) for one, other in zip(two, four, strict=True))
     assert 0 < spread < 0.01, (two, four)
     for one, other, found in zip(two, four, losses(path), strict=True):
@@ -321,7 +321,7 @@ def place_of(bench: Bench, name: str) -> tuple[int, dict[str, Any]]:
     return 2, {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "zero3.json"}}
 
 
-_kept: dict[tuple[Path, str], Any] = {}
+_learnt: dict[tuple[Path, str], Any] = {}
 
 
 def learnt(path: Path) -> Any:
@@ -335,11 +335,11 @@ def learnt(path: Path) -> Any:
 @pytest.mark.parametrize(("name", "how"), drops())
 def test_dropout_and_recomputation_give_the_same_bits(llama: Bench, name: str, how: str) -> None:
     """A layer that is computed again must drop what it dropped: else its gradients are those of another loss."""
-    place = place_of(llama, name)
-    if (llama.folder, name) not in _kept:
-        _kept[llama.folder, name] = learnt(llama.train(name, *place, DROPPED))
-    path = llama.train(name, *place, DROPPED, *RECOMPUTE[how])
-    assert learnt(path) == _kept[llama.folder, name]
+    strategy = place_of(llama, name)
+    if (llama.folder, name) not in _learnt:
+        _learnt[llama.folder, name] = learnt(llama.train(name, *strategy, DROPPED))
+    path = llama.train(name, *strategy, DROPPED, *RECOMPUTE[how])
+    assert learnt(path) == _learnt[llama.folder, name]
     assert distributed(path)["recomputed_layers"] == ("2 of 4" if how == "ratio" else "4 of 4")
 
 
@@ -369,10 +369,10 @@ def test_embeddings_that_are_dropped_are_dropped_alike(phi: Bench, trained: str)
     runs = {}
     for name in ("fsdp2", "tp"):
         ranks, accelerate, _ = STRATEGIES[name]
-        place = (ranks, wrapping(accelerate, "PhiDecoderLayer"))
-        runs[name] = phi.train(name, *place, *more)
+        strategy = (ranks, wrapping(accelerate, "PhiDecoderLayer"))
+        runs[name] = phi.train(name, *strategy, *more)
         for how in ("wrapper", "model", "wrapper-offload"):
-            assert learnt(phi.train(name, *place, *more, *RECOMPUTE[how])) == learnt(runs[name]), (name, how)
+            assert learnt(phi.train(name, *strategy, *more, *RECOMPUTE[how])) == learnt(runs[name]), (name, how)
     compare(runs["tp"], runs["fsdp2"])
     assert apart(exported(runs["tp"]), exported(runs["fsdp2"])) < WEIGHTS
 
@@ -477,8 +477,8 @@ def test_experts_are_shared_out_over_the_tensor_parallel_group(mixtral: Bench, t
     if trained == "full":
         from transformers import AutoModelForCausalLM
 
-        _, told = AutoModelForCausalLM.from_pretrained(path / "merged", output_loading_info=True)
-        assert not told["missing_keys"] and not told["unexpected_keys"]
+        _, info = AutoModelForCausalLM.from_pretrained(path / "merged", output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
 QLORA = [

@@ -43,14 +43,14 @@ def log(callbacks: Any, step: int) -> None:
 
 
 def test_a_dead_tracker_does_not_end_the_training() -> None:
-    told: list[str] = []
+    messages: list[str] = []
     mirror = WandbCallback()
     callbacks = handler(mirror)
-    tracker.guard(callbacks.callbacks, told.append)
+    tracker.guard(callbacks.callbacks, messages.append)
     for step in (1, 2, 3):
         log(callbacks, step)
     assert mirror.steps == [1, 2]
-    assert len(told) == 1 and "Connection lost;" in told[0] and "left out" in told[0]
+    assert len(messages) == 1 and "Connection lost;" in messages[0] and "left out" in messages[0]
     assert callbacks.callbacks[0].label == "mirror"
 
 

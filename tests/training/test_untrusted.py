@@ -18,7 +18,7 @@ from clustertune import manifest
 from clustertune.checkpoint import restricted, store
 from clustertune.errors import UserError
 from clustertune.rundir import RunDir
-from tests.training.benches import ZeroBench, said
+from tests.training.benches import ZeroBench, output_of
 from tests.training.forked import FSDP2
 from tests.training.test_strategies import FSDP1
 
@@ -81,8 +81,8 @@ def test_a_damaged_input_is_not_trained_on(strategy: str, name: str, seed: int, 
         pytest.importorskip("deepspeed")
     path = make(bench, strategy)
     damage(path / name, seed)
-    assert bench.go(path) == [2, 2], said(path)
-    assert Path(name).name in said(path) and not list(path.glob("checkpoints/*/MANIFEST.json"))
+    assert bench.go(path) == [2, 2], output_of(path)
+    assert Path(name).name in output_of(path) and not list(path.glob("checkpoints/*/MANIFEST.json"))
 
 
 def test_a_changed_recipe_of_a_run_is_not_followed(bench: ZeroBench) -> None:
@@ -108,9 +108,9 @@ class Canary:
         return os.mkdir, (str(self.path),)
 
 
-def plant(checkpoint: Path, place: str, canary: Path) -> None:
+def plant(checkpoint: Path, where: str, canary: Path) -> None:
     """Put a hostile pickle into one place of a checkpoint, and seal it again. ``place``: a file, or ``FOLDER!value``."""
-    name, _, value = place.partition("!")
+    name, _, value = where.partition("!")
     if name in OLD:  # read where today's is not there
         (checkpoint / name).touch()
         (checkpoint / name).with_suffix(".safetensors").unlink()
@@ -154,7 +154,7 @@ def trained(bench: ZeroBench) -> Any:
     def one(strategy: str) -> Path:
         if strategy not in made:
             path = make(bench, strategy)
-            assert bench.go(path) == [0, 0], said(path)
+            assert bench.go(path) == [0, 0], output_of(path)
             shutil.rmtree(path / "checkpoints" / "step-000003")
             made[strategy] = path
         return made[strategy]
@@ -165,12 +165,12 @@ def trained(bench: ZeroBench) -> Any:
 def refused(bench: ZeroBench, path: Path) -> str:
     """What the ranks say about the checkpoint that they do not resume from."""
     codes = bench.go(path, attempt=2)
-    assert 2 in codes and 0 not in codes, said(path)
-    return said(path)
+    assert 2 in codes and 0 not in codes, output_of(path)
+    return output_of(path)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "place"),
+    ("strategy", "where"),
     [
         pytest.param(s, p, marks=[] if (s, p) in FAST else [pytest.mark.jobs], id=f"{s} {p}")
         for s, places in PLACES.items()
@@ -178,13 +178,13 @@ def refused(bench: ZeroBench, path: Path) -> str:
     ],
 )
 def test_a_hostile_pickle_under_a_valid_seal_never_runs(
-    strategy: str, place: str, bench: ZeroBench, trained: Any, tmp_path: Path
+    strategy: str, where: str, bench: ZeroBench, trained: Any, tmp_path: Path
 ) -> None:
     if strategy.startswith("zero"):
         pytest.importorskip("deepspeed")
     path = tmp_path / "run"
     shutil.copytree(trained(strategy), path)
-    plant(path / "checkpoints" / "step-000002", place, tmp_path / "canary")
+    plant(path / "checkpoints" / "step-000002", where, tmp_path / "canary")
     words = refused(bench, path)
     assert not (tmp_path / "canary").exists()
     assert "could run code" in words or "more than tensors and plain values" in words, words
@@ -200,7 +200,7 @@ def test_a_checkpoint_that_others_can_write_to_is_not_gone_on_from(
     words = refused(bench, path)
     assert "mode 0777" in words and "chmod -R go-w" in words
     (path / "checkpoints" / "step-000002").chmod(0o755)
-    assert bench.go(path, attempt=3) == [0, 0], said(path)
+    assert bench.go(path, attempt=3) == [0, 0], output_of(path)
 
 
 # -- each guard taken away -----------------------------------------------------------------------------------------------
@@ -219,10 +219,10 @@ def without(guard: str, bench: ZeroBench, path: Path, strategy: str, attempt: in
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("place", [SHARDED[0], SHARDED[2]])
-def test_without_the_restriction_a_hostile_pickle_runs(place: str, bench: ZeroBench, trained: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", [SHARDED[0], SHARDED[2]])
+def test_without_the_restriction_a_hostile_pickle_runs(where: str, bench: ZeroBench, trained: Any, tmp_path: Path) -> None:
     path = tmp_path / "run"
     shutil.copytree(trained("fsdp2"), path)
-    plant(path / "checkpoints" / "step-000002", place, tmp_path / "canary")
+    plant(path / "checkpoints" / "step-000002", where, tmp_path / "canary")
     without("no_restriction", bench, path, "fsdp2", attempt=2)
     assert (tmp_path / "canary").exists()

@@ -77,14 +77,14 @@ def _line(row: GradeRow) -> str:
 
 
 def _reference() -> Iterator[str]:
-    told, one = floors(), case_seconds()
+    floor, one = floors(), case_seconds()
     yield "## The reference run: Llama-3.1-405B, LoRA, 2 x 8 RTX PRO 6000, 100 GbE, 8 h 24 m\n"
-    gathered, ring, node = told.gathered_bytes / 1e12, told.hours / told.ring_h, told.hours / told.node_h
+    gathered, ring, node = floor.gathered_bytes / 1e12, floor.hours / floor.ring_h, floor.hours / floor.node_h
     yield f"- Weights gathered in the run: {gathered:.1f} TB into each node (162 gathers of 811.7 GB x 15/16)."
-    yield f"- Floor of that traffic at line rate: {told.ring_h:.2f} h as one ring ({ring:.1f} x faster than the run)"
-    yield f"  and {told.node_h:.2f} h where each node receives only what it lacks ({node:.1f} x)."
-    products = told.hours / told.compute_h
-    yield f"- Floor of its products at the dense peak, recomputation included: {told.compute_h:.2f} h ({products:.0f} x)."
+    yield f"- Floor of that traffic at line rate: {floor.ring_h:.2f} h as one ring ({ring:.1f} x faster than the run)"
+    yield f"  and {floor.node_h:.2f} h where each node receives only what it lacks ({node:.1f} x)."
+    products = floor.hours / floor.compute_h
+    yield f"- Floor of its products at the dense peak, recomputation included: {floor.compute_h:.2f} h ({products:.0f} x)."
     yield f"- Predicted at the 4.7 GB/s that the run itself implies: {one:.0f} s a step; 36 steps and 18 evaluations"
     yield "  are what 8 h 24 m (840 s a step, loading and evaluations included) were spent on.\n"
     yield "What the same 36 steps of 32 sequences would take on the same GPUs:\n"
@@ -121,8 +121,8 @@ def _claims() -> Iterator[str]:
 
 def _claim(result: ClaimResult) -> str:
     claim, claimed = result.claim, result.claim.claimed
-    told = f"{number(claimed[0])} to {number(claimed[1])}" if isinstance(claimed, tuple) else number(claimed)
-    cells = [f"{claims_file().sources[claim.source]}, {claim.place}", claim.claim, f"{told} {claim.unit}"]
+    figure = f"{number(claimed[0])} to {number(claimed[1])}" if isinstance(claimed, tuple) else number(claimed)
+    cells = [f"{claims_file().sources[claim.source]}, {claim.place}", claim.claim, f"{figure} {claim.unit}"]
     cells += [f"{number(result.computed)} {claim.unit}", result.arithmetic, claim.instead]
     return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
 

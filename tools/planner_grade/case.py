@@ -65,17 +65,17 @@ def _lora(run: PublishedRun, architecture: dict[str, Any]) -> tuple[int, int, tu
 
 
 def _machine(run: PublishedRun) -> PlanMachine:
-    told = published_clusters()[run.cluster]
+    published = published_clusters()[run.cluster]
     document = cluster_document(run)
     document["network"] = {"interface": "eth0", **document["network"]}
     if run.nodes > 1 and document["network"]["kind"] == "none":
         document["network"] |= {"kind": "infiniband", "gbit": 400}  # no rank leaves the NVLink domain: nothing reads it
     found = machine(read_cluster(Document(f"published cluster {run.cluster}", document)), nodes=run.nodes)
-    changes: dict[str, Any] = {"peak_flops": found.peak_flops * told.peak_share}
+    changes: dict[str, Any] = {"peak_flops": found.peak_flops * published.peak_share}
     if found.peak_flops_fp8:
-        changes["peak_flops_fp8"] = found.peak_flops_fp8 * told.peak_share
-    if told.hbm_gb_s:
-        changes["hbm_bytes_per_s"] = told.hbm_gb_s * 1e9
+        changes["peak_flops_fp8"] = found.peak_flops_fp8 * published.peak_share
+    if published.hbm_gb_s:
+        changes["hbm_bytes_per_s"] = published.hbm_gb_s * 1e9
     return replace(found, **changes)
 
 

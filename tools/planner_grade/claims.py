@@ -33,11 +33,11 @@ def check(claim: Claim) -> ClaimResult:
 
 def judge(claim: Claim, value: float) -> str:
     """The verdict on a claim where arithmetic gives ``value``."""
-    told = claims_file()
+    limits = claims_file()
     off = distance(claim, value)
-    if off <= (told.tolerance if claim.tolerance is None else claim.tolerance):
+    if off <= (limits.tolerance if claim.tolerance is None else claim.tolerance):
         return "right"
-    return "imprecise" if off <= (told.coarse if claim.coarse is None else claim.coarse) else "refuted"
+    return "imprecise" if off <= (limits.coarse if claim.coarse is None else claim.coarse) else "refuted"
 
 
 def distance(claim: Claim, value: float) -> float:

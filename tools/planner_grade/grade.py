@@ -140,9 +140,9 @@ def _one_run(csv: Sequence[Case]) -> list[GradeRow]:
     """Every run but its cluster's cheapest one (the fewest GPUs), which calibrates."""
     found = []
     for cluster in sorted({c.run.cluster for c in csv}):
-        here = sorted((c for c in csv if c.run.cluster == cluster), key=lambda c: c.run.world)
-        constants = Constants().with_values(fit([observation(here[0])]).values)
-        found += [row(one, constants, f"calibrated with {here[0].run.id}") for one in here[1:]]
+        measured = sorted((c for c in csv if c.run.cluster == cluster), key=lambda c: c.run.world)
+        constants = Constants().with_values(fit([observation(measured[0])]).values)
+        found += [row(one, constants, f"calibrated with {measured[0].run.id}") for one in measured[1:]]
     return found
 
 
