@@ -78,17 +78,17 @@ class PlanTarget:
     words: tuple[str, ...]
     """The options that name it again."""
     assumed: bool = False
-    """Whether nobody named it."""
+    """Whether it was chosen, not named."""
 
 
 def where(gpus: str | None, cluster: str | None, nccl_check: Path | None = None) -> PlanTarget:
     """``--gpus``, ``--cluster``, this place where it has GPUs, else :data:`ANY_GPUS`. Raises UserError."""
     found, options = (of_gpus(gpus), ("--gpus", gpus)) if gpus else (load_cluster(cluster), ("--cluster", cluster or "local"))
-    if nobody := not (gpus or cluster or found.compute.gpus):
+    if assumed := not (gpus or cluster or found.compute.gpus):
         found, options = of_gpus(ANY_GPUS), ("--gpus", ANY_GPUS)
     most = len(found.compute_nodes)
     sizes = (most,) if gpus else tuple(sorted({2**power for power in range(most.bit_length())}))
-    return PlanTarget(find_calibrated(found, nccl_check), sizes, found.compute.gpus, options, nobody)
+    return PlanTarget(find_calibrated(found, nccl_check), sizes, found.compute.gpus, options, assumed)
 
 
 @contextmanager

@@ -96,7 +96,7 @@ class JobChain(chain.Chain):
         prolog.decide(found, wanted.on_fail)
 
     def _may_go_on(self, error: UserError) -> bool:
-        """Whether another attempt makes sense here and now: nobody asked to stop, and every node spoke."""
+        """Whether another attempt makes sense here and now: no stop was requested, and every node answered."""
         if self.outcome is None or error.code not in (ExitCode.AGAIN, ExitCode.FAILED) or self.signals:
             return False
         return not self.outcome.asked and not self.outcome.nodes_gone and self.still_mine()
@@ -331,7 +331,7 @@ def run(
 
 
 def _requeue(allocation: Allocation, path: Path, signals: Sequence[int]) -> None:
-    """Ask Slurm to start the job again, unless somebody else has decided over it already.
+    """Ask Slurm to start the job again, unless that was decided already.
 
     Raises UserError (exit 93) where it goes round without getting anywhere.
     """
@@ -370,7 +370,7 @@ def _ask_for_requeue(job: str) -> UserError | None:
 
 
 def _ended_by_nobody(job: str) -> bool:
-    """Whether a job that got SIGTERM is ours to requeue: Slurm does so with a preempted one, and nobody with a cancelled one.
+    """Whether a job that got SIGTERM is ours to requeue: Slurm does so with a preempted one, and a cancelled one stays ended.
 
     ``scontrol requeue`` starts also a job that was cancelled (measured on 22.05), so that the state is asked first, also
     where a warning came before: people have a job save, and then cancel it. A job that ran into its limit continues later. One

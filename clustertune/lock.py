@@ -128,7 +128,7 @@ def take(
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Whether an open file still lies at ``path``: a lock on one that its holder has removed holds nobody off."""
+    """Whether an open file still lies at ``path``: a lock on one that its holder has removed has no effect."""
     try:
         return os.path.samestat(path.stat(), os.fstat(fd))
     except FileNotFoundError:

@@ -52,9 +52,9 @@ _FIXES = {
     "adapter": "move the folder away, then export it again",
     "dataset": "remove the folder, then run the same command again: it is prepared again",
     "merged": "move the folder away, then merge or export again",
-    "model": "remove the folder, then run the same command again: it is made again",
+    "model": "remove the folder, then run the same command again: it is recreated",
     "parcel": "copy it again from where it was staged, or stage it again",
-    "tokens": "remove the folder, then run the same command again: they are made again",
+    "tokens": "remove the folder, then run the same command again: they are recreated",
     "staged": "remove the folder, then run the same command again: it is copied again",
     _HUB: "remove the file and the blob that it links to, then fetch it again (hf download)",
 }
@@ -410,7 +410,7 @@ class DigestComparison:
         return [*self.problems, *(problem for problem in found if problem not in self.problems)]
 
     def stop(self) -> None:
-        """End what still runs: nobody waits for its verdict."""
+        """End what still runs: its verdict is not needed."""
         self._stop.set()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)

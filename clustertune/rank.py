@@ -131,7 +131,7 @@ def _bind_to_launcher(pid_file: Path) -> bool:
     if not pid_file.exists():  # srun, torchrun and others: they look after their processes, and a save may still succeed
         die_with_parent(signal.SIGTERM)
         return True
-    # With the command or its launcher killed, its lock on the run folder is gone too: nobody may continue writing there.
+    # With the command or its launcher killed, its lock on the run folder is gone too: no rank may continue writing there.
     die_with_parent(signal.SIGKILL)
     return pid_file.read_text().strip() == str(os.getppid())
 

@@ -1,4 +1,4 @@
-"""Tokens of a user, from a ``.env`` file that nobody else can read: parsed strictly, never executed, never repeated.
+"""Tokens of a user, from a ``.env`` file that only its owner can read: parsed strictly, never executed, never repeated.
 
 No value is ever part of a message, and neither is a line that does not parse: it may be a token pasted without its name.
 """

@@ -22,7 +22,7 @@ from clustertune.launch.step import EXPORTED
 from clustertune.launch.submit import SCRIPT, split_script
 from clustertune.ops.slurm.planning import all_texts, make_plan
 from tests.launch.machines import CLUSTER_FILES, OURS, RECIPES, REPO, cluster_of
-from tests.nccl_check.asked import job
+from tests.nccl_check.command_line import job
 
 GOLDEN = REPO / "tests" / "golden"
 RUNS = [(recipe, tiny) for recipe in RECIPES for tiny in ((False, True) if recipe in OURS else (False,))]

@@ -222,7 +222,7 @@ def test_a_run_is_its_users_alone(tmp_path: Path) -> None:
 
 
 def test_a_run_folder_that_is_deleted_is_named(tmp_path: Path) -> None:
-    """And is not made again by the save that follows, empty but for a checkpoint."""
+    """And is not recreated by the save that follows, empty but for a checkpoint."""
     folder = tmp_path / "run"
 
     def delete(_: object) -> None:

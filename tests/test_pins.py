@@ -139,7 +139,7 @@ def test_a_planted_pin_is_found(path: str, line: str) -> None:
     ],
 )
 def test_what_explains_or_measures_may_name_a_version(path: str, text: str) -> None:
-    """A fault is told with its version, a figure with the stack that gave it."""
+    """A fault is reported with its version, a figure with the stack that gave it."""
     assert list(second_homes(path, text, {"kiln": "9.9.9"})) == []
 
 

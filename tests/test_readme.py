@@ -158,7 +158,7 @@ def command_of(start: str, replaced: dict[str, Path | str]) -> list[str]:
 
 
 def test_the_commands_before_training(tmp_path: Path) -> None:
-    """``show`` and ``prepare`` as they are told."""
+    """``show`` and ``prepare`` as they are printed there."""
     for line in (line for line in COMMANDS if line.startswith("clustertune show-cluster ") and "--write" not in line):
         done = run(*shlex.split(line)[1:])
         assert done.code == 0 and line.rpartition(" ")[2] in done.out
@@ -186,7 +186,7 @@ def finished_copy(finished: tuple[Path, Done], tmp_path: Path) -> Path:
 
 
 def test_the_commands_on_a_run(finished_copy: Path) -> None:
-    """``checkpoint verify`` and ``report`` as they are told."""
+    """``checkpoint verify`` and ``report`` as they are printed there."""
     (finished_copy / "report.html").unlink()
     for start in ("checkpoint verify", "report"):
         done = run(*command_of(start, {"runs/tiny-oasst2/ID": finished_copy}))
@@ -195,7 +195,7 @@ def test_the_commands_on_a_run(finished_copy: Path) -> None:
 
 
 def test_the_commands_on_models(finished_copy: Path, tmp_path: Path) -> None:
-    """``export``, ``merge`` and ``eval`` as they are told, each with what the one before made."""
+    """``export``, ``merge`` and ``eval`` as they are printed there, each with what the one before made."""
     adapter, merged, prompts = tmp_path / "adapter", tmp_path / "merged", tmp_path / "prompts.jsonl"
     prompts.write_text(tree.texts()["eval/ifeval/prompts.jsonl"].partition("\n")[0] + "\n")
     (base,) = (finished_copy / "model").iterdir()

@@ -1,7 +1,7 @@
 """What the pinned libraries take, as data: ``make library-facts`` writes ``clustertune/config/library_facts/*.json``.
 
 ``import trl`` takes 7 s and needs torch; a command that checks a recipe reads these files instead, in milliseconds.
-They are made again when a pin of ``containers/versions.env`` moves: tests/config/test_library_facts.py compares them with
+They are recreated when a pin of ``containers/versions.env`` moves: tests/config/test_library_facts.py compares them with
 the installed classes.
 """
 

@@ -131,7 +131,7 @@ def no_verbs(context: LinkContext) -> Iterator[Seen]:
     """
     wanted = context.kind in RDMA_KINDS
     layers = {port.link_layer for _, port in context.rdma_active()}
-    # Where TCP is meant nobody misses verbs on an Ethernet adapter that could do RoCE.
+    # Where TCP is meant, verbs on an Ethernet adapter that could do RoCE are not needed.
     looked = bool(layers) and not (layers <= {"Ethernet", ""} and context.kind in ("", "ethernet"))
     hosts = context.log.no_verbs | {fault.host for fault in context.log.faults if fault.kind == "no-verbs"}
     if hosts and (wanted or looked):

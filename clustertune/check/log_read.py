@@ -357,7 +357,7 @@ _BY_WORD: dict[str, Callable[[_Reader, Record], None]] = {
 
 # --- log lines ------------------------------------------------------------------------------------------------------------
 
-# NCCL's lines out of any text: a rank's log, a job's output of many ranks, what somebody pasted into an issue.
+# NCCL's lines out of any text: a rank's log, a job's output of many ranks, text pasted into an issue.
 #
 # Standard library only, Python 3.8 or later. A line of NCCL is, by version (``src/debug.cc``)::
 #
@@ -505,7 +505,7 @@ def _head(line: str, begin: int, end: int) -> tuple[str, str, str, str, int]:
     parts = last().rsplit(":", 2)
     if len(parts) == 3 and parts[1].isdigit() and parts[2].isdigit():
         name = _GLUED.sub(" ", parts[0], count=1)
-        # Somebody may have written <node> for the name of a host.
+        # People write <node> in place of a host's name.
         host = name[name.rfind("<") :] if name.endswith(">") and "<" in name else _NOT_HOST.split(name)[-1]
         return host, parts[1], gpu, source, begin + tokens[-1][1] + len(parts[0]) - len(host)
     # The name of a function with spaces in it may stand between (plugins of other makers).

@@ -104,7 +104,7 @@ def compat(m: Machine) -> Iterator[Seen]:
 
 @rule("cuda-visible-devices", MACHINE)
 def visible(m: Machine) -> Iterator[Seen]:
-    """Nobody but Slurm has chosen GPUs.
+    """Only Slurm has chosen GPUs.
 
     Looks at: CUDA_VISIBLE_DEVICES as this place finds it
     Why: a value from a login shell or a notebook hides GPUs from every rank, or gives all ranks the same one

@@ -125,11 +125,11 @@ def mixed(m: Machine) -> Iterator[Seen]:
 
 @rule("gpu-in-use", MACHINE)
 def in_use(m: Machine) -> Iterator[Seen]:
-    """Nobody is on the GPUs yet.
+    """The GPUs are free.
 
     Looks at: memory and processes of others on the GPUs
-    Why: a process that was left over, or somebody else's, takes memory that the training counts on
-    Fix: find who it is (nvidia-smi, scontrol pidinfo PID, squeue -w NODE); drain the node if nobody's job owns it
+    Why: a process that was left over, or another user's, takes memory that the training counts on
+    Fix: find who it is (nvidia-smi, scontrol pidinfo PID, squeue -w NODE); drain the node if it belongs to no job
     See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
     """
     busy = [gpu for gpu in m.facts.gpus if gpu.pids or (gpu.used_mib or 0) > BUSY_MIB]

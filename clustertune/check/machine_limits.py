@@ -143,7 +143,7 @@ def memory(m: Machine) -> Iterator[Seen]:
 
     Looks at: memory that is free before the job begins
     Why: what an earlier job or a full tmpfs holds is missing when the weights are loaded: the kernel ends a rank
-    Fix: find who holds it (ps, df /dev/shm, leftovers of ended jobs); nobody's: reboot the node
+    Fix: find who holds it (ps, df /dev/shm, leftovers of ended jobs); if it belongs to no process: reboot the node
     See: https://www.kernel.org/doc/html/latest/filesystems/tmpfs.html
     """
     f = m.facts

@@ -233,7 +233,7 @@ def verbs(m: Machine) -> Iterator[Seen]:
     without = sorted(
         name for name in drivers if f.verbs_providers and not any(p in name or name in p for p in f.verbs_providers)
     )
-    hard = bool(lacking) and kind in RDMA_KINDS  # providers may lie where nobody looks
+    hard = bool(lacking) and kind in RDMA_KINDS  # providers may lie in another folder
     if f.verbs and not f.verbs_providers:
         lacking.append("no provider library is installed")
     elif without and "mlx5" in without:

@@ -165,9 +165,9 @@ def preload(m: Machine) -> Iterator[Seen]:
 
 @rule("nccl-settings", MACHINE)
 def nccl(m: Machine) -> Iterator[Seen]:
-    """Nobody steers NCCL, in the environment or in its files, but what the cluster file says.
+    """Only the cluster file steers NCCL, not the environment or a file of NCCL's.
 
-    Looks at: settings of NCCL that somebody left behind
+    Looks at: settings of NCCL left behind
     Why: a setting from an old search for a fault keeps fast paths off, in this shell and in every job of it
     Fix: unset them, or remove the lines from the file; what is needed stands in the cluster file, with its reason
     See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html

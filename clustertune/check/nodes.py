@@ -251,7 +251,7 @@ def mounts(several: JobNodes) -> Iterator[Seen]:
     """File systems of the network are mounted on all nodes, from the same place.
 
     Looks at: the same network file systems on all nodes
-    Why: a rank that does not see the run folder, or sees another one, ends, or writes where nobody looks
+    Why: a rank that does not see the run folder, or sees another one, ends, or writes to the wrong place
     Fix: mount it alike on all nodes (clustertune ops storage check), or leave the odd one out: --exclude=NODE
     See: https://github.com/huggingface/accelerate/issues/3010
     """

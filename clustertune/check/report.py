@@ -37,7 +37,7 @@ def broken(unread: tuple[str, str]) -> Iterator[Seen]:
     Why: a rule that ended in an error has judged nothing
     See: https://docs.python.org/3/library/exceptions.html
     """
-    # Facts that nobody foresaw must not keep a job from its other rules.
+    # Unforeseen facts must not keep a job from its other rules.
     text, where = unread
     yield Seen(UNKNOWN, text, where=where)
 
@@ -72,7 +72,7 @@ def cluster_findings(several: JobNodes) -> list[Finding]:
 
 @dataclass
 class Report:
-    """Findings, and which of them nobody wants to hear of."""
+    """Findings, and which of them are ignored."""
 
     findings: list[Finding]
     ignored: tuple[str, ...] = ()

@@ -354,7 +354,7 @@ def fixed_port() -> None:
 
 @scanned("port-range", check_port)
 def port_range() -> None:
-    """The port is one that nobody else takes.
+    """No other process takes the port.
 
     Why: the kernel hands out ports from 32768 on to any connection, and ports below 1024 are root's
     See: https://github.com/NVIDIA/enroot/issues/243

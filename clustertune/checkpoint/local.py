@@ -3,7 +3,7 @@
 Each rank writes its files to its node, and sends a copy of them to a rank of the next node. All nodes keep the same manifest,
 of the files of all ranks: a step is whole where each file is found on some node. An attempt that finds a whole one newer than
 the newest of shared storage copies it there, hashed on its way, and resumes from that copy like from any other checkpoint, also
-with another number of ranks. What is read back was written by this user into a folder that nobody else can enter.
+with another number of ranks. What is read back was written by this user into a folder that is closed to all others.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ class LocalTier:
             target = target or self.shared.begin(step)
             with ThreadPoolExecutor(1, thread_name_prefix="restore") as pool:
                 copying = pool.submit(self._copy_own, name, whole, left, target)
-                while any(ranks.gather(not copying.done())):  # nobody sits in a collective for long
+                while any(ranks.gather(not copying.done())):  # no rank waits in a collective for long
                     wait([copying], timeout=1.0)
             parts = ranks.gather((*copying.result(), self._damaged))
             self._damaged = []

@@ -90,7 +90,7 @@ class ShardWriter(FileSystemWriter):  # type: ignore[misc]
         self.records: dict[str, FileRecord] = {}
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        Path(self.path).mkdir(exist_ok=True)  # torch makes parents too: a run folder that was deleted would be made again
+        Path(self.path).mkdir(exist_ok=True)  # torch makes parents too: a run folder that was deleted would be recreated
         return plan
 
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:

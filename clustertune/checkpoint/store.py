@@ -78,7 +78,7 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def find_open(path: Path) -> list[Problem]:
-    """What of a checkpoint somebody else could have written: other owners, files or folders that others can write to.
+    """What of a checkpoint another user could have written: other owners, files or folders that others can write to.
 
     The rule of :func:`clustertune.launch.environment.make_own_folder`. A digest does not help against who can seal again.
     """
@@ -101,7 +101,7 @@ def find_open(path: Path) -> list[Problem]:
 
 
 def require_own(path: Path) -> None:
-    """Raise UserError where somebody else could have written to a checkpoint, before anything of it is loaded."""
+    """Raise UserError where another user could have written to a checkpoint, before anything of it is loaded."""
     if problems := find_open(path):
         more = [Problem(f"and {len(problems) - 3} more of its files", file=str(path))] if len(problems) > 3 else []
         raise UserError([*problems[:3], *more])
@@ -246,7 +246,7 @@ class CheckpointStore:
         failure: tuple[int | None, str | None] | None = None
         if self.ranks.rank == 0:
             try:
-                self.folder.mkdir(exist_ok=True)  # a run folder that was deleted is not made again, empty but for this
+                self.folder.mkdir(exist_ok=True)  # a run folder that was deleted is not recreated, empty but for this
                 path.mkdir()
                 close(path)
             except OSError as error:
@@ -353,7 +353,7 @@ class CheckpointStore:
             (checkpoint.path / manifest.MANIFEST).unlink(missing_ok=True)
             manifest.fsync_path(checkpoint.path)
             shutil.rmtree(checkpoint.path)
-        except OSError as error:  # on NFS a file that somebody has open stays in its folder as .nfs...: no reason to stop
+        except OSError as error:  # on NFS a file that is open stays in its folder as .nfs...: no reason to stop
             self.tell(f"checkpoint {checkpoint.path.name} could not be removed ({why}): {error.strerror or error}")
             return
         removed.append(checkpoint.path)

@@ -14,7 +14,7 @@ from typing import Any
 from clustertune.cluster.spec import LOGIN, ClusterSpec
 
 SUBNET = "10.99.0"
-"""Of the nodes, inside of the cluster's own network: it clashes with nobody's."""
+"""Of the nodes, inside of the cluster's own network: it clashes with no other."""
 LOGIN_ADDRESS = f"{SUBNET}.254"
 
 _SLURM_CONF = """\

@@ -77,7 +77,7 @@ def started(pid: int) -> int:
 
 
 def folder() -> Path:
-    """This user's folder of clusters, made with mode 0700. Raises UserError where somebody else has it."""
+    """This user's folder of clusters, made with mode 0700. Raises UserError where it is another user's."""
     path = Path(tempfile.gettempdir(), f"clustertune-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -251,7 +251,7 @@ def main() -> int:
 
 
 def _answer(problems: list[dict[str, Any]], code: ExitCode) -> int:
-    """One line on stdout, which it then lets go of: nobody's pipe shall stay open as long as the cluster."""
+    """One line on stdout, which it then lets go of: a caller's pipe must not stay open as long as the cluster."""
     with contextlib.suppress(OSError):
         sys.stdout.write(json.dumps({"problems": problems, "code": int(code)}) + "\n")
         sys.stdout.flush()

@@ -194,7 +194,7 @@ def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds:
 
 
 def _clean(cluster: str | None, node_local: bool, dry_run: bool, as_json: bool) -> None:
-    """Remove the copies on this node, or on all nodes of the allocation, that nobody uses."""
+    """Remove the copies on this node, or on all nodes of the allocation, that are not in use."""
     if not node_local and (nodes := _allocation()) and not dry_run:
         _on_all_nodes(nodes, cluster, as_json)
         return

@@ -368,7 +368,7 @@ def _check_groups(key: str, count: int, sockets: int | None) -> Iterator[Found]:
 
 # --- variables of the libraries that carry the bytes between ranks -----------------------------------------------------
 # What network.environment may hold. They reach every rank, run.json and reports: nothing that a program would run by, or that
-# nobody else may read, belongs there.
+# others must not read, belongs there.
 
 
 PREFIXES = ("NCCL_", "GLOO_", "UCX_", "FI_")

@@ -272,7 +272,7 @@ def usable(value: object, otherwise: int) -> int:
 # The fields of the pinned ``SFTConfig`` and ``LoraConfig``, and values checked against them.
 
 UNKNOWN = object()
-"""The default of a field that is made again for each object, or is not a plain value."""
+"""The default of a field that is created for each object, or is not a plain value."""
 
 _WHOLE = Annotated[int, BeforeValidator(refuse_bool)]
 _PLAIN: dict[str, Any] = {

@@ -18,7 +18,7 @@ from clustertune.data.json_text import JsonError, parse
 from clustertune.data.rejects import BadRow, Rejects, RowLocation, excerpt
 
 MAX_MESSAGE_BYTES = 10_000_000
-"""UTF-8 bytes of a message from which on it is refused (10 MB): that is a file somebody pasted, not a turn to learn."""
+"""UTF-8 bytes of a message from which on it is refused (10 MB): that is a pasted file, not a turn to learn."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which chat templates take what the assistant thought before it answered."""
 SPECIAL = ("tools", "tool_calls", *REASONING)

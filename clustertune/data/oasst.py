@@ -8,7 +8,7 @@ From the tree one path is taken: under a prompter message the assistant reply of
 first; under an assistant message every prompter reply; of all paths that end with the assistant the longest, and of equally
 long ones the first that a depth-first walk in file order meets.
 
-Rows that somebody deleted or whose review failed are not wrong: they go with their subtrees and are counted as dropped.
+Rows that were deleted or whose review failed are not wrong: they go with their subtrees and are counted as dropped.
 A bad row is rejected with its reason; the rows below it are counted as dropped too, so that a fault counts once.
 """
 

@@ -24,7 +24,7 @@ from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import find_problems, read_manifest
 
 FORMAT = 2
-"""Version of what this code makes out of the same input. Raise it with any change of a rule: older datasets are made again."""
+"""Version of what this code makes out of the same input. Raise it with any change of a rule: older datasets are recreated."""
 
 SPLITS = ("train", "eval")
 _SPOOL = "spool.jsonl"

@@ -17,7 +17,7 @@ LOOKED_AT = 100
 """Bad rows that are looked at for another format, and columns that are listed as not used."""
 
 NOT_A_FAULT = "no-assistant-reply"
-"""A prompt that nobody answered is left out and counted, but it is a whole row: ``bad_rows: stop`` does not stop at it."""
+"""A prompt without an answer is left out and counted, but it is a whole row: ``bad_rows: stop`` does not stop at it."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ KIND = "tokens"
 FOLDER = "tokens"
 """Below the folder of the conversations."""
 FORMAT = 1
-"""Version of what this code makes out of the same input. Raise it with any change of a rule: older tokens are made again."""
+"""Version of what this code makes out of the same input. Raise it with any change of a rule: older tokens are recreated."""
 CHUNK = 8 << 20
 """Bytes of a JSON Lines file for one shard: cut by the file alone, never by the number of processes."""
 PART_BYTES = 256 << 20

@@ -195,8 +195,7 @@ def splitter(context: RecipeContext) -> Iterator[Seen]:
 def tracker(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: W&B's mode against the network
 
-    Why: each start waits for a server that cannot be reached; what stays offline is in the run folder until somebody syncs
-      it
+    Why: each start waits for a server that cannot be reached; what stays offline is in the run folder until it is synced
     Fix: export WANDB_MODE=offline, and wandb sync from a machine with a network; metrics.jsonl is complete either way
     See: https://github.com/wandb/wandb/issues/4034
     """

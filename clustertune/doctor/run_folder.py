@@ -80,7 +80,7 @@ def hidden(context: RecipeContext) -> Iterator[Seen]:
 
 @rule("run-in-use", RECIPE)
 def in_use(context: RecipeContext) -> Iterator[Seen]:
-    """Looks at: nobody else works in the run folder
+    """Looks at: no other command works in the run folder
 
     Why: the next command ends with exit code 75
     Fix: wait for it, or give another --run-dir
@@ -255,7 +255,7 @@ def left_over(context: RecipeContext) -> Iterator[Seen]:
     Fix: run the same command again: it continues with them; or remove them
     See: https://man7.org/linux/man-pages/man1/du.1.html
     """
-    # What a killed export or merge leaves; while somebody works here it is his.
+    # What a killed export or merge leaves; while another command works here it is that command's.
     folder = _folder(context)
     if folder is None or any(in_use.look(context)):
         return

@@ -176,7 +176,7 @@ FAULTS = (
     ReleaseFault(
         "checkpoint-runs-code", "torch", "<2.6", lambda _: True, WARN,
         "torch.load with weights_only=True can run code from the file (CVE-2025-32434)",
-        "a checkpoint or an adapter of somebody else's runs what it likes as you",
+        "a checkpoint or an adapter of another person runs what it likes as you",
         "torch 2.6 or later",
         "https://github.com/pytorch/pytorch/security/advisories/GHSA-53q9-r3pm-6pq6",
     ),

@@ -84,7 +84,7 @@ def _result(future: Future[dict[str, Any]], probe: Probe) -> dict[str, Any]:
 
 
 def _take(facts: HostFacts, reader: Any, read: Callable[[], dict[str, Any]]) -> None:
-    """Add what a reader found. One that fails on something that nobody foresaw is named, and the others continue."""
+    """Add what a reader found. One that fails on something unforeseen is named, and the others continue."""
     name = getattr(reader, "func", reader).__name__.strip("_")
     try:
         found = read()

@@ -14,7 +14,7 @@ CSV_QUERY = "index,name,uuid,pci.bus_id,memory.total,memory.used"
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _REASON = re.compile(r"clocks_(?:event|throttle)_reason_(\w+)")
 _HARMLESS = ("gpu_idle", "applications_clocks_setting", "display_clocks_setting", "sync_boost")
-"""Reasons for low clocks that somebody asked for, or that end with the first kernel."""
+"""Reasons for low clocks that were requested, or that end with the first kernel."""
 
 
 def bus_address(text: str) -> str:

@@ -79,7 +79,7 @@ def _nic(probe: Probe, name: str) -> Nic:
         name=name,
         up=_is_up(probe, folder),
         carrier={"1": True, "0": False}.get(probe.read(f"{folder}/carrier")),
-        mbit=speed if speed and 0 < speed < 10_000_000 else None,  # -1, or 2^32-1 of old kernels, where nobody knows
+        mbit=speed if speed and 0 < speed < 10_000_000 else None,  # -1, or 2^32-1 of old kernels, where it is unknown
         mtu=probe.number(f"{folder}/mtu"),
         numa=numa if numa is not None and numa >= 0 else None,
         driver=probe.target(f"{folder}/device/driver"),
@@ -159,7 +159,7 @@ def _verbs(probe: Probe) -> dict[str, Any]:
 
 
 def nccl_files(probe: Probe) -> dict[str, Any]:
-    """Settings of NCCL that stand in files, where nobody sees them. The user's file wins over the system's, as in NCCL."""
+    """Settings of NCCL that stand in files, easily overlooked. The user's file wins over the system's, as in NCCL."""
     found: dict[str, str] = {}
     home = os.environ.get("HOME", "") if probe.live else ""
     named = os.environ.get("NCCL_CONF_FILE", "") if probe.live else ""

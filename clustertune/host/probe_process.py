@@ -44,7 +44,7 @@ def names(name: str) -> list[str]:
 def mode(path: str) -> dict[str, int] | None:
     """Permission bits and owner of a file; None where there is none.
 
-    Bits that help nobody are left out: those of a group that is its owner's own (same number), and all of others below a folder
+    Bits without effect are left out: those of a group that is its owner's own (same number), and all of others below a folder
     that they cannot enter.
     """
     try:

@@ -141,7 +141,7 @@ def ranks_per_node(allocation: Allocation, resolved: Resolved) -> int:
 
 
 def _takes_any(resolved: Resolved, key: str) -> bool:
-    """Whether the job runs with what it got: a tiny run, whose size nobody has named."""
+    """Whether the job runs with what it got: a tiny run, whose size was not given."""
     return resolved.tiny and not shape.overridden(resolved, key)
 
 

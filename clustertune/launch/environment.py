@@ -191,6 +191,6 @@ def make_own_folder(values: Mapping[str, str]) -> Path | None:
     except OSError as error:
         raise storage_error(error, "cannot hold compiler caches", folder) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        message = "belongs to somebody else, or others can write to it: compiled code from there would be run"
+        message = "belongs to another user, or others can write to it: compiled code from there would be run"
         raise UserError(message, file=str(folder), fix="remove it, or set storage.scratch in the cluster file")
     return folder

@@ -183,7 +183,7 @@ def _memory(path: Path) -> Path:
 
 
 def _recall(path: Path, identity: Mapping[str, int]) -> str | None:
-    """The sum, where it was read of this very file; from a file that nobody else can write."""
+    """The sum, where it was read of this very file; from a file that only this user can write."""
     try:
         handle = os.open(_memory(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(handle, "rb") as file:  # noqa: PTH123 - it is open already

@@ -196,7 +196,7 @@ class RendezvousClient:
             time.sleep(POLL_SECONDS)
 
     def _answer(self, folder: Path, call: dict[str, Any]) -> bool:
-        """Answer a call; False where somebody did before, or the call is gone."""
+        """Answer a call; False where it was answered before, or is gone."""
         for key, own in (("nodes", self.nodes), ("ranks_per_node", self.ranks_per_node)):
             if int(call[key]) != own:
                 option = f"--{key.replace('_', '-')}"

@@ -85,7 +85,7 @@ def _resume(job: MergeJob, workers: int) -> Journal:
         del journal.shards[name]
     if job.out.is_dir():
         remove_temporary(job.out)
-    # The journal stays until it is replaced: without it the files already moved into the output would be nobody's.
+    # The journal stays until it is replaced: without it the files already moved into the output would belong to no merge.
     clear(job.staging, keep={*journal.shards, journal.path.name})
     journal.rewrite()
     if journal.shards:
@@ -278,7 +278,7 @@ def publish(job: MergeJob, journal: Journal) -> None:
 class _Line:
     """The pieces that are left, and the buffers for them.
 
-    A buffer is taken before the piece, so the first piece that is not finished always has one, and nobody waits forever.
+    A buffer is taken before the piece, so the first piece that is not finished always has one, and no thread waits forever.
     """
 
     def __init__(self, job: MergeJob, todo: list[Shard], workers: int) -> None:
@@ -317,7 +317,7 @@ class _Line:
         self._buffers.put(buffer)
 
     def stop(self) -> None:
-        """Let nobody begin another piece, nor wait for a buffer that a failed piece holds."""
+        """Let no thread begin another piece, or wait for a buffer that a failed piece holds."""
         with self._guard:
             self._stopped = True
         for _ in range(self._workers):

@@ -182,7 +182,7 @@ def transport(backend: str, part: gather.Round, logs: Mapping[str, str]) -> str:
 def expected(cluster: Cluster) -> dict[str, Any]:
     """What a check on ``cluster`` should find, from its file and ops/hardware.yaml: what measurements are judged against.
 
-    The same figures as the planner's for a cluster that nobody measured (``clustertune.plan.machine``): nominal speed by the
+    The same figures as the planner's for a cluster that was not measured (``clustertune.plan.machine``): nominal speed by the
     share of it that healthy clusters were seen to reach. ``measured_gb_s`` of the cluster file is left aside: it may be what is
     wrong.
 

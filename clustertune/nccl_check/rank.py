@@ -50,7 +50,7 @@ class Records:
 
 
 class Watchdog:
-    """Ends the process where a measurement does not end: nobody else can tell a slow link from a dead one."""
+    """Ends the process where a measurement does not end: nothing else can tell a slow link from a dead one."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -159,7 +159,7 @@ class Rank:
 
     def _room(self) -> int:
         """Bytes for one of the two buffers. A GPU's allocator says what there is; Linux promises memory that it has not, and
-        kills somebody later: half of what is free stays free."""
+        kills a process later: half of what is free stays free."""
         if self.device.type == "cuda":
             return self.setup.largest
         found = memory(Probe())

@@ -28,7 +28,7 @@ REPEATS = 3
 FINALISTS = 3
 """Candidates that are repeated: the best of the first turn."""
 LEAST_GAIN = 1.03
-"""Of less nobody would notice anything in a training."""
+"""A smaller gain is not noticeable in a training."""
 LONGEST_S = 0.5
 """Most that one iteration may take: the size is chosen by it."""
 COLLECTIVE = "all_gather"

@@ -1,7 +1,7 @@
 """Look at file systems that may hang: each look in a child of its own, all at once, with one limit for all.
 
 A process that waits for a hung NFS server or a frozen file system cannot be killed (``D`` in ps) until that answers. Such a
-child is left behind: it holds none of this process's files, so nobody who reads our output waits for it.
+child is left behind: it holds none of this process's files, so no reader of our output waits for it.
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ def with_block(
     """``text`` with the block ``name`` holding ``lines``: replaced where it stands, else appended; no lines remove it.
 
     Every byte outside of the block stays, a missing newline at the end of the file too (it comes back when the block goes).
-    ``origin`` is the name of what the lines come from; ``shown`` names the file in errors. Raises UserError where somebody
-    edited the block by hand (``force`` replaces it then) or its markers are not a pair.
+    ``origin`` is the name of what the lines come from; ``shown`` names the file in errors. Raises UserError where
+    the block was edited by hand (``force`` replaces it then) or its markers are not a pair.
     """
     assert all("\n" not in line and "\r" not in line for line in lines)
     text = text or b""
@@ -206,7 +206,7 @@ def _find(text: bytes, name: str, shown: str) -> tuple[int, int, bytes, bytes] |
 
 
 def _torn(text: bytes, name: str, lines: Sequence[str]) -> tuple[int, int, bytes, bytes] | None:
-    """A block that breaks off at the end of the text, as somebody's copy of a full disk would: all of it is what we write."""
+    """A block that breaks off at the end of the text, as a copy on a full disk would: all of it is what we write."""
     at = 0
     for line in _lines(text):
         start, at = at, at + len(line)
@@ -258,7 +258,7 @@ def put(root: Path, change: Change, *, when: float | None = None) -> Path | None
     target = inside(root, change.path)
     if (read(root, change.path)) != change.before:
         fix = "run the same command again"
-        raise UserError(Problem("was changed by somebody else meanwhile", file=change.path, fix=fix), ExitCode.AGAIN)
+        raise UserError(Problem("was changed by another program meanwhile", file=change.path, fix=fix), ExitCode.AGAIN)
     if not change.needed:
         return None
     try:

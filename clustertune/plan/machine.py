@@ -72,7 +72,7 @@ class PlanMachine:
     storage_write_bytes_per_s: float
     storage_note: str
     mtbf_hours: float | None
-    """Hours between two failures of one node; None: nobody counted."""
+    """Hours between two failures of one node; None: not counted."""
     generation: str
     """As in ops/hardware.yaml; ``blackwell-gddr``: those without HBM, whose tensor cores reach another share of their peak."""
     notes: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ def has_cudnn_attention(cluster: Cluster) -> bool:
 def machine(cluster: Cluster, *, measured: MeasuredLinks | None = None, nodes: int | None = None) -> PlanMachine:
     """The machine of a cluster.
 
-    ``measured``: the result of an nccl-check on it. ``nodes``: how many the plan uses, all by default; a network that nobody
+    ``measured``: the result of an nccl-check on it. ``nodes``: how many the plan uses, all by default; a network that is not
     stated is a problem only where it uses more than one NVLink domain.
     Raises UserError with everything that is missing or contradicts.
     """
@@ -162,7 +162,7 @@ def _spans(cluster: Cluster, measured: MeasuredLinks) -> bool:
 
 
 def _link(note: str, gb_s: float, nominal: float, latency_us: float, transport: str = "") -> Link:
-    """A link of which somebody measured the bandwidth."""
+    """A link whose bandwidth was measured."""
     text = f"{note}: {gb_s:.3g} GB/s{_of(gb_s, nominal, transport)}"
     return Link(gb_s * GB, (nominal or gb_s) * GB, "measured", text, latency_us / 1e6)
 

@@ -1,4 +1,4 @@
-"""The result of an ``nccl-check``: what the links of a cluster carried when somebody measured them.
+"""The result of an ``nccl-check``: what the links of a cluster carried when they were measured.
 
 A JSON file beside the cluster file, ``NAME.nccl-check.json``::
 

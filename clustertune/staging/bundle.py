@@ -117,7 +117,7 @@ def find_problems(resolved: Resolved) -> list[Problem]:
 def offered(resolved: Resolved, models: Path | None) -> tuple[Path | None, list[str]]:
     """The bundle for a recipe in the cluster's folder of models, under the recipe's name, and why it is skipped.
 
-    It is taken where nobody else can have written it: who names ``staged=DIR`` trusts the folder, this is found by its name.
+    It is taken where only this user can have written it: who names ``staged=DIR`` trusts the folder, this is found by its name.
     """
     if models is None or resolved.recipe.staged or resolved.tiny or resolved.recipe.model.weights == "random":
         return None, []
@@ -154,7 +154,7 @@ def _as_text(found: dict[str, Any]) -> str:
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """The environment in which every library finds what it needs in a bundle, and asks nobody else."""
+    """The environment in which every library finds what it needs in a bundle, and asks no server."""
     return {
         "HF_HUB_CACHE": str(folder / HUB),
         "HF_HUB_OFFLINE": "1",

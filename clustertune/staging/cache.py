@@ -80,7 +80,7 @@ class StagingCache:
 
     @contextlib.contextmanager
     def alone(self, key: str, *, wait: Callable[[str], None] | None) -> Iterator[TreeLock | None]:
-        """Hold a tree alone. ``wait``: called once with who holds it; None: gives None at once where somebody has it."""
+        """Hold a tree alone. ``wait``: called once with who holds it; None: gives None at once where it is held."""
         taken = _take(self.lock_file(key), fcntl.LOCK_EX, wait)
         try:
             yield taken
@@ -127,7 +127,7 @@ class StagingCache:
         return UserError(text, file=str(self.root), fix=fix, code=ExitCode.STORAGE)
 
     def remove(self, key: str, tree: CachedTree, say: Callable[[str], None], why: str) -> bool:
-        """Remove a tree that nobody uses; False where somebody does. The manifest goes first: half a tree is never whole."""
+        """Remove a tree that is not in use; False where it is. The manifest goes first: half a tree is never whole."""
         with self.alone(key, wait=None) as taken:
             if taken is None:
                 return False
@@ -173,7 +173,7 @@ def open_cache(staging: Staging) -> StagingCache:
     except OSError as error:
         raise storage_error(error, "cannot be used for staging", path) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        message = "belongs to somebody else, or others can write to it: ranks would load what they put there"
+        message = "belongs to another user, or others can write to it: ranks would load what they put there"
         raise UserError(message, file=str(root), fix="remove it, or set another storage.staging.path")
     return StagingCache(root, int(staging.gb * 1e9))
 
@@ -219,7 +219,7 @@ def ago(used: float) -> str:
 
 
 def _take(path: Path, how: int, wait: Callable[[str], None] | None) -> TreeLock | None:
-    """Lock a file that is made where it is absent; None where somebody has it and nothing waits. Raises OSError."""
+    """Lock a file that is made where it is absent; None where it is locked and nothing waits. Raises OSError."""
     fd = lock.take(path, how, wait, in_cache=True)
     return None if isinstance(fd, str) else TreeLock(path, fd)
 

@@ -188,7 +188,7 @@ class Collector:
             text = "the image is in a registry, which machines without network do not reach"
             fix = f"enroot import --output train.sqsh '{enroot_name(settings.image)}', and the file as container.image"
             raise UserError(text, file=settings.image, key="container.image", fix=fix)
-        # Held to its sum here: on the other side nobody can fetch it again.
+        # Held to its sum here: on the other side it cannot be fetched again.
         found, _ = images.look(settings)
         assert found is not None
         if not found.checked:

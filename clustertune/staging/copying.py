@@ -140,7 +140,7 @@ def _blocks(src: io.FileIO, path: Path) -> Iterator[memoryview]:
 
 def changed(path: Path) -> UserError:
     """A source that was written to, replaced or removed while it was read."""
-    fix = "run the same command again when nobody writes there any more"
+    fix = "run the same command again when nothing writes there any more"
     return UserError("changed while it was copied", file=str(path), fix=fix, code=ExitCode.AGAIN)
 
 

@@ -45,7 +45,7 @@ def beat_file(folder: Path, node: int) -> Path:
 
 @contextlib.contextmanager
 def staged(run_path: Path, plan: AttemptPlan, node: int) -> Iterator[None]:
-    """Around the ranks of one node: its copies are there, and nobody removes them meanwhile.
+    """Around the ranks of one node: its copies are there, and are not removed meanwhile.
 
     Never raises for what goes wrong with a copy: the ranks read the shared storage then, and the record says why.
     """

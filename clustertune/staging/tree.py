@@ -206,7 +206,7 @@ class Stager:
     def _check_source(self, source: SourceFolder, files: Sequence[SourceFile]) -> None:
         """The source is now what it was before the first byte: nothing was added, replaced or removed meanwhile."""
         if worker.survey(source.root, source.what, self._bounds) != list(files):
-            fix = "run the same command again when nobody writes there any more"
+            fix = "run the same command again when nothing writes there any more"
             raise UserError("changed while it was copied", file=str(source.root), fix=fix, code=ExitCode.AGAIN)
 
     def _leave(self, folder: Path, error: UserError | OSError) -> None:

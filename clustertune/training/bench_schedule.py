@@ -11,7 +11,7 @@ SETTINGS = "bench.json"
 OURS, THEIRS = 0, 1
 """Two programs that take turns: the names of their files in the folder of the turns."""
 GONE = 1 << 62
-"""Steps that a program which has ended has taken: nobody waits for it."""
+"""Steps that a program which has ended has taken: the other one does not wait for it."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class BenchSchedule:
     save: bool = True
     """Save a checkpoint behind the last step."""
     turns: str | None = None
-    """A folder in which two programs, both alive, agree whose step is next; None: nobody else trains meanwhile."""
+    """A folder in which two programs, both alive, agree whose step is next; None: no other program trains meanwhile."""
 
     @property
     def total(self) -> int:

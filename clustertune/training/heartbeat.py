@@ -26,7 +26,7 @@ class Heartbeat:
         if path is not None:
             try:
                 self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            except OSError:  # nobody is watching then; that is no reason not to train
+            except OSError:  # it is not watched then; that is no reason not to train
                 self._fd = None
 
     def __call__(self, phase: str, step: int | None = None) -> None:

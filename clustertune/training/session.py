@@ -339,7 +339,7 @@ class Session:
             code, reason = error.code, error.problems[0].message
             raise
         finally:
-            if self._weights is not None:  # stopped before the first step: nobody asks for the verdict
+            if self._weights is not None:  # stopped before the first step: the verdict is not needed
                 self._weights.stop()
             if self.log:
                 with contextlib.suppress(UserError):  # the attempt that has taken over tells the rest

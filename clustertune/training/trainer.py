@@ -542,7 +542,7 @@ class RankTrainer(ZeroTrainer):
             return
         began = time.perf_counter()
         self.heartbeat("save", self._saving.step)
-        while any(self.group.maximum([float(not self._saving.future.done())])):  # nobody sits in a collective for long
+        while any(self.group.maximum([float(not self._saving.future.done())])):  # no rank waits in a collective for long
             wait([self._saving.future], timeout=1.0)
         self._saving.stall += time.perf_counter() - began
         self._commit()

@@ -181,7 +181,7 @@ def test_a_dry_run_looks_at_the_folders(key: str, where: list[str], tmp_path: Pa
 
 
 def test_a_dry_run_in_a_used_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that is closed is told without a traceback."""
+    """And one that is closed is reported without a traceback."""
     (tmp_path / "run").mkdir()
     words = ["bench", "tiny-oasst2", "--run-dir", tmp_path / "run", "--out", tmp_path / "out", "--dry-run", "--json"]
     assert run(*words).code == 0

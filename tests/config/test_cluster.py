@@ -365,7 +365,7 @@ def test_two_files_of_one_place_are_refused(clusters: Path, monkeypatch: pytest.
 
 
 def test_a_broken_file_of_another_place_is_no_matter(clusters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told when it is chosen."""
+    """It is reported when it is chosen."""
     (clusters / "broken.yaml").write_text("nodes: [{name: x")
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
     assert load_cluster(None, look=nothing).name == "local"

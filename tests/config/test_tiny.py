@@ -88,7 +88,7 @@ MESHES = [
 
 @pytest.mark.parametrize(("name", "ranks", "axes", "different"), MESHES)
 def test_each_axis_of_a_mesh_becomes_two(name: str, ranks: int, axes: dict[str, int], different: int) -> None:
-    """As it stands in the file it fits the real machine alone; what is left out for want of ranks is told."""
+    """As it stands in the file it fits the real machine alone; what is left out for want of ranks is reported."""
     full, tiny = resolve(name), resolve(name, tiny=True, ranks=ranks)
     assert parallel_sizes(tiny.accelerate) == axes
     assert tiny.data_parallel_size == different

@@ -109,7 +109,7 @@ def cpu() -> float:
 
 
 def measure(data: Path, out: Path, max_length: int) -> dict[str, Any]:
-    """All steps on one file; ``out`` is made again where it was made of something else."""
+    """All steps on one file; ``out`` is recreated where it was made of something else."""
     from clustertune.config.schema import Data
     from clustertune.data import sequences, tokens
     from clustertune.data.prepare import prepare

@@ -1,4 +1,4 @@
-"""Tokens on disk: the same bytes however they are cut; kept over a kill; made again for every cause and no other."""
+"""Tokens on disk: the same bytes however they are cut; kept over a kill; recreated for every cause and no other."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_damaged_tokens_are_made_anew(dataset: Path, tokenizer: Any) -> None:
 def test_a_stopped_prepare_goes_on_behind_its_whole_shards(
     damage: str, dataset: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are there stay untouched, a cut or damaged one is made again, and the end is the same bytes."""
+    """Those that are there stay untouched, a cut or damaged one is recreated, and the end is the same bytes."""
     tokens.make(fill(tmp_path / "other"), tokenizer, SETTINGS, chunk=CHUNK)
     made: list[str] = []
     real = tokens.make_shard
@@ -264,7 +264,7 @@ def test_a_killed_prepare_keeps_its_shards_and_leaves_no_process(tokenizer: Any,
         time.sleep(0.05)
     there = {path: path.stat().st_mtime_ns for path in dataset.glob("tokens/.shards-*/*.bin")}
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert f"{len(there)} of " in done.stderr, "the whole ones were not made again"
+    assert f"{len(there)} of " in done.stderr, "the whole ones were not recreated"
     other = fill(tmp_path / "other", 6000)
     tokens.make(other, tokenizer, SETTINGS)
     assert content(dataset) == content(other)

@@ -36,7 +36,7 @@ def call(*words: str) -> int:
 
 
 def test_this_machine() -> None:
-    """For real: whatever it is, it is told, and the exit code says the worst of it."""
+    """For real: whatever it is, it is reported, and the exit code says the worst of it."""
     done = run("doctor")
     assert done.code in (0, 1, 2) and "passed" in done.out.splitlines()[-1] and done.err == ""
     document = run("doctor", "--json").json

@@ -69,7 +69,7 @@ def test_what_could_not_be_read_is_told() -> None:
 
 
 def test_ignored_rules_do_not_count() -> None:
-    """They are told in one line, and spoil no verdict."""
+    """They are reported in one line, and spoil no verdict."""
     both = [finding(A, FAIL, "bad", "fix"), finding(B, WARN, "odd", "look")]
     report = reports.Report(both, ("rule-a",))
     assert [item.rule for item in report.faults] == ["rule-b"]
@@ -131,7 +131,7 @@ def test_damaged_facts_are_a_fault_of_the_node(damage: str) -> None:
 
 
 def test_a_cluster_file_may_leave_rules_out(tmp_path: Path) -> None:
-    """Only rules that there are; a misspelt one is told with the right one."""
+    """Only rules that there are; a misspelt one is reported with the right one."""
     text = (REPO / "ops" / "clusters" / "rno-rtxpro6000.yaml").read_text(encoding="utf-8")
     path = tmp_path / "mine.yaml"
     path.write_text(text.replace("name: rno-rtxpro6000", "name: mine") + "\ndoctor: {ignore: [mtu, gpu-persistence]}\n")

@@ -151,7 +151,7 @@ def lines_of(name: str, tmp_path: Path) -> Path:
 
 
 def test_a_node_that_fails_does_not_silence_the_others(fake: Any, cluster_file: Path, tmp_path: Path) -> None:
-    """One image is missing on one node: its own words are told, the others are judged."""
+    """One image is missing on one node: its own words are reported, the others are judged."""
     fake(f"cat {lines_of('node1', tmp_path)}; echo 'srun: error: node2: task 1: Exited with exit code 255' >&2; exit 1")
     looked = nodes.look(load_cluster(str(cluster_file)), given("node1", "node2"), seconds=1)
     assert set(looked.facts) == {"node1"} and "Exited with exit code 255" in looked.faults["node2"]

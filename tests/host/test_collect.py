@@ -114,7 +114,7 @@ def recorded(command: Sequence[str], seconds: float) -> CommandOutput:
 
 
 def test_the_users_nccl_file_wins_over_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NCCL reads them: what is told is in force."""
+    """As NCCL reads them: what is reported is in force."""
     for name, text in (
         ("etc/nccl.conf", "NCCL_ALGO=Tree\nNCCL_DEBUG=INFO\n"),
         ("users/me/.nccl.conf", "NCCL_ALGO=Ring # mine\n"),
@@ -334,7 +334,7 @@ def test_another_interpreter_is_asked_for_its_packages() -> None:
 
 
 def test_a_command_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A driver that does not answer: the others are told in time, and its child is killed, too."""
+    """A driver that does not answer: the others are reported in time, and its child is killed, too."""
     marker = tmp_path / "pid"
     smi = tmp_path / "nvidia-smi"
     smi.write_text(f"#!/bin/sh\ntrap '' TERM INT\necho half\nsleep 300 &\necho $! > {marker}\nwait\nsleep 300\n")
@@ -408,7 +408,7 @@ def test_a_pool_tells_its_settings_and_what_it_cannot_do(pool: Callable[..., dic
 
 
 def test_a_frozen_file_system_keeps_nobody(pool: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    """Its server does not answer any more: it is told as silent, and all else is told."""
+    """Its server does not answer any more: it is reported as silent, and all else is reported."""
     facts = pool("off", "frozen")
     silent = [m["point"] for m in facts["mounts"] if m["silent"]]
     assert f"{tmp_path}/pool" in silent and "/" not in silent and facts["kernel"]

@@ -140,7 +140,7 @@ def test_the_jobs_folder_is_for_its_user_only(tmp_path: Path) -> None:
     folder.rmdir()
     (tmp_path / "theirs").mkdir()
     folder.symlink_to(tmp_path / "theirs")
-    with pytest.raises(UserError, match="belongs to somebody else"):
+    with pytest.raises(UserError, match="belongs to another user"):
         make_own_folder(env)
     assert make_own_folder({}) is None
 
@@ -149,7 +149,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
     folder = tmp_path / "clustertune-1"
     folder.mkdir(mode=0o700)
     monkeypatch.setattr(module.os, "getuid", lambda: folder.stat().st_uid + 1)
-    with pytest.raises(UserError, match="belongs to somebody else"):
+    with pytest.raises(UserError, match="belongs to another user"):
         make_own_folder({"TRITON_CACHE_DIR": str(folder / "triton")})
 
 

@@ -1,4 +1,4 @@
-"""Whose squashfuse mounts the image: one that a preemption ends is told before the job is queued."""
+"""Whose squashfuse mounts the image: one that a preemption ends is reported before the job is queued."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_live_and_forgotten_jobs(tmp_path: Path) -> None:
 
 
 def test_a_held_job_says_how_it_goes_on(tmp_path: Path) -> None:
-    """Slurm holds a requeued job whose start failed, and nobody is told."""
+    """Slurm holds a requeued job whose start failed, and no message is sent."""
     run = submitted(tmp_path)
     ask = controller(run, {"102": "PENDING"})
     held = status.read(run, lambda words: ask(words).replace("Reason=None", "Reason=launch_failed_requeued_held"))
@@ -99,7 +99,7 @@ def test_a_failed_job_shows_although_an_older_record_is_there(tmp_path: Path) ->
 
 
 def test_without_a_controller(tmp_path: Path) -> None:
-    """Said once, and the rest is told all the same."""
+    """Said once, and the rest is reported all the same."""
     run = submitted(tmp_path)
     run.finish_stage("prepare", 7.0)
     found = status.read(run, away)

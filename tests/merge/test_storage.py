@@ -137,7 +137,7 @@ def test_an_fsync_that_failed_is_not_believed(
 
 
 def test_a_base_that_cannot_be_read(base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that fails under the base is told with the base's file, not the output's."""
+    """A disk that fails under the base is reported with the base's file, not the output's."""
 
     def fail(*_: Any) -> int:
         raise OSError(errno.EIO, "Input/output error")
@@ -196,7 +196,7 @@ class Refusing:
 def test_a_filesystem_without_fallocate_or_without_room(
     base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """What the filesystem cannot do is done without; a full or failing disk is told before a byte is written."""
+    """What the filesystem cannot do is done without; a full or failing disk is reported before a byte is written."""
     with monkeypatch.context() as patch:
         patch.setattr(ctypes, "CDLL", lambda *_, **__: Refusing(code))
         if code in (errno.EOPNOTSUPP, errno.ENOSYS):
@@ -235,7 +235,7 @@ def test_threads_share_a_file(base: Path, adapter: Path, tmp_path: Path, monkeyp
 def test_a_thread_that_fails_keeps_nobody_waiting(
     base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
-    """The others wait for buffers that hang behind the failed piece; they are let go, and the error is told."""
+    """The others wait for buffers that hang behind the failed piece; they are let go, and the error is reported."""
     original, count = pieces.Worker.make, itertools.count(1)
 
     def make(worker: pieces.Worker, *args: Any) -> None:

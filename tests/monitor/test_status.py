@@ -40,7 +40,7 @@ def change(run_dir: Path, **values: Any) -> None:
 
 
 def test_watch_says_where_a_run_is(folder: Path) -> None:
-    """Half an attempt lost and made again, sixteen H100 for 200 steps of one second: figures by hand."""
+    """Half an attempt lost and repeated, sixteen H100 for 200 steps of one second: figures by hand."""
     now = time.time()
     simulated.make(folder, now, slow=11, lost=5)
     found = run("watch", folder, "--once", "--json").json

@@ -16,7 +16,7 @@ from clustertune.nccl_check.check import not_judged
 from clustertune.nccl_check.result import parse_size, show_size
 from clustertune.nccl_check.setup import MARGIN_SECONDS
 from tests.command import REPO, Done, run
-from tests.nccl_check.asked import asked, program
+from tests.nccl_check.command_line import command_line, program
 
 SHORT = ["--seconds", "30", "--max", "64K", "--iterations", "3", "--factor", "64"]
 
@@ -186,7 +186,7 @@ def test_recorded_logs_are_judged_alone(tmp_path: Path) -> None:
 )
 def test_the_backend_is_chosen_and_said(gpus: int, nodes: int, changes: dict[str, object], found: tuple[str, str, int]) -> None:
     """NCCL wherever two GPUs can talk."""
-    assert program._backend(asked(**changes), gpus, nodes) == found
+    assert program._backend(command_line(**changes), gpus, nodes) == found
 
 
 @pytest.mark.parametrize(("text", "size"), [("1K", 1024), ("64M", 64 << 20), ("1GiB", 1 << 30), ("1g", 1 << 30), ("7", 7)])

@@ -1,4 +1,4 @@
-"""The edges of the rules: what must not fire, what is unknown, and what healthy machines are told."""
+"""The edges of the rules: what must not fire, what is unknown, and what is reported of healthy machines."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_an_interface_that_is_down_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.jobs
 def test_too_little_time_is_told(tmp_path: Path) -> None:
-    """On 20 Mbit/s ten seconds are not enough for 64 MiB: what is left out is told, nothing is called hung."""
+    """On 20 Mbit/s ten seconds are not enough for 64 MiB: what is left out is reported, nothing is called hung."""
     with wires(tmp_path, 2) as net:
         net.cluster_file()
         for node in (0, 1):

@@ -16,7 +16,7 @@ from clustertune.errors import UserError
 from clustertune.nccl_check import batch
 from tests.command import REPO, run
 from tests.launch.machines import CLUSTER_FILES, machine
-from tests.nccl_check.asked import asked, job
+from tests.nccl_check.command_line import command_line, job
 from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures
 
 
@@ -67,7 +67,7 @@ def test_a_cluster_without_slurm_is_told_so() -> None:
 def test_the_job_gets_what_was_given() -> None:
     """Another check than the one that was asked for would be worse than none."""
     cluster = machine()
-    words = asked(cluster="a/b.yaml", seconds=77.0, largest="8M", collectives="p2p", tune=True, save=True)
+    words = command_line(cluster="a/b.yaml", seconds=77.0, largest="8M", collectives="p2p", tune=True, save=True)
     found = nccl_check.arguments(words, cluster)
     assert found[:2] == ["--cluster", str(Path("a/b.yaml").absolute())]
     assert " ".join(found[2:]) == "--seconds 77 --max 8M --collectives p2p --save --tune"

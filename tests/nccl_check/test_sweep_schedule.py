@@ -64,7 +64,7 @@ def test_time_is_kept_on_any_link(rate: float) -> None:
     reported = {(scope, name, size) for scope, name, size, _ in left_out}
     measured = {(c.scope, c.collective, c.bytes) for c in cases}
     wanted = {("world", c, 64 * MIB >> 2 * n) for c in COLLECTIVES for n in range(9)}
-    assert wanted <= reported | measured, "what was not measured is told"
+    assert wanted <= reported | measured, "what was not measured is reported"
     assert not reported or all(reason for *_, reason in left_out)
 
 

@@ -111,7 +111,7 @@ def test_a_machine_that_only_exports_gets_names_alone(tmp_path: Path) -> None:
     assert (made.modes, len(made.steps())) == ((), 2)
 
 
-# --- what somebody else wrote --------------------------------------------------------------------------------------------
+# --- what others wrote ---------------------------------------------------------------------------------------------------
 
 FOREIGN = """\
 # theirs
@@ -175,7 +175,7 @@ def test_comments_alone_are_nobodys(rno: Cluster, tmp_path: Path) -> None:
 
 
 def test_own_lines_of_an_operator_stay(rno: Cluster, tmp_path: Path) -> None:
-    """A second partition below our block lives through every apply; a setting that is set twice is told."""
+    """A second partition below our block lives through every apply; a setting that is set twice is reported."""
     apply_plan(plan(rno, tmp_path), tmp_path)
     conf = tmp_path / CONF
     conf.write_text(conf.read_text() + "PartitionName=urgent Nodes=ALL PriorityTier=20\nKillWait=60\n")
@@ -376,7 +376,7 @@ def test_what_a_machine_lacks(
 
 OF_FILES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("another address", {"hosts": [(2, "10.0.0.9 rno-it-gpu0008-1")]}, {"slurm-hosts": FAIL}),
-    ("somebody else's file", {"foreign": {"/etc/slurm/slurm.conf": 3}}, {"slurm-foreign-file": FAIL}),
+    ("a foreign file", {"foreign": {"/etc/slurm/slurm.conf": 3}}, {"slurm-foreign-file": FAIL}),
     ("set twice", {"repeated": [("/etc/slurm/slurm.conf", 9, "KillWait=60")]}, {"slurm-own-lines": WARN}),
     ("an unknown key", {"parser": "slurmd: error: unrecognized key: X"}, {"slurm-parser": FAIL}),
     ("no munge yet", {"parser": "slurmd: error: auth/munge: no socket"}, {"slurm-parser": UNKNOWN}),
@@ -403,7 +403,7 @@ def test_what_a_login_node_is_not_asked_for(rno: Cluster) -> None:
     assert [item.rule for item in found] == ["munge-key"]
 
 
-# --- reading somebody's file ----------------------------------------------------------------------------------------------
+# --- reading a foreign file -----------------------------------------------------------------------------------------------
 
 
 def test_settings_of_a_foreign_file() -> None:

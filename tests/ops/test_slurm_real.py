@@ -176,7 +176,7 @@ run "$@" apply --cluster rno-rtxpro6000 --node rno-it-gpu0007-1 --json > "$OUT/5
 
 
 def test_on_a_machine_itself(tmp_path: Path) -> None:
-    """In a mount namespace with the host's name: owners are the real users, the real shape is told, others are refused."""
+    """In a mount namespace with the host's name: owners are the real users, the real shape is reported, others are refused."""
     if os.geteuid() != 0:
         pytest.skip("needs root for a machine of its own")
     need_slurm()

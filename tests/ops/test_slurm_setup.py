@@ -22,7 +22,7 @@ def test_the_way_to_the_first_job(tmp_path: Path) -> None:
         root = tmp_path / name
         root.mkdir()
         options = ["--cluster", RNO, "--node", name, "--root", root]
-        assert run("ops", "storage", "apply", *options).code in (0, 1), "1: what a tree cannot do is told"
+        assert run("ops", "storage", "apply", *options).code in (0, 1), "1: what a tree cannot do is reported"
         done = run("ops", "slurm", "apply", *options, "--json")
         assert done.code == 0, done.err
         assert "/etc/slurm/slurm.conf" in done.json["written"]

@@ -107,7 +107,7 @@ def test_a_disk_is_not_formatted_while_something_else_is_mounted_in_its_place() 
 
 
 def test_a_disk_that_somebody_mounted_by_hand() -> None:
-    """Above the exported folder it stays, and the next boot leaves it out: that is told, until a line of fstab has it."""
+    """Above the exported folder it stays, and the next boot leaves it out: that is reported, until a line of fstab has it."""
     with node() as made:
         base, host, device = made.base, socket.gethostname(), made.disk("d0")
         made.shell(f"mkdir {base}/h; mount {device} {base}/h; mkdir {base}/h/export")
@@ -135,7 +135,7 @@ def unit_of(path: Path) -> str:
 
 
 def test_bricks_of_ext4_without_a_pool_by_several_at_once() -> None:
-    """One does it, the others are told to wait; root's own umask closes no folder on the way; the same again is nothing."""
+    """One does it, the others have to wait; root's own umask closes no folder on the way; the same again is nothing."""
     with node() as made:
         base, host = made.base, socket.gethostname()
         devices = [made.disk(f"d{n}", 64, make="mkfs.ext4 -q") for n in (0, 1)]
@@ -227,7 +227,7 @@ def test_lines_that_would_not_boot_are_not_written() -> None:
 
 
 def test_a_group_shares_what_is_made() -> None:
-    """2775: a file of one member is the group's. A group that the node lacks is told before anything is written."""
+    """2775: a file of one member is the group's. A group that the node lacks is reported before anything is written."""
     with node() as made:
         cluster = two_bricks(made, group="train", staging={"path": f"{made.base}/stage", "gb": 1})
         refused = made.command("apply", "--cluster", cluster)
@@ -247,7 +247,7 @@ def test_a_group_shares_what_is_made() -> None:
 
 
 def test_two_nodes_first_one_alone() -> None:
-    """The other server is not there yet: what can be done is done, the rest is told, and the command ends."""
+    """The other server is not there yet: what can be done is done, the rest is reported, and the command ends."""
     host = socket.gethostname()
     with node() as made:
         base = made.base

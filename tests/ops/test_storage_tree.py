@@ -45,7 +45,7 @@ def state(root: Path) -> dict[str, bytes | None]:
 
 
 def test_the_commands_one_after_the_other(tmp_path: Path) -> None:
-    """plan says what apply then does; the second apply does nothing; each exit code is the one that is told."""
+    """plan says what apply then does; the second apply does nothing; each exit code is the one that was announced."""
     root = tree(tmp_path)
     before = state(root)
     planned = ops("plan", root=root)
@@ -260,7 +260,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
 
 
 def test_fstab_that_cannot_be_written(tmp_path: Path) -> None:
-    """What is in its place is told, not replaced."""
+    """What is in its place is reported, not replaced."""
     root = tree(tmp_path, None)
     (root / "etc/fstab").mkdir()
     refused = ops("apply", root=root)

@@ -92,7 +92,7 @@ def test_all_gpus_of_all_nodes_come_before_some(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_result_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    """A program writes the file; whoever edits it by hand is told what no longer holds."""
+    """A program writes the file; whoever edits it by hand learns what no longer holds."""
     with pytest.raises(UserError) as caught:
         read_measured(write(tmp_path, body(**change)))
     check_form(caught.value)

@@ -92,7 +92,7 @@ def test_a_file_that_holds_no_lengths(tmp_path: Path, content: bytes) -> None:
 
 
 def test_what_a_recipe_says_of_its_lengths(tmp_path: Path) -> None:
-    """The mean itself, or the mean that a known number of packed steps means; nothing where neither is told."""
+    """The mean itself, or the mean that a known number of packed steps means; nothing where neither is stated."""
     counts = {"train": 10_000, "eval": 100, "mean_tokens": 300.4}
     data = {"name": "d", "input": "rows.jsonl", "format": "messages"}
     stated = known_lengths(resolve(write_recipe(tmp_path / "told", data=data | {"expect": counts})))

@@ -55,7 +55,7 @@ def test_a_copy_is_the_source_and_is_used_again(tmp_path: Path, bench: Bench) ->
 
 
 def test_another_content_is_another_tree(tmp_path: Path, bench: Bench) -> None:
-    """A model that was made again at the same place must not be found in its old copy."""
+    """A model that was recreated at the same place must not be found in its old copy."""
     root = fill(tmp_path / "source", {"a": 10})
     old = bench.stage(root)
     time.sleep(0.01)
@@ -211,7 +211,7 @@ def test_two_side_by_side_copy_once(tmp_path: Path) -> None:
 
 
 def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
-    """Never a tree that somebody reads from, and it is told before."""
+    """Never a tree that is read from, and it is reported before."""
     bench = Bench(tmp_path / "local", gb=0.03)
     roots = [fill(tmp_path / f"source{n}", {"a.bin": 9 * MIB}, seed=n) for n in range(4)]
     first, second, third = (bench.stager.stage(SourceFolder("data", root.name, root)) for root in roots[:3])
@@ -369,5 +369,5 @@ def test_a_staging_folder_that_cannot_be_trusted_is_refused(tmp_path: Path, wron
         else:
             own.mkdir()
             own.chmod(0o777)
-    with pytest.raises(UserError, match=r"has no such folder|belongs to somebody else"):
+    with pytest.raises(UserError, match=r"has no such folder|belongs to another user"):
         cache.open_cache(Staging(path=str(folder), gb=1))

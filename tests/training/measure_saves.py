@@ -3,7 +3,7 @@
 Ranks of FSDP2 on CPU and gloo hold a random Llama of float32 parameters and AdamW's moments. In turn, on the same state: a
 save that training waits for; one behind training, of which only the copy stops it; the same copy by torch's stager; the
 machine's own memmove of the same bytes; and the same bytes written from one buffer and fsynced. Medians over the turns of the
-slowest rank; the first copy, which touches its memory for the first time, is told apart. Beside the seconds: page faults and
+slowest rank; the first copy, which touches its memory for the first time, is listed apart. Beside the seconds: page faults and
 CPU seconds of rank 0's copy.
 """
 

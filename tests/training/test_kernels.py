@@ -1,4 +1,4 @@
-"""Kernels and torch.compile on a rank: what is there, what a machine without GPUs leaves out, what was compiled is told."""
+"""Kernels and torch.compile on a rank: what is there, what a machine without GPUs leaves out, what was compiled is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a model's files is told from their headers, in the first seconds, with file and tensor."""
+"""What is wrong with a model's files is reported from their headers, in the first seconds, with file and tensor."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def look(folder: Path, config: dict[str, Any], index: dict[str, str] | None = No
 
 
 def problems(folder: Path, config: dict[str, Any], index: dict[str, str] | None = None) -> list[tuple[str, str, str]]:
-    """File, key and message of each problem that is told."""
+    """File, key and message of each problem that is reported."""
     with pytest.raises(UserError) as caught:
         look(folder, config, index)
     return [(Path(p.file or "").name, p.key or "", p.message) for p in caught.value.problems]

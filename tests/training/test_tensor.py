@@ -1,4 +1,4 @@
-"""Names in transformers' plans, and what a model that cannot be split is told; the arithmetic is proved by whole runs."""
+"""Names in transformers' plans, and what a model that cannot be split is reported; the arithmetic is proved by whole runs."""
 
 from __future__ import annotations
 

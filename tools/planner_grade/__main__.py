@@ -1,4 +1,4 @@
-"""``docs/results/planner.md``: the grade of the planner as a page, made again by ``make planner-grade``."""
+"""``docs/results/planner.md``: the grade of the planner as a page, written by ``make planner-grade``."""
 
 from __future__ import annotations
 

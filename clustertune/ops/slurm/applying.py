@@ -60,7 +60,7 @@ def _apply(plan: SlurmPlan, root: Path) -> Applied:
     for item in plan.files:
         backup = put(root, item.change)
         if backup and not item.change.mode & 0o077:
-            backup.chmod(item.change.mode)  # what nobody else may read stands in the old one too
+            backup.chmod(item.change.mode)  # what others must not read stands in the old one too
         written.append(item.change.path)
         backups += [str(backup)] if backup else []
         if item.owner != "root":

@@ -39,7 +39,7 @@ class SlurmSubject:
     hosts: Sequence[tuple[int, str]] = ()
     """Lines of ``/etc/hosts`` that are not ours, with their numbers."""
     foreign: Mapping[str, int] = field(default_factory=dict)
-    """Files that somebody else wrote and nobody takes over: how many of their settings would be lost or change."""
+    """Files that others wrote and that are not taken over: how many of their settings would be lost or change."""
     repeated: Sequence[tuple[str, int, str]] = ()
     """File, number and text of lines beside our block that set what it sets."""
     parser: str = ""
@@ -243,14 +243,14 @@ def hosts(s: SlurmSubject) -> Iterator[Seen]:
 
 @rule("slurm-foreign-file", SLURM)
 def foreign_file(s: SlurmSubject) -> Iterator[Seen]:
-    """Looks at: files of somebody else
+    """Looks at: files that others wrote
 
     Why: what stands in them would be lost
     Fix: --adopt takes it over (a backup stays beside it); settings to keep go below our block afterwards
     See: https://manpages.ubuntu.com/manpages/lunar/en/man5/slurm.conf.5.html
     """
     for path, lost in s.foreign.items():
-        yield Seen(FAIL, f"somebody else wrote it; {lost} of its settings would be lost or change", where=path)
+        yield Seen(FAIL, f"others wrote it; {lost} of its settings would be lost or change", where=path)
 
 
 @rule("slurm-own-lines", SLURM)

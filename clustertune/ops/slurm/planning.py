@@ -51,7 +51,7 @@ class FileChange:
     change: Change
     owner: str
     taken_over: tuple[str, ...] | None = None
-    """What of a file that somebody else wrote is lost; None: it is ours, or new."""
+    """What is lost of a file that others wrote; None: it is ours, or new."""
 
     def diff(self) -> list[str]:
         """A unified diff; what a password or key is stays hidden."""
@@ -149,7 +149,7 @@ def make_plan(
 ) -> SlurmPlan:
     """Compare one machine, or a tree below ``root``, with what the cluster file asks for. Writes nothing.
 
-    ``adopt`` takes over files that somebody else wrote, ``force`` replaces what was edited by hand between our markers.
+    ``adopt`` takes over files that others wrote, ``force`` replaces what was edited by hand between our markers.
     A machine that is not this one, without a tree, is taken for bare. Raises UserError with everything that is wrong with the
     cluster file, and for files that cannot be read.
     """

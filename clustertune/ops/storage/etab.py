@@ -47,7 +47,7 @@ def faults(lines: Iterable[str], text: str, names: Mapping[str, str]) -> Iterato
 
 
 def others(lines: Iterable[str], text: str, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Our folders that the server exports to somebody whom our ``lines`` do not name, each with to whom."""
+    """Our folders that the server exports to machines that our ``lines`` do not name, with their names."""
     now = clients(text)
     ours = {(folder, _written(client, folder, now, names)) for folder, client in clients("\n".join(lines))}
     folders = {folder for folder, _ in ours}

@@ -81,7 +81,7 @@ def _same(one: str, other: str, live: bool) -> bool:
 
 
 def exported(texts: Mapping[str, bytes], paths: Iterable[str]) -> Iterator[Problem]:
-    """Other files that export one of our folders: the server would serve it as one of them says, and nobody knows which."""
+    """Other files that export one of our folders: the server would serve it as one of them says, and it is unknown which."""
     ours = set(paths)
     for file, text in texts.items():
         for number, line, folder in export_lines(text.decode(errors="replace")):

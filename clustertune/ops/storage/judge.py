@@ -151,7 +151,7 @@ def _hung(s: StorageSubject, seen: SeenBrick) -> Seen:
     if state.left:
         what += f"; process {state.left} still waits for it, unkillable until it answers, and does no harm"
     if seen.own:
-        fix = "dmesg for errors of the disk; xfs_freeze -u where somebody froze it"
+        fix = "dmesg for errors of the disk; xfs_freeze -u where it is frozen"
     else:
         fix = f"see whether {node} is up and serves (systemctl status nfs-server there); all continues when it answers"
     return Seen(FAIL, what, fix, seen.where)

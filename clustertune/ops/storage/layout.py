@@ -166,7 +166,7 @@ def _own(brick: Brick, elsewhere: Mapping[str, str]) -> Iterator[FstabMount]:
     device = _device(brick, elsewhere)
     if device:
         extra = ("errors=remount-ro",) if brick.filesystem == "ext4" else ()
-        # nofail: a node with a broken disk must still boot, or nobody can look at it.
+        # nofail: a node with a broken disk must still boot, so that it can be repaired.
         options = ("noatime", "nosuid", "nodev", *extra, "nofail", "x-systemd.device-timeout=60")
         yield FstabMount("device", device, brick.path, brick.filesystem, options, 2 if brick.filesystem == "ext4" else 0, brick)
     if brick.path != brick.mount:

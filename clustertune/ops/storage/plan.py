@@ -90,7 +90,7 @@ def make_plan(cluster: Cluster, node: str, root: Path, *, force: bool = False) -
     """Compare ``node`` of ``cluster`` with this machine (``root`` is ``/``) or with a tree. Reads only.
 
     Raises UserError with everything that stands in the way: lines of others for our mount points or exports, a block of
-    ours that somebody edited (``force`` replaces it), mount points that hold something.
+    ours that were edited (``force`` replaces it), mount points that hold something.
     """
     node = find_node(cluster, node).name
     live = root == NODE

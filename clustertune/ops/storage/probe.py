@@ -60,7 +60,7 @@ def xattrs(root: Path, pool: str) -> dict[str, str]:
 
 
 def connect(address: str, seconds: float) -> dict[str, Any]:
-    """Whether somebody listens on the port of NFS. Raises OSError."""
+    """Whether a server listens on the port of NFS. Raises OSError."""
     with socket.create_connection((address, NFS_PORT), timeout=seconds):
         return {"ok": True}
 
@@ -135,7 +135,7 @@ def _runs(number: str) -> bool:
 
 
 def _reached_by_all(mount: Path) -> bool:
-    """Whether another user can come as far as what is mounted: storage below somebody's private folder is tried as root."""
+    """Whether another user can come as far as what is mounted: storage below a private folder is tried as root."""
     return all(parent.stat().st_mode & stat.S_IXOTH for parent in mount.parents)
 
 

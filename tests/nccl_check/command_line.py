@@ -11,7 +11,7 @@ from clustertune.launch.batch import BatchJob
 from clustertune.nccl_check import batch
 
 
-def asked(**changes: Any) -> program.NcclCheckArguments:
+def command_line(**changes: Any) -> program.NcclCheckArguments:
     """A command line with its defaults."""
     return program.NcclCheckArguments(**{"submit": True, "dry_run": True, **changes})
 
@@ -19,4 +19,4 @@ def asked(**changes: Any) -> program.NcclCheckArguments:
 def job(name: str) -> BatchJob:
     cluster = load_cluster(name)
     wanted = batch.shape(cluster, None, None, program.GPU_SECONDS)
-    return batch.make(wanted, Path("/folder"), program.arguments(asked(cluster=name), cluster))
+    return batch.make(wanted, Path("/folder"), program.arguments(command_line(cluster=name), cluster))
