@@ -250,7 +250,7 @@ def test_a_lower_limit_judges_what_was_made_before(run, lines, tmp_path):
 def test_columns_and_fields_that_are_not_used_are_listed(run, lines, capsys):
     rows = [{"messages": [user("q"), assistant("a", weight=1)], "id": 1, "score": None}]
     assert run(lines(rows), format="messages", language=None).result["unused"] == ["id", "messages[].weight"]
-    assert "not used: id, messages[].weight" in capsys.readouterr().err
+    assert "ignored columns: id, messages[].weight" in capsys.readouterr().err
 
 
 # --- what is trained ---
