@@ -1,4 +1,7 @@
-"""The state of a checkpoint, written behind training: copied to host memory, then written and hashed by a thread.
+"""The state of a checkpoint, written behind training: copied to host memory, then written and hashed, all by a thread.
+
+Training continues at once. Weights and optimizer state change in an optimizer step only, so the copy may take as long as the
+forward and backward passes up to the next one, which waits for it (J. Mohan et al., CheckFreq, FAST 2021, 4.1).
 
 ``dcp.async_save`` is torch's stager and ``dcp.save`` in a thread. A checkpoint holds two states (model and optimizer), and two
 saves at a time would cross their collectives, so one thread here saves both, and meets the other ranks' threads on a process
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,6 +45,8 @@ class WrittenCheckpoint:
     removed: list[Path]
     """Checkpoints that went in its place."""
     seconds: float
+    copy_seconds: float = 0.0
+    """Of the copy to host memory, in which training continues; 0 without one."""
 
 
 @dataclass
@@ -110,7 +116,8 @@ class StateWriter:
         """``store`` and ``ranks`` meet on ``group``, never the one of training: the collectives of two threads would cross."""
         self._store, self._ranks, self._group = store, ranks, group
         self._cuda = cuda = torch.cuda.is_available()
-        self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))  # pinned, shared, asynchronous, non-blocking
+        self._stager = DefaultStager(StagingOptions(cuda, False, False, False))  # pinned; each copy has ended when it returns
+        self._stream = torch.cuda.Stream() if cuda else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         self.copied_bytes = 0
         """Host memory that the copy takes once it was made."""
@@ -118,6 +125,8 @@ class StateWriter:
         self._copied: Any = None
         self._held: list[torch.Tensor] = []
         """The copy of the save before: where its bytes came from, and where they lie, each place once."""
+        self._is_copied = threading.Event()
+        self._is_copied.set()
 
     def room_for(self, size: int, ranks: int) -> str | None:
         """Why a copy of ``size`` bytes for each of so many ranks does not fit into this node's memory; None where it does."""
@@ -150,7 +159,7 @@ class StateWriter:
             for target, source in zip(self._held, sources.values(), strict=True):
                 target.copy_(source, non_blocking=self._cuda)
             if self._cuda:
-                torch.cuda.synchronize()
+                torch.cuda.current_stream().synchronize()
         else:
             self._copied, self._held, self._places = None, [], []  # its memory goes before the new one comes
             self._copied = self._stager.stage(taken)
@@ -172,25 +181,67 @@ class StateWriter:
                 return False
         return True
 
+    def wait_for_copy(self) -> float:
+        """Wait until no tensor of training is read any more: call it before each optimizer step. Returns the seconds."""
+        began = time.perf_counter()
+        self._is_copied.wait()
+        return time.perf_counter() - began
+
     def start(
-        self, step: int, state: RankState, meta: Mapping[str, Any], folder: Path | None = None, store: Store | None = None
+        self,
+        step: int,
+        state: RankState,
+        meta: Mapping[str, Any],
+        folder: Path | None = None,
+        store: Store | None = None,
+        *,
+        copied: bool = False,
     ) -> Future[WrittenCheckpoint]:
         """Have the thread make the checkpoint of a step, or finish the one in ``folder`` that others have begun to write.
 
-        ``store``: another than the writer's, on the same group.
+        ``store``: another than the writer's, on the same group. ``copied``: from a copy, so that training may change the state
+        after :meth:`wait_for_copy`; else it must not before the future is done.
 
         The future raises NotSaved, NotFinite, OSError or UserError on all ranks alike; anything else where a peer is lost.
         """
-        return self._pool.submit(self._save, step, state, meta, folder, store or self._store)
+        ready = None
+        if copied:
+            self._is_copied.clear()
+            ready = torch.cuda.current_stream().record_event() if self._cuda else None
+        return self._pool.submit(self._save, step, state, meta, folder, store or self._store, copied, ready)
+
+    def _put_copy(self, state: RankState, ready: Any) -> float:
+        """Replace the state by a copy; returns the seconds. On CUDA on a stream beside training's, behind ``ready``."""
+        began = time.perf_counter()
+        try:
+            with torch.cuda.stream(self._stream):
+                if self._stream is not None:
+                    self._stream.wait_event(ready)
+                state.states, state.parts = self.copy(state.states, state.parts)
+        finally:
+            self._is_copied.set()
+        return time.perf_counter() - began
 
     def _save(
-        self, step: int, state: RankState, meta: Mapping[str, Any], folder: Path | None, store: Store
+        self,
+        step: int,
+        state: RankState,
+        meta: Mapping[str, Any],
+        folder: Path | None,
+        store: Store,
+        copied: bool,
+        ready: Any,
     ) -> WrittenCheckpoint:
-        began = time.perf_counter()
-        folder = folder or store.begin(step)
+        began, copying = time.perf_counter(), 0.0
         records, fault, found, finite = dict[str, FileRecord](), None, state.digest, True
         try:
-            records = self._write(folder, state)
+            copying = self._put_copy(state, ready) if copied else 0.0
+            began += copying
+        except Exception as error:
+            fault = (describe_error(error), False)
+        folder = folder or store.begin(step)
+        try:
+            records = self._write(folder, state) if fault is None else {}
             finite = all(bool(torch.isfinite(part).all()) for part in state.parts[: state.trained])
             found = found or (digest(state.parts) if state.parts else None)
         except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
@@ -202,7 +253,7 @@ class StateWriter:
             raise NotFinite(bad)
         size = store.commit(folder, {**meta, "state_digests": [one for _, one, _ in gathered if one]}, records)
         seconds = time.perf_counter() - began
-        return WrittenCheckpoint(size, store.prune(), seconds)
+        return WrittenCheckpoint(size, store.prune(), seconds, copying)
 
     def _write(self, folder: Path, state: RankState) -> dict[str, FileRecord]:
         """Write this rank's files, durably; returns those whose digests are known."""

@@ -205,9 +205,9 @@ class SavedCheckpoint:
     seconds: float
     """From its begin until it was whole."""
     copy_seconds: float
-    """Of the copy to host memory; 0 where training waited."""
+    """Of the copy to host memory, in which training continues; 0 where it waited for the whole save."""
     stall_seconds: float
-    """Training stood still, the copy included."""
+    """Training stood still."""
     write_seconds: float
     """Rank 0's thread wrote and hashed."""
     every_seconds: float | None = None
@@ -227,10 +227,8 @@ class _Saving:
     """Training continues meanwhile."""
     began: float
     """By time.perf_counter."""
-    copy: float
-    """Seconds of the copy to host memory."""
     stall: float
-    """Seconds that training stood still for it so far, the copy's among them."""
+    """Seconds that training stood still for it so far."""
     local: bool = False
     """On the nodes' own disks."""
 
@@ -265,6 +263,8 @@ class RankTrainer(ZeroTrainer):
     _writer: StateWriter | None = None
     _saving: _Saving | None = None
     """The save that is being written; its checkpoint does not exist yet."""
+    _copies = False
+    """A state has been copied: the optimizer waits for copies."""
     _waits_for_saves = False
     """A copy of the state does not fit into host memory."""
     _saved_step = -1
@@ -509,8 +509,8 @@ class RankTrainer(ZeroTrainer):
         return self._writer
 
     def _start(self, folder: Path | None, meta: Mapping[str, Any], state: RankState, began: float, *, local: bool) -> _Saving:
-        """Copy the state where training continues, and have it written."""
-        writer, copied = self.writer, 0.0
+        """Have the state written, from a copy where training continues."""
+        writer = self.writer
         for cadence in (None if local else self.cadence, self.local_cadence):
             if cadence is not None:
                 cadence.began()
@@ -525,13 +525,19 @@ class RankTrainer(ZeroTrainer):
             if reason and not self._waits_for_saves:
                 self._waits_for_saves = True
                 self.store.tell(f"note: training waits for each save: {reason}")
-        if behind and not self.is_deepspeed_enabled:
-            copying = time.perf_counter()
-            state.states, state.parts = writer.copy(state.states, state.parts)
-            copied = time.perf_counter() - copying
-        future = writer.start(int(meta["step"]), state, meta, folder, self.tier if local else None)
+        copied, tier = behind and not self.is_deepspeed_enabled, self.tier if local else None
+        if copied and not self._copies:
+            self._copies = True
+            self.optimizer.optimizer.register_step_pre_hook(self._wait_for_copy)
+        future = writer.start(int(meta["step"]), state, meta, folder, tier, copied=copied)
         stall = time.perf_counter() - began
-        return _Saving(int(meta["step"]), bool(meta["final"]), future, behind, began, copied, stall, local)
+        return _Saving(int(meta["step"]), bool(meta["final"]), future, behind, began, stall, local)
+
+    def _wait_for_copy(self, *_: Any) -> None:
+        """Before each optimizer step: what is being copied must not change."""
+        seconds = self.writer.wait_for_copy()
+        if self._saving is not None:
+            self._saving.stall += seconds
 
     def finish_save(self) -> None:
         """Wait until the save under way is whole on disk; returns at once where there is none. All ranks call this together.
@@ -567,8 +573,8 @@ class RankTrainer(ZeroTrainer):
             cadence.measured(saving.stall, written.seconds)
         store: Any = self.tier if saving.local else self.store
         every = cadence.seconds() if cadence is not None else None
-        figures = (time.perf_counter() - saving.began, saving.copy, saving.stall, written.seconds, every, saving.local)
-        self.on_checkpoint(SavedCheckpoint(step, store.path(step), written.bytes, saving.final, *figures))
+        took = (time.perf_counter() - saving.began, written.copy_seconds, saving.stall, written.seconds, every, saving.local)
+        self.on_checkpoint(SavedCheckpoint(step, store.path(step), written.bytes, saving.final, *took))
         for gone in written.removed:
             self.on_removed(gone)
         self.heartbeat("train", self.state.global_step)

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,28 @@ MODULE = __name__
 
 
 def slow() -> None:
-    """No file is whole before the next step was taken, or training waits for it."""
+    """The copy ends after the next backward pass; no file is whole before the next step was taken, or training waits for it."""
     from clustertune.checkpoint import saving, shards
     from clustertune.training.trainer import Trainer
 
     put, start, agree, finish = shards.write_new, saving.StateWriter.start, Trainer.agree, Trainer.finish_save
-    go = threading.Event()
+    copy, train = saving.StateWriter.copy, Trainer.training_step
+    go, trained = threading.Event(), threading.Event()
 
-    def begin(self: Any, *args: Any) -> Any:
+    def begin(self: Any, *args: Any, **options: Any) -> Any:
         go.clear()
-        return start(self, *args)
+        trained.clear()
+        return start(self, *args, **options)
+
+    def late_copy(self: Any, *args: Any) -> Any:
+        assert trained.wait(60), "the copy holds training up"
+        time.sleep(0.5)  # an optimizer that does not wait has changed everything by now
+        return copy(self, *args)
+
+    def then_copy(self: Any, *args: Any, **options: Any) -> Any:
+        loss = train(self, *args, **options)
+        trained.set()
+        return loss
 
     def write(*args: Any) -> Any:
         assert go.wait(60)
@@ -52,7 +65,8 @@ def slow() -> None:
         go.set()
         finish(self)
 
-    saving.StateWriter.start = begin  # type: ignore[method-assign]
+    saving.StateWriter.start, saving.StateWriter.copy = begin, late_copy  # type: ignore[method-assign]
+    Trainer.training_step = then_copy  # type: ignore[method-assign]
     shards.write_new = saving.write_new = write
     Trainer.agree, Trainer.finish_save = step, end  # type: ignore[method-assign]
 
@@ -81,12 +95,12 @@ def killed() -> None:
 
     start, calls = saving.StateWriter.start, []
 
-    def then_die(self: Any, *args: Any) -> Any:
+    def then_die(self: Any, *args: Any, **options: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             slow()
             killed_later(0.1)
-        return start(self, *args)
+        return start(self, *args, **options)
 
     saving.StateWriter.start = then_die  # type: ignore[method-assign]
 
