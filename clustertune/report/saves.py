@@ -95,7 +95,7 @@ def rows(found: Mapping[str, Any] | None) -> list[list[str]]:
     count = f"{number(found['shared'])} on shared storage"
     if found["local"]:
         count += f", {number(found['local'])} on the nodes' own disks"
-    stall = f"{duration(found['stall_seconds'])} a save, {duration(found['copy_seconds'])} of it the copy to host memory"
+    stall = f"{duration(found['stall_seconds'])} a save, {duration(found['copy_seconds'])} to copy to host memory beside it"
     if found["stall_share"] is not None:
         stall += f"; {percent(found['stall_share'])} of the training"
     hours = found["node_hours"]
