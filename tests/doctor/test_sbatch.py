@@ -15,7 +15,7 @@ import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustertune.check.script_directives import read_header
+from clustertune.check.script_batch import read_header
 from clustertune.cli import run_command
 from clustertune.commands import doctor
 from clustertune.doctor.sbatch import lint
