@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from clustertune.check.log_found import Log, LoggedDevice
+from clustertune.check.log_read import Log, LoggedDevice
 from clustertune.check.machine import Expects, Machine
 from clustertune.check.rule import FAIL, LINKS, Check, Seen, rule
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict

@@ -82,8 +82,9 @@ def nvlink_unused(context: LinkContext) -> Iterator[Seen]:
 def _inside(context: LinkContext) -> dict[str, int]:
     """Transports inside a node, with how often the log names them."""
     found = {name: count for name, count in context.log.transports.items() if name.startswith(("P2P/", "SHM/"))}
+    crossing = context.log.crossing()
     for edge, count in context.log.edges.items():
-        if not context.log.is_between(edge):
+        if edge not in crossing:
             found[f"NET/{edge.plugin}"] = found.get(f"NET/{edge.plugin}", 0) + count
     return found
 

@@ -206,7 +206,7 @@ def gdr_off(context: LinkContext) -> Iterator[Seen]:
       is slow
     See: https://github.com/NVIDIA/nccl/issues/1537
     """
-    edges = [edge for edge in context.log.edges if edge.plugin.startswith("IB") and context.log.is_between(edge)]
+    edges = [edge for edge in context.log.crossing() if edge.plugin.startswith("IB")]
     if not edges and not any(name.startswith("IB") for name in context.over):
         return
     if any(edge.gdr for edge in edges) or "GDRDMA" in context.text("transport"):

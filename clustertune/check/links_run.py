@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from clustertune.check.links import LinkContext, logged, names, number
-from clustertune.check.log_found import FOLLOWS, OTHER
+from clustertune.check.log_read import FOLLOWS, OTHER
 from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Seen, rule
 
 _CUDA_KINDS = ("duplicate-gpu", "gpu-missing", "gpu-memory", "gpu-fault", "driver", "p2p-refused", "nvls")

@@ -86,6 +86,12 @@ class Seen(NamedTuple):
     """Empty: the subject's own ``where``."""
 
 
+def either(status: str, bad: str, good: str, fix: str = "", where: str = "") -> Iterator[Seen]:
+    """The fault ``bad`` where there is one; else what is ``good``, where something was looked at."""
+    if bad or good:
+        yield Seen(status, bad, fix, where) if bad else Seen(PASS, good, where=where)
+
+
 class Check:
     """A rule with the function that looks. Calling it with a subject gives findings."""
 
