@@ -258,14 +258,14 @@ def _place_of(cluster: Cluster) -> str | None:
 def _on_nodes(
     args: DoctorArguments, cluster: Cluster, allocation: Allocation
 ) -> tuple[list[Finding], HostFacts | None, list[str]]:
-    from clustertune.doctor import nodes
+    from clustertune.doctor import preflight
 
     gpus = allocation.gpus_per_node or None
     expects = Expects(gpus=gpus, cpus=allocation.cpus_per_node, nodes=len(allocation.nodes), launched=True)
     binds = [str(path.resolve()) for path in [args.run_dir] if path is not None and path.exists()]
     with _waiting(args.seconds, f"looking at {len(allocation.nodes)} nodes"):
-        looked = nodes.look(cluster, allocation, binds=binds, seconds=args.seconds)
-    found = nodes.findings(looked, cluster, allocation.nodes, expects)
+        looked = preflight.look(cluster, allocation, binds=binds, seconds=args.seconds)
+    found = preflight.findings(looked, cluster, allocation.nodes, expects)
     return found, next(iter(looked.facts.values()), None), list(allocation.nodes)
 
 
@@ -330,9 +330,9 @@ def _tell(args: DoctorArguments, cluster: Cluster, report: reports.Report, facts
 
 
 def _show_step(args: DoctorArguments, cluster: Cluster, allocation: Allocation) -> int:
-    from clustertune.doctor import nodes
+    from clustertune.doctor import preflight
 
-    command = nodes.step_command(cluster, allocation, [], args.seconds)
+    command = preflight.step_command(cluster, allocation, [], args.seconds)
     if args.as_json:
         emit_json({"command": command})
     else:
@@ -342,11 +342,11 @@ def _show_step(args: DoctorArguments, cluster: Cluster, allocation: Allocation) 
 
 def _submit(args: DoctorArguments, cluster: Cluster) -> int:
     """A job of whole nodes over the body of ops/doctor/doctor.sbatch, which looks at each of them."""
-    from clustertune.doctor import nodes
+    from clustertune.doctor import preflight
     from clustertune.launch import batch, cluster_paths
     from clustertune.nccl_check.batch import shape
 
-    wanted = shape(cluster, args.nodes, args.time, args.seconds + nodes.START_SECONDS)
+    wanted = shape(cluster, args.nodes, args.time, args.seconds + preflight.START_SECONDS)
     note = "Derived by clustertune doctor --submit from the cluster file."
     job = batch.BatchJob(
         shape=wanted,

@@ -12,7 +12,7 @@ from clustertune.check.machine import STEP
 from clustertune.config.cluster_schema import Cluster, Host, expand_hosts, shorten_hosts
 from clustertune.config.hardware import read_hardware, recognise
 from clustertune.doctor import wire
-from clustertune.doctor.nodes import facts_command
+from clustertune.doctor.preflight import facts_command
 from clustertune.host.facts import HostFacts, Mount
 from clustertune.host.mounts import lies_elsewhere
 from clustertune.host.probe import ask

@@ -56,7 +56,7 @@ class ReleaseFault:
 
 
 def lora(context: RecipeContext) -> bool:
-    return context.resolved.recipe.lora is not None
+    return context.recipe.lora is not None
 
 
 def fsdp2(context: RecipeContext) -> bool:
@@ -72,7 +72,7 @@ def _mixed(context: RecipeContext) -> bool:
 
 
 def _packs_without_flash(context: RecipeContext) -> bool:
-    args = context.resolved.train_args
+    args = context.args
     named = str((args.get("model_init_kwargs") or {}).get("attn_implementation", "sdpa"))
     return bool(args.get("packing")) and "flash" not in named
 
@@ -82,7 +82,7 @@ def _gpus(context: RecipeContext) -> bool:
 
 
 def _full_bf16(context: RecipeContext) -> bool:
-    init = context.resolved.train_args.get("model_init_kwargs") or {}
+    init = context.args.get("model_init_kwargs") or {}
     return fsdp2(context) and not lora(context) and _mixed(context) and str(init.get("dtype", "")) in ("bfloat16", "float16")
 
 
@@ -146,7 +146,7 @@ FAULTS = (
     ),
     ReleaseFault(
         "accumulated-loss", "transformers", "<4.46",
-        lambda c: int(c.resolved.train_args.get("gradient_accumulation_steps") or 1) > 1, FAIL,
+        lambda c: int(c.args.get("gradient_accumulation_steps") or 1) > 1, FAIL,
         "the loss of accumulated micro batches is averaged per micro batch, not per token",
         "another loss and other gradients than the same batch at once",
         "transformers 4.46 or later, or a batch without accumulation",
@@ -193,7 +193,7 @@ FAULTS = (
 
 def quantized_by(context: RecipeContext) -> str | None:
     """The method that quantises the base; None: none."""
-    config = quantization.of(context.resolved.train_args)
+    config = quantization.of(context.args)
     return quantization.method(config) if config else None
 
 
@@ -215,8 +215,7 @@ def unseen(context: RecipeContext) -> Iterator[Seen]:
     See: https://apptainer.org/docs/user/latest/
     """
     if not context.versions:
-        text = f"the versions are those of {context.versions_of}"
-        yield Seen(UNKNOWN, text, where=context.resolved.name)
+        yield Seen(UNKNOWN, f"the versions are those of {context.versions_of}", where=context.resolved.name)
 
 
 def _known_fault(fault: ReleaseFault) -> Callable[[RecipeContext], Iterator[Seen]]:
@@ -244,7 +243,7 @@ for _known in FAULTS:
 
 def _ranks_load(context: RecipeContext, version: str) -> tuple[str, str] | None:
     """Status and arithmetic of ranks that each make the whole model in RAM; None where a node has room for it."""
-    weights, ranks = weight_bytes(context.resolved.architecture), context.resolved.recipe.slurm.gpus_per_node
+    weights, ranks = weight_bytes(context.resolved.architecture), context.recipe.slurm.gpus_per_node
     room = context.cluster.compute.memory_gb * GIB
     if weights is None:
         return WARN, ""
@@ -283,18 +282,15 @@ def missing(context: RecipeContext) -> Iterator[Seen]:
     Why: the ranks end at their start, after the queue
     See: https://huggingface.co/docs/transformers/installation
     """
-    if not context.versions:
-        return
-    for key, value, packages in _wanted(context):
+    for key, value, packages in _wanted(context) if context.versions else ():
         if not any(context.version(name) for name in packages):
-            named = " or ".join(packages)
             fix = f"install {packages[0]} in {context.versions_of}, or leave {key} out"
-            yield Seen(FAIL, f"{key}={value} needs {named}, which is not installed", fix)
+            yield Seen(FAIL, f"{key}={value} needs {' or '.join(packages)}, which is not installed", fix)
 
 
 def _wanted(context: RecipeContext) -> Iterator[tuple[str, object, tuple[str, ...]]]:
     """Key, value and the packages of which one must be there."""
-    args = context.resolved.train_args
+    args = context.args
     # Without GPUs the run leaves these kernels out: clustertune/training/build.py.
     yield from kernels.needed(args, gpus=bool(context.cluster.compute.gpus))
     if context.resolved.distribution.is_deepspeed:
@@ -308,10 +304,9 @@ def _wanted(context: RecipeContext) -> Iterator[tuple[str, object, tuple[str, ..
         yield "train.optim", optim, ("bitsandbytes",)
     elif "torchao" in optim or optim.endswith("4bit"):
         yield "train.optim", optim, ("torchao",)
-    for tracker in _trackers(args.get("report_to")):
-        if tracker == "wandb":
-            yield "train.report_to", tracker, (tracker,)
+    if "wandb" in trackers(args.get("report_to")):
+        yield "train.report_to", "wandb", ("wandb",)
 
 
-def _trackers(given: object) -> list[str]:
+def trackers(given: object) -> list[str]:
     return [given] if isinstance(given, str) else [str(item) for item in given] if isinstance(given, list) else []

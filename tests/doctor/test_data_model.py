@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from clustertune.check.rule import FAIL
-from clustertune.doctor import recipe_model
-from clustertune.doctor.recipe_model import ModelFolder, has_generation_marks, snapshot
+from clustertune.doctor import recipe_context
+from clustertune.doctor.recipe_context import ModelFolder, has_generation_marks, snapshot
 from clustertune.tensorfile import Tensor, build_header
 from tests.doctor.recipe_case import make, weight_file, write_checkpoint, write_model, write_run
 
@@ -165,7 +165,7 @@ def test_a_model_with_pictures_is_judged_by_its_text_part(tmp_path: Path) -> Non
 
 def test_a_file_too_large_to_be_one_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody's weights named config.json."""
-    monkeypatch.setattr(recipe_model, "MOST_BYTES", 10)
+    monkeypatch.setattr(recipe_context, "MOST_BYTES", 10)
     (tmp_path / "config.json").write_text('{"vocab_size": 3}')
     assert ModelFolder(tmp_path).config is None
 

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
+from clustertune.check.machine_cuda import INIT_CODES, MINIMUM_DRIVER
 
 from clustertune.check import report
-from clustertune.check.machine_cuda import INIT_CODES, MINIMUM_DRIVER
 from clustertune.check.machine_gpu import XIDS, read_xid
 from clustertune.check.machine_network import matches
 from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Finding, checks

@@ -14,7 +14,7 @@ import pytest
 from clustertune.check.rule import FAIL, Finding
 from clustertune.cluster.cluster import ThrowawayCluster
 from clustertune.config.cluster import load_cluster
-from clustertune.doctor import nodes, preflight, wire
+from clustertune.doctor import preflight, wire
 from clustertune.errors import ExitCode, UserError
 from clustertune.host.facts import from_dict
 from clustertune.launch.allocation import Allocation
@@ -139,8 +139,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         path.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
-    monkeypatch.setattr(nodes, "START_SECONDS", 0.5)
-    monkeypatch.setattr(nodes, "END_SECONDS", 0.5)
+    monkeypatch.setattr(preflight, "START_SECONDS", 0.5)
+    monkeypatch.setattr(preflight, "END_SECONDS", 0.5)
     return make
 
 
@@ -153,9 +153,9 @@ def lines_of(name: str, tmp_path: Path) -> Path:
 def test_a_node_that_fails_does_not_silence_the_others(fake: Any, cluster_file: Path, tmp_path: Path) -> None:
     """One image is missing on one node: its own words are reported, the others are judged."""
     fake(f"cat {lines_of('node1', tmp_path)}; echo 'srun: error: node2: task 1: Exited with exit code 255' >&2; exit 1")
-    looked = nodes.look(load_cluster(str(cluster_file)), given("node1", "node2"), seconds=1)
+    looked = preflight.look(load_cluster(str(cluster_file)), given("node1", "node2"), seconds=1)
     assert set(looked.facts) == {"node1"} and "Exited with exit code 255" in looked.faults["node2"]
-    found = nodes.findings(looked, load_cluster(str(cluster_file)), ["node1", "node2"], nodes.Expects(nodes=2))
+    found = preflight.findings(looked, load_cluster(str(cluster_file)), ["node1", "node2"], preflight.Expects(nodes=2))
     assert [(item.rule, item.where) for item in found if item.rule == "node-silent"] == [("node-silent", "node2")]
 
 
@@ -178,14 +178,14 @@ def test_a_step_that_hangs_is_ended(fake: Any, cluster_file: Path, tmp_path: Pat
 def test_an_srun_that_says_nonsense(fake: Any, cluster_file: Path, text: str) -> None:
     """Every node has a reason, and nothing raises."""
     fake(text)
-    looked = nodes.look(load_cluster(str(cluster_file)), given("node1", "node2"), seconds=1)
+    looked = preflight.look(load_cluster(str(cluster_file)), given("node1", "node2"), seconds=1)
     assert looked.facts == {} and set(looked.faults) == {"node1", "node2"} and all(looked.faults.values())
 
 
 def test_without_srun(monkeypatch: pytest.MonkeyPatch, cluster_file: Path) -> None:
     """A batch script whose PATH lost Slurm."""
     monkeypatch.setenv("PATH", "/nonexistent")
-    looked = nodes.look(load_cluster(str(cluster_file)), given("node1"), seconds=1)
+    looked = preflight.look(load_cluster(str(cluster_file)), given("node1"), seconds=1)
     assert looked.faults == {"node1": "srun: No such file or directory"}
 
 
@@ -194,7 +194,7 @@ def test_the_step_is_that_of_the_ranks(tmp_path: Path) -> None:
     text = CLUSTER + "container: {runtime: apptainer, image: /shared/train.sif, binds: ['/data:/data:ro']}\n"
     path = tmp_path / "two.yaml"
     path.write_text(text)
-    words = nodes.step_command(load_cluster(str(path)), given("node1", "node2"), ["/shared/run"], 20)
+    words = preflight.step_command(load_cluster(str(path)), given("node1", "node2"), ["/shared/run"], 20)
     assert words[0] == "srun" and "--kill-on-bad-exit=0" in words and "--unbuffered" not in words and "--nodes=2" in words
     inside = words[words.index("apptainer") :]
     assert inside[:2] == ["apptainer", "exec"] and "PYTHONNOUSERSITE=1" in inside and "/data:/data:ro" in inside
@@ -223,9 +223,9 @@ def test_a_node_that_is_gone_may_come_back(
     monkeypatch: pytest.MonkeyPatch, cluster_file: Path, rules: list[str], code: ExitCode
 ) -> None:
     """A lost node sends the job back into the queue, as everywhere; what a person has to fix does not."""
-    monkeypatch.setattr(nodes, "look", lambda *_, **__: nodes.NodeReports())
+    monkeypatch.setattr(preflight, "look", lambda *_, **__: preflight.NodeReports())
     monkeypatch.setattr(
-        nodes, "findings", lambda *_: [Finding(rule, FAIL, "node2", "bad", "look", "why", "link") for rule in rules]
+        preflight, "findings", lambda *_: [Finding(rule, FAIL, "node2", "bad", "look", "why", "link") for rule in rules]
     )
     messages: list[str] = []
     with pytest.raises(UserError) as caught:

@@ -8,8 +8,8 @@ import pytest
 
 from clustertune.check import report
 from clustertune.check.rule import FAIL
-from clustertune.doctor import nodes, preflight
-from clustertune.doctor.nodes import NodeReports
+from clustertune.doctor import preflight
+from clustertune.doctor.preflight import NodeReports
 from clustertune.errors import UserError
 from clustertune.launch.allocation import Allocation
 from tests.doctor.machine_cases import XID, Patch, machine
@@ -18,8 +18,8 @@ from tests.doctor.machine_cases import XID, Patch, machine
 def run(monkeypatch: pytest.MonkeyPatch, facts: Patch, cluster: Any) -> tuple[list[str], list[Any]]:
     """Preflight on one node with these facts: what it says."""
     found = report.machine_findings(machine(facts))
-    monkeypatch.setattr(nodes, "look", lambda *_args, **_words: NodeReports({"gpu01": machine(facts).facts}))
-    monkeypatch.setattr(nodes, "findings", lambda *_args: found)
+    monkeypatch.setattr(preflight, "look", lambda *_args, **_words: NodeReports({"gpu01": machine(facts).facts}))
+    monkeypatch.setattr(preflight, "findings", lambda *_args: found)
     messages: list[str] = []
     given = Allocation("7", 0, ("gpu01",), 0, 2, 1, None)
     preflight.check(cluster, given, 8, gpus=True, binds=[], say=messages.append, log=lambda *_args, **_words: None)

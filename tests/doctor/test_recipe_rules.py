@@ -17,7 +17,7 @@ from clustertune.check.rule import FAIL, UNKNOWN, WARN, exit_code
 from clustertune.config.load import RECIPES
 from clustertune.config.resolved import Resolved
 from clustertune.containers import pins
-from clustertune.doctor import recipe_findings, recipe_plan, recipe_training
+from clustertune.doctor import recipe_findings, recipe_plan
 from clustertune.doctor.recipe_findings import recipe_rules
 from clustertune.errors import Problem, UserError
 from clustertune.host.facts import Mount
@@ -513,9 +513,9 @@ def test_a_model_type_says_that_its_layers_carry_a_state(tmp_path: Path) -> None
     case = make(tmp_path)
     resolved = case.context().resolved
     named = replace(resolved, architecture={**resolved.architecture, "model_type": "bamba"})
-    found = list(recipe_training.packed(replace(case.context(), resolved=named)))
+    found = list(recipe_plan.packed(replace(case.context(), resolved=named)))
     assert [item.rule for item in found] == ["packed-state"] and "bamba has layers with a state" in found[0].found
-    assert not list(recipe_training.packed(case.context()))
+    assert not list(recipe_plan.packed(case.context()))
 
 
 def test_memory_that_is_nearly_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
