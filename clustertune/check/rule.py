@@ -118,7 +118,7 @@ def rule(name: str, subject: str, *, rank: int | None = None) -> Callable[[Calla
     one of the constants of this module that name what rules look at. ``rank``: its place in the verdict of ``nccl-check``,
     where the lowest of findings that are alike bad comes first; None: ``nccl-check`` does not ask it.
     """
-    return lambda look: register(name, *_described(look.__doc__ or ""), look=look, subject=subject, rank=rank)
+    return lambda look: register(name, *described(look.__doc__ or ""), look=look, subject=subject, rank=rank)
 
 
 def register(*texts: str, look: Callable[[Any], Iterable[Seen]], subject: str, rank: int | None = None) -> Check:
@@ -131,7 +131,7 @@ def register(*texts: str, look: Callable[[Any], Iterable[Seen]], subject: str, r
     return _CHECKS.setdefault((subject, check.rule.id), check)
 
 
-def _described(docstring: str) -> tuple[str, str, str, str]:
+def described(docstring: str) -> tuple[str, str, str, str]:
     """Title, why, link and fix of the rule that a docstring describes; empty texts where Python leaves docstrings out (-OO)."""
     first, *parts = _FIELD.split(docstring)
     texts = {key: " ".join(text.split()) for key, text in zip(parts[::2], parts[1::2])}  # noqa: B905 - Python 3.8
