@@ -711,9 +711,8 @@ def slow_node(context: LinkContext) -> Iterator[Seen]:
 def _per_node(context: LinkContext) -> dict[str, float]:
     """Bandwidth inside each node; empty for one node, and for gloo, which measures the CPU's load."""
     entries = context.entries("per_node") if context.backend == "nccl" else []
-    speeds = {
-        node: speed(one for one in entries if one.get("node") == node) for node in {str(one.get("node")) for one in entries}
-    }
+    nodes = {str(one.get("node")) for one in entries}
+    speeds = {node: speed(one for one in entries if one.get("node") == node) for node in nodes}
     found = {node: gb_s for node, (gb_s, seconds, _) in speeds.items() if gb_s and seconds >= LEAST_S}
     return found if len(found) > 1 else {}
 
@@ -754,9 +753,8 @@ def slow_pair(context: LinkContext) -> Iterator[Seen]:
         return
     typical = statistics.median(pair.gb_s for pair in pairs.values())
     best = {names: max(pair.at_best, pairs.get(names[::-1], pair).at_best) for names, pair in pairs.items()}
-    bad = sorted(
-        (pairs[one].gb_s, one) for one, at_best in best.items() if at_best < UNEVEN * typical and not slow.keys() & set(one)
-    )
+    low = (one for one, at_best in best.items() if at_best < UNEVEN * typical)
+    bad = sorted((pairs[one].gb_s, one) for one in low if not slow.keys() & set(one))
     for gb_s, (first, second) in bad[:1]:
         count = len({frozenset(pair) for _, pair in bad})
         more = f" (and {count - 1} pairs more)" if count > 1 else ""

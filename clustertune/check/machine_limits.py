@@ -281,9 +281,8 @@ def devices(m: Machine) -> Iterator[Seen]:
     See: https://slurm.schedmd.com/cgroup.conf.html
     """
     config = m.facts.slurm
-    unseen = "ConstrainDevices" not in config and "cgroup" in config.get(
-        "TaskPlugin", ""
-    )  # before 22.05 cgroup.conf is not shown
+    # Slurm before 22.05 does not show cgroup.conf
+    unseen = "ConstrainDevices" not in config and "cgroup" in config.get("TaskPlugin", "")
     if not m.rehearsal and "gpu" in config.get("GresTypes", "") and not unseen:
         off = config.get("ConstrainDevices", "no").lower() != "yes"
         yield Seen(WARN if off else PASS, f"ConstrainDevices is {'off' if off else 'on'}")

@@ -59,9 +59,8 @@ def interface(m: Machine) -> Iterator[Seen]:
         yield Seen(status, f"{name} is down", f"look at cable and switch: ip link show {name}; ethtool {name}")
     elif nic:
         good = f"{name}, {nic.addresses[0]}" if nic.addresses else ""
-        yield from either(
-            status, "" if good else f"{name} has no address", good, f"give it one on every node: ip addr show {name}"
-        )
+        fix = f"give it one on every node: ip addr show {name}"
+        yield from either(status, "" if good else f"{name} has no address", good, fix)
     if value and not (name and m.expects.launched):  # jobs of clustertune replace it by the cluster file's
         found = matches(value, [nic.name for nic in nics])
         means = f"NCCL_SOCKET_IFNAME={value} means {', '.join(found)}"

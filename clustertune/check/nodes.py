@@ -49,10 +49,8 @@ def differing(machines: Sequence[Machine], value: Callable[[Machine], object]) -
         if found not in NOTHING:
             groups.setdefault(str(found), []).append(machine.where)
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])) if len(groups) > 1 else []
-    shown = [
-        f"{text}: {', '.join(names[:6])}{f' and {len(names) - 6} more' if len(names) > 6 else ''}" for text, names in ordered
-    ]
-    return "; ".join(shown[:6])
+    more = {text: f" and {len(names) - 6} more" if len(names) > 6 else "" for text, names in ordered}
+    return "; ".join(f"{text}: {', '.join(names[:6])}{more[text]}" for text, names in ordered[:6])
 
 
 def _compare(machines: Sequence[Machine], status: str, values: Values, fix: str) -> Iterator[Seen]:

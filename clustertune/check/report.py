@@ -98,9 +98,8 @@ SAME = {
 def deduplicate(machine: Sequence[Finding], recipe: Sequence[Finding]) -> list[Finding]:
     """Both, without what the machine's rules say less exactly of what the recipe's rules have found as well."""
     found = {item.rule: item.where for item in recipe if item.status in (WARN, FAIL)}
-    repeated = [
-        (other, found[rule] if rule == "env-file" else "") for rule, others in SAME.items() if rule in found for other in others
-    ]
+    files = {rule: found[rule] if rule == "env-file" else "" for rule in SAME if rule in found}
+    repeated = [(other, file) for rule, file in files.items() for other in SAME[rule]]
 
     def is_repeated(item: Finding) -> bool:
         return any(item.rule == other and item.found.startswith(f"{file} " if file else "") for other, file in repeated)

@@ -68,14 +68,7 @@ SRUN_SHORT = {
 }
 _OTHER_WORDS = {
     **{"walltime": "time", "timelimit": "time", "memory": "mem", "mem-per-node": "mem", "queue": "partition"},
-    **{
-        "num-nodes": "nodes",
-        "nnodes": "nodes",
-        "num-tasks": "ntasks",
-        "gpu": "gpus",
-        "num-gpus": "gpus",
-        "cpus": "cpus-per-task",
-    },
+    **{"num-nodes": "nodes", "nnodes": "nodes", "num-tasks": "ntasks", "gpu": "gpus", "num-gpus": "gpus"},
     **{"workdir": "chdir", "log": "output", "logfile": "output", "name": "job-name", "email": "mail-user"},
     **{"cpus": "cpus-per-task"},
 }

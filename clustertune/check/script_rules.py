@@ -93,13 +93,8 @@ def not_a_directive(batch: Batch) -> Iterator[Seen]:
     """
     for number, line in _outside(batch):
         found = None if line.startswith(MAGIC) else _NEAR.fullmatch(line)
-        word = found["word"] if found else ""
         # A usage line (``# sbatch --nodes=2 job.sh``) is meant as a comment.
-        if (
-            not found
-            or not difflib.get_close_matches(word.upper(), ["SBATCH"], cutoff=0.66)
-            or (word.islower() and found["gap"])
-        ):
+        if not found or (found["word"].islower() and found["gap"]):
             continue
         wanted = f"{MAGIC}{found['rest']}"
         meant = read_header([wanted])

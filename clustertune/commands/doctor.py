@@ -240,9 +240,7 @@ def _is_foreign(cluster: Cluster, hostname: str) -> bool:
     return cluster.name != "local" and cluster.host(hostname) is None
 
 
-def _on_nodes(
-    args: DoctorArguments, cluster: Cluster, allocation: Allocation
-) -> tuple[list[Finding], HostFacts | None, list[str]]:
+def _on_nodes(args: DoctorArguments, cluster: Cluster, allocation: Allocation) -> Looked:
     from clustertune.doctor import preflight
 
     gpus = allocation.gpus_per_node or None

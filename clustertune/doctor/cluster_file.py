@@ -162,9 +162,8 @@ def _storage(facts: HostFacts | None) -> tuple[dict[str, Any], list[str]]:
         unknown[0] += f"; also {others}" if others else ""
     if disk:
         values["scratch"] = disk.point
-        unknown.append(
-            f"storage.scratch is the largest disk of the node, {text(disk)}; storage.staging: {{path, gb}} copies to it"
-        )
+        staging = "storage.staging: {path, gb} copies to it"
+        unknown.append(f"storage.scratch is the largest disk of the node, {text(disk)}; {staging}")
     else:
         unknown.append("storage.scratch, a folder on a disk of the node itself; without it /tmp")
     return values, unknown

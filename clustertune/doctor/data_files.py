@@ -126,9 +126,8 @@ def own_rows(context: RecipeContext) -> Iterator[Seen]:
         hub = task.hub
         folder = snapshot(context.hub, "datasets", hub.name, hub.revision) if hub else None
         if hub and (folder is None or not is_there(folder / hub.file)):
-            fetch = (
-                f"hf download {hub.name} {hub.file} --repo-type dataset --revision {hub.revision}, on a machine with a network"
-            )
+            fetch = f"hf download {hub.name} {hub.file} --repo-type dataset --revision {hub.revision}"
+            fetch += ", on a machine with a network"
             yield Seen(FAIL if name in context.recipe.eval.pass_mark else WARN, context.not_cached(hub.name), fetch)
 
 

@@ -180,16 +180,10 @@ def ignored(cluster: Cluster) -> tuple[str, ...]:
 
 def check_rules(names: Sequence[str], file: str, key: str) -> None:
     """Raises UserError with every name that is not a rule, and the nearest one."""
-    if not names:
-        return
-    known = [rule.id for rule in recipe_findings.all_rules()]
-    problems = [
-        Problem(f"there is no rule {name!r}", file=file, key=key, fix=did_you_mean(name, known) or "clustertune doctor --list")
-        for name in dict.fromkeys(names)
-        if name not in known
-    ]
-    if problems:
-        raise UserError(problems)
+    known = [rule.id for rule in recipe_findings.all_rules()] if names else []
+    fixes = {name: did_you_mean(name, known) or "clustertune doctor --list" for name in names if name not in known}
+    if fixes:
+        raise UserError([Problem(f"there is no rule {name!r}", file=file, key=key, fix=fix) for name, fix in fixes.items()])
 
 
 def check(

@@ -352,9 +352,8 @@ class RecipeContext:
     @property
     def home_cache(self) -> bool:
         """No variable says where the cache is: it lies in the home folder."""
-        return not any(
-            self.environment.get(key) for key in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
-        )
+        keys = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
+        return not any(self.environment.get(key) for key in keys)
 
     def not_cached(self, name: str) -> str:
         """What is said of something that a job without network would look for in vain."""

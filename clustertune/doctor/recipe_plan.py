@@ -89,10 +89,8 @@ def host_memory(context: RecipeContext) -> Iterator[Seen]:
     plan = context.real_plan
     if plan is not None and plan.host_bytes > plan.machine.host_bytes:
         parts = ", ".join(f"{term.name} {term.value / GIB:,.0f} GiB" for term in plan.host)
-        text = (
-            f"predicted {plan.host_bytes / GIB:,.0f} GiB of RAM ({parts}), a node has {plan.machine.host_bytes / GIB:,.0f} GiB"
-        )
-        yield Seen(FAIL, text, how_to_load(context.resolved.distribution)[1])
+        need, room = f"predicted {plan.host_bytes / GIB:,.0f} GiB of RAM ({parts})", f"{plan.machine.host_bytes / GIB:,.0f} GiB"
+        yield Seen(FAIL, f"{need}, a node has {room}", how_to_load(context.resolved.distribution)[1])
 
 
 @rule("load-timeout", RECIPE)

@@ -37,16 +37,16 @@ def test_it_needs_only_the_standard_library_of_python_3_8() -> None:
     assert bare.faults(sources) == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import yaml",
-        "from torch import x",
-        "match x:\n    case 1:\n        pass",
-        "'a'.removeprefix('b')",
-        "zip(a, b, strict=True)",
-    ],
-)
+LATER = [
+    "import yaml",
+    "from torch import x",
+    "match x:\n    case 1:\n        pass",
+    "'a'.removeprefix('b')",
+    "zip(a, strict=True)",
+]
+
+
+@pytest.mark.parametrize("text", LATER)
 def test_what_3_8_cannot_run_is_seen(text: str) -> None:
     """The check itself."""
     assert bare.faults({"x.py": text}) != []
