@@ -413,23 +413,12 @@ def test_a_refused_recipe_is_told_as_findings() -> None:
     assert exit_code([found]) == 2
 
 
-def test_what_loading_is_held_against_is_the_recipes_own_timeout(case: Case) -> None:
-    """A longer ddp_timeout is the remedy that is proposed: it must silence the rule."""
-    slow_storage(0.005)(case)
-    assert "load-timeout" not in case.rules()  # ranks that read their own rows wait for nobody
-    fsdp1()(case)
-    (found,) = [item for item in case.findings() if item.rule == "load-timeout"]
-    remedy = re.search(r"train\.ddp_timeout=\d+", found.fix)
-    assert remedy is not None
-    case.overrides.append(remedy[0])
-    assert "load-timeout" not in case.rules()
-
-
 @pytest.mark.parametrize(
     ("rule", "spoil"),
     [
         ("saves-seldom", both(long_steps(120), section("train", save_steps=80), section("slurm", time="5-00:00:00"))),
         ("saves-often", both(section("train", save_steps=1), cluster(storage__write_gb_s=0.05))),
+        ("load-timeout", both(fsdp1(), slow_storage(0.005))),
         ("small-micro-batch", both(long_steps(20), section("train", per_device_train_batch_size=1))),
     ],
 )
@@ -455,23 +444,15 @@ def test_what_is_staged_is_looked_at_where_it_lies(case: Case, tmp_path: Path) -
     assert case.rules() == {"model-incomplete", "dataset-absent"}
 
 
-@pytest.mark.parametrize(("spoil", "fires"), [(cluster(compute__memory_gb=100), True), (cluster(), False)])
-def test_ranks_that_load_all_hurt_only_where_the_node_is_small(spoil: Spoil, fires: bool, case: Case) -> None:
-    """8 x 16 GB fit into 3.9 TB: a rule that cries there is ignored where they do not."""
-    both(versions(transformers="5.22.0"), spoil)(case)
-    assert ("every-rank-loads-all" in case.rules()) is fires
-
-
-@pytest.mark.parametrize("pad", [None, "<|eot_id|>"])
-def test_a_spare_token_is_taken_in_silence(pad: str | None, case: Case) -> None:
-    """The ranks choose Llama's own right pad where the tokenizer names none but EOS: there is nothing to fix."""
-    case.edit("tokenizer_config.json", pad_token=pad)
-    assert case.findings() == []
-
-
 STAGING = {"path": "/local/staging", "gb": 1000.0}
 NEAR: list[tuple[str, str | None, Spoil]] = [
     ("single-checkpoint", None, override("train.save_total_limit=1")),
+    ("checkpoint-of-another-world", None, checkpoint(world=16)),  # FSDP loads it
+    ("load-timeout", None, slow_storage(0.005)),  # ranks that read their own rows wait for nobody
+    ("pad-is-eos", None, edit("tokenizer_config.json", pad_token=None)),  # the ranks choose Llama's own right pad
+    ("pad-is-eos", None, edit("tokenizer_config.json", pad_token="<|eot_id|>")),  # noqa: S106
+    ("punkt-format", None, both(versions(nltk="3.8.1"), override("eval.tasks=[gsm8k]"))),
+    ("every-rank-loads-all", None, versions(transformers="5.22.0")),  # 8 x 16 GB fit into 3.9 TB
     ("checkpoint-holds-base", None, checkpoint(size=1_500_000_000)),
     ("checkpoint-holds-base", None, both(lambda c: c.recipe.update(lora={"r": 512}), checkpoint(size=7 * 10**9))),
     ("weights-on-network", None, both(mount("nfs4"), cluster(storage__staging=STAGING))),
@@ -569,11 +550,6 @@ def test_a_broken_checkpoint_is_named_with_its_file_and_what_follows(case: Case)
     found = {item.rule: item for item in case.findings()}
     assert found["checkpoint-damaged"].status == found["checkpoint-without-metadata"].status == WARN
     assert found["checkpoint-damaged"].found == "step-000080 is not whole: .metadata: missing; the run resumes from step-000040"
-
-
-def test_a_checkpoint_of_other_ranks_is_no_finding_under_fsdp(case: Case) -> None:
-    checkpoint(world=16)(case)
-    assert "checkpoint-of-another-world" not in {item.rule for item in case.findings() if item.status != "pass"}
 
 
 def test_only_the_newest_are_compared(case: Case) -> None:
@@ -675,12 +651,6 @@ def test_what_is_in_the_image_is_not_judged_from_outside(case: Case) -> None:
     assert case.rules() & about == {"stack-unseen"}
     case.cluster["container.runtime"] = "none"
     assert case.rules() & about == {"empty-adapter", "versions-differ"}
-
-
-def test_the_sentence_splitter_matters_to_ifeval_alone(case: Case) -> None:
-    case.versions["nltk"] = "3.8.1"
-    case.overrides += ["eval.tasks=[gsm8k]"]
-    assert "punkt-format" not in case.rules()
 
 
 def test_what_a_recipe_may_need_is_looked_for_on_nodes() -> None:
