@@ -439,7 +439,7 @@ def socket_fallback(context: LinkContext) -> Iterator[Seen]:
     """
     log, kind = context.log, context.kind
     if not context.by_socket:
-        yield from either(PASS, "", f"traffic between nodes goes over {names(context.over)}" if context.over else "")
+        yield from either(FAIL, "", f"traffic between nodes goes over {names(context.over)}" if context.over else "")
         return
     fix = "unset NCCL_IB_DISABLE; where the cluster file says network.kind: ethernet, give the kind that it is"
     fix = fix if context.is_on("NCCL_IB_DISABLE") else ""

@@ -203,7 +203,7 @@ def collective_hung(context: LinkContext) -> Iterator[Seen]:
     yield from logged
     others = {fault.kind for fault in log.faults} - {"no-verbs"}  # every log of a machine without RDMA names that
     if results:
-        yield from either(PASS, "", "" if logged or context.entries("hung") else "every collective ended")
+        yield from either(FAIL, "", "" if logged or context.entries("hung") else "every collective ended")
     elif log.started and not log.complete and not log.faults:
         began = f"{log.started} ranks" if log.started > 1 else "a rank"
         yield Seen(WARN, f"{began} began to connect, and the log ends before any was ready")

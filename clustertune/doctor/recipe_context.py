@@ -92,11 +92,6 @@ class ModelFolder:
         return read_json(self.path / "special_tokens_map.json") or {}
 
     @cached_property
-    def generation(self) -> dict[str, Any]:
-        """``generation_config.json``."""
-        return read_json(self.path / "generation_config.json") or {}
-
-    @cached_property
     def vocabulary(self) -> dict[str, int] | None:
         """Token -> id by ``tokenizer.json`` and the added tokens; None where only another format is there."""
         body = read_json(self.path / "tokenizer.json")
