@@ -264,6 +264,7 @@ def _of_recipe(args: DoctorArguments, cluster: Cluster, facts: HostFacts | None)
     if args.recipe is None:
         return []
     from clustertune import chain
+    from clustertune.doctor import recipe_context
     from clustertune.doctor.recipe_findings import recipe_findings, refused
     from clustertune.launch import cluster_paths, shape
 
@@ -273,7 +274,8 @@ def _of_recipe(args: DoctorArguments, cluster: Cluster, facts: HostFacts | None)
         return list(refused(error))
     run_dir = args.run_dir or chain.default_run_dir(resolved, cluster_paths.runs(cluster))  # as submit takes it
     own = {setting.name: setting.value for setting in cluster_paths.settings(cluster)}  # as its jobs have it
-    return recipe_findings(resolved, cluster, facts, run_dir=run_dir, environment={**os.environ, **own})
+    context = recipe_context.build(resolved, cluster, facts, run_dir=run_dir, environment={**os.environ, **own})
+    return recipe_findings(context)
 
 
 # --- telling -----------------------------------------------------------------------------------------------------------

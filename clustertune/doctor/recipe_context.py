@@ -438,7 +438,12 @@ def build(
     env_file: Path = secrets.DEFAULT,
     arch: str | None = None,
 ) -> RecipeContext:
-    """Everything that the rules need; what is not available is left out and named. Never raises for what a user can cause."""
+    """Everything that the rules need; what is not available is left out and named. Never raises for what a user can cause.
+
+    ``facts``: of this machine, its versions those of the ranks' Python; None: what is installed here is looked at.
+    ``run_dir``: the run folder, which need not exist; None: no findings on one. ``environment``: what a job will
+    inherit; None: this process's.
+    """
     plan, why = _plan(resolved, cluster)
     variables = os.environ if environment is None else environment
     versions, versions_of = _versions(cluster, facts)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import clustertune.doctor
-from clustertune import secrets
 from clustertune.check import report
 from clustertune.check.rule import (
     FAIL,
@@ -24,30 +23,13 @@ from clustertune.check.rule import (
     checks,
     rule,
 )
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.resolved import Resolved
-from clustertune.doctor.recipe_context import RecipeContext, build
+from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.errors import UserError
-from clustertune.host.facts import HostFacts
 
 
-def recipe_findings(
-    resolved: Resolved,
-    cluster: Cluster,
-    facts: HostFacts | None,
-    *,
-    run_dir: Path | None = None,
-    environment: Mapping[str, str] | None = None,
-    env_file: Path = secrets.DEFAULT,
-) -> list[Finding]:
-    """What the rules of recipe, stack, data and run folder find. Reads headers and small files only; imports no torch.
-
-    ``facts``: of this machine, its versions those of the ranks' Python; None: what is installed here is looked at.
-    ``run_dir``: the run folder, which need not exist; None: no findings on one. ``environment``: what a job will
-    inherit; None: this process's.
-    """
-    context = build(resolved, cluster, facts, run_dir=run_dir, environment=environment, env_file=env_file)
-    return list(report.run(recipe_checks(RECIPE), context, resolved.name))
+def recipe_findings(context: RecipeContext) -> list[Finding]:
+    """What the rules of recipe, stack, data and run folder find. Reads headers and small files only; imports no torch."""
+    return list(report.run(recipe_checks(RECIPE), context, context.resolved.name))
 
 
 def recipe_checks(*subjects: str) -> list[Check]:

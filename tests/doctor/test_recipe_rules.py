@@ -664,19 +664,14 @@ def test_what_a_recipe_may_need_is_looked_for_on_nodes() -> None:
 
 def test_the_shipped_recipes(tmp_path: Path) -> None:
     """The tiny one is clean. Of the 405B one only what is true is said: packed under sdpa, saved every 20 steps."""
-    quiet = {"NLTK_DATA": str(tmp_path), "HF_HOME": "/pool/hf_cache"}
-    tiny = recipe_findings.recipe_findings(
-        resolve("tiny-oasst2"), load_cluster("rno-rtxpro6000"), None, environment=quiet, env_file=tmp_path / ".env"
-    )
-    assert [item for item in tiny if item.status in (WARN, FAIL)] == []
-    large = recipe_findings.recipe_findings(
-        resolve("llama405b-oasst2"), load_cluster("rno-rtxpro6000"), None, environment=quiet, env_file=tmp_path / ".env"
-    )
-    assert {item.rule for item in large if item.status == WARN} == {
-        "gated-model", "model-absent", "recipe-doubtful", "saves-seldom",
-        "small-micro-batch", "weights-on-network",
-    }  # fmt: skip
-    assert [item for item in large if item.status == FAIL] == []
+
+    def faults(name: str) -> set[tuple[str, str]]:
+        quiet, cluster = {"NLTK_DATA": str(tmp_path), "HF_HOME": "/pool/hf_cache"}, load_cluster("rno-rtxpro6000")
+        context = recipe_context.build(resolve(name), cluster, environment=quiet, env_file=tmp_path / ".env")
+        return {(one.rule, one.status) for one in recipe_findings.recipe_findings(context) if one.status in (WARN, FAIL)}
+
+    expected = "gated-model model-absent recipe-doubtful saves-seldom small-micro-batch weights-on-network"
+    assert faults("tiny-oasst2") == set() and faults("llama405b-oasst2") == {(rule, WARN) for rule in expected.split()}
 
 
 def test_a_login_node_needs_no_torch() -> None:
@@ -685,8 +680,9 @@ def test_a_login_node_needs_no_torch() -> None:
         "import json, sys\n"
         "from clustertune.config.cluster import load_cluster\n"
         "from clustertune.config.resolve import resolve\n"
-        "from clustertune.doctor.recipe_findings import recipe_findings\n"
-        "found = recipe_findings(resolve('llama405b-oasst2'), load_cluster('rno-rtxpro6000'), None)\n"
+        "from clustertune.doctor import recipe_context, recipe_findings\n"
+        "context = recipe_context.build(resolve('llama405b-oasst2'), load_cluster('rno-rtxpro6000'))\n"
+        "found = recipe_findings.recipe_findings(context)\n"
         "heavy = sorted({'torch', 'transformers', 'trl', 'peft', 'datasets', 'nltk'} & set(sys.modules))\n"
         "json.dump([len(found), heavy], sys.stdout)\n"
     )
@@ -746,16 +742,12 @@ def test_no_token_is_repeated(case: Case) -> None:
 
 def test_little_is_enough(case: Case, tmp_path: Path) -> None:
     """A CPU cluster, no facts, no run folder: rules that cannot judge stay silent or say so."""
-    case.cluster = {
-        "compute.gpus": 0,
-        "compute.gpu": None,
-        "compute.interconnect": "none",
-        "compute.numa_gpus": (),
-        "slurm": None,
-    }
+    case.cluster = {"compute.gpus": 0, "compute.gpu": None, "compute.interconnect": "none", "compute.numa_gpus": ()}
+    case.cluster["slurm"] = None
     assert "not-planned" in case.rules()
-    resolved, nowhere = case.context().resolved, tmp_path / "none" / ".env"
-    found = recipe_findings.recipe_findings(resolved, case.made_cluster(), None, environment={}, env_file=nowhere)
+    nowhere = tmp_path / "none" / ".env"
+    context = recipe_context.build(case.context().resolved, case.made_cluster(), environment={}, env_file=nowhere)
+    found = recipe_findings.recipe_findings(context)
     assert "rule-broken" not in {item.rule for item in found}
 
 
