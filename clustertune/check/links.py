@@ -15,7 +15,7 @@ from typing import Any
 
 from clustertune.check.log_read import Log, LoggedDevice
 from clustertune.check.machine import Expects, Machine
-from clustertune.check.rule import FAIL, LINKS, Check, Seen, rule
+from clustertune.check.rule import FAIL, LINKS, Check, Seen, listed, rule
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "p2p")
@@ -31,9 +31,7 @@ PLUGIN_KINDS = ("efa", "slingshot")
 
 def names(items: Iterable[str], most: int = 4) -> str:
     """``n1, n2 and 6 more``; names that are empty are left out."""
-    given = sorted({item for item in items if item})
-    more = len(given) - most
-    return ", ".join(given[:most]) + (f" and {more} more" if more > 0 else "")
+    return listed(sorted({item for item in items if item}), most)
 
 
 def short(host: str) -> str:

@@ -666,14 +666,10 @@ def records(text: str) -> Iterator[Record]:
 
 def _split(line: str, heads: list[re.Match[str]]) -> Iterator[Record]:
     """The records of one physical line: usually one."""
-    parts = []
-    end = 0
-    for head in heads:
-        parts.append(_head(line, end, head.start()))
-        end = head.end()
-    for index, head in enumerate(heads):
-        host, pid, gpu, source, _ = parts[index]
-        stop = parts[index + 1][4] if index + 1 < len(heads) else len(line)
+    ends = [0, *(head.end() for head in heads)]
+    parts = [_head(line, end, head.start()) for end, head in zip(ends, heads)]  # noqa: B905 - Python 3.8
+    for at, (host, pid, gpu, source, _) in enumerate(parts):
+        head, stop = heads[at], parts[at + 1][4] if at + 1 < len(parts) else len(line)
         text = line[head.end() : min(stop, head.end() + MAX_MESSAGE)]
         yield Record(head.group(1), text.rstrip(), host, pid, gpu, source)
 

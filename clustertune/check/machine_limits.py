@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from clustertune.check.machine import LOGIN, Machine, first_part, gigabytes
-from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, either, rule
+from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, either, listed, rule
 from clustertune.host.system import version
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -251,8 +251,7 @@ def nodes(m: Machine) -> Iterator[Seen]:
         return
     wanted = {first_part(name) for name in m.names_with("compute")}
     bad = [f"{name}: {state}" for name, state in sorted(f.slurm_nodes.items()) if not wanted or first_part(name) in wanted]
-    more = f"; and {len(bad) - 8} more" if len(bad) > 8 else ""
-    yield from either(WARN, "; ".join(bad[:8]) + more, "all take jobs")
+    yield from either(WARN, listed(bad, 8, "; ", "; and"), "all take jobs")
 
 
 @rule("slurm-accounting", MACHINE)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from clustertune.check.machine import Machine
-from clustertune.check.rule import FAIL, MACHINE, WARN, Seen, either, rule
+from clustertune.check.rule import FAIL, MACHINE, WARN, Seen, either, listed, rule
 from clustertune.host.gpu_text import gpu_links
 from clustertune.host.surroundings import has_login
 
@@ -131,8 +131,7 @@ def libraries(m: Machine) -> Iterator[Seen]:
         fix = "take the folder 'stubs' out of LD_LIBRARY_PATH: it is for linking only"
         yield Seen(FAIL if m.computes else WARN, stub, fix)
     fix = "take their folders out of LD_LIBRARY_PATH for jobs (module unload cuda nccl): torch brings its own"
-    more = f" and {len(bad) - 6} more" if len(bad) > 6 else ""
-    yield from either(WARN, ", ".join(bad[:6]) + more, "" if stub else "none", fix)
+    yield from either(WARN, listed(bad, 6), "" if stub else "none", fix)
 
 
 @rule("preload", MACHINE)

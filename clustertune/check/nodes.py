@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from clustertune.check.machine import Machine, gigabytes
-from clustertune.check.rule import FAIL, NODES, PASS, WARN, Seen, either, rule
+from clustertune.check.rule import FAIL, NODES, PASS, WARN, Seen, either, listed, rule
 from clustertune.host.mounts import lies_elsewhere
 
 
@@ -49,8 +49,7 @@ def differing(machines: Sequence[Machine], value: Callable[[Machine], object]) -
         if found not in NOTHING:
             groups.setdefault(str(found), []).append(machine.where)
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])) if len(groups) > 1 else []
-    more = {text: f" and {len(names) - 6} more" if len(names) > 6 else "" for text, names in ordered}
-    return "; ".join(f"{text}: {', '.join(names[:6])}{more[text]}" for text, names in ordered[:6])
+    return "; ".join(f"{text}: {listed(names, 6)}" for text, names in ordered[:6])
 
 
 def _compare(machines: Sequence[Machine], status: str, values: Values, fix: str) -> Iterator[Seen]:

@@ -129,7 +129,7 @@ def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[str]]]:
 
 def describe(item: Finding, places: Sequence[str]) -> list[str]:
     """The lines of one finding."""
-    where = f"{', '.join(places[:8])}{f' and {len(places) - 8} more' if len(places) > 8 else ''}: " if places else ""
+    where = f"{rules.listed(places, 8)}: " if places else ""
     lines = [f"{item.status.upper():<7} {item.rule}: {where}{item.found}"]
     if item.fix:
         lines += [f"        why: {item.why}", f"        fix: {item.fix}", f"        see: {item.link}"]

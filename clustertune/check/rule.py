@@ -184,6 +184,12 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(dict.fromkeys(findings), key=lambda item: -STATUSES.index(item.status))
 
 
+def listed(items: Iterable[str], most: int, between: str = ", ", last: str = " and") -> str:
+    """``a, b and 3 more``: the first ``most`` of the items, and how many more there are."""
+    given = list(items)
+    return between.join(given[:most]) + (f"{last} {len(given) - most} more" if len(given) > most else "")
+
+
 def printable(text: str) -> str:
     """Without what steers a terminal: names of files and devices, and text of scripts and logs, stand in findings."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

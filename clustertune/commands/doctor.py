@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_argument, takes
 from clustertune.check import report as reports
 from clustertune.check.machine import LOGIN, PLACES, Expects, Machine
-from clustertune.check.rule import Finding, as_json, exit_code, worst
+from clustertune.check.rule import Finding, as_json, exit_code, listed, worst
 from clustertune.console import emit_json, escape, say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.host.facts import HostFacts
@@ -289,7 +289,7 @@ def _tell(args: DoctorArguments, cluster: Cluster, report: reports.Report, facts
         emit_json({**document, "findings": as_json(report.counted)})
         return code
     lines = report.lines(everything=args.everything)
-    where = f"{', '.join(hosts[:8])}{f' and {len(hosts) - 8} more' if len(hosts) > 8 else ''}"
+    where = listed(hosts, 8)
     skipped = place is None and len(hosts) == 1 and _is_foreign(cluster, hosts[0])
     if skipped:
         text = f"{where} is not in {cluster.name}, so machine checks were skipped. --here runs them anyway; --submit checks"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clustertune import manifest
-from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, rule
+from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, listed, rule
 from clustertune.config.architecture import contradictions
 from clustertune.config.native_rules import show_value
 from clustertune.config.parameters import weight_bytes
@@ -296,9 +296,9 @@ def incomplete(context: RecipeContext) -> Iterator[Seen]:
         return
     there, missing, wanted = model.weights
     damaged = [f"{name}: {why}" for name, why in model.damaged.items()] if not missing else []
-    found = "; ".join(damaged[:3]) + (f"; and {len(damaged) - 3} more" if len(damaged) > 3 else "")
+    found = listed(damaged, 3, "; ", "; and")
     if missing:
-        found = f"missing or empty: {', '.join(missing[:4])}" + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+        found = f"missing or empty: {listed(missing, 4)}"
     elif not damaged and wanted is not None and there < wanted:
         found = f"{there:,} bytes of weights, its index says {wanted:,}"
     if found:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clustertune import manifest
-from clustertune.check.rule import FAIL, RECIPE, WARN, Seen, rule
+from clustertune.check.rule import FAIL, RECIPE, WARN, Seen, listed, rule
 from clustertune.checkpoint import store
 from clustertune.config.parameters import trained_count, weight_bytes
 from clustertune.config.resolved import is_there
@@ -215,8 +215,7 @@ def shapes(context: RecipeContext) -> Iterator[Seen]:
     if count and not bad and found != count and not (context.recipe.lora or {}).get("modules_to_save"):
         bad.append(f"{found:,} parameters, the recipe trains {count:,}")
     if bad:
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        yield Seen(FAIL, f"{'; '.join(bad[:3])}{more}", "export it again: clustertune export", str(path.parent))
+        yield Seen(FAIL, listed(bad, 3, "; "), "export it again: clustertune export", str(path.parent))
 
 
 def bad_shapes(tensors: list[Tensor]) -> Iterator[str]:
