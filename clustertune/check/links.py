@@ -6,15 +6,16 @@ first, what is often the echo of another fault last.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from clustertune.check.log_found import Log, LoggedDevice
+from clustertune.check.log_read import Log, LoggedDevice
 from clustertune.check.machine import Expects, Machine
-from clustertune.check.rule import FAIL, LINKS, Check, Seen, rule
+from clustertune.check.rule import FAIL, LINKS, Check, Seen, listed, rule
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "p2p")
@@ -30,9 +31,7 @@ PLUGIN_KINDS = ("efa", "slingshot")
 
 def names(items: Iterable[str], most: int = 4) -> str:
     """``n1, n2 and 6 more``; names that are empty are left out."""
-    given = sorted({item for item in items if item})
-    more = len(given) - most
-    return ", ".join(given[:most]) + (f" and {more} more" if more > 0 else "")
+    return listed(sorted({item for item in items if item}), most)
 
 
 def short(host: str) -> str:
@@ -81,10 +80,8 @@ class LinkContext:
         """Of each node that reported them."""
         found = []
         for item in self.entries("facts"):
-            try:
+            with contextlib.suppress(ValueError, TypeError):
                 found.append(_typed(from_dict(item)))
-            except (ValueError, TypeError):
-                continue
         return found
 
     @cached_property
@@ -136,11 +133,9 @@ class LinkContext:
         """How bytes went between nodes, as NCCL names it: ``Socket``, ``IB``, ``AWS Libfabric``; empty: not known."""
         if not self.several:
             return set()
-        found = set(self.log.between()) or set(self.log.networks)
-        if not found:
-            parts = [part.strip() for part in self.text("transport").split(",")]
-            found = {part.split("/")[1] for part in parts if part.startswith("NET/")}
-        return found
+        parts = [part.strip() for part in self.text("transport").split(",")]
+        named = {part.split("/")[1] for part in parts if part.startswith("NET/")}
+        return set(self.log.between()) or set(self.log.networks) or named
 
     @cached_property
     def by_socket(self) -> bool:
@@ -163,39 +158,32 @@ class LinkContext:
 
     def rdma_active(self, layer: str = "") -> list[tuple[HostFacts, RdmaPort]]:
         """Ports of RDMA adapters that are up, of a link layer or of all."""
-        return [
-            (facts, port)
-            for facts in self.facts
-            for port in facts.rdma
-            if port.active and (not layer or port.link_layer == layer)
-        ]
+        ports = [(facts, port) for facts in self.facts for port in facts.rdma if port.active]
+        return [(facts, port) for facts, port in ports if not layer or port.link_layer == layer]
 
     @cached_property
     def machines(self) -> list[Machine]:
         """The nodes as the rules of a machine see them, with the interface and the variables that ranks had."""
-        network, compute = self.section("expected", "network"), self.section("expected", "compute")
-        hca = network.get("hca")
+        network, hca = self.section("expected", "network"), self.section("expected", "network").get("hca")
         tried = [(str(item.get("node")), str(item.get("status"))) for item in self.entries("p2p_probe")]
         variables = {name: value for name, value in self.section("environment").items() if isinstance(value, str)}
+        stated = {
+            "kind": self.kind,
+            "subnet": network.get("subnet") if isinstance(network.get("subnet"), str) else None,
+            "hca": [name for name in hca if isinstance(name, str)] if isinstance(hca, (list, tuple)) else [],
+            "ports": int(number(network.get("ports"))),
+        }
+        interconnect = self.section("expected", "compute").get("interconnect")
+        compute = {"interconnect": interconnect if isinstance(interconnect, str) else None}
+        gpus = (self.ranks or None) if self.backend == "nccl" else None
         found = []
         for facts in self.facts:
             used = [device.name for device in self.used_interfaces(facts.hostname)]
-            stated = {
-                "kind": self.kind,
-                "interface": self.told_interface or (used[0] if len(used) == 1 else ""),
-                "subnet": network.get("subnet") if isinstance(network.get("subnet"), str) else None,
-                "hca": [name for name in hca if isinstance(name, str)] if isinstance(hca, (list, tuple)) else [],
-                "ports": int(number(network.get("ports"))),
-            }
-            interconnect = compute.get("interconnect")
-            cluster = {"network": stated, "compute": {"interconnect": interconnect if isinstance(interconnect, str) else None}}
+            named = self.told_interface or (used[0] if len(used) == 1 else "")
             mine = {status for node, status in tried if node == facts.hostname}
-            expects = Expects(
-                gpus=(self.ranks or None) if self.backend == "nccl" else None,
-                nodes=self.nodes,
-                ran=True,
-                p2p=False if "hung" in mine else True if "ok" in mine else None,
-            )
+            p2p = False if "hung" in mine else True if "ok" in mine else None
+            cluster = {"network": {**stated, "interface": named}, "compute": compute}
+            expects = Expects(gpus=gpus, nodes=self.nodes, ran=True, p2p=p2p)
             found.append(Machine(replace(facts, environment={**facts.environment, **variables}), cluster, expects))
         return found
 
@@ -228,9 +216,7 @@ class LinkContext:
         topology = next((facts.topology for facts in self.facts if facts.topology), "")
         if topology:
             return "nvlink" if has_nvlink(topology) else "pcie"
-        if self.log.gpu_paths:
-            return "nvlink" if "NVL" in self.log.gpu_paths else "pcie"
-        return ""
+        return ("nvlink" if "NVL" in self.log.gpu_paths else "pcie") if self.log.gpu_paths else ""
 
     @property
     def nvlink(self) -> bool:
@@ -271,14 +257,7 @@ def has_nvlink(topology: str) -> bool:
     return any(word.startswith("NV") and word[2:].isdigit() for row in rows for word in row)
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "bool": (bool,),
-    "int": (int,),
-    "float": (int, float),
-    "list": (list,),
-    "dict": (dict,),
-}
+_TYPES = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float), "list": (list,), "dict": (dict,)}
 
 
 def _typed(item: Any) -> Any:
@@ -287,14 +266,11 @@ def _typed(item: Any) -> Any:
         declared, value = str(part.type), getattr(item, part.name)
         kind = declared.partition("[")[0].partition(" ")[0]
         as_number = kind in ("int", "float") and isinstance(value, bool)
-        good = not as_number and isinstance(value, _TYPES.get(kind, (object,)))
-        if not good:
-            empty: dict[str, Any] = {} if "None" in declared else {"str": "", "list": [], "dict": {}}
-            setattr(item, part.name, empty.get(kind))
-        elif isinstance(value, list) and "str" in declared:
-            setattr(item, part.name, [word for word in value if isinstance(word, str)])
+        if as_number or not isinstance(value, _TYPES.get(kind, (object,))):
+            setattr(item, part.name, None if "None" in declared else {"str": "", "list": [], "dict": {}}.get(kind))
         elif isinstance(value, list):
-            for inner in value:
-                if is_dataclass(inner):
-                    _typed(inner)
+            kept = [word for word in value if isinstance(word, str)] if "str" in declared else value
+            setattr(item, part.name, kept)
+            for inner in filter(is_dataclass, kept):
+                _typed(inner)
     return item

@@ -9,10 +9,240 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from clustertune.check import log_found
-from clustertune.check.log_found import Log, LoggedDevice, LoggedFault, NetEdge
+# --- what was read -------------------------------------------------------------------------------------------------------
+
+NODE_GPUS = 8
+"""GPUs of a node where the log has no number: few machines have more."""
+
+
+class LoggedDevice(NamedTuple):
+    """A network interface or an RDMA adapter that NCCL listed."""
+
+    name: str
+    """``bond0``, or adapter and port: ``mlx5_0:1``."""
+    detail: str
+    """Its address, or the link layer: ``IB``, ``RoCE``."""
+
+
+class LoggedFault(NamedTuple):
+    """A warning or an error."""
+
+    kind: str
+    """One of :data:`KINDS`, or ``other``."""
+    host: str
+    text: str
+
+
+class NetEdge(NamedTuple):
+    """A connection over the network, as one side of it tells."""
+
+    host: str
+    own: int
+    """Rank of the side that tells."""
+    peer: int
+    ranks: int
+    """Of the communicator; ranks are counted in it."""
+    plugin: str
+    """``Socket``, ``IB``, ``IBext_v8``, ``AWS Libfabric``."""
+    device: int
+    gdr: bool
+    """Whether the adapter reads and writes GPU memory itself (GPUDirect RDMA)."""
+
+
+@dataclass
+class Log:
+    """What was read; every part may be empty. ``hosts`` below are names as NCCL writes them, "" where a line does not say."""
+
+    lines: int = 0
+    """Lines that NCCL itself wrote."""
+    versions: dict[str, set[str]] = field(default_factory=dict)
+    """Version -> hosts that logged it."""
+    cuda: set[str] = field(default_factory=set)
+    """CUDA version that NCCL was built with."""
+    drivers: dict[str, set[str]] = field(default_factory=dict)
+    """CUDA version of the driver, ``12080`` -> hosts."""
+    hosts: set[str] = field(default_factory=set)
+    ranks: int = 0
+    """Of the largest communicator."""
+    nodes: int = 0
+    """That it says it spans; 0: not logged (before 2.18)."""
+    local_count: int = 0
+    """Ranks of one node, as a rank of the largest communicator logged (since 2.18); 0: not logged."""
+    local_ranks: dict[str, set[int]] = field(default_factory=dict)
+    """Host -> ranks of the largest communicator on it."""
+    processes: set[tuple[str, str]] = field(default_factory=set)
+    networks: dict[str, set[str]] = field(default_factory=dict)
+    """``Using network ...`` -> hosts."""
+    adapters: dict[str, list[LoggedDevice]] = field(default_factory=dict)
+    """Host -> what stands after ``NET/IB : Using``."""
+    sockets: dict[str, list[LoggedDevice]] = field(default_factory=dict)
+    """Host -> what stands after ``NET/Socket : Using``."""
+    bootstrap: dict[str, list[LoggedDevice]] = field(default_factory=dict)
+    """Host -> interface of the first connection, by ``Bootstrap : Using`` or ``OOB``."""
+    addresses: dict[str, dict[str, set[str]]] = field(default_factory=dict)
+    """Host -> interface -> addresses that it had: several where nodes share one name (``localhost``, ``worker``)."""
+    no_adapter: set[str] = field(default_factory=set)
+    """Hosts whose NCCL found no RDMA adapter."""
+    no_verbs: set[str] = field(default_factory=set)
+    """Hosts that could not load libibverbs."""
+    plugins: dict[str, set[str]] = field(default_factory=dict)
+    """Network plugin or libfabric provider -> hosts; ``none``: none was found."""
+    transports: Counter[str] = field(default_factory=Counter)
+    """``P2P/CUMEM``, ``SHM/direct``, ``NET/IB/GDRDMA`` -> lines that name it."""
+    channels: dict[int, Counter[str]] = field(default_factory=dict)
+    """The same by channel."""
+    edges: Counter[NetEdge] = field(default_factory=Counter)
+    gdr_off: dict[str, set[str]] = field(default_factory=dict)
+    """Host -> adapters for which the log says that GPUDirect RDMA is disabled."""
+    gdr_on: dict[str, set[str]] = field(default_factory=dict)
+    rings: int = 0
+    trees: bool = False
+    counts: dict[str, int] = field(default_factory=dict)
+    """Kind of channel (``coll``, ``nvls``, ``p2p``) -> most of them."""
+    gpu_paths: Counter[str] = field(default_factory=Counter)
+    """Kind of path between two GPUs of a node: ``NVL``, ``PIX``, ``PHB``, ``SYS``."""
+    p2p_off: set[tuple[str, str]] = field(default_factory=set)
+    """Pairs of GPUs between which the driver has P2P disabled."""
+    algorithms: Counter[str] = field(default_factory=Counter)
+    """``AllGather Ring Simple`` -> calls."""
+    settings: dict[str, dict[str, set[str]]] = field(default_factory=dict)
+    """NCCL's variable -> value -> hosts."""
+    socket_threads: tuple[int, int] | None = None
+    """Threads and sockets per thread of NET/Socket."""
+    started: int = 0
+    """Communicators of ranks that began, and that were complete."""
+    complete: int = 0
+    failed: int = 0
+    """Calls of NCCL that gave an error back."""
+    highest_gpu: int = -1
+    """CUDA's index of a GPU that a line names."""
+    trace: bool = False
+    average_gb_s: float | None = None
+    """nccl-tests' "Avg bus bandwidth", GB/s."""
+    wrong: int = 0
+    """Values that nccl-tests found out of bounds."""
+    faults: Counter[LoggedFault] = field(default_factory=Counter)
+
+    @property
+    def version(self) -> str:
+        """The one version, or the several, of NCCL; empty: not logged."""
+        return " and ".join(sorted(self.versions))
+
+    def node_count(self) -> int:
+        """Nodes, as the log says or its lines show; 0: not logged.
+
+        The log of one rank names one host: more ranks than a node has GPUs are on several.
+        """
+        shown = sum(map(self._nodes_named, self.hosts))
+        if shown == 1 and self.ranks > NODE_GPUS > self.highest_gpu:
+            shown = -(-self.ranks // NODE_GPUS)
+        elif shown == 1 and self._talks_to_others():
+            shown = 2
+        return self.nodes or shown
+
+    def _nodes_named(self, host: str) -> int:
+        """How many nodes have a host's name: one interface has one address."""
+        return max([1, *map(len, self.addresses.get(host, {}).values())])
+
+    def _talks_to_others(self) -> bool:
+        """Whether the one host that tells has connections over the network to ranks of which it tells nothing.
+
+        Inside a node NCCL takes the network only where P2P and shared memory are turned off.
+        """
+        off = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_HOSTID")
+        own = {edge.own for edge in self.edges}.union(*self.local_ranks.values())
+        return not any(name in self.settings for name in off) and any(edge.peer not in own for edge in self.edges)
+
+    def crossing(self) -> Counter[NetEdge]:
+        """The network connections that leave their node: what is not known is taken to leave it where there are several."""
+        if self.node_count() == 1:
+            return Counter()
+        hosts = {rank: host for host, ranks in reversed(list(self.local_ranks.items())) for rank in ranks}
+        peers = {edge: hosts.get(edge.peer, "") if edge.ranks == self.ranks else "" for edge in self.edges}
+        inside = (edge for edge, peer in peers.items() if peer == edge.host and peer and self._nodes_named(peer) == 1)
+        return self.edges - Counter({edge: self.edges[edge] for edge in inside})
+
+    def between(self) -> Counter[str]:
+        """Plugins of the connections between nodes."""
+        found: Counter[str] = Counter()
+        for edge, number in self.crossing().items():
+            found[edge.plugin] += number
+        return found
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------------
+
+# What a warning of NCCL, or an error of torch about it, means: one word for each kind of fault.
+#
+# Words are those of NCCL's sources from 2.10 on, of its OFI plugin, and of torch's ProcessGroupNCCL; they are looked for
+# without regard to case.
+
+OTHER = "other"
+"""A warning that no kind knows."""
+FOLLOWS = "follows"
+"""Said because of another fault: no kind of its own."""
+
+_KINDS = (
+    ("shm-lost", r"attaching to shared memory segment|shared memory segment.{0,200}no such file"),
+    ("shm", r"shared memory segment|failed to extend|posix_fallocate|no space left on device"),
+    # Before 2.14 NCCL tells no reason; that of queues is the limit of locked memory (https://github.com/NVIDIA/pyxis/issues/60).
+    ("memlock", r"ibv_\w+ failed.{0,80}cannot allocate memory|call to ibv_create_(qp|cq) failed\s*$"),
+    ("no-verbs", r"unable to open device|ibv_open_device failed|failed to open libibverbs|ibv_get_device_list"),
+    ("rdma-timeout", r"got completion.{0,200}(error 12\b|status=12\b|\(12\)|retry_exc|vendor.err.129)"),
+    ("rdma-error", r"got completion"),
+    ("rdma-connect", r"ibv_modify_qp failed|ibv_query_gid|ibv_create_qp failed"),
+    ("rdma-link", r"async event.{0,40}(port|lid|gid|sm change|client rereg)"),
+    ("rdma-error", r"async event|call to ibv_\w+ failed"),
+    ("duplicate-gpu", r"duplicate gpu"),
+    ("nccl-versions", r"mismatched nccl version|nccl library version is too old"),
+    ("collectives-differ", r"mismatched collective|collective mismatch|symmetric registration check"),
+    ("collectives-differ", r"net/socket.{0,80}message truncated"),
+    ("no-algorithm", r"no algorithm/protocol available"),
+    ("net-plugin", r"any net plugin|net/ofi|fi_getinfo|libfabric"),
+    ("no-interface", r"no socket interface|no usable listening interface|no interface found|no ip interface|neither af_inet"),
+    ("no-interface", r"no device found (matching|after)"),
+    ("p2p-refused", r"peer access is not supported|open cuda ipc handle|could not enable p2p"),
+    ("p2p-refused", r"p2p not supported|ipc(get|open)memhandle"),
+    ("p2p-broken", r"p2p is disabled between nvlink"),
+    ("imex", r"mnnvl|imex"),
+    ("nvls", r"nvlink sharp|multicast|cannot be performed in the present state"),
+    ("driver", r"driver version is insufficient|unsupported display driver|no kernel image|forward compatib"),
+    ("driver", r"minor version mismatch|not supported in the installed cuda driver"),
+    ("gpu-missing", r"invalid device ordinal|no cuda-capable device|busy or unavailable|devices are (busy|unavailable)"),
+    ("gpu-memory", r"out of memory"),
+    ("gpu-fault", r"uncorrectable|illegal memory|launch failure|system not yet initialized|hardware stack|nvlink error"),
+    ("gpu-fault", r"fallen off"),
+    ("cuda", r"cuda failure|unhandled cuda error|unhandledcudaerror"),
+    ("no-transport", r"no transport found"),
+    ("peers-disagree", r"wrong type|magic mismatch|mismatch in |has already checked in|message truncated|mismatched response"),
+    ("refused", r"connection refused|no route to host|connection timed out|network is unreachable|connection abort"),
+    ("refused", r"cannot assign requested"),
+    ("peer-lost", r"connection reset|connection closed|closed by remote|broken pipe|remote process exited|remoteerror"),
+    ("peer-lost", r"socket recv failed"),
+    ("hung", r"watchdog caught coll|watchdog got stuck|operations have failed or timed out"),
+    ("descriptors", r"too many open files"),
+    (FOLLOWS, r"\[proxy service|proxy call to rank|failed to cuda|\[service thread|failed to execute operation|proxyservice"),
+    ("failed", r"systemerror|system error|internalerror|internal error|invalidusage|invalid usage|invalidargument"),
+    ("failed", r"invalid argument"),
+)
+"""What is closest to a cause first."""
+_PATTERNS = tuple((kind, re.compile(words, re.IGNORECASE)) for kind, words in _KINDS)
+KINDS = tuple(dict.fromkeys(kind for kind, _ in _KINDS))
+"""Every kind, what is closest to a cause first."""
+_BY_SOURCE = (("nvls", "nvls.cc", ("cuda", "gpu-fault", "gpu-missing")), ("p2p-refused", "p2p.cc", ("cuda", "gpu-missing")))
+"""A failure of CUDA whose message says little, in a source file that says what was tried."""
+
+
+def kind_of(text: str, source: str = "") -> str:
+    """The kind of fault that a message tells; :data:`OTHER` where none is known. ``source``: source file and line."""
+    kind = next((kind for kind, pattern in _PATTERNS if pattern.search(text)), OTHER)
+    return next((by for by, file, kinds in _BY_SOURCE if file in source and kind in kinds), kind)
+
+
+# --- reading --------------------------------------------------------------------------------------------------------------
 
 MOST_FAULTS = 500
 """Different faults that are kept: a log of gigabytes may hold millions of lines of the same few."""
@@ -87,11 +317,7 @@ class _Reader:
             self.fault(record)
         elif record.level == INFO:
             first = text.partition(" ")[0]
-            take = _BY_WORD.get(first.split("/")[0].rstrip(":"))
-            if take:
-                take(self, record)
-            else:
-                self.anywhere(record)
+            _BY_WORD.get(first.split("/")[0].rstrip(":"), _Reader.anywhere)(self, record)
 
     # --- what begins with a word of its own ----------------------------------------------------------------------------
 
@@ -125,8 +351,7 @@ class _Reader:
         else:
             return
         self.log.transports[name] += 1
-        channel = re.match(r"\w{1,8} (\d{1,4})", record.text)
-        if channel:
+        if channel := re.match(r"\w{1,8} (\d{1,4})", record.text):
             self.log.channels.setdefault(int(channel.group(1)), Counter())[name] += 1
 
     def net(self, record: Record) -> None:
@@ -134,8 +359,7 @@ class _Reader:
         if text.startswith("NET : Using interface "):  # 2.2 and 2.3
             _put(log.bootstrap, host, [LoggedDevice(*pair) for pair in _SOCKET.findall(text[20:])])
         elif text.startswith("NET/Socket") and "Using" in text:
-            threads = _THREADS.search(text)
-            if threads:
+            if threads := _THREADS.search(text):
                 log.socket_threads = (int(threads.group(1)), int(threads.group(2)))
             self.interfaces(host, log.sockets.setdefault(host, []), text)
         elif " : Using" in text or ": Using" in text:
@@ -152,10 +376,8 @@ class _Reader:
                 log.plugins.setdefault(text.partition("Loaded net plugin ")[2][:60].strip(), set()).add(host)
             elif "No plugin found" in text or "Could not find: libnccl-net" in text:
                 log.plugins.setdefault("none", set()).add(host)
-        else:
-            provider = _PROVIDER.search(text)
-            if provider:
-                log.plugins.setdefault(f"OFI {provider.group(1)}", set()).add(host)
+        elif provider := _PROVIDER.search(text):
+            log.plugins.setdefault(f"OFI {provider.group(1)}", set()).add(host)
 
     def bootstrap(self, record: Record) -> None:
         devices: list[LoggedDevice] = []
@@ -175,10 +397,9 @@ class _Reader:
                 of_name.add(detail)
 
     def using(self, record: Record) -> None:
-        if record.text.startswith("Using internal Network "):
-            self.log.networks.setdefault(record.text[23:74].strip(), set()).add(record.host)
-        elif record.text.startswith("Using network "):
-            self.log.networks.setdefault(record.text[14:74].strip(), set()).add(record.host)
+        for words in ("Using internal Network ", "Using network "):
+            if record.text.startswith(words):
+                self.log.networks.setdefault(record.text[len(words) : 74].strip(), set()).add(record.host)
 
     def communicator(self, record: Record) -> None:
         log, text = self.log, record.text
@@ -193,16 +414,14 @@ class _Reader:
             log.nodes = log.local_count = 0
         if ranks == log.ranks:
             log.local_ranks.setdefault(record.host, set()).add(rank)
-            nodes = _NODES.search(text)
-            if nodes:
+            if nodes := _NODES.search(text):
                 log.nodes = int(nodes.group(1))
                 log.local_count = max(log.local_count, int(nodes.group(2) or 0))
         log.started += "Init START" in text
         log.complete += "Init COMPLETE" in text
 
     def gdr(self, record: Record) -> None:
-        found = _GDR.search(record.text)
-        if found:
+        if found := _GDR.search(record.text):
             into = self.log.gdr_on if found.group(1).lower() == "enabled" else self.log.gdr_off
             into.setdefault(record.host, set()).add(found.group(2) or found.group(3) or "")
 
@@ -216,18 +435,16 @@ class _Reader:
                 self.log.gpu_paths[found.group(1)] += 1
 
     def p2p(self, record: Record) -> None:
-        if "P2P is disabled between" in record.text or "Could not enable P2P" in record.text:
-            pair = _P2P_OFF.search(record.text)
-            if pair:
-                self.log.p2p_off.add((min(pair.groups()), max(pair.groups())))
+        words = ("P2P is disabled between", "Could not enable P2P")
+        if any(word in record.text for word in words) and (pair := _P2P_OFF.search(record.text)):
+            self.log.p2p_off.add((min(pair.groups()), max(pair.groups())))
 
     # --- what may stand anywhere ---------------------------------------------------------------------------------------
 
     def anywhere(self, record: Record) -> None:
         log, text = self.log, record.text
         if text.startswith("NCCL_"):
-            setting = _SETTING.match(text)
-            if setting:
+            if setting := _SETTING.match(text):
                 self.setting(setting.group(1), setting.group(2), record.host)
         elif "Init " in text or " nranks " in text or " nRanks " in text:
             self.communicator(record)
@@ -253,14 +470,12 @@ class _Reader:
         self.log.settings.setdefault(name, {}).setdefault(value.strip().strip("\"'"), set()).add(host)
 
     def algorithm(self, text: str) -> None:
-        found = _ALGORITHM.search(text)
-        if found:
+        if found := _ALGORITHM.search(text):
             algorithm = _named(found.group(2), _NUMBERED_ALGORITHMS)
             self.log.algorithms[f"{found.group(1)} {algorithm} {_named(found.group(3), _NUMBERED_PROTOCOLS)}"] += 1
 
     def version(self, text: str, host: str) -> None:
-        found = _VERSION.search(text)
-        if found:
+        if found := _VERSION.search(text):
             self.log.versions.setdefault(_plain(found.group(2)), set()).add(host)
             if found.group(3):
                 self.log.cuda.add(found.group(3).strip("."))
@@ -287,27 +502,27 @@ class _Reader:
             kind = self.kind(_VARIABLE.sub("", text))
             if kind in ("imex", "nvls", "net-plugin") and not _BAD.search(text):
                 return
-            if kind not in (log_found.OTHER, "failed", "cuda", log_found.FOLLOWS):
+            if kind not in (OTHER, "failed", "cuda", FOLLOWS):
                 self.fault(record)
 
     def kind(self, text: str, source: str = "") -> str:
         file = source.rpartition(":")[0]
         key = file + "\n" + re.sub(r"\d+", "0", text)
         if key not in self.kinds and len(self.kinds) < 10 * MOST_FAULTS:
-            self.kinds[key] = log_found.kind_of(text, file)
-        return self.kinds.get(key) or log_found.kind_of(text, file)
+            self.kinds[key] = kind_of(text, file)
+        return self.kinds.get(key) or kind_of(text, file)
 
     def fault(self, record: Record) -> None:
         log = self.log
         if record.level != WARN:
             if not log.versions:
                 self.version(record.text, "")
-            if "NCCL version" in record.text and " error in" in record.text and self.kind(record.text) == log_found.OTHER:
+            if "NCCL version" in record.text and " error in" in record.text and self.kind(record.text) == OTHER:
                 return
         kind = self.kind(record.text, record.source)
         if kind == "no-verbs" and "libibverbs" in record.text:
             log.no_verbs.add(record.host)
-        if kind == log_found.OTHER and record.level != WARN:
+        if kind == OTHER and record.level != WARN:
             return
         _, last, cause = record.text.partition("Last error:")
         text = cause if last and record.level != WARN and self.kind(cause) == kind else record.text
@@ -392,24 +607,11 @@ _GLUED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\
 """A time that a log service puts in front of a line without a space."""
 _WHO = re.compile(r"(?<![\w.-])([A-Za-z0-9][\w.-]{0,255}):(\d{1,10}):\d{1,10} \[(\d{1,4})\] ")
 
-_MARKS = (
-    "CCL version",
-    "NCCL_",
-    "nccl",
-    "NCCL error",
-    "NCCL Error",
-    "NCCL failure",
-    "NCCL operations",
-    "atchdog",
-    "Avg bus bandwidth",
-    "Out of bounds values",
-    "Duplicate GPU",
-    "Cuda failure",
-    "CUDA failure",
-    "Last error",
-    "ibv_",
+_MARKS = re.compile(
+    "CCL version|NCCL_|nccl|NCCL (?:[eE]rror|failure|operations)|atchdog|Avg bus bandwidth|Out of bounds values|Duplicate GPU"
+    "|C(?:uda|UDA) failure|Last error|ibv_"
 )
-"""One of them is in every line of other programs that says something about NCCL."""
+"""It is in every line of other programs that says something about NCCL."""
 _FAILED = ("NCCL error", "NCCL Error", "NCCL failure", "NCCL operation nccl", "ncclRemoteError", "ncclSystemError")
 """Words of torch, vLLM, nccl-tests and XLA about a call that failed."""
 
@@ -452,28 +654,22 @@ def records(text: str) -> Iterator[Record]:
         if error_follows:
             error_follows = False
             yield Record(ERROR, line[:MAX_MESSAGE])
-        elif any(mark in line for mark in _MARKS):
+        elif _MARKS.search(line):
             error_follows = "Last error" in line
             level = ERROR if any(mark in line for mark in _FAILED) else TEXT
             yield Record(level, line[:MAX_MESSAGE])
-        elif "] " in line and ("INFO " in line or "WARN " in line):
-            old = _OLD_LEVEL.search(line[:_MAX_HEAD])
-            if old:
-                host, pid, gpu, _, _ = _head(line, 0, old.start(1))
-                if pid:
-                    yield Record(old.group(1), line[old.end() : old.end() + MAX_MESSAGE], host, pid, gpu)
+        elif "] " in line and ("INFO " in line or "WARN " in line) and (old := _OLD_LEVEL.search(line[:_MAX_HEAD])):
+            host, pid, gpu, _, _ = _head(line, 0, old.start(1))
+            if pid:
+                yield Record(old.group(1), line[old.end() : old.end() + MAX_MESSAGE], host, pid, gpu)
 
 
 def _split(line: str, heads: list[re.Match[str]]) -> Iterator[Record]:
     """The records of one physical line: usually one."""
-    parts = []
-    end = 0
-    for head in heads:
-        parts.append(_head(line, end, head.start()))
-        end = head.end()
-    for index, head in enumerate(heads):
-        host, pid, gpu, source, _ = parts[index]
-        stop = parts[index + 1][4] if index + 1 < len(heads) else len(line)
+    ends = [0, *(head.end() for head in heads)]
+    parts = [_head(line, end, head.start()) for end, head in zip(ends, heads)]  # noqa: B905 - Python 3.8
+    for at, (host, pid, gpu, source, _) in enumerate(parts):
+        head, stop = heads[at], parts[at + 1][4] if at + 1 < len(parts) else len(line)
         text = line[head.end() : min(stop, head.end() + MAX_MESSAGE)]
         yield Record(head.group(1), text.rstrip(), host, pid, gpu, source)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from clustertune.host.facts import HostFacts, Mount
+from clustertune.host.facts import HostFacts, Mount, Nic
 
 LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP = "login", "here", "step", "container", "container+step"
 PLACES = (LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP)
@@ -59,9 +59,8 @@ class Machine:
         """Whether ranks run here: not on a login node, which has no GPUs and small limits by design."""
         if self.place != LOGIN:
             return True
-        own = self.facts.hostname.lower().partition(".")[0]
-        named = {name.lower().partition(".")[0] for name in self.names_with("compute")}
-        return bool(self.facts.nvidia_devices) and (not self.is_member or own in named)
+        named = {first_part(name) for name in self.names_with("compute")}
+        return bool(self.facts.nvidia_devices) and (not self.is_member or first_part(self.facts.hostname) in named)
 
     @property
     def rehearsal(self) -> bool:
@@ -101,24 +100,28 @@ class Machine:
     @property
     def is_member(self) -> bool:
         """Whether the cluster file names this machine."""
-        own = self.facts.hostname.lower().partition(".")[0]
-        return any(str(node.get("name")).lower().partition(".")[0] == own for node in self.cluster.get("nodes") or ())
+        own = first_part(self.facts.hostname)
+        return any(first_part(str(node.get("name"))) == own for node in self.cluster.get("nodes") or ())
 
     def mount_of(self, path: str) -> Mount | None:
         """The file system on which a path lies; None where no mount is known."""
         return mount_of(path, self.facts.mounts)
 
 
+def one_link(nic: Nic) -> bool:
+    """Whether a bond puts all traffic between two nodes on one of its links."""
+    return nic.bond_mode in ("802.3ad", "balance-xor") and nic.bond_hash in ONE_LINK and len(nic.bond_links) > 1
+
+
+def first_part(name: str) -> str:
+    """A host's name without its domain, in lower case."""
+    return name.lower().partition(".")[0]
+
+
 def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
     """The mount with the longest point above ``path``; of two at one point the later one, which covers the other."""
-    best = None
-    for mount in mounts:
-        point = mount.point.rstrip("/")
-        if (path == mount.point or path.startswith(point + "/")) and (
-            best is None or len(point) >= len(best.point.rstrip("/"))
-        ):
-            best = mount
-    return best
+    above = [mount for mount in reversed(mounts) if path == mount.point or path.startswith(mount.point.rstrip("/") + "/")]
+    return max(above, key=lambda mount: len(mount.point.rstrip("/")), default=None)
 
 
 def gigabytes(count: float) -> str:

@@ -1,14 +1,209 @@
-"""GPUs: how many there are, who uses them, and whether they are healthy. Python 3.8, standard library."""
+"""GPUs: CUDA and the driver, the paths between them, how many there are, who uses them, their health. Python 3.8."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from clustertune.check.machine import Machine
-from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, rule
+from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, either, rule
 from clustertune.host.facts import Gpu
+from clustertune.host.gpu_text import gpu_links
+from clustertune.host.system import readable_cpus, version
+
+# --- CUDA and PCIe --------------------------------------------------------------------------------------------------------
+
+MINIMUM_DRIVER = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
+"""Oldest driver that serves a major version of CUDA on Linux, by minor version compatibility (the link of ``driver-cuda``)."""
+
+INIT_CODES = {
+    3: ("not initialized", "reboot the node; look at dmesg"),
+    34: ("a stub of libcuda was loaded", "take the folder 'stubs' out of LD_LIBRARY_PATH"),
+    46: ("a GPU is not available", "another process holds it in exclusive mode, or MIG is being set up: nvidia-smi"),
+    100: ("no GPU", "ask for GPUs; CUDA_VISIBLE_DEVICES must not be empty; in a container --nv or --gpus all"),
+    101: ("CUDA_VISIBLE_DEVICES names a GPU that is not there", "unset it"),
+    802: ("the system is not ready: the fabric manager does not run", "as root: systemctl start nvidia-fabricmanager"),
+    803: ("libcuda and kernel driver do not match", "reboot after a driver update; take cuda-compat out of LD_LIBRARY_PATH"),
+    804: ("cuda-compat does not work on this GPU", "take cuda-compat out of LD_LIBRARY_PATH, or update the driver"),
+    999: (
+        "an unknown error: often nvidia-uvm is not loaded",
+        "as root: modprobe nvidia-uvm, nvidia-modprobe -u -c 0; or reboot",
+    ),
+}
+"""What cuInit may return (CUresult of cuda.h), what it means on a cluster, and what to do."""
+
+
+COHERENT = re.compile(r"\bG[HB]\d{2,3}\b")
+"""GH200, GB200, GB300, GB10: what goes between CPU and GPU takes NVLink-C2C, not the PCIe link of the driver's list."""
+
+
+@rule("cuda-init", MACHINE)
+def init(m: Machine) -> Iterator[Seen]:
+    """CUDA starts.
+
+    Looks at: what cuInit returns
+    Why: the driver may list GPUs that CUDA cannot use: every rank ends at its first call
+    See: https://github.com/pytorch/pytorch/issues/35710
+    """
+    code = m.facts.cuda_init
+    hidden = m.facts.environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
+    if not m.computes or not m.facts.gpus or (code == 100 and hidden):  # of that the variable's own rule speaks
+        return
+    if code is None:
+        yield Seen(UNKNOWN, "libcuda.so.1 was not found, or cuInit did not return in time")
+        return
+    meaning, fix = INIT_CODES.get(code, ("see CUresult", "look at dmesg and at the versions of driver and libcuda"))
+    yield from either(FAIL, f"cuInit returned {code}: {meaning}" if code else "", f"{m.facts.cuda_devices} devices", fix)
+
+
+@rule("driver-cuda", MACHINE)
+def old_driver(m: Machine) -> Iterator[Seen]:
+    """The driver serves the CUDA of torch.
+
+    Looks at: the driver, against the CUDA of the installed torch
+    Why: a torch that was built for a newer CUDA than the driver serves finds no GPU at all
+    See: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+    """
+    f = m.facts
+    cuda, driver = version(f.torch_cuda), version(f.driver)
+    if not cuda or not driver or not m.computes:
+        return
+    needed = MINIMUM_DRIVER.get(cuda[0])
+    text = f"driver {f.driver}, torch for CUDA {f.torch_cuda}"
+    if needed is None:
+        yield Seen(UNKNOWN, f"{text}: not in the table")
+    elif driver < needed and "compat" not in f.cuda_library:
+        least = ".".join(map(str, needed))
+        served = [major for major, oldest in MINIMUM_DRIVER.items() if driver >= oldest]
+        fix = f"update the driver to {least} or newer" + (f", or install a torch for CUDA {max(served)}" if served else "")
+        yield Seen(FAIL, f"{text}: that needs {least}", fix)
+    else:
+        yield Seen(PASS, text)
+
+
+@rule("cuda-compat", MACHINE)
+def compat(m: Machine) -> Iterator[Seen]:
+    """The libcuda in use is the driver's.
+
+    Looks at: no forward-compatibility library in front of the driver's own
+    Why: libcuda of cuda-compat works on data-centre cards only, and not with every driver: CUDA ends with error 803 or 804
+    Fix: take its folder out of LD_LIBRARY_PATH, unless the driver is a data-centre one that is too old for the image
+    See: https://github.com/NVIDIA/nvidia-docker/issues/1515
+    """
+    f = m.facts
+    library = f.cuda_library if "compat" in f.cuda_library else ""
+    found = library or next((path for path in f.libraries if "compat/libcuda" in path), "")
+    status = FAIL if f.cuda_init in (803, 804) else WARN
+    yield from either(status, f"{found} stands in front of driver {f.driver or '?'}" if found else "", f.cuda_library)
+
+
+@rule("cuda-visible-devices", MACHINE)
+def visible(m: Machine) -> Iterator[Seen]:
+    """Only Slurm has chosen GPUs.
+
+    Looks at: CUDA_VISIBLE_DEVICES as this place finds it
+    Why: a value from a login shell or a notebook hides GPUs from every rank, or gives all ranks the same one
+    See: https://slurm.schedmd.com/gres.html
+    """
+    value = m.facts.environment.get("CUDA_VISIBLE_DEVICES")
+    named = [part for part in (value or "").split(",") if part.strip()]
+    if value is None:
+        yield from either(WARN, "", "not set" if m.facts.gpus else "")
+    elif m.in_step and m.expects.gpus:  # Slurm sets it, by the number of the GPU or by its UUID
+        differs = f"{value or 'empty'}: {len(named)} GPUs, the job has {m.expects.gpus}" if len(named) != m.expects.gpus else ""
+        yield from either(FAIL, differs, value, "unset it in the job's script: Slurm gives each step its own")
+    elif m.in_step:
+        return
+    elif not named or value.strip() in ("-1", "NoDevFiles"):
+        yield Seen(WARN, f"it is {value!r}: no GPU is to be seen", "unset CUDA_VISIBLE_DEVICES")
+    elif not m.environ("SLURM_JOB_ID"):
+        yield Seen(WARN, f"it is {value!r} outside of a job", "unset CUDA_VISIBLE_DEVICES, unless it is meant")
+
+
+@rule("gpu-pcie", MACHINE, rank=6)
+def pcie(m: Machine) -> Iterator[Seen]:
+    """Cards have all their lanes; slots are of the generation that the cluster file says, or that the card has.
+
+    Looks at: lanes and generation of the slot
+    Why: a card that came up with half of its lanes loads weights and talks to the others at half speed; nothing else tells
+    See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
+    """
+    gpus = [gpu for gpu in m.facts.gpus if gpu.pcie_width and gpu.pcie_width_max and not COHERENT.search(gpu.name)]
+    value = str(m.section("compute").get("interconnect") or "")
+    wanted = int(value[4:]) if value.startswith("pcie") and value[4:].isdigit() else None
+    narrow = [one for one in gpus if (one.pcie_width or 0) < (one.pcie_width_max or 0)]
+    slow = [one for one in gpus if one.pcie_gen and one.pcie_gen < (wanted or one.pcie_gen_max or 0)]
+    texts = [f"GPU {one.index}: x{one.pcie_width} of x{one.pcie_width_max}" for one in narrow]
+    texts = texts or [f"GPU {one.index}: PCIe {one.pcie_gen} of {wanted or one.pcie_gen_max}" for one in slow]
+    seat = "seat card and riser again, look at the slot's settings in the firmware; lspci -vv shows LnkSta"
+    board = "look at riser and the slot's settings in the firmware; if the board has no more, say so in the cluster file"
+    good = f"x{gpus[0].pcie_width}, PCIe {gpus[0].pcie_gen or '?'}" if gpus else ""
+    yield from either(WARN, "; ".join(texts), good, seat if narrow else board)
+
+
+@rule("pcie-p2p", MACHINE, rank=6)
+def peer_to_peer(m: Machine) -> Iterator[Seen]:
+    """Nothing stands between GPUs on PCIe.
+
+    Looks at: IOMMU and ACS between GPUs without NVLink
+    Why: traffic between GPUs goes up to the CPU: slow at best; on some cards the first all-reduce hangs until they are reset
+    Fix: boot with iommu=pt or without IOMMU, turn ACS off on the bridges; else NCCL_P2P_DISABLE=1. nccl-check tries it
+    See: https://github.com/NVIDIA/nccl/issues/1999
+    """
+    f = m.facts
+    links = gpu_links(f.topology)  # by the driver's map, else by the cluster file
+    pcie = str(m.section("compute").get("interconnect") or "").startswith("pcie")
+    if len(f.gpus) < 2 or not m.computes or not (any(not link.startswith("NV") for link in links.values()) if links else pcie):
+        return
+    lines = []
+    if f.acs_redirect:
+        lines.append(f"ACS redirects at {', '.join(f.acs_redirect[:6])}{' and more' if len(f.acs_redirect) > 6 else ''}")
+    if f.iommu and not m.expects.p2p:
+        lines.append("the IOMMU translates")
+    if m.environ("NCCL_P2P_DISABLE") == "1":
+        yield Seen(PASS, "NCCL_P2P_DISABLE=1: GPUs talk through host memory")
+    elif not lines and f.acs_redirect is None:
+        yield Seen(UNKNOWN, "whether bridges redirect (ACS) only root can see: lspci -vvv")
+    else:
+        yield from either(FAIL if m.expects.p2p is False else WARN, " and ".join(lines), "neither IOMMU nor ACS in the way")
+
+
+@rule("gpudirect-rdma", MACHINE, rank=4)
+def gpudirect(m: Machine) -> Iterator[Seen]:
+    """Adapters that are up can reach GPU memory.
+
+    Looks at: whether adapters can reach GPU memory
+    Why: without nvidia_peermem or dma-buf every byte between nodes is copied through host memory
+    Fix: as root: modprobe nvidia_peermem (and at boot); or the driver's open kernel modules with Linux 5.12, for dma-buf
+    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
+    """
+    f, kind = m.facts, m.section("network").get("kind")
+    if f.gpus and m.computes and m.several and kind != "ethernet" and any(port.active for port in f.rdma):
+        lacking = "nvidia_peermem is not loaded, and the driver is not the open one" if f.peermem is False else ""
+        yield from either(WARN, lacking, "nvidia_peermem or dma-buf" if f.peermem else "")
+
+
+@rule("gpu-numa", MACHINE)
+def numa(m: Machine) -> Iterator[Seen]:
+    """Each GPU has cores of its own NUMA node among those of this place.
+
+    Looks at: the cores of this place, against the NUMA nodes of its GPUs
+    Why: a rank whose cores are all on the other socket copies every batch and every checkpoint across
+    Fix: ask for cores of both sockets (--cpus-per-task, --exclusive), or let Slurm choose by gres.conf (Cores=)
+    See: https://github.com/pytorch/pytorch/issues/115305
+    """
+    f = m.facts
+    mine = readable_cpus(f.affinity_list)
+    near = {gpu.index: readable_cpus(f.numa_cpus.get(str(gpu.numa), "")) for gpu in f.gpus if gpu.numa is not None}
+    if not mine or not m.in_step or not any(near.values()) or len(f.numa_cpus) < 2:
+        return
+    far = ", ".join(str(index) for index, cpus in near.items() if cpus and not cpus & mine)
+    text = f"GPU {far}: none of the step's CPUs {f.affinity_list} is on its NUMA node" if far else ""
+    yield from either(WARN, text, "each GPU has cores nearby")
+
+
+# --- the GPUs themselves --------------------------------------------------------------------------------------------------
 
 BUSY_MIB = 1024
 """Memory in use above which a GPU is not idle: without reserved memory a driver shows below 100 MiB, older ones some 600."""
@@ -49,31 +244,28 @@ def driver(m: Machine) -> Iterator[Seen]:
     See: https://github.com/NVIDIA/ubuntu-packaging-nvidia-driver/issues/3
     """
     f = m.facts
-    devices = f.nvidia_devices or 0
-    if not m.computes or (not devices and not f.gpus and not f.nvidia_smi):
+    devices, said = f.nvidia_devices or 0, f.nvidia_smi
+    if not m.computes or (not devices and not f.gpus and not said):
         return
-    if "mismatch" in f.nvidia_smi.lower():
+    waited = re.search(r"no answer within (\d+) s", said)
+    if "mismatch" in said.lower():
         fix = "the driver was updated while the old one is loaded: reboot the node, and pin the driver's packages"
-        yield Seen(FAIL, f"nvidia-smi: {f.nvidia_smi}", fix)
-    elif (waited := re.search(r"no answer within (\d+) s", f.nvidia_smi)) and int(waited[1]) < SURE_S:
+        yield Seen(FAIL, f"nvidia-smi: {said}", fix)
+    elif waited and int(waited[1]) < SURE_S:
         fix = "look longer (--seconds=60): without persistence mode the driver wakes each GPU again; else a GPU hangs"
-        yield Seen(WARN, f"nvidia-smi gave {f.nvidia_smi}", fix)
-    elif "no answer" in f.nvidia_smi:
-        fix = "a GPU hangs: look for Xid in dmesg, drain the node, power it off and on"
-        yield Seen(FAIL, f"nvidia-smi gave {f.nvidia_smi}", fix)
-    elif f.nvidia_smi:
-        yield Seen(FAIL, f"nvidia-smi: {f.nvidia_smi}", "drain the node; look for Xid in dmesg; reset or reboot")
+        yield Seen(WARN, f"nvidia-smi gave {said}", fix)
+    elif "no answer" in said:
+        yield Seen(FAIL, f"nvidia-smi gave {said}", "a GPU hangs: look for Xid in dmesg, drain the node, power it off and on")
+    elif said:
+        yield Seen(FAIL, f"nvidia-smi: {said}", "drain the node; look for Xid in dmesg; reset or reboot")
     elif f.gpus:
         yield Seen(PASS, f"driver {f.driver or '?'} answers for {len(f.gpus)} GPUs")
     elif m.in_container:
         fix = "give the container the driver: apptainer exec --nv, docker run --gpus all"
         yield Seen(FAIL, f"{devices} NVIDIA GPUs on the bus, and no driver in the container", fix)
     else:
-        yield Seen(
-            FAIL,
-            f"{devices} NVIDIA GPUs on the bus, and no nvidia-smi",
-            "install the driver, or load it: modprobe nvidia",
-        )
+        fix = "install the driver, or load it: modprobe nvidia"
+        yield Seen(FAIL, f"{devices} NVIDIA GPUs on the bus, and no nvidia-smi", fix)
 
 
 @rule("gpu-count", MACHINE)
@@ -116,11 +308,9 @@ def mixed(m: Machine) -> Iterator[Seen]:
     See: https://slurm.schedmd.com/gres.html
     """
     kinds = Counter((gpu.name, gpu.memory_mib) for gpu in m.facts.gpus if gpu.name)
-    if len(kinds) > 1:
-        text = ", ".join(f"{number} x {name} with {mib or '?'} MiB" for (name, mib), number in sorted(kinds.items(), key=str))
-        yield Seen(WARN, text)
-    elif kinds:
-        yield Seen(PASS, f"{len(m.facts.gpus)} x {next(iter(kinds))[0]}")
+    listed = [f"{number} x {name} with {mib or '?'} MiB" for (name, mib), number in sorted(kinds.items(), key=str)]
+    one = f"{len(m.facts.gpus)} x {next(iter(kinds))[0]}" if kinds else ""
+    yield from either(WARN, ", ".join(listed) if len(kinds) > 1 else "", one)
 
 
 @rule("gpu-in-use", MACHINE)
@@ -132,20 +322,13 @@ def in_use(m: Machine) -> Iterator[Seen]:
     Fix: find who it is (nvidia-smi, scontrol pidinfo PID, squeue -w NODE); drain the node if it belongs to no job
     See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
     """
-    busy = [gpu for gpu in m.facts.gpus if gpu.pids or (gpu.used_mib or 0) > BUSY_MIB]
     if not m.facts.gpus or not m.computes:
         return
-    if not busy:
-        yield Seen(PASS, "no process and no memory in use")
-        return
-    text = "; ".join(_use(gpu) for gpu in busy)
+    busy = [gpu for gpu in m.facts.gpus if gpu.pids or (gpu.used_mib or 0) > BUSY_MIB]
     hard = m.in_step and any((gpu.used_mib or 0) * 10 > (gpu.memory_mib or 0) for gpu in busy)
-    yield Seen(FAIL if hard else WARN, text)
-
-
-def _use(gpu: Gpu) -> str:
-    pids = f", processes {', '.join(map(str, gpu.pids[:8]))}" if gpu.pids else ""
-    return f"GPU {gpu.index}: {gpu.used_mib if gpu.used_mib is not None else '?'} MiB used{pids}"
+    pids = {gpu.index: f", processes {', '.join(map(str, gpu.pids[:8]))}" if gpu.pids else "" for gpu in busy}
+    used = [f"GPU {one.index}: {'?' if one.used_mib is None else one.used_mib} MiB used{pids[one.index]}" for one in busy]
+    yield from either(FAIL if hard else WARN, "; ".join(used), "no process and no memory in use")
 
 
 @rule("gpu-compute-mode", MACHINE)
@@ -158,14 +341,10 @@ def compute_mode(m: Machine) -> Iterator[Seen]:
     See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
     """
     gpus = m.facts.gpus if m.computes else []
-    prohibited = [gpu.index for gpu in gpus if gpu.compute_mode == "Prohibited"]
-    exclusive = [gpu.index for gpu in gpus if gpu.compute_mode.startswith("Exclusive")]
-    if prohibited:
-        yield Seen(FAIL, f"{_gpus(prohibited)}: Prohibited")
-    elif exclusive:
-        yield Seen(WARN, f"{_gpus(exclusive)}: Exclusive_Process")
-    elif any(gpu.compute_mode for gpu in gpus):
-        yield Seen(PASS, "Default")
+    prohibited = _of(gpus, lambda gpu: gpu.compute_mode == "Prohibited", "Prohibited")
+    exclusive = _of(gpus, lambda gpu: gpu.compute_mode.startswith("Exclusive"), "Exclusive_Process")
+    default = "Default" if any(gpu.compute_mode for gpu in gpus) else ""
+    yield from either(FAIL if prohibited else WARN, prohibited or exclusive, default)
 
 
 @rule("gpu-mig", MACHINE)
@@ -178,11 +357,7 @@ def mig(m: Machine) -> Iterator[Seen]:
     See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
     """
     gpus = m.facts.gpus if m.computes else []
-    with_mig = [gpu.index for gpu in gpus if gpu.mig]
-    if with_mig:
-        yield Seen(FAIL, f"{_gpus(with_mig)}: MIG is on")
-    elif any(gpu.mig is False for gpu in gpus):
-        yield Seen(PASS, "off")
+    yield from either(FAIL, _of(gpus, lambda gpu: gpu.mig, "MIG is on"), "off" if any(gpu.mig is False for gpu in gpus) else "")
 
 
 @rule("gpu-persistence", MACHINE)
@@ -195,11 +370,8 @@ def persistence(m: Machine) -> Iterator[Seen]:
     See: https://manpages.ubuntu.com/manpages/focal/man1/nvidia-persistenced.1.html
     """
     gpus = m.facts.gpus if m.computes else []
-    unkept = [gpu.index for gpu in gpus if gpu.persistence is False]
-    if unkept:
-        yield Seen(WARN, f"{_gpus(unkept)}: off")
-    elif any(gpu.persistence for gpu in gpus):
-        yield Seen(PASS, "on")
+    unkept = _of(gpus, lambda gpu: gpu.persistence is False, "off")
+    yield from either(WARN, unkept, "on" if any(gpu.persistence for gpu in gpus) else "")
 
 
 @rule("gpu-throttled", MACHINE)
@@ -212,12 +384,8 @@ def throttled(m: Machine) -> Iterator[Seen]:
     See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
     """
     held = {gpu.index: [word for word in gpu.throttle if word != "sw_power_cap" or not gpu.pids] for gpu in m.facts.gpus}
-    bad = {index: reasons for index, reasons in held.items() if reasons}
-    if bad:
-        text = "; ".join(f"GPU {index}: {', '.join(reasons)}" for index, reasons in bad.items())
-        yield Seen(WARN, text)
-    elif held and m.computes:
-        yield Seen(PASS, "no GPU is held back")
+    bad = "; ".join(f"GPU {index}: {', '.join(reasons)}" for index, reasons in held.items() if reasons)
+    yield from either(WARN, bad, "no GPU is held back" if held and m.computes else "")
 
 
 @rule("gpu-ecc", MACHINE)
@@ -229,15 +397,13 @@ def ecc(m: Machine) -> Iterator[Seen]:
     See: https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/index.html
     """
     gpus = m.facts.gpus
-    bad = [gpu for gpu in gpus if gpu.ecc_uncorrected]
-    off = [gpu.index for gpu in gpus if gpu.ecc is False]
-    if bad:
-        text = "; ".join(f"GPU {gpu.index}: {gpu.ecc_uncorrected} uncorrected errors" for gpu in bad)
-        yield Seen(FAIL, text, "drain the node and reset the GPU (nvidia-smi -r); replace it if they come again")
-    elif off and len(off) < len(gpus):
-        yield Seen(WARN, f"{_gpus(off)}: ECC is off, on the others it is on", "as root: nvidia-smi -e 1, then reboot")
-    elif any(gpu.ecc for gpu in gpus):
-        yield Seen(PASS, "on, and nothing uncorrected")
+    bad = "; ".join(f"GPU {gpu.index}: {gpu.ecc_uncorrected} uncorrected errors" for gpu in gpus if gpu.ecc_uncorrected)
+    some = any(gpu.ecc is not False for gpu in gpus)
+    off = _of(gpus, lambda gpu: gpu.ecc is False, "ECC is off, on the others it is on") if some else ""
+    replace = "drain the node and reset the GPU (nvidia-smi -r); replace it if they come again"
+    fix = replace if bad else "as root: nvidia-smi -e 1, then reboot"
+    good = "on, and nothing uncorrected" if any(gpu.ecc for gpu in gpus) else ""
+    yield from either(FAIL if bad else WARN, bad or off, good, fix)
 
 
 @rule("gpu-row-remap", MACHINE)
@@ -249,19 +415,18 @@ def row_remap(m: Machine) -> Iterator[Seen]:
     See: https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/index.html
     """
     gpus = m.facts.gpus
-    failed = [gpu.index for gpu in gpus if gpu.remap_failed]
-    pending = [gpu.index for gpu in gpus if gpu.remap_pending]
-    if failed:
-        yield Seen(FAIL, f"{_gpus(failed)}: remapping failed", "drain the node and have the card replaced")
-    elif pending:
-        fix = "drain the node and reset the GPU (nvidia-smi -r), or reboot: rows are remapped then"
-        yield Seen(WARN, f"{_gpus(pending)}: rows wait to be remapped", fix)
-    elif any(gpu.remap_pending is False for gpu in gpus):
-        yield Seen(PASS, "no row waits")
+    failed = _of(gpus, lambda gpu: gpu.remap_failed, "remapping failed")
+    pending = _of(gpus, lambda gpu: gpu.remap_pending, "rows wait to be remapped")
+    reset = "drain the node and reset the GPU (nvidia-smi -r), or reboot: rows are remapped then"
+    fix = "drain the node and have the card replaced" if failed else reset
+    good = "no row waits" if any(gpu.remap_pending is False for gpu in gpus) else ""
+    yield from either(FAIL if failed else WARN, failed or pending, good, fix)
 
 
-def _gpus(indices: list[int]) -> str:
-    return f"GPU {', '.join(map(str, indices))}"
+def _of(gpus: Iterable[Gpu], chosen: Callable[[Gpu], object], what: str) -> str:
+    """``GPU 1, 2: WHAT`` of those that are chosen; empty where none is."""
+    found = ", ".join(str(gpu.index) for gpu in gpus if chosen(gpu))
+    return f"GPU {found}: {what}" if found else ""
 
 
 def read_xid(line: str) -> tuple[str, int, float | None] | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clustertune.check.machine import LOGIN, Machine, gigabytes
-from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, rule
+from clustertune.check.machine import LOGIN, Machine, first_part, gigabytes
+from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, either, listed, rule
 from clustertune.host.system import version
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -34,17 +34,14 @@ def shm(m: Machine) -> Iterator[Seen]:
     fix = "docker run --shm-size=16g (or --ipc=host); apptainer binds the host's; on a host: mount -o remount,size=50% /dev/shm"
     free = f.shm_bytes if f.shm_free_bytes is None else f.shm_free_bytes
     needed = bool(m.facts.gpus or m.expects.gpus) and m.expects.gpus != 1 and not m.rehearsal
-    if not f.shm_bytes:
-        yield Seen(FAIL, "there is no /dev/shm", fix)
-    elif f.shm_bytes < SHM_LEAST:
-        yield Seen(FAIL if needed else WARN, f"{gigabytes(f.shm_bytes)} in all", fix)
-    elif f.shm_bytes < SHM_SMALL:
-        yield Seen(WARN, f"{gigabytes(f.shm_bytes)} in all", fix)
-    elif free < GIB // 4:
-        clean = "remove what ended jobs have left (ls -l /dev/shm), as root or as the files' owner"
-        yield Seen(FAIL if free < SHM_LEAST and needed else WARN, f"{gigabytes(free)} left of {gigabytes(f.shm_bytes)}", clean)
-    else:
-        yield Seen(PASS, f"{gigabytes(free)} free")
+    if f.shm_bytes < SHM_SMALL:
+        hard = not f.shm_bytes or (needed and f.shm_bytes < SHM_LEAST)
+        size = f"{gigabytes(f.shm_bytes)} in all" if f.shm_bytes else "there is no /dev/shm"
+        yield Seen(FAIL if hard else WARN, size, fix)
+        return
+    left = f"{gigabytes(free)} left of {gigabytes(f.shm_bytes)}" if free < GIB // 4 else ""
+    clean = "remove what ended jobs have left (ls -l /dev/shm), as root or as the files' owner"
+    yield from either(FAIL if free < SHM_LEAST and needed else WARN, left, f"{gigabytes(free)} free", clean)
 
 
 @rule("memlock", MACHINE, rank=2)
@@ -63,21 +60,24 @@ def memlock(m: Machine) -> Iterator[Seen]:
     # every Ethernet adapter of some makers shows an active port: where the file says ethernet RDMA is switched off
     if f.memlock_bytes is None or not rdma or m.rehearsal or kind == "ethernet" or m.environ("NCCL_IB_DISABLE") == "1":
         return
+    text = "unlimited" if f.memlock_bytes < 0 else f"{gigabytes(f.memlock_bytes)} may be locked"
     if f.memlock_bytes < 0 or f.memlock_bytes >= MEMLOCK_ENOUGH:
-        yield Seen(PASS, "unlimited" if f.memlock_bytes < 0 else f"{gigabytes(f.memlock_bytes)} may be locked")
-        return
-    text = f"{gigabytes(f.memlock_bytes)} may be locked"
-    if m.place == LOGIN:
-        passed_on = (
-            "MEMLOCK" not in f.slurm.get("PropagateResourceLimitsExcept", "")
-            and f.slurm.get("PropagateResourceLimits") == "ALL"
-        )
-        if passed_on:
+        yield Seen(PASS, text)
+    elif m.place == LOGIN:
+        kept = "MEMLOCK" in f.slurm.get("PropagateResourceLimitsExcept", "")
+        if not kept and f.slurm.get("PropagateResourceLimits") == "ALL":
             yield Seen(WARN, f"{text} here, and Slurm passes the limit on to jobs")
     elif not m.several or f.user == "root":  # CAP_IPC_LOCK, where it is not taken away, knows no limit
         yield Seen(WARN, text)
     else:
         yield Seen(FAIL if f.memlock_bytes <= MEMLOCK_LEAST else WARN, text)
+
+
+def _limit(m: Machine, limit: int | None, enough: int, fix: str, hard: int = 0) -> Iterator[Seen]:
+    """A limit of the place where ranks run; below ``hard`` it fails."""
+    if limit is not None and m.computes:
+        low = str(limit) if 0 <= limit < enough else ""
+        yield from either(FAIL if limit < hard else WARN, low, "unlimited" if limit < 0 else str(limit), fix)
 
 
 @rule("open-files", MACHINE)
@@ -88,13 +88,8 @@ def open_files(m: Machine) -> Iterator[Seen]:
     Why: connections, data loaders and shards of weights all take files: 'too many open files' comes hours into a job
     See: https://man7.org/linux/man-pages/man2/getrlimit.2.html
     """
-    f = m.facts
     fix = "LimitNOFILE=1048576 in slurmd's unit; in a shell: ulimit -n 65536"
-    if f.nofile is not None and m.computes:
-        low = 0 <= f.nofile < ENOUGH_FILES
-        hard = f.nofile < 256
-        status = (FAIL if hard else WARN) if low else PASS
-        yield Seen(status, "unlimited" if f.nofile < 0 else str(f.nofile), fix if low else "")
+    yield from _limit(m, m.facts.nofile, ENOUGH_FILES, fix, hard=256)
 
 
 @rule("processes", MACHINE)
@@ -105,11 +100,8 @@ def processes(m: Machine) -> Iterator[Seen]:
     Why: ranks, their threads and data loaders count together: a fork then fails with 'resource temporarily unavailable'
     See: https://man7.org/linux/man-pages/man2/getrlimit.2.html
     """
-    f = m.facts
-    if f.nproc is not None and m.computes:
-        low = 0 <= f.nproc < ENOUGH_PROCESSES
-        more = "LimitNPROC=infinity in slurmd's unit, TasksMax=infinity; in a shell: ulimit -u 65536"
-        yield Seen(WARN if low else PASS, "unlimited" if f.nproc < 0 else str(f.nproc), more if low else "")
+    more = "LimitNPROC=infinity in slurmd's unit, TasksMax=infinity; in a shell: ulimit -u 65536"
+    yield from _limit(m, m.facts.nproc, ENOUGH_PROCESSES, more)
 
 
 @rule("cores-in-step", MACHINE)
@@ -121,20 +113,15 @@ def cores(m: Machine) -> Iterator[Seen]:
     See: https://github.com/Lightning-AI/pytorch-lightning/issues/18650
     """
     f = m.facts
-    if not m.in_step or f.affinity is None or not f.cpus:
-        return
     requested_text = m.environ("SLURM_CPUS_PER_TASK") or m.environ("SRUN_CPUS_PER_TASK")
-    requested_cpus = int(requested_text) if requested_text.isdigit() else m.expects.cpus
-    if not requested_cpus:
+    requested = int(requested_text) if requested_text.isdigit() else m.expects.cpus
+    if not m.in_step or f.affinity is None or not f.cpus or not requested:
         return
-    wanted = min(requested_cpus, f.cpus)  # a rehearsal claims more than there are
-    if f.affinity < wanted:
-        fix = f"srun --cpus-per-task={requested_cpus}, or export SRUN_CPUS_PER_TASK in the job's script"
-        hard = f.affinity * 2 <= wanted
-        text = f"{f.affinity} CPUs ({f.affinity_list or '?'}), asked for {requested_cpus}"
-        yield Seen(FAIL if hard else WARN, text, fix)
-    else:
-        yield Seen(PASS, f"{f.affinity} CPUs, asked for {requested_cpus}")
+    wanted = min(requested, f.cpus)  # a rehearsal claims more than there are
+    few = f"{f.affinity} CPUs ({f.affinity_list or '?'}), asked for {requested}" if f.affinity < wanted else ""
+    fix = f"srun --cpus-per-task={requested}, or export SRUN_CPUS_PER_TASK in the job's script"
+    status = FAIL if f.affinity * 2 <= wanted else WARN
+    yield from either(status, few, f"{f.affinity} CPUs, asked for {requested}", fix)
 
 
 @rule("memory", MACHINE)
@@ -146,16 +133,11 @@ def memory(m: Machine) -> Iterator[Seen]:
     Fix: find who holds it (ps, df /dev/shm, leftovers of ended jobs); if it belongs to no process: reboot the node
     See: https://www.kernel.org/doc/html/latest/filesystems/tmpfs.html
     """
-    f = m.facts
-    if not m.computes or not f.memory_bytes:
-        return
+    free, total = m.facts.memory_available_bytes, m.facts.memory_bytes
     shared = m.environ("SLURM_MEM_PER_NODE") or m.environ("SLURM_MEM_PER_CPU")
-    if f.memory_available_bytes is not None and not shared:
-        share = f.memory_available_bytes / f.memory_bytes
-        if share < 0.5:
-            yield Seen(WARN, f"{gigabytes(f.memory_available_bytes)} free of {gigabytes(f.memory_bytes)}")
-        else:
-            yield Seen(PASS, f"{gigabytes(f.memory_available_bytes)} free")
+    if m.computes and total and free is not None and not shared:
+        little = f"{gigabytes(free)} free of {gigabytes(total)}" if free / total < 0.5 else ""
+        yield from either(WARN, little, f"{gigabytes(free)} free")
 
 
 @rule("swap", MACHINE)
@@ -167,12 +149,9 @@ def swap(m: Machine) -> Iterator[Seen]:
     Fix: as root, with enough memory free: swapoff -a; swapon -a; vm.swappiness=1 on compute nodes
     See: https://www.kernel.org/doc/html/latest/admin-guide/sysctl/vm.html
     """
-    f = m.facts
-    if f.swap_used_bytes is not None and m.computes and f.memory_bytes:
-        if f.swap_used_bytes > GIB:
-            yield Seen(WARN, f"{gigabytes(f.swap_used_bytes)} in swap")
-        else:
-            yield Seen(PASS, f"{gigabytes(f.swap_used_bytes)} in swap" if f.swap_used_bytes else "none in use")
+    used = m.facts.swap_used_bytes
+    if used is not None and m.computes and m.facts.memory_bytes:
+        yield Seen(WARN if used > GIB else PASS, f"{gigabytes(used)} in swap" if used else "none in use")
 
 
 @rule("huge-pages", MACHINE)
@@ -185,12 +164,8 @@ def huge_pages(m: Machine) -> Iterator[Seen]:
     See: https://docs.kernel.org/admin-guide/mm/transhuge.html
     """
     f = m.facts
-    if not m.computes or not f.memory_bytes:
-        return
-    if f.thp_defrag == "always":
-        yield Seen(WARN, "defrag is always")
-    elif f.thp_defrag:
-        yield Seen(PASS, f"defrag is {f.thp_defrag}")
+    if m.computes and f.memory_bytes and f.thp_defrag:
+        yield Seen(WARN if f.thp_defrag == "always" else PASS, f"defrag is {f.thp_defrag}")
 
 
 @rule("kernel", MACHINE)
@@ -201,12 +176,10 @@ def kernel(m: Machine) -> Iterator[Seen]:
     Why: accelerate warns below 5.5: processes may hang
     See: https://github.com/modelscope/ms-swift/issues/283
     """
-    f = m.facts
-    found = version(f.kernel)
-    if found and m.computes:
-        old = found < KERNEL_LEAST
+    old = m.facts.kernel if version(m.facts.kernel) < KERNEL_LEAST else ""
+    if version(m.facts.kernel) and m.computes:
         fix = "run on nodes with a newer distribution; a container does not change the kernel"
-        yield Seen(WARN if old else PASS, f.kernel, fix if old else "")
+        yield from either(WARN, old, m.facts.kernel, fix)
 
 
 @rule("glibc", MACHINE)
@@ -217,13 +190,11 @@ def glibc(m: Machine) -> Iterator[Seen]:
     Why: torch's wheels are built for 2.28 and newer: pip finds none, or the import ends with 'GLIBC_2.28 not found'
     See: https://github.com/pytorch/pytorch/issues/123649
     """
-    f = m.facts
-    library = version(f.glibc)
+    library = version(m.facts.glibc)
     outside = m.section("container").get("runtime") in (None, "none") or m.in_container
     if library and m.computes and outside:
-        old = library < GLIBC_LEAST
         fix = "run in a container (container.runtime of the cluster file), or on a newer distribution"
-        yield Seen(FAIL if old else PASS, f.glibc, fix if old else "")
+        yield from either(FAIL, m.facts.glibc if library < GLIBC_LEAST else "", m.facts.glibc, fix)
 
 
 @rule("clock", MACHINE)
@@ -263,10 +234,7 @@ def controller(m: Machine) -> Iterator[Seen]:
     See: https://slurm.schedmd.com/troubleshoot.html
     """
     f = m.facts
-    if f.slurm_silent:
-        yield Seen(FAIL, f.slurm_silent)
-    elif f.slurm:
-        yield Seen(PASS, f.slurm.get("SLURM_VERSION", "answers"))
+    yield from either(FAIL, f.slurm_silent or "", f.slurm.get("SLURM_VERSION", "answers") if f.slurm else "")
 
 
 @rule("slurm-nodes", MACHINE)
@@ -281,14 +249,9 @@ def nodes(m: Machine) -> Iterator[Seen]:
     f = m.facts
     if f.slurm_silent or not f.slurm:
         return
-    wanted = {name.lower().partition(".")[0] for name in m.names_with("compute")}
-    bad = {name: state for name, state in f.slurm_nodes.items() if not wanted or name.lower().partition(".")[0] in wanted}
-    if bad:
-        text = "; ".join(f"{name}: {state}" for name, state in sorted(bad.items())[:8])
-        text += f"; and {len(bad) - 8} more" if len(bad) > 8 else ""
-        yield Seen(WARN, text)
-    else:
-        yield Seen(PASS, "all take jobs")
+    wanted = {first_part(name) for name in m.names_with("compute")}
+    bad = [f"{name}: {state}" for name, state in sorted(f.slurm_nodes.items()) if not wanted or first_part(name) in wanted]
+    yield from either(WARN, listed(bad, 8, "; ", "; and"), "all take jobs")
 
 
 @rule("slurm-accounting", MACHINE)
@@ -302,10 +265,9 @@ def accounting(m: Machine) -> Iterator[Seen]:
     """
     kind = m.facts.slurm.get("AccountingStorageType", "")
     runs = not kind.endswith("/none") and kind != "(null)"
-    if kind and not runs and m.section("slurm").get("accounting"):
-        yield Seen(WARN, "the cluster file counts on it, and Slurm has none")
-    elif kind:
-        yield Seen(PASS, "slurmdbd" if runs else "none: clustertune asks squeue and scontrol")
+    lacking = kind and not runs and m.section("slurm").get("accounting")
+    good = "slurmdbd" if runs else "none: clustertune asks squeue and scontrol"
+    yield from either(WARN, "the cluster file counts on it, and Slurm has none" if lacking else "", good if kind else "")
 
 
 @rule("slurm-devices", MACHINE)
@@ -318,14 +280,11 @@ def devices(m: Machine) -> Iterator[Seen]:
     See: https://slurm.schedmd.com/cgroup.conf.html
     """
     config = m.facts.slurm
-    if m.rehearsal or "gpu" not in config.get("GresTypes", ""):
-        return
-    if "ConstrainDevices" not in config and "cgroup" in config.get("TaskPlugin", ""):
-        pass  # Slurm before 22.05 does not show cgroup.conf
-    elif config.get("ConstrainDevices", "no").lower() != "yes":
-        yield Seen(WARN, "ConstrainDevices is off")
-    else:
-        yield Seen(PASS, "ConstrainDevices is on")
+    # Slurm before 22.05 does not show cgroup.conf
+    unseen = "ConstrainDevices" not in config and "cgroup" in config.get("TaskPlugin", "")
+    if not m.rehearsal and "gpu" in config.get("GresTypes", "") and not unseen:
+        off = config.get("ConstrainDevices", "no").lower() != "yes"
+        yield Seen(WARN if off else PASS, f"ConstrainDevices is {'off' if off else 'on'}")
 
 
 @rule("slurm-affinity", MACHINE)
@@ -338,13 +297,9 @@ def affinity(m: Machine) -> Iterator[Seen]:
     See: https://slurm.schedmd.com/slurm.conf.html#OPT_TaskPlugin
     """
     config = m.facts.slurm
-    if m.rehearsal or "gpu" not in config.get("GresTypes", ""):
-        return
     plugin = config.get("TaskPlugin", "")
-    if plugin in ("", "task/none", "(null)"):
-        yield Seen(WARN, plugin or "no TaskPlugin")
-    else:
-        yield Seen(PASS, plugin)
+    if not m.rehearsal and "gpu" in config.get("GresTypes", ""):
+        yield Seen(WARN if plugin in ("", "task/none", "(null)") else PASS, plugin or "no TaskPlugin")
 
 
 @rule("srun-cpus", MACHINE)
@@ -356,11 +311,6 @@ def srun_cpus(m: Machine) -> Iterator[Seen]:
     See: https://github.com/snakemake/snakemake-executor-plugin-slurm/issues/41
     """
     requested, step = m.environ("SLURM_CPUS_PER_TASK"), m.environ("SRUN_CPUS_PER_TASK")
-    if not requested.isdigit() or int(requested) < 2 or m.in_step:
-        return
-    if step != requested:
-        yield Seen(
-            WARN, f"--cpus-per-task={requested}, SRUN_CPUS_PER_TASK is not set", f"export SRUN_CPUS_PER_TASK={requested}"
-        )
-    else:
-        yield Seen(PASS, step)
+    if requested.isdigit() and int(requested) > 1 and not m.in_step:
+        differs = f"--cpus-per-task={requested}, SRUN_CPUS_PER_TASK is not set" if step != requested else ""
+        yield from either(WARN, differs, step, f"export SRUN_CPUS_PER_TASK={requested}")

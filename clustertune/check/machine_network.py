@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
 from collections.abc import Iterator, Sequence
 
-from clustertune.check.machine import ONE_LINK, RDMA_KINDS, Machine
-from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, rule
+from clustertune.check.machine import RDMA_KINDS, Machine, one_link
+from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, either, rule
 from clustertune.host.facts import Nic
 
 FAST_MBIT = 25_000
@@ -20,11 +21,8 @@ WHOLE = 0.9
 
 def matches(value: str, names: Sequence[str]) -> list[str]:
     """The interfaces that NCCL_SOCKET_IFNAME means: prefixes, exact after ``=``, all others after ``^`` (NCCL's guide)."""
-    text = value.strip()
-    exclude, exact = text.startswith("^"), False
-    text = text[1:] if exclude else text
-    exact = text.startswith("=")
-    patterns = [word for word in text.lstrip("=").split(",") if word]
+    exclude, exact, listed = re.findall(r"^(\^?)(=*)(.*)", value.strip(), re.DOTALL)[0]
+    patterns = [word for word in listed.split(",") if word]
     hit = [name for name in names if any(name == word if exact else name.startswith(word) for word in patterns)]
     return [name for name in names if name not in hit and name != "lo"] if exclude else hit
 
@@ -53,28 +51,25 @@ def interface(m: Machine) -> Iterator[Seen]:
     if not nics or not m.computes:
         return
     there = ", ".join(nic.name for nic in nics)
-    if name:
-        nic = _nic(m, name)
-        status = FAIL if m.several else WARN
-        if nic is None:
-            fix = "network.interface of the cluster file must be the name on every compute node"
-            yield Seen(status, f"there is no {name} (there are {there})", fix)
-        elif nic.up is False or nic.carrier is False:
-            fix = f"look at cable and switch: ip link show {name}; ethtool {name}"
-            yield Seen(status, f"{name} is down", fix)
-        elif not nic.addresses:
-            yield Seen(status, f"{name} has no address", f"give it one on every node: ip addr show {name}")
-        else:
-            yield Seen(PASS, f"{name}, {nic.addresses[0]}")
+    nic, status = _nic(m, name), FAIL if m.several else WARN
+    if name and nic is None:
+        fix = "network.interface of the cluster file must be the name on every compute node"
+        yield Seen(status, f"there is no {name} (there are {there})", fix)
+    elif nic and (nic.up is False or nic.carrier is False):
+        yield Seen(status, f"{name} is down", f"look at cable and switch: ip link show {name}; ethtool {name}")
+    elif nic:
+        good = f"{name}, {nic.addresses[0]}" if nic.addresses else ""
+        fix = f"give it one on every node: ip addr show {name}"
+        yield from either(status, "" if good else f"{name} has no address", good, fix)
     if value and not (name and m.expects.launched):  # jobs of clustertune replace it by the cluster file's
         found = matches(value, [nic.name for nic in nics])
+        means = f"NCCL_SOCKET_IFNAME={value} means {', '.join(found)}"
         if not found:
-            yield Seen(FAIL, f"NCCL_SOCKET_IFNAME={value} means none of {there}", "unset it, or name one exactly: =NAME")
+            yield Seen(FAIL, f"{means}none of {there}", "unset it, or name one exactly: =NAME")
         elif len(found) > 1 and not value.startswith(("^", "=")) and len(found) > len(value.split(",")):
-            fix = f"name it exactly: NCCL_SOCKET_IFNAME=={found[0]}"
-            yield Seen(WARN, f"NCCL_SOCKET_IFNAME={value} means {', '.join(found)}", fix)
+            yield Seen(WARN, means, f"name it exactly: NCCL_SOCKET_IFNAME=={found[0]}")
         elif all(nic.up is False for nic in nics if nic.name in found):
-            yield Seen(FAIL, f"NCCL_SOCKET_IFNAME={value} means {', '.join(found)}, which is down", "unset it")
+            yield Seen(FAIL, f"{means}, which is down", "unset it")
 
 
 @rule("interface-subnet", MACHINE, rank=3)
@@ -89,18 +84,14 @@ def subnet(m: Machine) -> Iterator[Seen]:
     value, nic = m.section("network").get("subnet"), _nic(m, _named(m))
     if not value or nic is None or not nic.addresses:
         return
-    try:
-        wanted = ipaddress.ip_network(str(value), strict=False)
-    except ValueError:
-        return
-    own = []
-    for text in nic.addresses:
-        with contextlib.suppress(ValueError):
-            own.append(ipaddress.ip_interface(text).ip)
-    if any(address in wanted for address in own if address.version == wanted.version):
-        yield Seen(PASS, f"{nic.name} is in {wanted}")
-    else:
-        yield Seen(FAIL if m.several else WARN, f"{nic.name} has {', '.join(nic.addresses)}, not in {wanted}")
+    with contextlib.suppress(ValueError):
+        wanted, own = ipaddress.ip_network(str(value), strict=False), []
+        for text in nic.addresses:
+            with contextlib.suppress(ValueError):
+                own.append(ipaddress.ip_interface(text).ip)
+        inside = any(address in wanted for address in own if address.version == wanted.version)
+        outside = "" if inside else f"{nic.name} has {', '.join(nic.addresses)}, not in {wanted}"
+        yield from either(FAIL if m.several else WARN, outside, f"{nic.name} is in {wanted}")
 
 
 @rule("interface-speed", MACHINE)
@@ -117,11 +108,11 @@ def speed(m: Machine) -> Iterator[Seen]:
     if nic.mbit is None:
         if not m.rehearsal and not nic.virtual:
             yield Seen(UNKNOWN, f"{nic.name} does not report its speed")
-    elif nic.mbit < float(value) * 1000 * WHOLE:
-        fix = f"look at cable, transceiver and switch port: ethtool {nic.name}; or correct network.gbit of the cluster file"
-        yield Seen(WARN, f"{nic.name} runs at {nic.mbit / 1000:g} Gbit/s, the cluster file says {value:g}", fix)
-    else:
-        yield Seen(PASS, f"{nic.name}: {nic.mbit / 1000:g} Gbit/s")
+        return
+    runs = f"{nic.mbit / 1000:g} Gbit/s"
+    slow = f"{nic.name} runs at {runs}, the cluster file says {value:g}" if nic.mbit < float(value) * 1000 * WHOLE else ""
+    fix = f"look at cable, transceiver and switch port: ethtool {nic.name}; or correct network.gbit of the cluster file"
+    yield from either(WARN, slow, f"{nic.name}: {runs}", fix)
 
 
 @rule("bond", MACHINE, rank=3)
@@ -132,20 +123,17 @@ def bond(m: Machine) -> Iterator[Seen]:
     Why: with the hash layer2 all traffic between two nodes takes one link of the bond; a link that is down takes its share away
     See: https://docs.kernel.org/networking/bonding.html
     """
+    own = _named(m)
     for nic in m.facts.nics:
-        if not nic.bond_mode or (nic.up is False and nic.name != _named(m)):
+        if not nic.bond_mode or (nic.up is False and nic.name != own):
             continue
         down = [link for link in nic.bond_links if link not in nic.bond_links_up]
+        # one for management, or for storage, may be as it is
+        carries = nic.name == (own or nic.name) and m.section("network").get("kind") != "infiniband"
         if down:
             fix = f"look at cable and switch port: cat /proc/net/bonding/{nic.name}"
             yield Seen(WARN, f"{nic.name}: {', '.join(down)} of {', '.join(nic.bond_links)} down", fix)
-        elif (
-            nic.name == (_named(m) or nic.name)  # one for management, or for storage, may be as it is
-            and m.section("network").get("kind") != "infiniband"
-            and nic.bond_mode in ("802.3ad", "balance-xor")
-            and nic.bond_hash in ONE_LINK
-            and len(nic.bond_links) > 1
-        ):
+        elif carries and one_link(nic):
             fix = f"ip link set {nic.name} type bond xmit_hash_policy layer3+4, and the like on the switch; keep it in its file"
             yield Seen(WARN, f"{nic.name}: {nic.bond_mode} with hash {nic.bond_hash}", fix)
         else:
@@ -160,16 +148,14 @@ def mtu(m: Machine) -> Iterator[Seen]:
     Why: with frames of 1500 bytes a fast Ethernet link costs whole cores, and often does not reach its speed
     See: https://github.com/NVIDIA/dgx-spark-playbooks/pull/103
     """
-    nic = _nic(m, _named(m))
-    if m.section("network").get("kind") == "infiniband":
-        return  # the ranks only meet there: what they send takes InfiniBand
-    if nic is None or nic.kind not in ("ethernet", "") or not nic.mtu or (nic.mbit or 0) < FAST_MBIT:
+    nic, kind = _nic(m, _named(m)), m.section("network").get("kind")
+    if kind == "infiniband" or nic is None:  # there the ranks only meet: what they send takes InfiniBand
         return
-    if nic.mtu <= 1500:
+    speed = nic.mbit or 0
+    if nic.kind in ("ethernet", "") and nic.mtu and speed >= FAST_MBIT:
+        size = f"{nic.name}: {nic.mtu} bytes"
         fix = f"set 9000 on every node and on the switch: ip link set {nic.name} mtu 9000"
-        yield Seen(WARN, f"{nic.name}: {nic.mtu} bytes at {(nic.mbit or 0) / 1000:g} Gbit/s", fix)
-    else:
-        yield Seen(PASS, f"{nic.name}: {nic.mtu} bytes")
+        yield from either(WARN, f"{size} at {speed / 1000:g} Gbit/s" if nic.mtu <= 1500 else "", size, fix)
 
 
 @rule("rdma-port", MACHINE, rank=4)
@@ -180,35 +166,32 @@ def rdma_port(m: Machine) -> Iterator[Seen]:
     Why: without an active port NCCL falls back to sockets without a message: the same all-reduce takes several times as long
     See: https://github.com/areal-project/AReaL/issues/639
     """
-    network = m.section("network")
+    network, ports = m.section("network"), m.facts.rdma
     if network.get("kind") not in RDMA_KINDS or not m.computes:
         return
-    ports = m.facts.rdma
     status = FAIL if m.several else WARN
     fix = "look at cable, switch and subnet manager: ibstat; in a container bind /dev/infiniband and mount /sys"
-    if not ports and not m.facts.nics:
-        yield Seen(UNKNOWN, "/sys is not to be seen here")
-        return
     if not ports:
-        yield Seen(status, "there is no RDMA adapter", fix)
+        hidden = not m.facts.nics
+        seen = Seen(UNKNOWN, "/sys is not to be seen here") if hidden else Seen(status, "there is no RDMA adapter", fix)
+        yield seen
         return
-    missing = []
-    for value in network.get("hca") or ():
+    named, missing = network.get("hca") or (), []
+    for value in named:
         device, _, number = str(value).partition(":")
         mine = [port for port in ports if port.device == device and (not number or port.port == int(number))]
         if not any(port.active for port in mine):
             missing.append(f"{value} ({', '.join(port.state or '?' for port in mine) or 'not there'})")
     active = [f"{port.device}:{port.port}" for port in ports if port.active]
-    if missing:
-        whole = status if len(missing) == len(network.get("hca") or ()) else WARN  # with some NCCL continues, slower
-        yield Seen(whole, f"not active: {', '.join(missing)}", fix)
+    if missing:  # with some NCCL continues, slower
+        yield Seen(status if len(missing) == len(named) else WARN, f"not active: {', '.join(missing)}", fix)
     elif not active:
         states = ", ".join(f"{port.device}:{port.port} {port.state or '?'} {port.physical}".strip() for port in ports)
         yield Seen(status, f"no port is active: {states}", fix)
-    elif len(active) < int(network.get("ports") or 1):
-        yield Seen(WARN, f"{len(active)} ports active, the cluster file says {network.get('ports')}", fix)
     else:
-        yield Seen(PASS, f"active: {', '.join(active)}")
+        few = len(active) < int(network.get("ports") or 1)
+        found = f"{len(active)} ports active, the cluster file says {network.get('ports')}" if few else ""
+        yield from either(WARN, found, f"active: {', '.join(active)}", fix)
 
 
 @rule("rdma-verbs", MACHINE, rank=4)
@@ -219,34 +202,23 @@ def verbs(m: Machine) -> Iterator[Seen]:
     Why: a container without /dev/infiniband or the adapter's provider library has NCCL fall back to sockets without a message
     See: https://github.com/areal-project/AReaL/issues/639
     """
-    f = m.facts
+    f, kind = m.facts, m.section("network").get("kind")
     active = [port for port in f.rdma if port.active]
-    kind = m.section("network").get("kind")
     if not active or not m.computes or kind == "ethernet" or m.environ("NCCL_IB_DISABLE") == "1" or not m.several:
         return
-    lacking = []
-    if not any("uverbs" in name for name in f.rdma_devices):
-        lacking.append("/dev/infiniband/uverbs* cannot be opened")
-    if f.verbs is False:
-        lacking.append("libibverbs.so.1 cannot be loaded")
-    drivers = {port.device.rstrip("0123456789").rstrip("_") for port in active}
-    without = sorted(
-        name for name in drivers if f.verbs_providers and not any(p in name or name in p for p in f.verbs_providers)
-    )
+    lacking = [] if any("uverbs" in name for name in f.rdma_devices) else ["/dev/infiniband/uverbs* cannot be opened"]
+    lacking += ["libibverbs.so.1 cannot be loaded"] if f.verbs is False else []
     hard = bool(lacking) and kind in RDMA_KINDS  # providers may lie in another folder
+    drivers = {port.device.rstrip("0123456789").rstrip("_") for port in active} if f.verbs_providers else set()
+    without = sorted(name for name in drivers if not any(p in name or name in p for p in f.verbs_providers))
     if f.verbs and not f.verbs_providers:
         lacking.append("no provider library is installed")
-    elif without and "mlx5" in without:
+    elif "mlx5" in without:
         lacking.append(f"no provider library for {', '.join(without)}")
-    if lacking:
-        fix = (
-            "install rdma-core (libibverbs, ibverbs-providers) in the image, and bind /dev/infiniband"
-            if m.in_container
-            else ("install rdma-core; let users open /dev/infiniband/uverbs* (udev rules, Slurm's ConstrainDevices)")
-        )
-        yield Seen(FAIL if hard else WARN, "; ".join(lacking), fix)
-    else:
-        yield Seen(PASS, f"{len(f.rdma_devices)} device files, {', '.join(f.verbs_providers) or 'library'}")
+    image = "install rdma-core (libibverbs, ibverbs-providers) in the image, and bind /dev/infiniband"
+    host = "install rdma-core; let users open /dev/infiniband/uverbs* (udev rules, Slurm's ConstrainDevices)"
+    good = f"{len(f.rdma_devices)} device files, {', '.join(f.verbs_providers) or 'library'}"
+    yield from either(FAIL if hard else WARN, "; ".join(lacking), good, image if m.in_container else host)
 
 
 @rule("network-kind", MACHINE)
@@ -276,26 +248,23 @@ def ports(m: Machine) -> Iterator[Seen]:
     Why: any outgoing connection may take a port of this range: a rendezvous inside of it ends with 'address already in use'
     See: https://github.com/NVIDIA/enroot/issues/243
     """
-    range_ = m.facts.port_range
+    range_, value = m.facts.port_range, m.environ("MASTER_PORT")
     if not range_ or len(range_) != 2:
         return
     low, high = range_
-    value = m.environ("MASTER_PORT")
-    fix = "sysctl -w net.ipv4.ip_local_port_range='32768 60999' (and in /etc/sysctl.d)"
     if value.isdigit() and low <= int(value) <= high:
-        text = f"MASTER_PORT={value} is among {low} to {high}"
-        yield Seen(WARN, text, f"choose one below {low}, another one for each job")
-    elif low <= RENDEZVOUS[0] + 1000 and high >= RENDEZVOUS[0]:
-        yield Seen(WARN, f"{low} to {high}: hardly a port is left for jobs to meet", fix)
-    else:
-        yield Seen(PASS, f"{low} to {high}")
+        yield Seen(WARN, f"MASTER_PORT={value} is among {low} to {high}", f"choose one below {low}, another one for each job")
+        return
+    wide = low <= RENDEZVOUS[0] + 1000 and high >= RENDEZVOUS[0]
+    fix = "sysctl -w net.ipv4.ip_local_port_range='32768 60999' (and in /etc/sysctl.d)"
+    text = f"{low} to {high}: hardly a port is left for jobs to meet" if wide else ""
+    yield from either(WARN, text, f"{low} to {high}", fix)
 
 
 def _is_loopback(text: str) -> bool:
-    try:
+    with contextlib.suppress(ValueError):
         return ipaddress.ip_address(text.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
+    return False
 
 
 @rule("hostname-loopback", MACHINE)
@@ -307,16 +276,11 @@ def loopback(m: Machine) -> Iterator[Seen]:
     Fix: give the node's own name its address in /etc/hosts (not 127.0.1.1), or set network.interface in the cluster file
     See: https://github.com/aws-samples/aws-do-eks/pull/69
     """
-    own = m.facts.own_addresses
-    if not m.computes or not m.several:
-        return
+    own, name = m.facts.own_addresses, m.facts.hostname
     held = bool(m.section("network").get("interface") or m.environ("GLOO_SOCKET_IFNAME"))
-    if not own:
-        yield Seen(WARN, f"{m.facts.hostname} does not resolve")
-    elif all(map(_is_loopback, own)) and not held:
-        yield Seen(WARN, f"{m.facts.hostname} is {', '.join(own)}")
-    else:
-        yield Seen(PASS, ", ".join(own))
+    if m.computes and m.several:
+        bad = f"{name} is {', '.join(own)}" if own and all(map(_is_loopback, own)) and not held else ""
+        yield from either(WARN, bad if own else f"{name} does not resolve", ", ".join(own))
 
 
 @rule("node-names", MACHINE)
@@ -328,17 +292,14 @@ def node_names(m: Machine) -> Iterator[Seen]:
     Fix: put the nodes into DNS, or into /etc/hosts of every node (clustertune ops slurm plan shows it)
     See: https://github.com/pytorch/pytorch/issues/73656
     """
-    addresses = m.facts.names
-    if not addresses or not (m.is_member or m.in_step or not m.cluster):
+    names, own = m.facts.names, m.facts.hostname.partition(".")[0]
+    if not names or not (m.is_member or m.in_step or not m.cluster):
         return
-    own = m.facts.hostname.partition(".")[0]
-    unknown = sorted(name for name, found in addresses.items() if not found)
-    wrong = sorted(
-        name for name, found in addresses.items() if found and all(map(_is_loopback, found)) and name.partition(".")[0] != own
-    )
-    if unknown:
-        yield Seen(FAIL if m.several and m.computes else WARN, f"unknown: {', '.join(unknown[:10])}")
-    if wrong:
-        yield Seen(FAIL if m.several and m.computes else WARN, f"resolve to loopback: {', '.join(wrong[:10])}")
+    unknown = sorted(name for name, found in names.items() if not found)
+    looped = [name for name, found in names.items() if found and all(map(_is_loopback, found))]
+    wrong = sorted(name for name in looped if name.partition(".")[0] != own)
+    for what, bad in (("unknown", unknown), ("resolve to loopback", wrong)):
+        if bad:
+            yield Seen(FAIL if m.several and m.computes else WARN, f"{what}: {', '.join(bad[:10])}")
     if not unknown and not wrong:
-        yield Seen(PASS, f"{len(addresses)} names resolve")
+        yield Seen(PASS, f"{len(names)} names resolve")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from clustertune.check.machine import Machine
-from clustertune.check.rule import FAIL, MACHINE, PASS, WARN, Seen, rule
+from clustertune.check.rule import FAIL, MACHINE, WARN, Seen, either, listed, rule
 from clustertune.host.gpu_text import gpu_links
 from clustertune.host.surroundings import has_login
 
@@ -64,14 +64,12 @@ def user_site(m: Machine) -> Iterator[Seen]:
     See: https://github.com/princeton-ddss/blackfish/issues/366
     """
     f = m.facts
-    if not f.executable:
-        return
     home = f.user_site.rstrip("/")
     local = sorted(p.name for p in f.packages if home and (p.location == home or "/.local/lib/python" in p.location))
-    if local:
-        yield Seen(FAIL if m.in_container else WARN, f"from {home or '~/.local'}: {', '.join(local)}")
-    else:
-        yield Seen(PASS, "not looked at" if f.user_site_used is False else "nothing of the stack in it")
+    found = f"from {home or '~/.local'}: {', '.join(local)}" if local else ""
+    good = "not looked at" if f.user_site_used is False else "nothing of the stack in it"
+    if f.executable:
+        yield from either(FAIL if m.in_container else WARN, found, good)
 
 
 @rule("python-path", MACHINE)
@@ -83,12 +81,8 @@ def paths(m: Machine) -> Iterator[Seen]:
     See: https://docs.python.org/3/using/cmdline.html#envvar-PYTHONPATH
     """
     lines = [f"{name}={m.environ(name)}" for name in ("PYTHONHOME", "PYTHONPATH") if m.environ(name)]
-    if lines:
-        home = bool(m.environ("PYTHONHOME"))
-        status = FAIL if home and m.in_container else WARN
-        yield Seen(status, "; ".join(lines), "unset them (module unload python, conda deactivate, .bashrc)")
-    else:
-        yield Seen(PASS, "not set")
+    status = FAIL if m.environ("PYTHONHOME") and m.in_container else WARN
+    yield from either(status, "; ".join(lines), "not set", "unset them (module unload python, conda deactivate, .bashrc)")
 
 
 @rule("scattered-packages", MACHINE)
@@ -100,14 +94,13 @@ def scattered(m: Machine) -> Iterator[Seen]:
     Fix: make the environment again, with all of them: make setup
     See: https://github.com/apptainer/singularity/issues/5592
     """
-    f = m.facts
-    core = [p for p in f.packages if p.name in ("torch", "transformers", "accelerate", "trl", "peft", "datasets")]
-    folders = sorted({p.location for p in core if "/.local/lib/python" not in p.location})
-    if len(folders) > 1:
-        text = "; ".join(f"{folder}: {', '.join(p.name for p in core if p.location == folder)}" for folder in folders)
-        yield Seen(WARN, text)
-    elif folders:
-        yield Seen(PASS, folders[0])
+    core = ("torch", "transformers", "accelerate", "trl", "peft", "datasets")
+    found: dict[str, list[str]] = {}
+    for package in m.facts.packages:
+        if package.name in core and "/.local/lib/python" not in package.location:
+            found.setdefault(package.location, []).append(package.name)
+    text = "; ".join(f"{folder}: {', '.join(names)}" for folder, names in sorted(found.items()))
+    yield from either(WARN, text if len(found) > 1 else "", next(iter(found), ""))
 
 
 @rule("nccl-twice", MACHINE)
@@ -120,10 +113,7 @@ def nccl_twice(m: Machine) -> Iterator[Seen]:
     See: https://github.com/rwth-i6/returnn/issues/1802
     """
     nccl = sorted(f"{p.name} {p.version}" for p in m.facts.packages if p.name.startswith("nvidia-nccl-cu"))
-    if len(nccl) > 1:
-        yield Seen(WARN, ", ".join(nccl))
-    elif nccl:
-        yield Seen(PASS, nccl[0])
+    yield from either(WARN, ", ".join(nccl) if len(nccl) > 1 else "", "".join(nccl[:1]))
 
 
 @rule("library-path", MACHINE)
@@ -134,17 +124,14 @@ def libraries(m: Machine) -> Iterator[Seen]:
     Why: the loader takes these first: 'undefined symbol', or another NCCL than on the other nodes
     See: https://github.com/rwth-i6/returnn/issues/1802
     """
-    f = m.facts
-    bad = [path for path in f.libraries if re.search(r"/lib(nccl|cudart|cudnn|cublas|cublasLt|nvrtc|stdc\+\+)\.so", path)]
-    stub = [path for path in f.libraries if "/stubs/libcuda.so" in path]
+    found = m.facts.libraries
+    bad = [path for path in found if re.search(r"/lib(nccl|cudart|cudnn|cublas|cublasLt|nvrtc|stdc\+\+)\.so", path)]
+    stub = next((path for path in found if "/stubs/libcuda.so" in path), "")
     if stub:
         fix = "take the folder 'stubs' out of LD_LIBRARY_PATH: it is for linking only"
-        yield Seen(FAIL if m.computes else WARN, stub[0], fix)
-    if bad:
-        fix = "take their folders out of LD_LIBRARY_PATH for jobs (module unload cuda nccl): torch brings its own"
-        yield Seen(WARN, ", ".join(bad[:6]) + (f" and {len(bad) - 6} more" if len(bad) > 6 else ""), fix)
-    if not bad and not stub:
-        yield Seen(PASS, "none")
+        yield Seen(FAIL if m.computes else WARN, stub, fix)
+    fix = "take their folders out of LD_LIBRARY_PATH for jobs (module unload cuda nccl): torch brings its own"
+    yield from either(WARN, listed(bad, 6), "" if stub else "none", fix)
 
 
 @rule("preload", MACHINE)
@@ -156,11 +143,7 @@ def preload(m: Machine) -> Iterator[Seen]:
     Fix: unset LD_PRELOAD for jobs
     See: https://man7.org/linux/man-pages/man8/ld.so.8.html
     """
-    preload = m.environ("LD_PRELOAD")
-    if preload:
-        yield Seen(WARN, preload)
-    else:
-        yield Seen(PASS, "not set")
+    yield from either(WARN, m.environ("LD_PRELOAD"), "not set")
 
 
 @rule("nccl-settings", MACHINE)
@@ -175,25 +158,19 @@ def nccl(m: Machine) -> Iterator[Seen]:
     settings = {name: (m.environ(name), "") for name in SLOW if m.environ(name)}
     for name, text in m.facts.nccl_conf.items():
         value, _, origin = text.partition(" (")
-        if name in SLOW and name not in settings:
-            settings[name] = (value, f", in {origin.rstrip(')')}")
-    bad = []
-    environment = m.section("network").get("environment") or {}
-    wanted = "ethernet" if m.section("network").get("kind") == "ethernet" else ""
+        if name in SLOW:
+            settings.setdefault(name, (value, f", in {origin.rstrip(')')}"))
+    network, bad = m.section("network"), []
+    environment = network.get("environment") or {}
     for name, (value, origin) in sorted(settings.items()):
         least, meaning = SLOW[name]
-        if str(environment.get(name, "")) == value:
-            continue
-        if (least and value != least) or (name == "NCCL_IB_DISABLE" and wanted):
-            continue
-        bad.append(f"{name}={value}{origin}: {meaning}")
-    if bad:
-        stops = "NCCL_ALGO" in settings and only_all_reduce(settings["NCCL_ALGO"][0])
-        through_host = "NCCL_P2P_DISABLE" in settings and settings["NCCL_P2P_DISABLE"][0] == "1"
-        nvlink = any(link.startswith("NV") for link in gpu_links(m.facts.topology).values())
-        yield Seen(FAIL if stops or (through_host and nvlink) else WARN, "; ".join(bad))
-    else:
-        yield Seen(PASS, "none")
+        meant = str(environment.get(name, "")) == value or (name == "NCCL_IB_DISABLE" and network.get("kind") == "ethernet")
+        if not meant and least in ("", value):
+            bad.append(f"{name}={value}{origin}: {meaning}")
+    stops = "NCCL_ALGO" in settings and only_all_reduce(settings["NCCL_ALGO"][0])
+    through_host = settings.get("NCCL_P2P_DISABLE", ("",))[0] == "1"
+    nvlink = any(link.startswith("NV") for link in gpu_links(m.facts.topology).values())
+    yield from either(FAIL if stops or (through_host and nvlink) else WARN, "; ".join(bad), "none")
 
 
 @rule("debug-settings", MACHINE)
@@ -205,13 +182,9 @@ def debugging(m: Machine) -> Iterator[Seen]:
     Fix: unset them
     See: https://docs.pytorch.org/docs/stable/distributed.html#debugging-torch-distributed-applications
     """
-    bad = [
-        f"{name}={m.environ(name)}" for name, values in DEBUGGING.items() if m.environ(name).upper() in map(str.upper, values)
-    ]
-    if bad:
-        yield Seen(WARN, ", ".join(bad))
-    else:
-        yield Seen(PASS, "none")
+    given = [(name, m.environ(name), values) for name, values in DEBUGGING.items()]
+    bad = [f"{name}={value}" for name, value, values in given if value.upper() in map(str.upper, values)]
+    yield from either(WARN, ", ".join(bad), "none")
 
 
 @rule("rank-variables", MACHINE)
@@ -223,11 +196,10 @@ def rank_variables(m: Machine) -> Iterator[Seen]:
     See: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
-    found = [f"{name}={m.environ(name)}" for name in names if m.environ(name)]
-    if found and "TORCHELASTIC_RUN_ID" not in m.facts.environment:
-        yield Seen(WARN, ", ".join(found), f"unset {' '.join(word.partition('=')[0] for word in found)}")
-    elif not found:
-        yield Seen(PASS, "not set")
+    found = [name for name in names if m.environ(name)]
+    if not found or "TORCHELASTIC_RUN_ID" not in m.facts.environment:
+        values = ", ".join(f"{name}={m.environ(name)}" for name in found)
+        yield from either(WARN, values, "not set", f"unset {' '.join(found)}")
 
 
 @rule("proxy", MACHINE)
@@ -239,18 +211,13 @@ def proxies(m: Machine) -> Iterator[Seen]:
     See: https://github.com/tenstorrent/tt-xla/issues/3637
     """
     environment = {name.lower(): value for name, value in m.facts.environment.items() if name.lower().endswith("_proxy")}
-    proxies = [name for name in ("http_proxy", "https_proxy", "all_proxy") if environment.get(name)]
+    proxies = ", ".join(name for name in ("http_proxy", "https_proxy", "all_proxy") if environment.get(name))
     direct = [word.strip().lower() for word in environment.get("no_proxy", "").split(",")]
-    if not proxies:
-        yield Seen(PASS, "none")
-        return
     lacking = [] if "*" in direct else [name for name in ("localhost", "127.0.0.1") if name not in direct]
-    if lacking:
-        fix = f"export no_proxy=localhost,127.0.0.1{',' + ','.join(direct) if direct != [''] else ''} (and the nodes' names)"
-        text = f"{', '.join(proxies)} set, no_proxy lacks {' and '.join(lacking)}"
-        yield Seen(WARN, text + ("; one holds a login" if any(map(has_login, environment.values())) else ""), fix)
-    else:
-        yield Seen(PASS, f"{', '.join(proxies)}; local addresses go directly")
+    text = f"{proxies} set, no_proxy lacks {' and '.join(lacking)}" if proxies and lacking else ""
+    text += "; one holds a login" if text and any(map(has_login, environment.values())) else ""
+    fix = f"export no_proxy=localhost,127.0.0.1{',' + ','.join(direct) if direct != [''] else ''} (and the nodes' names)"
+    yield from either(WARN, text, f"{proxies}; local addresses go directly" if proxies else "none", fix)
 
 
 @rule("threads", MACHINE)
@@ -262,11 +229,6 @@ def threads(m: Machine) -> Iterator[Seen]:
     Fix: unset OMP_NUM_THREADS: jobs of clustertune set it from the job's cores
     See: https://github.com/pytorch/pytorch/issues/22260
     """
-    value = m.environ("OMP_NUM_THREADS")
-    if not value.isdigit() or not m.facts.cpus:
-        return
-    if int(value) > m.facts.cpus:
-        text = f"{value} threads for {m.facts.cpus} CPUs"
-        yield Seen(WARN, text)
-    else:
-        yield Seen(PASS, value)
+    value, cpus = m.environ("OMP_NUM_THREADS"), m.facts.cpus
+    if value.isdigit() and cpus:
+        yield from either(WARN, f"{value} threads for {cpus} CPUs" if int(value) > cpus else "", value)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 
-from clustertune.check.machine import Machine, gigabytes
-from clustertune.check.rule import FAIL, MACHINE, PASS, WARN, Seen, rule
+from clustertune.check.machine import Machine, first_part, gigabytes
+from clustertune.check.rule import FAIL, MACHINE, PASS, WARN, Seen, either, rule
 from clustertune.host.facts import Mount
 from clustertune.host.mounts import lies_elsewhere
 
-GB = 10**9
-TIGHT, EMPTY = 10 * GB, 1 * GB
-FEW_INODES = 10_000
+TIGHT, FEW_INODES = 10**10, 10_000
 
 
 def _named(m: Machine) -> dict[str, str]:
@@ -27,6 +25,10 @@ def _named(m: Machine) -> dict[str, str]:
     return named
 
 
+def _pools(m: Machine) -> list[Mount]:
+    return [mount for mount in m.facts.mounts if mount.kind == "fuse.mergerfs"]
+
+
 @rule("mount-silent", MACHINE)
 def silent(m: Machine) -> Iterator[Seen]:
     """Every file system answers.
@@ -36,27 +38,16 @@ def silent(m: Machine) -> Iterator[Seen]:
     See: https://man7.org/linux/man-pages/man5/nfs.5.html
     """
     hung = [mount for mount in m.facts.mounts if mount.silent or mount.fault]
+    storage = m.section("storage")
+    named = (storage.get("scratch"), m.environ("HOME"), m.environ("TMPDIR"), m.environ("HF_HOME"), "/tmp")  # noqa: S108
+    touched = [str(path) for path in (*_named(m), *named) if path]
     for mount in hung:
         fix = f"look at the server of {mount.source or 'it'}; if it is gone for good: umount -l {mount.point} as root"
-        needed = m.computes and any(
-            needed_path == mount.point or needed_path.startswith(mount.point + "/") for needed_path in _needed(m)
-        )
+        needed = m.computes and any(path == mount.point or path.startswith(mount.point + "/") for path in touched)
         fault = mount.fault or "gave no answer"
         yield Seen(FAIL if needed else WARN, f"{mount.point} ({mount.kind}, {mount.source}): {fault}", fix)
     if m.facts.mounts and not hung:
         yield Seen(PASS, f"{len(m.facts.mounts)} file systems answer")
-
-
-def _needed(m: Machine) -> list[str]:
-    """Folders that a job touches."""
-    named = [
-        str(m.section("storage").get("scratch") or ""),
-        m.environ("HOME"),
-        m.environ("TMPDIR"),
-        m.environ("HF_HOME"),
-        "/tmp",  # noqa: S108 - it is looked at
-    ]
-    return [path for path in (*_named(m), *named) if path]
 
 
 @rule("mount-missing", MACHINE)
@@ -70,26 +61,21 @@ def missing(m: Machine) -> Iterator[Seen]:
     named = {path: what for path, what in _named(m).items() if what in ("brick", "pool")}
     if not named or not m.facts.mounts or not (m.is_member or m.in_step) or m.rehearsal:
         return
-    own = {str(b.get("mount")) for b in m.section("storage").get("bricks") or () if _same(str(b.get("node")), m.facts.hostname)}
+    bricks = m.section("storage").get("bricks") or ()
+    own = {str(brick.get("mount")) for brick in bricks if first_part(str(brick.get("node"))) == first_part(m.facts.hostname)}
     points = {mount.point for mount in m.facts.mounts}
-    below = {mount.point for mount in m.facts.mounts if mount.point != "/"}
     for path, what in named.items():
-        there = path in points or (m.in_container and any(path.startswith(point + "/") for point in below))
-        if not there and path in own:
-            there = any(path.startswith(point + "/") for point in below)  # a brick of its own may lie on a larger disk
-        if not there and any(path == point or path.startswith(point.rstrip("/") + "/") for point in m.facts.automounts):
-            continue  # it is mounted when it is first used
-        if there:
+        # in a container it is a bind; a brick of its own may lie on a larger disk
+        below = any(path.startswith(point + "/") for point in points - {"/"})
+        if path in points or (below and (m.in_container or path in own)):
             yield Seen(PASS, f"{path} is mounted")
+        elif any(path == point or path.startswith(point.rstrip("/") + "/") for point in m.facts.automounts):
+            continue  # it is mounted when it is first used
         elif m.in_container:
             yield Seen(WARN, f"the container does not see the {what} {path}", "bind it: container.binds of the cluster file")
         else:
             fix = f"mount {path}; clustertune ops storage check says why it is not; an immutable mount point keeps writes off"
             yield Seen(FAIL if m.computes else WARN, f"nothing is mounted on {path} ({what} of the cluster file)", fix)
-
-
-def _same(one: str, other: str) -> bool:
-    return one.lower().partition(".")[0] == other.lower().partition(".")[0]
 
 
 @rule("mount-read-only", MACHINE)
@@ -101,15 +87,12 @@ def read_only(m: Machine) -> Iterator[Seen]:
     Fix: look at dmesg for errors of the disk; repair it, then mount -o remount,rw; in a container bind it without :ro
     See: https://man7.org/linux/man-pages/man8/mount.8.html
     """
-    storage = m.section("storage")
-    wanted = [*_named(m), str(storage.get("scratch") or ""), "/tmp"]  # noqa: S108 - it is looked at
-    bad = {}
-    for path in wanted:
-        mount = m.mount_of(path) if path else None
-        if mount is not None and "ro" in mount.options and (mount.point != "/" or not m.in_container):
-            bad[mount.point] = mount
+    named = _named(m)
+    wanted = [*named, str(m.section("storage").get("scratch") or ""), "/tmp"]  # noqa: S108 - it is looked at
+    mounts = [mount for path in wanted if path and (mount := m.mount_of(path)) and "ro" in mount.options]
+    bad = {mount.point: mount for mount in mounts if mount.point != "/" or not m.in_container}
     for mount in bad.values():
-        hard = m.computes and not m.in_container and _named(m).get(mount.point) != "brick"  # a pool passes over such a brick
+        hard = m.computes and not m.in_container and named.get(mount.point) != "brick"  # a pool passes over such a brick
         yield Seen(FAIL if hard else WARN, f"{mount.point} ({mount.kind}) is read-only")
     if m.facts.mounts and not bad:
         yield Seen(PASS, "none that is to be written")
@@ -124,13 +107,10 @@ def nfs_options(m: Machine) -> Iterator[Seen]:
     Fix: mount it hard and with locks: clustertune ops storage plan prints the lines
     See: https://man7.org/linux/man-pages/man5/nfs.5.html
     """
-    mounts = [mount for mount in m.facts.mounts if mount.kind.startswith("nfs")]
-    for mount in mounts:
-        bad = [word for word in mount.options if word in ("soft", "softerr", "softreval", "nolock") or word == "local_lock=all"]
-        if bad:
-            yield Seen(WARN, f"{mount.point}: {', '.join(bad)}")
-        else:
-            yield Seen(PASS, f"{mount.point}: hard")
+    for mount in m.facts.mounts:
+        if mount.kind.startswith("nfs"):
+            bad = [word for word in mount.options if word in ("soft", "softerr", "softreval", "nolock", "local_lock=all")]
+            yield from either(WARN, f"{mount.point}: {', '.join(bad)}" if bad else "", f"{mount.point}: hard")
 
 
 @rule("pool-mmap", MACHINE)
@@ -142,12 +122,9 @@ def pools(m: Machine) -> Iterator[Seen]:
     Fix: cache.files=auto-full (or partial) in the pool's fstab line: clustertune ops storage plan
     See: https://github.com/trapexit/mergerfs/issues/674
     """
-    f = m.facts
-    for mount in f.mounts:
-        if mount.kind != "fuse.mergerfs":
-            continue
+    for mount in _pools(m):
         bad = [word for word in mount.options if word in ("cache.files=off", "direct_io")]
-        tried = [p.ok for p in f.probes if p.what == "mmap" and p.ok is not None and m.mount_of(p.folder) is mount]
+        tried = [p.ok for p in m.facts.probes if p.what == "mmap" and p.ok is not None and m.mount_of(p.folder) is mount]
         if bad and not tried:  # what was tried is known, with kernels that map such files too: the rule mmap tells
             yield Seen(WARN, f"{mount.point}: {', '.join(bad)}")
 
@@ -161,10 +138,10 @@ def exports(m: Machine) -> Iterator[Seen]:
     Fix: export the bricks, not the pool: every node mounts them and makes its own pool
     See: https://github.com/trapexit/mergerfs/issues/1557
     """
-    for path in m.facts.exports:
-        below = m.mount_of(path)
-        if below is not None and below.kind.startswith("fuse."):
-            yield Seen(FAIL, f"/etc/exports: {path} is on {below.kind} at {below.point}")
+    below = [(path, m.mount_of(path)) for path in m.facts.exports]
+    for path, mount in below:
+        if mount is not None and mount.kind.startswith("fuse."):
+            yield Seen(FAIL, f"/etc/exports: {path} is on {mount.kind} at {mount.point}")
 
 
 @rule("pool-branch", MACHINE)
@@ -176,31 +153,23 @@ def branches(m: Machine) -> Iterator[Seen]:
     Fix: mount the bricks, and keep their empty mount points immutable (chattr +i): clustertune ops storage check
     See: https://manpages.ubuntu.com/manpages/questing/man1/mergerfs.1.html
     """
-    for pool in m.facts.mounts:
-        if pool.kind != "fuse.mergerfs":
-            continue
+    for pool in _pools(m):
         listed = next((word[len("branches=") :] for word in pool.options if word.startswith("branches=")), "")
         paths = [part.partition("=")[0] for part in listed.split(":") if part.startswith("/")]
         bare = [path for path in paths if (under := m.mount_of(path)) is not None and under.point == "/"]
-        if bare:
-            yield Seen(FAIL, f"{pool.point}: {', '.join(bare)} on the root disk")
-        elif paths:
-            yield Seen(PASS, f"{pool.point}: {len(paths)} branches, each on a disk of its own")
+        good = f"{pool.point}: {len(paths)} branches, each on a disk of its own" if paths else ""
+        yield from either(FAIL, f"{pool.point}: {', '.join(bare)} on the root disk" if bare else "", good)
 
 
 def _tried(m: Machine, what: str, fix: str, *, worst: str = WARN, folders: Container[str] | None = None) -> Iterator[Seen]:
     """What came of trying one thing in the folders of libraries; ``folders``: only in these."""
-    done = 0
-    for probe in m.facts.probes:
-        if probe.what != what or (folders is not None and probe.folder not in folders):
-            continue
+    probes = [one for one in m.facts.probes if one.what == what and (folders is None or one.folder in folders)]
+    for probe in probes:
         if probe.ok is False:
             mount = m.mount_of(probe.folder)
             on = f" ({mount.kind} at {mount.point})" if mount else ""
             yield Seen(worst if m.computes else WARN, f"{probe.folder}{on}: {probe.said}", fix)
-        elif probe.ok:
-            done += 1
-    if done:
+    if done := sum(bool(probe.ok) for probe in probes):
         yield Seen(PASS, f"works in {done} folders")
 
 
@@ -249,20 +218,18 @@ def caches(m: Machine) -> Iterator[Seen]:
     See: https://github.com/triton-lang/triton/issues/11512
     """
     home = m.environ("HOME")
-    triton = m.environ("TRITON_CACHE_DIR") or (f"{home}/.triton" if home else "")
-    for name, path in (("TRITON_CACHE_DIR", triton), ("TORCHINDUCTOR_CACHE_DIR", m.environ("TORCHINDUCTOR_CACHE_DIR"))):
+    for name, default in (("TRITON_CACHE_DIR", f"{home}/.triton" if home else ""), ("TORCHINDUCTOR_CACHE_DIR", "")):
+        path = m.environ(name) or default
         mount = m.mount_of(path) if path and m.computes else None
         if mount is None:
             continue
-        if lies_elsewhere(mount.kind):
-            fix = f"{name} on a disk of the node, of each job its own: jobs started by clustertune have it so"
-            default = "" if m.environ(name) else " (by default)"
-            if default and m.expects.launched:
-                yield Seen(PASS, "each job has its own, on the node")
-            else:
-                yield Seen(WARN, f"{path}{default} is on {mount.kind}", fix)
-        else:
-            yield Seen(PASS, f"{path} is on {mount.kind}")
+        by_default = "" if m.environ(name) else " (by default)"
+        if lies_elsewhere(mount.kind) and by_default and m.expects.launched:
+            yield Seen(PASS, "each job has its own, on the node")
+            continue
+        fix = f"{name} on a disk of the node, of each job its own: jobs started by clustertune have it so"
+        away = f"{path}{by_default} is on {mount.kind}" if lies_elsewhere(mount.kind) else ""
+        yield from either(WARN, away, f"{path} is on {mount.kind}", fix)
 
 
 @rule("hub-cache", MACHINE)
@@ -277,23 +244,19 @@ def hub_cache(m: Machine) -> Iterator[Seen]:
     home = m.environ("HOME")
     cache = m.environ("HF_HOME") or (f"{home}/.cache/huggingface" if home else "")
     mount = m.mount_of(cache) if cache and m.computes else None
-    if mount is not None and lies_elsewhere(mount.kind):
-        yield Seen(WARN, f"{cache} is on {mount.kind} at {mount.point}")
-    elif mount is not None:
-        yield Seen(PASS, f"{cache} is on {mount.kind}")
+    if mount is not None:
+        on = f"{cache} is on {mount.kind}"
+        yield from either(WARN, f"{on} at {mount.point}" if lies_elsewhere(mount.kind) else "", on)
 
 
 def _written(m: Machine) -> list[Mount]:
     """The file systems to which jobs write, as far as their free space is known."""
     storage = m.section("storage")
-    staging = storage.get("staging") or {}
-    named = [*_named(m), str(storage.get("scratch") or ""), str(staging.get("path") or ""), m.environ("TMPDIR") or "/tmp"]  # noqa: S108
-    if not m.in_container:
-        named.append("/")
-    seen = {mount.point: mount for path in named if path and (mount := m.mount_of(path)) is not None and not mount.silent}
-    return [
-        mount for mount in seen.values() if "ro" not in mount.options and mount.free_bytes is not None and mount.total_bytes
-    ]
+    scratch, staging = storage.get("scratch"), (storage.get("staging") or {}).get("path")
+    named = [*_named(m), scratch, staging, m.environ("TMPDIR") or "/tmp", "" if m.in_container else "/"]  # noqa: S108
+    seen = {mount.point: mount for path in named if path and (mount := m.mount_of(str(path))) and not mount.silent}
+    known = (mount for mount in seen.values() if mount.free_bytes is not None and mount.total_bytes)
+    return [mount for mount in known if "ro" not in mount.options]
 
 
 @rule("disk-full", MACHINE)
@@ -304,21 +267,18 @@ def room(m: Machine) -> Iterator[Seen]:
     Why: a full disk ends the job at its next checkpoint, a full /tmp at any moment
     See: https://man7.org/linux/man-pages/man3/statvfs.3.html
     """
-    good = 0
-    for mount in _written(m):
+    mounts, bad = _written(m), 0
+    for mount in mounts:
         total, free = mount.total_bytes or 0, mount.free_bytes or 0
         small = total < TIGHT  # a tmpfs or a quota of some GB is meant to be so
-        if free < (total // 20 if small else EMPTY):
-            status = FAIL if free < 100_000_000 else WARN
-        else:
-            status = WARN if free < TIGHT and not small else PASS
-        text = f"{mount.point} ({mount.kind}): {gigabytes(free)} of {gigabytes(total)} left"
-        if status == PASS:
-            good += 1
-        else:
-            yield Seen(status, text, f"remove what is not needed: du -xh -d 2 {mount.point} | sort -h | tail")
-    if good:
-        yield Seen(PASS, f"{good} file systems have room")
+        if free < (total // 20 if small else TIGHT):
+            hard = free < 100_000_000
+            text = f"{mount.point} ({mount.kind}): {gigabytes(free)} of {gigabytes(total)} left"
+            fix = f"remove what is not needed: du -xh -d 2 {mount.point} | sort -h | tail"
+            bad += 1
+            yield Seen(FAIL if hard else WARN, text, fix)
+    if len(mounts) > bad:
+        yield Seen(PASS, f"{len(mounts) - bad} file systems have room")
 
 
 @rule("inodes", MACHINE)
@@ -352,11 +312,10 @@ def scratch(m: Machine) -> Iterator[Seen]:
     if lies_elsewhere(mount.kind):
         fix = "storage.scratch of the cluster file must be on a disk of each node"
         yield Seen(WARN, f"{path} is on {mount.kind} at {mount.point}", fix)
-    elif tried and all(probe.ok is None for probe in tried):
-        fix = "make it on every node (mode 1777, as /tmp), or name another one: storage.scratch of the cluster file"
-        yield Seen(FAIL if m.in_step else WARN, f"{path}: {tried[0].said}", fix)
     elif tried:
-        yield Seen(PASS, f"{path} on {mount.kind}")
+        untried = f"{path}: {tried[0].said}" if all(probe.ok is None for probe in tried) else ""
+        fix = "make it on every node (mode 1777, as /tmp), or name another one: storage.scratch of the cluster file"
+        yield from either(FAIL if m.in_step else WARN, untried, f"{path} on {mount.kind}", fix)
 
 
 @rule("container-root", MACHINE)
@@ -369,12 +328,10 @@ def container_root(m: Machine) -> Iterator[Seen]:
     See: https://github.com/apptainer/apptainer-userdocs/blob/master/persistent_overlays.rst
     """
     root = m.mount_of("/") if m.in_container else None
-    if root is None or root.kind not in ("overlay", "fuse.fuse-overlayfs") or root.free_bytes is None:
-        return
-    if root.free_bytes < 64_000_000 and "ro" not in root.options:
-        yield Seen(WARN, f"{gigabytes(root.free_bytes)} left on the container's root")
-    else:
-        yield Seen(PASS, f"{gigabytes(root.free_bytes)} left")
+    if root is not None and root.kind in ("overlay", "fuse.fuse-overlayfs") and root.free_bytes is not None:
+        full = f"{gigabytes(root.free_bytes)} left on the container's root"
+        tight = root.free_bytes < 64_000_000 and "ro" not in root.options
+        yield from either(WARN, full if tight else "", f"{gigabytes(root.free_bytes)} left")
 
 
 def _open_to_others(m: Machine, what: str, bits: int, change: str) -> Iterator[Seen]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from clustertune.check.machine import Machine, gigabytes
-from clustertune.check.rule import FAIL, NODES, PASS, WARN, Seen, rule
+from clustertune.check.rule import FAIL, NODES, PASS, WARN, Seen, either, listed, rule
 from clustertune.host.mounts import lies_elsewhere
 
 
@@ -30,6 +32,12 @@ MUNGE_S = 300.0
 """Age at which munge refuses a credential by default (munge(7), TTL)."""
 
 
+if TYPE_CHECKING:  # 3.8 cannot subscript collections.abc
+    Values = Sequence[tuple[str, Callable[[Machine], object]]]
+NOTHING: tuple[object, ...] = (None, "", [], ())
+"""What a machine says that does not tell."""
+
+
 def differing(machines: Sequence[Machine], value: Callable[[Machine], object]) -> str:
     """``4: node1, node2; 5: node3`` where the machines do not have one value, the most common one first; else empty.
 
@@ -38,30 +46,19 @@ def differing(machines: Sequence[Machine], value: Callable[[Machine], object]) -
     groups: dict[str, list[str]] = {}
     for machine in machines:
         found = value(machine)
-        if found not in (None, "", [], ()):
+        if found not in NOTHING:
             groups.setdefault(str(found), []).append(machine.where)
-    if len(groups) < 2:
-        return ""
-    ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
-    shown = [
-        f"{text}: {', '.join(names[:6])}{f' and {len(names) - 6} more' if len(names) > 6 else ''}" for text, names in ordered
-    ]
-    return "; ".join(shown[:6])
-
-
-if TYPE_CHECKING:
-    Values = Sequence[tuple[str, Callable[[Machine], object]]]
+    ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])) if len(groups) > 1 else []
+    return "; ".join(f"{text}: {listed(names, 6)}" for text, names in ordered[:6])
 
 
 def _compare(machines: Sequence[Machine], status: str, values: Values, fix: str) -> Iterator[Seen]:
     if len(machines) < 2:
         return
-    bad = False
-    for name, value in values:
-        if difference := differing(machines, value):
-            bad = True
-            yield Seen(status, f"{name}: {difference}", fix)
-    if not bad and any(value(machine) not in (None, "", [], ()) for _, value in values for machine in machines):
+    found = [f"{name}: {difference}" for name, value in values if (difference := differing(machines, value))]
+    for text in found:
+        yield Seen(status, text, fix)
+    if not found and any(value(machine) not in NOTHING for _, value in values for machine in machines):
         yield Seen(PASS, f"{', '.join(name for name, _ in values)}: the same on {len(machines)} nodes")
 
 
@@ -89,13 +86,11 @@ def driver(several: JobNodes) -> Iterator[Seen]:
     Why: NCCL chooses its ways by what the driver can do: nodes that choose differently hang or end at the first collective
     See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
     """
-    machines = several.machines
     fix = "install one version on all nodes; until then leave the odd one out: --exclude=NODE"
     # NCCL chooses features by the driver's CUDA version, cuMem from 12.0 on (src/misc/cudawrap.cc): ranks would disagree.
-    cuda = differing(machines, lambda m: m.facts.cuda_driver)
-    if cuda:
+    if cuda := differing(several.machines, lambda m: m.facts.cuda_driver):
         yield Seen(FAIL, f"CUDA of the driver: {cuda}", fix)
-    yield from _compare(machines, WARN, (("driver", lambda m: m.facts.driver),), fix)
+    yield from _compare(several.machines, WARN, [("driver", lambda m: m.facts.driver)], fix)
 
 
 CORE = re.compile(r"(Python|torch|nvidia-nccl-cu\d+|transformers|accelerate|trl|peft|datasets|safetensors): ")
@@ -115,22 +110,19 @@ def packages(several: JobNodes) -> Iterator[Seen]:
     machines = several.machines
     names = sorted({package.name for machine in machines for package in machine.facts.packages})
 
-    def version_of(name: str) -> Callable[[Machine], object]:
-        def value(machine: Machine) -> object:
-            found = next((p.version for p in machine.facts.packages if p.name == name), "")
-            return found or ("none" if machine.facts.packages else None)
+    def version_of(machine: Machine, name: str) -> object:
+        found = next((package.version for package in machine.facts.packages if package.name == name), "")
+        return found or ("none" if machine.facts.packages else None)
 
-        return value
-
-    values = [("Python", lambda m: m.facts.python.rpartition(".")[0]), *((name, version_of(name)) for name in names)]
     if len(machines) < 2:
         return
-    lines = [f"{name}: {text}" for name, value in values if (text := differing(machines, value))]
-    if lines:
-        hard = [text for text in lines if CORE.match(text)]
-        yield Seen(FAIL if hard else WARN, "; ".join([*hard, *(text for text in lines if text not in hard)][:6]))
-    elif names:
-        yield Seen(PASS, f"{len(names)} packages: the same on {len(machines)} nodes")
+    values = [("Python", differing(machines, lambda m: m.facts.python.rpartition(".")[0]))]
+    values += [(name, differing(machines, partial(version_of, name=name))) for name in names]
+    lines = [f"{name}: {text}" for name, text in values if text]
+    hard = [text for text in lines if CORE.match(text)]
+    shown = "; ".join([*hard, *(text for text in lines if text not in hard)][:6])
+    good = f"{len(names)} packages: the same on {len(machines)} nodes" if names else ""
+    yield from either(FAIL if hard else WARN, shown, good)
 
 
 @rule("nodes-gpus", NODES)
@@ -141,15 +133,14 @@ def gpus(several: JobNodes) -> Iterator[Seen]:
     Why: all ranks wait for the slowest, and a node with fewer GPUs cannot start all of its ranks
     See: https://slurm.schedmd.com/gres.html
     """
-    machines = several.machines
 
     def kinds(machine: Machine) -> object:
-        names = sorted(gpu.name or "?" for gpu in machine.facts.gpus)
-        return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
+        names = Counter(gpu.name or "?" for gpu in machine.facts.gpus)
+        return ", ".join(f"{count} x {name}" for name, count in sorted(names.items())) or "none"
 
-    if any(machine.facts.gpus for machine in machines):
+    if any(machine.facts.gpus for machine in several.machines):
         fix = "ask for one kind of node (--constraint, --gres=gpu:TYPE:N), or leave the odd one out: --exclude=NODE"
-        yield from _compare(machines, FAIL, (("GPUs", kinds),), fix)
+        yield from _compare(several.machines, FAIL, [("GPUs", kinds)], fix)
 
 
 @rule("nodes-system", NODES)
@@ -160,22 +151,15 @@ def system(several: JobNodes) -> Iterator[Seen]:
     Why: one node that was updated, or was built differently, fails alone: the fault comes and goes with the nodes of a job
     See: https://slurm.schedmd.com/troubleshoot.html#nodes
     """
-    machines = several.machines
-    fix = "bring the nodes to one state, or leave the odd one out: --exclude=NODE"
-
-    sizes = about([machine.facts.memory_bytes for machine in machines])
+    sizes = about([machine.facts.memory_bytes for machine in several.machines])
 
     def memory(machine: Machine) -> object:
         total = machine.facts.memory_bytes
         return f"{sizes[total] / 2**30:.0f} GiB" if total else None
 
-    values = (
-        ("kernel", lambda m: m.facts.kernel),
-        ("C library", lambda m: m.facts.glibc),
-        ("memory", memory),
-        ("CPUs", lambda m: m.facts.cpus),
-    )
-    yield from _compare(machines, WARN, values, fix)
+    values: Values = [("kernel", lambda m: m.facts.kernel), ("C library", lambda m: m.facts.glibc), ("memory", memory)]
+    fix = "bring the nodes to one state, or leave the odd one out: --exclude=NODE"
+    yield from _compare(several.machines, WARN, [*values, ("CPUs", lambda m: m.facts.cpus)], fix)
 
 
 @rule("nodes-limits", NODES)
@@ -186,25 +170,19 @@ def limits(several: JobNodes) -> Iterator[Seen]:
     Why: a limit that one slurmd was started with ends only the ranks of its node
     See: https://github.com/ai4d-iasc/trixie/issues/81
     """
-    machines = several.machines
-    fix = "the same unit of slurmd on all nodes (LimitMEMLOCK, LimitNOFILE), then systemctl restart slurmd on the odd one"
+    sizes = about([machine.facts.shm_bytes for machine in several.machines])
 
-    def size(value: int | None) -> object:
-        return None if value is None else "unlimited" if value < 0 else gigabytes(value)
-
-    sizes = about([machine.facts.shm_bytes for machine in machines])
+    def memlock(machine: Machine) -> object:
+        limit = machine.facts.memlock_bytes
+        return None if limit is None else "unlimited" if limit < 0 else gigabytes(limit)
 
     def shm(machine: Machine) -> object:
         total = machine.facts.shm_bytes
         return None if total is None else f"{sizes[total] / 1e9:.0f} GB" if total >= 1e9 else gigabytes(sizes[total])
 
-    values = (
-        ("memlock", lambda m: size(m.facts.memlock_bytes)),
-        ("open files", lambda m: m.facts.nofile),
-        ("shared memory", shm),
-        ("cores", lambda m: m.facts.affinity),
-    )
-    yield from _compare(machines, WARN, values, fix)
+    values: Values = [("memlock", memlock), ("open files", lambda m: m.facts.nofile), ("shared memory", shm)]
+    fix = "the same unit of slurmd on all nodes (LimitMEMLOCK, LimitNOFILE), then systemctl restart slurmd on the odd one"
+    yield from _compare(several.machines, WARN, [*values, ("cores", lambda m: m.facts.affinity)], fix)
 
 
 @rule("nodes-network", NODES, rank=3)
@@ -217,33 +195,24 @@ def network(several: JobNodes) -> Iterator[Seen]:
     """
     machines = several.machines
 
-    def nic(key: str) -> Callable[[Machine], object]:
-        def value(machine: Machine) -> object:
-            name = machine.section("network").get("interface") or _route(machine)
-            return next((getattr(n, key) for n in machine.facts.nics if n.name == name), None)
-
-        return value
-
-    fix = "set it alike on all nodes and on the switch: ip link show, ethtool"
-    yield from _compare(machines, FAIL, (("MTU", nic("mtu")),), fix)
+    def nic(machine: Machine, key: str) -> object:
+        # where the cluster file names no interface, the one that is there, if there is one
+        real = [nic.name for nic in machine.facts.nics if nic.up and nic.addresses and nic.kind != "loopback"]
+        name = machine.section("network").get("interface") or (real[0] if len(real) == 1 else "")
+        return next((getattr(nic, key) for nic in machine.facts.nics if nic.name == name), None)
 
     def rdma(machine: Machine) -> object:
         active = [port for port in machine.facts.rdma if port.active]
         rates = sorted(f"{port.gbit:g}" for port in active if port.gbit)
         return f"{len(active)} active ports, {'/'.join(rates) or '?'} Gbit/s"
 
-    values: list[tuple[str, Callable[[Machine], object]]] = [("speed in Mbit/s", nic("mbit"))]
-    if any(machine.facts.rdma for machine in machines):
-        values.append(("RDMA", rdma))
+    fix = "set it alike on all nodes and on the switch: ip link show, ethtool"
+    yield from _compare(machines, FAIL, [("MTU", partial(nic, key="mtu"))], fix)
+    values: Values = [("speed in Mbit/s", partial(nic, key="mbit"))]
+    values = [*values, ("RDMA", rdma)] if any(machine.facts.rdma for machine in machines) else values
     for name, value in values:
         if len(machines) > 1 and (difference := differing(machines, value)):
             yield Seen(WARN, f"{name}: {difference}", "look at cables and ports of the odd node: ibstat, ethtool")
-
-
-def _route(machine: Machine) -> str:
-    """The interface that carries the ranks where the cluster file names none: the one that is there, if there is one."""
-    real = [nic.name for nic in machine.facts.nics if nic.up and nic.addresses and nic.kind != "loopback"]
-    return real[0] if len(real) == 1 else ""
 
 
 @rule("nodes-mounts", NODES)
@@ -255,34 +224,24 @@ def mounts(several: JobNodes) -> Iterator[Seen]:
     Fix: mount it alike on all nodes (clustertune ops storage check), or leave the odd one out: --exclude=NODE
     See: https://github.com/huggingface/accelerate/issues/3010
     """
-    machines = several.machines
-    if len(machines) < 2:
-        return
+    machines, lines = several.machines, []
     tables = {id(m): {mount.point: mount.source for mount in m.facts.mounts if lies_elsewhere(mount.kind)} for m in machines}
     own = {str(brick.get("mount")) for m in machines for brick in m.section("storage").get("bricks") or ()}
-    lines = []
     points = sorted({point for table in tables.values() for point in table} - own)  # a brick is local on its own node
-    for point in points:
+    for point in points if len(machines) > 1 else ():
         lacking = [m.where for m in machines if point not in tables[id(m)] and not _waits(m, point)]
         sources = {origin(table[point]): table[point] for table in tables.values() if point in table}
         if lacking:
             lines.append(f"{point} is not mounted on {', '.join(lacking[:6])}")
         elif len(sources) > 1:
             lines.append(f"{point} is mounted from {', '.join(sorted(sources.values())[:4])}")
-    if lines:
-        yield Seen(WARN, "; ".join(lines[:6]))
-    elif points:
-        yield Seen(PASS, f"{len(points)} network file systems: the same on {len(machines)} nodes")
+    good = f"{len(points)} network file systems: the same on {len(machines)} nodes" if points and len(machines) > 1 else ""
+    yield from either(WARN, "; ".join(lines[:6]), good)
 
 
 def _waits(machine: Machine, point: str) -> bool:
     """Whether it is mounted there when it is first used."""
     return any(point == above or point.startswith(above.rstrip("/") + "/") for above in machine.facts.automounts)
-
-
-def skew(remote: float, sent: float, answered: float) -> float:
-    """By how many seconds a clock is off at least that showed ``remote`` between ``sent`` and ``answered`` of another one."""
-    return max(0.0, sent - remote, remote - answered) * (1 if remote >= sent else -1)
 
 
 @rule("nodes-clock", NODES)
@@ -296,15 +255,15 @@ def clocks(several: JobNodes) -> Iterator[Seen]:
     sent, answered = several.started, several.ended
     if len(several.machines) < 2 or not answered:
         return
-    off = {m.where: skew(m.facts.time, sent, answered) for m in several.machines if m.facts.time}
-    bad = {name: seconds for name, seconds in off.items() if abs(seconds) > SKEW_S}
-    if bad:
-        text = ", ".join(f"{name} by {seconds:+.1f} s" for name, seconds in sorted(bad.items())[:8])
-        status = FAIL if max(map(abs, bad.values())) > MUNGE_S else WARN
-        fix = "chrony with the same servers on all nodes; at once, as root: chronyc makestep"
-        yield Seen(status, f"off at least: {text}", fix)
-    elif off:
-        yield Seen(PASS, f"within {answered - sent + SKEW_S:.1f} s on {len(off)} nodes")
+    times = {m.where: m.facts.time for m in several.machines if m.facts.time}
+    # by how many seconds a clock is off at least that showed this time between the asking and the answer
+    off = {name: max(0.0, sent - time, time - answered) * (1 if time >= sent else -1) for name, time in times.items()}
+    bad = {name: seconds for name, seconds in sorted(off.items()) if abs(seconds) > SKEW_S}
+    listed = ", ".join(f"{name} by {seconds:+.1f} s" for name, seconds in list(bad.items())[:8])
+    status = FAIL if max(map(abs, bad.values()), default=0.0) > MUNGE_S else WARN
+    good = f"within {answered - sent + SKEW_S:.1f} s on {len(off)} nodes" if off else ""
+    fix = "chrony with the same servers on all nodes; at once, as root: chronyc makestep"
+    yield from either(status, f"off at least: {listed}" if bad else "", good, fix)
 
 
 @rule("node-silent", NODES)

@@ -9,25 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clustertune.check import rule as rules
 from clustertune.check.machine import Machine
 from clustertune.check.nodes import JobNodes
-from clustertune.check.rule import (
-    FAIL,
-    LOOKS,
-    MACHINE,
-    NODES,
-    PASS,
-    UNKNOWN,
-    WARN,
-    Check,
-    Finding,
-    Rule,
-    Seen,
-    checks,
-    in_order,
-    printable,
-    rule,
-)  # fmt: skip
+from clustertune.check.rule import FAIL, LOOKS, MACHINE, NODES, PASS, UNKNOWN, WARN, Check, Finding, Rule, Seen, checks, rule
 
 
 @rule("rule-broken", LOOKS)
@@ -80,7 +65,7 @@ class Report:
     @property
     def counted(self) -> list[Finding]:
         """What decides the verdict, worst first."""
-        return [item for item in in_order(self.findings) if item.rule not in self.ignored]
+        return [item for item in rules.in_order(self.findings) if item.rule not in self.ignored]
 
     @property
     def faults(self) -> list[Finding]:
@@ -112,16 +97,14 @@ SAME = {
 
 def deduplicate(machine: Sequence[Finding], recipe: Sequence[Finding]) -> list[Finding]:
     """Both, without what the machine's rules say less exactly of what the recipe's rules have found as well."""
-    found = {item.rule: item.where for item in recipe if item.status in (WARN, FAIL) and item.rule in SAME}
-    repeated = {other for rule in found for other in SAME[rule] if rule != "env-file"}
-    file = found.get("env-file")
-    left = [
-        item
-        for item in machine
-        if item.status not in (WARN, FAIL)
-        or (item.rule not in repeated and not (file and item.rule == "secret-mode" and item.found.startswith(f"{file} ")))
-    ]
-    return [*left, *recipe]
+    found = {item.rule: item.where for item in recipe if item.status in (WARN, FAIL)}
+    files = {rule: found[rule] if rule == "env-file" else "" for rule in SAME if rule in found}
+    repeated = [(other, file) for rule, file in files.items() for other in SAME[rule]]
+
+    def is_repeated(item: Finding) -> bool:
+        return any(item.rule == other and item.found.startswith(f"{file} " if file else "") for other, file in repeated)
+
+    return [*(item for item in machine if item.status not in (WARN, FAIL) or not is_repeated(item)), *recipe]
 
 
 def put(text: str) -> None:
@@ -137,19 +120,17 @@ def put(text: str) -> None:
 
 def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[str]]]:
     """Findings that differ in nothing but where they are, as one with the places."""
-    places: dict[tuple[str, ...], list[str]] = {}
-    first: dict[tuple[str, ...], Finding] = {}
+    found: dict[tuple[str, ...], tuple[Finding, list[str]]] = {}
     for item in findings:
-        key = (item.rule, item.status, item.found, item.fix)
-        first.setdefault(key, item)
-        places.setdefault(key, []).append(item.where)
-    return [(first[key], [where for where in places[key] if where]) for key in first]
+        _, places = found.setdefault((item.rule, item.status, item.found, item.fix), (item, []))
+        places += [item.where] if item.where else []
+    return list(found.values())
 
 
 def describe(item: Finding, places: Sequence[str]) -> list[str]:
     """The lines of one finding."""
-    where = f"{', '.join(places[:8])}{f' and {len(places) - 8} more' if len(places) > 8 else ''}: " if places else ""
+    where = f"{rules.listed(places, 8)}: " if places else ""
     lines = [f"{item.status.upper():<7} {item.rule}: {where}{item.found}"]
     if item.fix:
         lines += [f"        why: {item.why}", f"        fix: {item.fix}", f"        see: {item.link}"]
-    return [printable(line) for line in lines]
+    return [rules.printable(line) for line in lines]

@@ -86,6 +86,12 @@ class Seen(NamedTuple):
     """Empty: the subject's own ``where``."""
 
 
+def either(status: str, bad: str, good: str, fix: str = "", where: str = "") -> Iterator[Seen]:
+    """The fault ``bad`` where there is one; else what is ``good``, where something was looked at."""
+    if bad or good:
+        yield Seen(status, bad, fix, where) if bad else Seen(PASS, good, where=where)
+
+
 class Check:
     """A rule with the function that looks. Calling it with a subject gives findings."""
 
@@ -112,7 +118,7 @@ def rule(name: str, subject: str, *, rank: int | None = None) -> Callable[[Calla
     one of the constants of this module that name what rules look at. ``rank``: its place in the verdict of ``nccl-check``,
     where the lowest of findings that are alike bad comes first; None: ``nccl-check`` does not ask it.
     """
-    return lambda look: register(name, *_described(look.__doc__ or ""), look=look, subject=subject, rank=rank)
+    return lambda look: register(name, *described(look.__doc__ or ""), look=look, subject=subject, rank=rank)
 
 
 def register(*texts: str, look: Callable[[Any], Iterable[Seen]], subject: str, rank: int | None = None) -> Check:
@@ -125,7 +131,7 @@ def register(*texts: str, look: Callable[[Any], Iterable[Seen]], subject: str, r
     return _CHECKS.setdefault((subject, check.rule.id), check)
 
 
-def _described(docstring: str) -> tuple[str, str, str, str]:
+def described(docstring: str) -> tuple[str, str, str, str]:
     """Title, why, link and fix of the rule that a docstring describes; empty texts where Python leaves docstrings out (-OO)."""
     first, *parts = _FIELD.split(docstring)
     texts = {key: " ".join(text.split()) for key, text in zip(parts[::2], parts[1::2])}  # noqa: B905 - Python 3.8
@@ -176,6 +182,12 @@ def as_json(findings: Iterable[Finding]) -> list[dict[str, str]]:
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
     """Sort findings, the worst first. Equal ones keep their order; a repeated finding is listed once."""
     return sorted(dict.fromkeys(findings), key=lambda item: -STATUSES.index(item.status))
+
+
+def listed(items: Iterable[str], most: int, between: str = ", ", last: str = " and") -> str:
+    """``a, b and 3 more``: the first ``most`` of the items, and how many more there are."""
+    given = list(items)
+    return between.join(given[:most]) + (f"{last} {len(given) - most} more" if len(given) > most else "")
 
 
 def printable(text: str) -> str:

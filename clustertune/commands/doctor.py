@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_argument, takes
 from clustertune.check import report as reports
 from clustertune.check.machine import LOGIN, PLACES, Expects, Machine
-from clustertune.check.rule import Finding, as_json, exit_code, worst
+from clustertune.check.rule import Finding, as_json, exit_code, listed, worst
 from clustertune.console import emit_json, escape, say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.host.facts import HostFacts
@@ -26,7 +26,6 @@ from clustertune.tree import ROOT
 
 if TYPE_CHECKING:
     from clustertune.config.cluster_schema import Cluster
-    from clustertune.config.resolved import Resolved
     from clustertune.launch.allocation import Allocation
 
 COMMAND_LINE = "command line"
@@ -145,21 +144,18 @@ def sbatch(
 
 def show_rules(out: Path | None, as_document: bool) -> int:
     """The rules, as a list, as JSON, or as the page of the documents."""
-    from clustertune.doctor.recipe_findings import all_rules
+    from clustertune.doctor import recipe_findings
 
+    rules = recipe_findings.all_rules()
     if out is not None:
-        from clustertune.doctor import recipe_findings
-
         try:
-            recipe_findings.write(out)
+            out.write_text(recipe_findings.render(), encoding="utf-8")
         except OSError as error:
             raise storage_error(error, "cannot be written", out) from None
         say(f"wrote {out}")
     elif as_document:
-        keys = ("id", "title", "why", "link")
-        emit_json({"rules": [{key: getattr(rule, key) for key in keys} for rule in all_rules()]})
+        emit_json({"rules": [{key: getattr(rule, key) for key in ("id", "title", "why", "link")} for rule in rules]})
     else:
-        rules = all_rules()
         width = max(len(rule.id) for rule in rules)
         sys.stdout.write("".join(f"{rule.id.ljust(width)}  {rule.title}\n" for rule in rules))
     return 0
@@ -169,6 +165,7 @@ def answer(args: DoctorArguments) -> int:
     """Look, tell, and return the exit code. Raises UserError."""
     from clustertune.config.cluster import load_cluster
     from clustertune.doctor import preflight
+    from clustertune.launch import allocation
 
     if args.listing:
         return show_rules(args.out, args.as_json)
@@ -180,41 +177,38 @@ def answer(args: DoctorArguments) -> int:
     left_out = (*preflight.ignored(cluster), *ignore)
     if args.submit:
         return _submit(args, cluster)
-    allocation = _allocation(args)
-    if allocation is not None and allocation.nodes:
+    # The Slurm job in which this is called, whose nodes are looked at; none outside of one, and inside of a step.
+    outside = args.here or args.place or not os.environ.get("SLURM_JOB_ID") or os.environ.get("SLURM_STEP_ID", "").isdigit()
+    job = None if outside else allocation.read()
+    if job is None or not job.nodes:
         if args.dry_run:
-            return _show_step(args, cluster, allocation)
-        found, facts, hosts = _on_nodes(args, cluster, allocation)
-    elif args.dry_run:
-        raise UserError(Problem("--dry-run needs --submit", file=COMMAND_LINE, key="--dry-run", fix="add --submit"))
-    else:
+            raise UserError(Problem("--dry-run needs --submit", file=COMMAND_LINE, key="--dry-run", fix="add --submit"))
         found, facts, hosts = _look_locally(args, cluster)
+    elif args.dry_run:
+        command = preflight.step_command(cluster, job, [], args.seconds)
+        if args.as_json:
+            emit_json({"command": command})
+        else:
+            sys.stdout.write(f"$ {shlex.join(command)}\n")
+        return 0
+    else:
+        found, facts, hosts = _on_nodes(args, cluster, job)
     found = reports.deduplicate(found, _of_recipe(args, cluster, facts))
     return _tell(args, cluster, reports.Report(found, left_out), facts, hosts)
 
 
 def _contradictions(args: DoctorArguments) -> Iterator[Problem]:
-    def problem(key: str, message: str, fix: str) -> Problem:
-        return Problem(message, file=COMMAND_LINE, key=key, fix=fix)
-
+    found = []
     if args.place is not None and args.place not in PLACES:
-        yield problem("--place", f"{args.place!r} is not a place", f"one of {', '.join(PLACES)}")
+        found.append(("--place", f"{args.place!r} is not a place", f"one of {', '.join(PLACES)}"))
     if args.submit and (args.here or args.place):
-        yield problem("--submit", "a job looks at its own nodes", "leave --here and --place out")
+        found.append(("--submit", "a job looks at its own nodes", "leave --here and --place out"))
     for key, value in (("--nodes", args.nodes), ("--time", args.time)):
         if value is not None and not args.submit:
-            yield problem(key, "is read only with --submit", "inside of a job all its nodes are checked")
+            found.append((key, "is read only with --submit", "inside of a job all its nodes are checked"))
     if args.recipe is None and (args.tiny or args.run_dir):
-        yield problem("RECIPE", "a recipe is missing", "clustertune doctor RECIPE ...")
-
-
-def _allocation(args: DoctorArguments) -> Allocation | None:
-    """The Slurm job in which this is called, whose nodes are looked at; None outside of one, and inside of a step."""
-    if args.here or args.place or not os.environ.get("SLURM_JOB_ID") or os.environ.get("SLURM_STEP_ID", "").isdigit():
-        return None
-    from clustertune.launch import allocation
-
-    return allocation.read()
+        found.append(("RECIPE", "a recipe is missing", "clustertune doctor RECIPE ..."))
+    return (Problem(message, file=COMMAND_LINE, key=key, fix=fix) for key, message, fix in found)
 
 
 # --- looking -----------------------------------------------------------------------------------------------------------
@@ -224,17 +218,16 @@ def _look_locally(args: DoctorArguments, cluster: Cluster) -> Looked:
     """What is found here; nothing of a machine that the cluster file does not name, unless that is asked for."""
     from clustertune.host.collect import collect
 
-    names = [host.name for host in cluster.nodes] if len(cluster.nodes) <= 64 else []
-    storage = cluster.storage
+    names = [host.name for host in cluster.nodes] if 1 < len(cluster.nodes) <= 64 else ()
+    storage, host = cluster.storage, cluster.host(platform.node())
     folders = [storage.shared, storage.scratch, storage.pool.mount if storage.pool else None]
+    place = args.place
+    if place is None and host is not None and not os.environ.get("SLURM_JOB_ID") and not Path("/.singularity.d").exists():
+        # A machine that the cluster file has submit jobs and not run them; of others it is found by looking.
+        place = LOGIN if "compute" not in host.roles else "here"
     with _waiting(args.seconds, "looking at this machine"):
-        facts = collect(
-            args.place or _place_of(cluster),
-            args.seconds,
-            names=names if len(names) > 1 else (),
-            folders=[folder for folder in folders if folder],
-            python=str(args.python) if args.python else None,
-        )
+        python = str(args.python) if args.python else None
+        facts = collect(place, args.seconds, names=names, folders=[one for one in folders if one], python=python)
     plain = cluster.model_dump(mode="json") if cluster.name != "local" else {}
     if plain and _is_foreign(cluster, facts.hostname) and not (args.here or args.place or os.environ.get("SLURM_JOB_ID")):
         return [], None, [facts.hostname]
@@ -247,25 +240,15 @@ def _is_foreign(cluster: Cluster, hostname: str) -> bool:
     return cluster.name != "local" and cluster.host(hostname) is None
 
 
-def _place_of(cluster: Cluster) -> str | None:
-    """``login`` for a machine that the cluster file has submit jobs and not run them; else it is found by looking."""
-    host = cluster.host(platform.node())
-    if host is None or os.environ.get("SLURM_JOB_ID") or Path("/.singularity.d").exists():
-        return None
-    return LOGIN if "compute" not in host.roles else "here"
-
-
-def _on_nodes(
-    args: DoctorArguments, cluster: Cluster, allocation: Allocation
-) -> tuple[list[Finding], HostFacts | None, list[str]]:
-    from clustertune.doctor import nodes
+def _on_nodes(args: DoctorArguments, cluster: Cluster, allocation: Allocation) -> Looked:
+    from clustertune.doctor import preflight
 
     gpus = allocation.gpus_per_node or None
     expects = Expects(gpus=gpus, cpus=allocation.cpus_per_node, nodes=len(allocation.nodes), launched=True)
     binds = [str(path.resolve()) for path in [args.run_dir] if path is not None and path.exists()]
     with _waiting(args.seconds, f"looking at {len(allocation.nodes)} nodes"):
-        looked = nodes.look(cluster, allocation, binds=binds, seconds=args.seconds)
-    found = nodes.findings(looked, cluster, allocation.nodes, expects)
+        looked = preflight.look(cluster, allocation, binds=binds, seconds=args.seconds)
+    found = preflight.findings(looked, cluster, allocation.nodes, expects)
     return found, next(iter(looked.facts.values()), None), list(allocation.nodes)
 
 
@@ -281,72 +264,52 @@ def _of_recipe(args: DoctorArguments, cluster: Cluster, facts: HostFacts | None)
     if args.recipe is None:
         return []
     from clustertune import chain
+    from clustertune.doctor import recipe_context
     from clustertune.doctor.recipe_findings import recipe_findings, refused
-    from clustertune.launch import cluster_paths
+    from clustertune.launch import cluster_paths, shape
 
     try:
-        resolved = _resolve(args, cluster)
+        resolved = shape.resolve_on(args.recipe, args.overrides or [], cluster, tiny=args.tiny)[0]
     except UserError as error:
         return list(refused(error))
     run_dir = args.run_dir or chain.default_run_dir(resolved, cluster_paths.runs(cluster))  # as submit takes it
-    environment = {
-        **os.environ,
-        **{setting.name: setting.value for setting in cluster_paths.settings(cluster)},
-    }  # as its jobs have it
-    return recipe_findings(resolved, cluster, facts, run_dir=run_dir, environment=environment)
-
-
-def _resolve(args: DoctorArguments, cluster: Cluster) -> Resolved:
-    from clustertune.launch import shape
-
-    assert args.recipe is not None
-    return shape.resolve_on(args.recipe, args.overrides or [], cluster, tiny=args.tiny)[0]
+    own = {setting.name: setting.value for setting in cluster_paths.settings(cluster)}  # as its jobs have it
+    context = recipe_context.build(resolved, cluster, facts, run_dir=run_dir, environment={**os.environ, **own})
+    return recipe_findings(context)
 
 
 # --- telling -----------------------------------------------------------------------------------------------------------
 
 
 def _tell(args: DoctorArguments, cluster: Cluster, report: reports.Report, facts: HostFacts | None, hosts: list[str]) -> int:
-    place = facts.place if facts else None
+    place, code = facts.place if facts else None, exit_code(report.counted)
     if args.as_json:
         document = {"place": place, "hosts": hosts, "cluster": cluster.name, "recipe": args.recipe}
-        document["verdict"] = worst(report.counted)
-        document["ignored"] = sorted(set(report.ignored))
+        document |= {"verdict": worst(report.counted), "ignored": sorted(set(report.ignored))}
         emit_json({**document, "findings": as_json(report.counted)})
-        return exit_code(report.counted)
-    for line in report.lines(everything=args.everything):
-        sys.stdout.write(escape(line) + "\n")
-    where = f"{', '.join(hosts[:8])}{f' and {len(hosts) - 8} more' if len(hosts) > 8 else ''}"
-    unseen = "no node answered"
-    if place is None and len(hosts) == 1 and _is_foreign(cluster, hosts[0]):
-        skipped = f"{where} is not in {cluster.name}, so machine checks were skipped. --here runs them anyway; --submit checks"
-        sys.stdout.write(escape(f"{skipped} the cluster's nodes.") + "\n")
-        unseen = "machine not checked"
-    sys.stdout.write(escape(f"{where} ({place or unseen}): {report.summary()}") + "\n")
-    return exit_code(report.counted)
+        return code
+    lines = report.lines(everything=args.everything)
+    where = listed(hosts, 8)
+    skipped = place is None and len(hosts) == 1 and _is_foreign(cluster, hosts[0])
+    if skipped:
+        text = f"{where} is not in {cluster.name}, so machine checks were skipped. --here runs them anyway; --submit checks"
+        lines.append(f"{text} the cluster's nodes.")
+    unseen = "machine not checked" if skipped else "no node answered"
+    lines.append(f"{where} ({place or unseen}): {report.summary()}")
+    sys.stdout.write("".join(escape(line) + "\n" for line in lines))
+    return code
 
 
 # --- as a job ----------------------------------------------------------------------------------------------------------
 
 
-def _show_step(args: DoctorArguments, cluster: Cluster, allocation: Allocation) -> int:
-    from clustertune.doctor import nodes
-
-    command = nodes.step_command(cluster, allocation, [], args.seconds)
-    if args.as_json:
-        emit_json({"command": command})
-    else:
-        sys.stdout.write(f"$ {shlex.join(command)}\n")
-    return 0
-
-
 def _submit(args: DoctorArguments, cluster: Cluster) -> int:
     """A job of whole nodes over the body of ops/doctor/doctor.sbatch, which looks at each of them."""
-    from clustertune.doctor import nodes
+    from clustertune.doctor import preflight
     from clustertune.launch import batch, cluster_paths
     from clustertune.nccl_check.batch import shape
 
-    wanted = shape(cluster, args.nodes, args.time, args.seconds + nodes.START_SECONDS)
+    wanted = shape(cluster, args.nodes, args.time, args.seconds + preflight.START_SECONDS)
     note = "Derived by clustertune doctor --submit from the cluster file."
     job = batch.BatchJob(
         shape=wanted,

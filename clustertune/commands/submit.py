@@ -197,7 +197,7 @@ class Submission:
     def _base_problems(self) -> list[Problem]:
         """What of a base that lies here is not what the recipe says: its first job would end with it."""
         from clustertune.config.resolved import expand_home, is_there
-        from clustertune.doctor.recipe_model import ModelFolder
+        from clustertune.doctor.recipe_context import ModelFolder
         from clustertune.training import base_model
 
         given, found = self.resolved.recipe.model.path, list[Problem]()

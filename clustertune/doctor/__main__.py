@@ -63,11 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(printable(f"error: {given.file}: {reason} -> give a file of --facts") + "\n")
         return 2
     if given.facts:
-        lines = (
-            wire.encode(facts, os.environ.get("SLURMD_NODENAME", ""))
-            if given.lines
-            else [json.dumps(facts.as_dict(), indent=1)]
-        )
+        packed = wire.encode(facts, os.environ.get("SLURMD_NODENAME", "")) if given.lines else None
+        lines = packed or [json.dumps(facts.as_dict(), indent=1)]
         reports.put("".join(line + "\n" for line in lines))
         return 0
     machine = Machine(facts, expects=Expects(gpus=given.gpus))

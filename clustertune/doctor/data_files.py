@@ -1,22 +1,29 @@
-"""The dataset, the benchmarks' data and the sentence splitter: whether a job finds them, and what they were found to hold."""
+"""The base model's small files, the dataset, the benchmarks' data: whether a job finds them, and what they are."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from clustertune import manifest
-from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, rule
+from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, listed, rule
+from clustertune.config.architecture import contradictions
+from clustertune.config.native_rules import show_value
+from clustertune.config.parameters import weight_bytes
 from clustertune.config.resolved import expand_home, is_there
 from clustertune.config.schema import is_address
 from clustertune.config.tasks import PUNKT, needed, with_rows
-from clustertune.doctor.recipe_context import RecipeContext
-from clustertune.doctor.recipe_model import snapshot
+from clustertune.data.tokenizer import PADS
+from clustertune.doctor.recipe_context import FolderFileSystem, RecipeContext, has_generation_marks, snapshot
+from clustertune.doctor.recipe_plan import hours
+from clustertune.doctor.stack_faults import trackers
 from clustertune.errors import UserError
 from clustertune.evaluate import punkt
+from clustertune.secrets import SECRET, read_env
 from clustertune.staging import bundle
 
 
@@ -45,21 +52,17 @@ def dataset(context: RecipeContext) -> Iterator[Seen]:
     for key, path in bundle.data_inputs(context.resolved).items():
         if not is_there(path):
             status = FAIL if context.is_ours or len(context.cluster.nodes) < 2 else UNKNOWN
-            yield Seen(
-                status,
-                f"{key} {path} is not there on this machine",
-                "give a file or folder; relative ones are in the recipe's folder",
-            )
+            fix = "give a file or folder; relative ones are in the recipe's folder"
+            yield Seen(status, f"{key} {path} is not there on this machine", fix)
         elif not os.access(path, os.R_OK):
             yield Seen(FAIL, f"{key} {path} cannot be read", "change who may read it")
-    for key, part in context.resolved.recipe.data.keyed_parts():
-        if part.input is not None and is_address(part.input):
-            if (missing := _lacks_package(part.input)) is not None:
-                yield Seen(FAIL, f"{key}.input {part.input} cannot be read: {missing}", "install it in the image")
-        elif part.input is None and context.offline and _is_absent(snapshot(context.hub, "datasets", part.name, part.revision)):
-            text = f"{part.name} at {part.revision} is not in {context.hub}, and HF_HUB_OFFLINE is set"
-            fix = f"hf download {part.name} --repo-type dataset --revision {part.revision}, on a machine with a network"
-            yield Seen(FAIL, text, fix)
+    for key, part in context.recipe.data.keyed_parts():
+        if part.input is None:
+            if context.offline and _is_empty(snapshot(context.hub, "datasets", part.name, part.revision)):
+                fetch = f"hf download {part.name} --repo-type dataset --revision {part.revision}, on a machine with a network"
+                yield Seen(FAIL, context.not_cached(f"{part.name} at {part.revision}"), fetch)
+        elif is_address(part.input) and (missing := _lacks_package(part.input)) is not None:
+            yield Seen(FAIL, f"{key}.input {part.input} cannot be read: {missing}", "install it in the image")
 
 
 def _lacks_package(address: str) -> str | None:
@@ -75,7 +78,7 @@ def _lacks_package(address: str) -> str | None:
     return None
 
 
-def _is_absent(path: Path | None) -> bool:
+def _is_empty(path: Path | None) -> bool:
     try:
         return path is None or not path.is_dir() or next(path.iterdir(), None) is None
     except OSError:
@@ -90,7 +93,7 @@ def expected(context: RecipeContext) -> Iterator[Seen]:
     Fix: look at data.revision, language and rejected.jsonl; or correct data.expect
     See: https://huggingface.co/docs/datasets/loading
     """
-    expect = context.resolved.recipe.data.expect
+    expect = context.recipe.data.expect
     if expect is None or context.run_dir is None:
         return
     try:
@@ -107,7 +110,7 @@ def expected(context: RecipeContext) -> Iterator[Seen]:
 
 def _compared(context: RecipeContext) -> list[str]:
     """The tasks whose scores the recipe compares with something."""
-    recipe = context.resolved.recipe
+    recipe = context.recipe
     return [name for name in recipe.eval.tasks if name in {*recipe.expect.tasks, *recipe.eval.pass_mark} and context.is_real]
 
 
@@ -118,18 +121,14 @@ def own_rows(context: RecipeContext) -> Iterator[Seen]:
     Why: without them the project's own few are scored: that is not the benchmark's score
     See: https://huggingface.co/docs/huggingface_hub/guides/cli
     """
-    if context.silent or context.staged_problems or not context.offline:
-        return
-    for name, task in with_rows(_compared(context)).items():
-        if (hub := task.hub) is None:
-            continue
-        folder = snapshot(context.hub, "datasets", hub.name, hub.revision)
-        if folder is None or not is_there(folder / hub.file):
-            fix = (
-                f"hf download {hub.name} {hub.file} --repo-type dataset --revision {hub.revision}, on a machine with a network"
-            )
-            text = f"{hub.name} is not in {context.hub}, and HF_HUB_OFFLINE is set"
-            yield Seen(FAIL if name in context.resolved.recipe.eval.pass_mark else WARN, text, fix)
+    looked = context.offline and not context.silent and not context.staged_problems
+    for name, task in with_rows(_compared(context)).items() if looked else ():
+        hub = task.hub
+        folder = snapshot(context.hub, "datasets", hub.name, hub.revision) if hub else None
+        if hub and (folder is None or not is_there(folder / hub.file)):
+            fetch = f"hf download {hub.name} {hub.file} --repo-type dataset --revision {hub.revision}"
+            fetch += ", on a machine with a network"
+            yield Seen(FAIL if name in context.recipe.eval.pass_mark else WARN, context.not_cached(hub.name), fetch)
 
 
 @rule("eval-tasks", RECIPE)
@@ -139,8 +138,8 @@ def tasks(context: RecipeContext) -> Iterator[Seen]:
     Why: a name that lm-eval does not know, or a data set that is not there, ends the evaluation after the training
     See: https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/task_guide.md
     """
-    own = with_rows(context.resolved.recipe.eval.tasks)
-    names = [name for name in context.resolved.recipe.eval.tasks if name not in own]
+    own = with_rows(context.recipe.eval.tasks)
+    names = [name for name in context.recipe.eval.tasks if name not in own]
     if not names or context.silent or context.staged_problems:
         return
     if importlib.util.find_spec("lm_eval") is None:
@@ -155,11 +154,9 @@ def tasks(context: RecipeContext) -> Iterator[Seen]:
             yield Seen(FAIL, problem.message, problem.fix or "eval.tasks holds lm-eval's names")
         return
     for name in sorted(set(wanted.values())) if context.offline else ():
-        snapshots = context.hub / f"datasets--{name.replace('/', '--')}" / "snapshots"
-        if _is_absent(snapshots):
-            text = f"{name} is not in {context.hub}, and HF_HUB_OFFLINE is set"
+        if _is_empty(context.hub / f"datasets--{name.replace('/', '--')}" / "snapshots"):
             fix = f"hf download {name} --repo-type dataset, on a machine with a network; or clustertune stage RECIPE --to DIR"
-            yield Seen(FAIL, text, fix)
+            yield Seen(FAIL, context.not_cached(name), fix)
 
 
 def nltk_folders(context: RecipeContext) -> list[Path]:
@@ -178,16 +175,14 @@ def splitter(context: RecipeContext) -> Iterator[Seen]:
       instead counts some sentences otherwise than the official one
     See: https://github.com/EleutherAI/lm-evaluation-harness/issues/2266
     """
-    if not needed(_compared(context), PUNKT):
-        return
-    places = [folder / punkt.FOLDER for folder in nltk_folders(context)]
+    places = [folder / punkt.FOLDER for folder in nltk_folders(context)] if needed(_compared(context), PUNKT) else []
     found = next((path for path in places if is_there(path)), None)
+    missing = [name for name in punkt.FILES if found and not is_there(found / name)]
     fix = "unpack punkt_tab.zip of nltk_data in a folder tokenizers/, and export NLTK_DATA=the folder above it"
-    if found is None:
+    if places and found is None:
         status = UNKNOWN if not context.versions else WARN  # the image may have it
-        text = f"{punkt.FOLDER} is in none of {len(places)} folders of NLTK"
-        yield Seen(status, text, fix)
-    elif missing := [name for name in punkt.FILES if not is_there(found / name)]:
+        yield Seen(status, f"{punkt.FOLDER} is in none of {len(places)} folders of NLTK", fix)
+    elif missing:
         yield Seen(FAIL, f"it lacks {', '.join(missing)}", fix, str(found))
 
 
@@ -199,11 +194,302 @@ def tracker(context: RecipeContext) -> Iterator[Seen]:
     Fix: export WANDB_MODE=offline, and wandb sync from a machine with a network; metrics.jsonl is complete either way
     See: https://github.com/wandb/wandb/issues/4034
     """
-    given = context.resolved.train_args.get("report_to")
-    named = [given] if isinstance(given, str) else given if isinstance(given, list) else []
-    mode = context.environment.get("WANDB_MODE", "")
-    if "wandb" not in named or mode in ("offline", "disabled", "dryrun"):
+    mode, key = context.environment.get("WANDB_MODE", ""), context.environment.get("WANDB_API_KEY")
+    reports = "wandb" in trackers(context.args.get("report_to")) and mode not in ("offline", "disabled", "dryrun")
+    if reports and context.offline and (mode or key):
+        said = f"WANDB_MODE={mode}" if mode else "WANDB_API_KEY is set"
+        yield Seen(WARN, f"HF_HUB_OFFLINE is set, and W&B is to report ({said})")
+
+
+# --- the model ------------------------------------------------------------------------------------------------------------
+
+GATED = ("meta-llama/", "google/gemma", "mistralai/", "CohereLabs/", "bigcode/starcoder")
+"""Names of models whose licence must be accepted on the Hub, as they begin."""
+MAPPED = (10, 50)
+"""How many times slower weights are read through a mapping over NFS or FUSE than in order (safetensors#562)."""
+HOME_BYTES = 10e9
+"""Above this size a model in a home folder meets quotas."""
+
+
+@rule("storage-silent", RECIPE)
+def silent(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: folders of model, data and run answer
+
+    Why: a hard NFS mount whose server is gone holds every process that looks there, and the job with it
+    Fix: fix the mount or its server: clustertune ops storage check says which
+    See: https://man7.org/linux/man-pages/man5/nfs.5.html
+    """
+    for path in context.silent:
+        yield Seen(FAIL, f"{path} does not answer", where=str(path))
+
+
+def _remote(context: RecipeContext) -> bool:
+    recipe = context.recipe.model
+    return context.is_real and recipe.path is None
+
+
+def _sees_cache(context: RecipeContext) -> bool:
+    """Whether the cache of the jobs can be seen: from another machine only where a variable names it."""
+    return context.is_ours or not context.home_cache
+
+
+def _is_absent(context: RecipeContext) -> bool:
+    """Whether a model of the Hub is not in the cache."""
+    there = context.model is not None and context.model.config is not None
+    return _remote(context) and not there and not context.silent and not context.staged_problems
+
+
+@rule("model-absent", RECIPE)
+def absent(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: the model at its commit is in the cache
+
+    Why: the ranks download it while the GPUs wait, or end where there is no network
+    See: https://huggingface.co/docs/huggingface_hub/guides/download
+    """
+    recipe = context.recipe.model
+    if context.is_real and recipe.path is not None and context.model is None:
+        if not context.silent and not context.staged_problems:
+            fix = "give the folder of the weights, or leave model.path out"
+            status = FAIL if context.is_ours else UNKNOWN
+            yield Seen(status, f"model.path {recipe.path} is not a folder on this machine", fix)
+    elif _is_absent(context):
+        size = weight_bytes(context.resolved.architecture)
+        text = f"{recipe.name} at {recipe.revision} is not in {context.hub}" + (f" ({size / 1e9:,.0f} GB)" if size else "")
+        status = FAIL if context.offline else WARN if _sees_cache(context) else UNKNOWN
+        fetch = f"hf download {recipe.name} --revision {recipe.revision}, on a machine with a network; or clustertune stage"
+        yield Seen(status, text + (", and HF_HUB_OFFLINE is set" if context.offline else ""), fetch)
+
+
+@rule("gated-model", RECIPE)
+def gated(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: access to a model behind a licence
+
+    Why: the Hub answers 401 or 403, minutes into the job
+    Fix: accept the licence on the model's page, then HF_TOKEN in .env, or hf auth login
+    See: https://huggingface.co/docs/hub/models-gated
+    """
+    name = context.recipe.model.name
+    needs_access = _is_absent(context) and not context.offline and _sees_cache(context)
+    if needs_access and name.startswith(GATED) and not _has_token(context):
+        yield Seen(WARN, f"{name} may ask for an accepted licence, and no token is available")
+
+
+def _has_token(context: RecipeContext) -> bool:
+    """Whether a token of the Hub is available; its value is never read."""
+    if context.environment.get(SECRET[0]) or context.environment.get("HUGGING_FACE_HUB_TOKEN"):
+        return True
+    try:
+        return context.hub_token.is_file() or SECRET[0] in read_env(context.env_file, lambda _: None)
+    except Exception:  # what is wrong with the file has a rule of its own
+        return False
+
+
+@rule("model-incomplete", RECIPE)
+def incomplete(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: all weight files and the tokenizer are there
+
+    Why: loading ends in the middle, or draws what is missing at random with no more than a warning
+    See: https://huggingface.co/docs/safetensors/index
+    """
+    model = context.model
+    if model is None or not context.is_real or model.config is None:
         return
-    if context.offline and (mode or context.environment.get("WANDB_API_KEY")):
-        text = f"HF_HUB_OFFLINE is set, and W&B is to report ({'WANDB_MODE=' + mode if mode else 'WANDB_API_KEY is set'})"
-        yield Seen(WARN, text)
+    there, missing, wanted = model.weights
+    damaged = [f"{name}: {why}" for name, why in model.damaged.items()] if not missing else []
+    found = listed(damaged, 3, "; ", "; and")
+    if missing:
+        found = f"missing or empty: {listed(missing, 4)}"
+    elif not damaged and wanted is not None and there < wanted:
+        found = f"{there:,} bytes of weights, its index says {wanted:,}"
+    if found:
+        recipe = context.recipe.model
+        yield Seen(FAIL, found, f"load it again: hf download {recipe.name} --revision {recipe.revision}", str(model.path))
+    if not model.has_tokenizer:
+        fix = "take the tokenizer's files of the same commit; those of another one may number tokens in another way"
+        yield Seen(FAIL, "no tokenizer (tokenizer.json or tokenizer.model)", fix, str(model.path))
+
+
+@rule("model-json", RECIPE)
+def other_size(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: model.json of the recipe against config.json of the model
+
+    Why: plan, adapter shapes and merge are made for another model
+    See: https://huggingface.co/docs/transformers/main_classes/configuration
+    """
+    model = context.real_model
+    if model and model.config is not None and (differ := contradictions(context.resolved.architecture, model.config)):
+        own = f"{context.resolved.name}/model.json"
+        yield Seen(FAIL, differ, f"copy these keys from {model.path / 'config.json'} into {own}", own)
+
+
+@rule("model-code", RECIPE)
+def own_code(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: a model that brings its own code
+
+    Why: code from a model repository is never run here: what transformers does not know itself cannot be loaded
+    Fix: use a model whose class transformers has
+    See: https://huggingface.co/docs/transformers/custom_models
+    """
+    model = context.real_model
+    named = (model.config or {}).get("auto_map") if model else None
+    if model and isinstance(named, dict) and named:
+        yield Seen(WARN, f"config.json names code of its own: {', '.join(sorted(map(str, named)))}", where=str(model.path))
+
+
+def _template(context: RecipeContext) -> str | None:
+    """The template that a tokenizer will be given; empty: none; None: there is no tokenizer to look at."""
+    model = context.real_model
+    return (model.template or context.resolved.chat_template or "") if model and model.has_tokenizer else None
+
+
+@rule("no-chat-template", RECIPE)
+def no_template(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: a chat template for conversations and for the tasks of the evaluation
+
+    Why: training refuses conversations without one; a model scored without one loses most of its points (28 of 100, not 83)
+    Fix: put a Jinja file beside the recipe and name it: model.chat_template
+    See: https://github.com/EleutherAI/lm-evaluation-harness/issues/3161
+    """
+    if context.model and _template(context) == "":
+        yield Seen(FAIL, "the tokenizer has no chat template", where=str(context.model.path))
+
+
+@rule("template-without-marks", RECIPE)
+def no_marks(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: generation marks in the chat template, for a loss on the assistant's turns
+
+    Why: no token carries a label and nothing is learnt, or the ranks end at their start
+    Fix: a template with {% generation %} around the assistant's turns, as model.chat_template; else the ranks refuse it
+    See: https://github.com/huggingface/trl/issues/4879
+    """
+    template = _template(context)
+    if context.model and template and context.args.get("assistant_only_loss") and not has_generation_marks(template):
+        # TRL 1.16 puts its own training template in for the ones that it knows letter by letter, and refuses all others.
+        text = "train.assistant_only_loss, and the template has no {% generation %}: TRL knows a few such templates by heart"
+        yield Seen(WARN, text, where=str(context.model.path))
+
+
+@rule("eos-not-in-template", RECIPE)
+def no_eos(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: the chat template ends turns with the tokenizer's EOS
+
+    Why: generation goes on past the answer: what was learnt at the end of a turn is not what stops it
+    Fix: train.eos_token: the token with which the template ends a turn
+    See: https://github.com/huggingface/trl/pull/3299
+    """
+    template, model = _template(context), context.model
+    eos = model.special("eos_token") if model and template and not context.args.get("eos_token") else None
+    if model and template and eos is not None and eos not in template and not re.search(r"\beos_token\b", template):
+        yield Seen(WARN, f"EOS is {show_value(eos)}, which the chat template never writes", where=str(model.path))
+
+
+@rule("pad-is-eos", RECIPE)
+def padding(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: a padding token that is not EOS
+
+    Why: labels at padding are masked, and EOS with them: the model never learns to stop
+    See: https://github.com/huggingface/trl/issues/1623
+    """
+    model = context.model
+    if model is None or model.vocabulary is None or not context.is_real:
+        return
+    eos, own, known = model.special("eos_token"), model.special("pad_token"), model.vocabulary
+    given = context.args.get("pad_token")
+    others = [name for name in PADS if name in known and name != eos]
+    fix = f"train.pad_token={others[0] if others else 'a token of the vocabulary that no text uses'}"
+    if given is not None and given not in known:
+        yield Seen(FAIL, f"train.pad_token {show_value(given)} is not in the vocabulary", fix)
+    elif given is not None and given == eos:
+        yield Seen(FAIL, f"train.pad_token {show_value(given)} is also EOS", fix)
+    elif given is None and (own is None or own == eos) and not others:
+        what = f"is EOS ({show_value(eos)})" if own else "is missing"
+        yield Seen(FAIL, f"the tokenizer's pad_token {what}", fix, str(model.path))
+
+
+@rule("tokenizer-mismatch", RECIPE)
+def vocabulary(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: token ids against the rows of the embedding
+
+    Why: an id beyond the last row ends the ranks with an index error or, on a GPU, with an assertion of the device
+    Fix: take model and tokenizer of one commit; tokens that were added need a model whose embedding was enlarged
+    See: https://huggingface.co/docs/transformers/main_classes/model
+    """
+    model = context.model
+    rows = (model.config or {}).get("vocab_size") if model else None
+    if model is None or not isinstance(rows, int) or not model.vocabulary:
+        return
+    beyond = {name: number for name, number in model.vocabulary.items() if number >= rows}
+    if beyond:
+        last = max(beyond, key=beyond.__getitem__)
+        text = f"{len(beyond)} tokens have ids from {rows} on, the last is {show_value(last)} = {beyond[last]}"
+        yield Seen(FAIL, f"{text}; the embedding has {rows} rows", where=str(model.path))
+
+
+def _weights_lie(context: RecipeContext) -> FolderFileSystem | None:
+    """The file system of the weights; None where they are not to be looked at."""
+    if not context.is_real or context.silent or context.staged_problems:
+        return None
+    return context.lies_on(_real(context))
+
+
+def _unmappable(lies: FolderFileSystem) -> bool:
+    """Whether mergerfs hands out files that cannot be mapped: its page cache is off, or its options bypass the page cache."""
+    options = {option.partition("=")[0]: option.partition("=")[2] for option in lies.options}
+    return lies.kind == "fuse.mergerfs" and (options.get("cache.files", "") == "off" or "direct_io" in options)
+
+
+@rule("weights-on-network", RECIPE)
+def mapping(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: the disk that the weights are read from
+
+    Why: safetensors maps files: over NFS or FUSE every 4 KiB page is a request, 10 to 50 times slower than reading in order
+    Fix: storage.staging in the cluster file: clustertune stage copies the model to a disk of each node first
+    See: https://github.com/huggingface/safetensors/issues/562
+    """
+    size, lies = weight_bytes(context.resolved.architecture), _weights_lie(context)
+    # Each node copies the model to its own disk before its ranks start (clustertune/staging/node.py).
+    copied = context.cluster.storage.staging is not None and context.recipe.slurm.staging is not False
+    if lies is None or _unmappable(lies) or not lies.remote or copied or not size:
+        return
+    planned = context.plan.machine.storage_read_bytes_per_s / 1e9 if context.plan else None
+    text = f"{size / 1e9:,.0f} GB of weights are read from {lies}"
+    if speed := context.cluster.storage.read_gb_s or planned:
+        first, low, high = (hours(times * size / 1e9 / speed) for times in (1, *MAPPED))
+        text += f": {first} if read sequentially at {speed:g} GB/s, {low} to {high} through mmap"
+    yield Seen(WARN, text)
+
+
+@rule("pool-without-mmap", RECIPE)
+def unmappable(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: a mergerfs pool that lets files be mapped
+
+    Why: with its page cache off a file on it cannot be mapped: loading ends with 'No such device'
+    Fix: mount the pool with cache.files=auto-full, partial or full (mergerfs 2.40 and before: not off, no direct_io)
+    See: https://github.com/trapexit/mergerfs/issues/674
+    """
+    lies = _weights_lie(context)
+    if lies and _unmappable(lies):
+        yield Seen(FAIL, f"{_real(context)} is on {lies}, its page cache is off", where=lies.point)
+
+
+@rule("cache-in-home", RECIPE)
+def home(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: where the Hub's cache lies
+
+    Why: a large model fills the quota of a home folder, and a container without it downloads everything again
+    Fix: storage: {caches: DIR} in the cluster file, on shared storage; or export HF_HOME=DIR in the shell that submits
+    See: https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables
+    """
+    size = weight_bytes(context.resolved.architecture) or 0
+    seen = context.home_cache and context.is_ours and not context.silent and not context.staged_problems
+    if seen and _remote(context) and size > HOME_BYTES:
+        yield Seen(WARN, f"HF_HOME is not set: {size / 1e9:,.0f} GB go to {context.hub}")
+
+
+def _real(context: RecipeContext) -> Path:
+    """The folder itself, links followed where it is there: caches are often a link to larger disks."""
+    path = context.weights_at
+    try:
+        return path.resolve() if context.is_ours else path
+    except (OSError, RuntimeError):
+        return path

@@ -1,19 +1,162 @@
-"""Before the ranks of a job start: every node is looked at for some seconds, and what would stop the training is reported."""
+"""The nodes of an allocation, each looked at in one step; before a job's ranks start, what would stop them ends the job."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from clustertune.check import report as reports
-from clustertune.check.machine import Expects
+from clustertune.check.machine import CONTAINER_STEP, STEP, Expects, Machine
+from clustertune.check.nodes import JobNodes
 from clustertune.check.rule import FAIL, Finding, worst
-from clustertune.config.cluster_schema import Cluster
+from clustertune.config.cluster_schema import Cluster, same_host
 from clustertune.config.load import did_you_mean
-from clustertune.doctor import nodes, recipe_findings
+from clustertune.doctor import recipe_findings, wire
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.host.facts import HostFacts
+from clustertune.launch import step
 from clustertune.launch.allocation import Allocation
+from clustertune.process import die_with_parent
+from clustertune.tree import ROOT
+
+# --- the nodes ------------------------------------------------------------------------------------------------------------
+
+START_SECONDS = 60.0
+"""What a step may take to start on many nodes, a container to be mounted, and Python to be read from a shared disk."""
+END_SECONDS = 5.0
+MAX_BYTES = 256 << 20
+"""Of what a step says: the facts of a thousand nodes are some 10 MB."""
+
+
+@dataclass
+class NodeReports:
+    """What the nodes reported."""
+
+    facts: dict[str, HostFacts] = field(default_factory=dict)
+    """By Slurm's name of the node."""
+    faults: dict[str, str] = field(default_factory=dict)
+    """Why a node reported nothing."""
+    started: float = 0.0
+    ended: float = 0.0
+    """Seconds since 1970 before and after, by this machine's clock."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return max(0.0, self.ended - self.started)
+
+
+def facts_command(place: str, seconds: float) -> list[str]:
+    """The command that prints the facts of a machine in lines that srun keeps whole."""
+    return [sys.executable, "-m", "clustertune.doctor", "--facts", "--lines", f"--place={place}", f"--seconds={seconds:g}"]
+
+
+def collector(cluster: Cluster, nodes: Sequence[str], seconds: float) -> list[str]:
+    """The command that prints a machine's facts in lines."""
+    storage = cluster.storage
+    pool, staging = storage.pool, storage.staging
+    folders = [storage.shared, storage.scratch, pool.mount if pool else None, staging.path if staging else None]
+    # from the environment, not found by looking: what a container sees of Slurm's variables is what is named to it
+    place = STEP if cluster.container.runtime == "none" else CONTAINER_STEP
+    command = facts_command(place, seconds) + [f"--folder={folder}" for folder in dict.fromkeys(folders) if folder]
+    return command + [f"--name={name}" for name in (nodes if len(nodes) <= 64 else ())]
+
+
+def step_command(cluster: Cluster, allocation: Allocation, binds: Sequence[str], seconds: float) -> list[str]:
+    """``srun`` of the collector on every node, as the ranks are started, but that one node's failure ends no other."""
+    gpus = bool(allocation.gpus_per_node)
+    requested = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    command = step.in_step(
+        collector(cluster, allocation.nodes, seconds),
+        cluster,
+        binds=binds,
+        nodes=len(allocation.nodes),
+        cpus=int(requested) if requested.isdigit() else allocation.cpus_per_node,
+        gpus=gpus,
+        environ=os.environ,
+    )
+    return ["--kill-on-bad-exit=0" if word == "--kill-on-bad-exit=1" else word for word in command if word != "--unbuffered"]
+
+
+def look(cluster: Cluster, allocation: Allocation, *, binds: Sequence[str] = (), seconds: float = 20.0) -> NodeReports:
+    """Ask all nodes at once. A node that does not answer in time is named in ``faults``, and raises nothing.
+
+    Raises UserError where the container cannot be shown a folder.
+    """
+    command = step_command(cluster, allocation, binds, seconds)
+    looked = NodeReports(started=time.time())
+    # Files, not pipes: what is left of a step that was killed may hold its end of a pipe for as long as it hangs.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        try:
+            late = _run(command, out, err, seconds + START_SECONDS)
+        except OSError as error:
+            looked.ended = time.time()
+            looked.faults = dict.fromkeys(allocation.nodes, f"srun: {error.strerror or error}")
+            return looked
+        looked.ended = time.time()
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read(MAX_BYTES).decode(errors="replace"))
+    found, looked.faults, others = wire.decode(texts[0].splitlines())
+    lines = [line.strip() for line in [*texts[1].splitlines(), *others] if line.strip()]
+    for node in allocation.nodes:
+        name = same_host(node, found)
+        if name is not None:
+            looked.facts[node] = found[name]
+        else:
+            own = [line for line in lines if node in line] or lines
+            reason = own[-1][:300] if own else "it printed nothing"
+            looked.faults.setdefault(node, f"no answer within {seconds + START_SECONDS:.0f} s" if late else reason)
+    return looked
+
+
+def _run(command: Sequence[str], out: IO[bytes], err: IO[bytes], seconds: float) -> bool:
+    """Run the step. Returns whether it did not end in time: it is asked to then, and killed."""
+    child = subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        cwd=ROOT,
+        preexec_fn=partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509 - libc only
+    )
+    try:
+        child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        child.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(END_SECONDS)
+            return True
+        child.kill()
+        child.wait()
+        return True
+    except BaseException:
+        child.kill()
+        child.wait()
+        raise
+    return False
+
+
+def findings(looked: NodeReports, cluster: Cluster, nodes: Sequence[str], expects: Expects) -> list[Finding]:
+    """What the rules find on each node, between them, and of those that did not answer."""
+    silent = {name: looked.faults.get(name, "no answer") for name in nodes if name not in looked.facts}
+    plain = cluster.model_dump(mode="json")
+    machines = [Machine(facts, plain, expects) for facts in looked.facts.values()]
+    return reports.cluster_findings(JobNodes(machines, silent, looked.started, looked.ended))
+
+
+# --- before a job ---------------------------------------------------------------------------------------------------------
 
 SECONDS = 50.0
 """How long a node may look; a healthy one takes less than one, with eight GPUs some. Without persistence mode the driver
@@ -37,16 +180,10 @@ def ignored(cluster: Cluster) -> tuple[str, ...]:
 
 def check_rules(names: Sequence[str], file: str, key: str) -> None:
     """Raises UserError with every name that is not a rule, and the nearest one."""
-    if not names:
-        return
-    known = [rule.id for rule in recipe_findings.all_rules()]
-    problems = [
-        Problem(f"there is no rule {name!r}", file=file, key=key, fix=did_you_mean(name, known) or "clustertune doctor --list")
-        for name in dict.fromkeys(names)
-        if name not in known
-    ]
-    if problems:
-        raise UserError(problems)
+    known = [rule.id for rule in recipe_findings.all_rules()] if names else []
+    fixes = {name: did_you_mean(name, known) or "clustertune doctor --list" for name in names if name not in known}
+    if fixes:
+        raise UserError([Problem(f"there is no rule {name!r}", file=file, key=key, fix=fix) for name, fix in fixes.items()])
 
 
 def check(
@@ -70,8 +207,8 @@ def check(
     """
     left_out = ignored(cluster)
     expects = Expects(gpus=ranks if gpus else None, cpus=allocation.cpus_per_node, nodes=len(allocation.nodes), launched=True)
-    looked = nodes.look(cluster, allocation, binds=[str(path.resolve()) for path in binds], seconds=seconds)
-    report = reports.Report(nodes.findings(looked, cluster, allocation.nodes, expects), left_out)
+    looked = look(cluster, allocation, binds=[str(path.resolve()) for path in binds], seconds=seconds)
+    report = reports.Report(findings(looked, cluster, allocation.nodes, expects), left_out)
     for line in report.lines():
         say(line)
     say(f"doctor: {len(looked.facts)} of {len(allocation.nodes)} nodes, {looked.seconds:.1f} s: {report.summary()}")

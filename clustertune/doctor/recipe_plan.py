@@ -1,17 +1,23 @@
-"""What the planner foresees and would hurt: memory, loading against the time-out, saving against the step, the time limit."""
+"""What the planner foresees and would hurt, and settings of a recipe that run and are wrong, or slow."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, rule
-from clustertune.config.distribution import how_to_load
+from clustertune.config import accelerate_file as acc
+from clustertune.config import quantization
+from clustertune.config.distribution import how_to_load, mixed_precision
+from clustertune.config.hardware import load_hardware
+from clustertune.config.values import carries_state
+from clustertune.doctor import stack_faults
 from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.errors import UserError
 from clustertune.launch import serving, shape, signal_margin
-from clustertune.plan.predict import GIB, Plan, make_plan
+from clustertune.plan.predict import GIB, make_plan
 from clustertune.plan.schedule import START_S, TOKENS_PER_CPU_S, tokens_to_prepare
 
 TIGHT = 0.95
@@ -32,10 +38,6 @@ GAIN = 1.5
 def hours(seconds: float) -> str:
     """Seconds as people say them."""
     return f"{seconds / 3600:.1f} h" if seconds >= 5400 else f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
-
-
-def _plan_of(context: RecipeContext) -> Plan | None:
-    return context.plan if context.is_real else None
 
 
 @rule("not-planned", RECIPE)
@@ -68,16 +70,13 @@ def gpu_memory(context: RecipeContext) -> Iterator[Seen]:
     Why: the ranks run out of memory, often only at the first long batch or the first evaluation
     See: https://huggingface.co/docs/transformers/model_memory_anatomy
     """
-    plan = _plan_of(context)
-    if plan is None:
-        return
-    room = plan.machine.usable_bytes
-    memory = f"{plan.needed / GIB:.1f} GiB at the {plan.peak.name}, a {plan.machine.gpu} has {room / GIB:.1f} GiB"
-    fix = f"clustertune plan {context.resolved.name} --advise names what fits"
-    if plan.needed > room:
-        yield Seen(FAIL, f"predicted {memory}", fix)
-    elif plan.needed > TIGHT * room:
-        yield Seen(WARN, f"tight: predicted {memory}", fix)
+    if plan := context.real_plan:
+        room = plan.machine.usable_bytes
+        memory = f"{plan.needed / GIB:.1f} GiB at the {plan.peak.name}, a {plan.machine.gpu} has {room / GIB:.1f} GiB"
+        fix = f"clustertune plan {context.resolved.name} --advise names what fits"
+        if plan.needed > TIGHT * room:
+            over = plan.needed > room
+            yield Seen(FAIL if over else WARN, f"{'' if over else 'tight: '}predicted {memory}", fix)
 
 
 @rule("host-memory", RECIPE)
@@ -87,12 +86,11 @@ def host_memory(context: RecipeContext) -> Iterator[Seen]:
     Why: the kernel kills a rank that loads, and the others wait for it until a time-out
     See: https://github.com/huggingface/transformers/issues/43749
     """
-    plan = _plan_of(context)
+    plan = context.real_plan
     if plan is not None and plan.host_bytes > plan.machine.host_bytes:
         parts = ", ".join(f"{term.name} {term.value / GIB:,.0f} GiB" for term in plan.host)
-        text = f"predicted {plan.host_bytes / GIB:,.0f} GiB of RAM ({parts})"
-        text += f", a node has {plan.machine.host_bytes / GIB:,.0f} GiB"
-        yield Seen(FAIL, text, how_to_load(context.resolved.distribution)[1])
+        need, room = f"predicted {plan.host_bytes / GIB:,.0f} GiB of RAM ({parts})", f"{plan.machine.host_bytes / GIB:,.0f} GiB"
+        yield Seen(FAIL, f"{need}, a node has {room}", how_to_load(context.resolved.distribution)[1])
 
 
 @rule("load-timeout", RECIPE)
@@ -102,7 +100,7 @@ def loading(context: RecipeContext) -> Iterator[Seen]:
     Why: ranks that wait for the one that loads end with 'wait timeout after ...ms', after a part of an hour for nothing
     See: https://github.com/axolotl-ai-cloud/axolotl/issues/3443
     """
-    plan, limit = _plan_of(context), float(context.resolved.train_args.get("ddp_timeout") or DDP_TIMEOUT_S)
+    plan, limit = context.real_plan, float(context.args.get("ddp_timeout") or DDP_TIMEOUT_S)
     # Ranks that read their own rows end together: none of them waits for one that loads.
     if plan is None or context.resolved.world_size == 1 or context.resolved.distribution.reads_parts:
         return
@@ -110,9 +108,8 @@ def loading(context: RecipeContext) -> Iterator[Seen]:
     if seconds > limit / 2:
         size, speed = 2.0 * plan.shape.counted.total / 1e9, plan.machine.storage_read_bytes_per_s / 1e9
         text = f"{size:,.0f} GB at {speed:g} GB/s ({plan.machine.storage_note}) load in {hours(seconds)}"
-        text += f", ranks wait {hours(limit)}"
         fix = f"train.ddp_timeout={math.ceil(3 * seconds / 600) * 600}, or copy the model to the nodes first (storage.staging)"
-        yield Seen(FAIL if seconds > limit else WARN, text, fix)
+        yield Seen(FAIL if seconds > limit else WARN, f"{text}, ranks wait {hours(limit)}", fix)
 
 
 @rule("prepare-time", RECIPE)
@@ -124,19 +121,17 @@ def tokenising(context: RecipeContext) -> Iterator[Seen]:
     See: https://github.com/huggingface/trl/issues/1519
     """
     tokens = tokens_to_prepare(context.resolved) if context.is_real else None
-    if tokens is None or context.cluster.slurm is None:
-        return
-    shapes = shape.stage_shapes(context.resolved, context.cluster)["prepare"]
-    seconds = tokens / TOKENS_PER_CPU_S / shapes.cpus_per_node
-    if seconds > 60 * shapes.minutes:
-        text = f"about {tokens:,.0f} tokens take {hours(seconds)} on {shapes.cpus_per_node} cores"
-        text += f", the job of prepare may run {hours(60 * shapes.minutes)}"
-        yield Seen(WARN, text)
+    if tokens is not None and context.cluster.slurm is not None:
+        job = shape.stage_shapes(context.resolved, context.cluster)["prepare"]
+        seconds, limit = tokens / TOKENS_PER_CPU_S / job.cpus_per_node, 60 * job.minutes
+        if seconds > limit:
+            text = f"about {tokens:,.0f} tokens take {hours(seconds)} on {job.cpus_per_node} cores"
+            yield Seen(WARN, f"{text}, the job of prepare may run {hours(limit)}")
 
 
 def _cadence(context: RecipeContext) -> tuple[int, float, float] | None:
     """Steps between two checkpoints, seconds of a step, and those of a stop to save; None where nothing is saved by steps."""
-    plan = _plan_of(context)
+    plan = context.real_plan
     if plan is None or plan.schedule.save is None or plan.schedule.save_steps is None:
         return None
     every, steps = plan.schedule.save_steps, plan.schedule.steps
@@ -173,7 +168,7 @@ def saves_often(context: RecipeContext) -> Iterator[Seen]:
         assert context.plan is not None
         around = context.plan.schedule
         better = max(every + 1, math.ceil(around.checkpoint.value / step), math.ceil(around.copy_seconds / CHEAP / step))
-        key = "train.save_steps" if context.resolved.recipe.save is None else "save.every"
+        key = "train.save_steps" if context.recipe.save is None else "save.every"
         yield Seen(WARN, text, f"{key}={better} or so, or save.every=auto")
 
 
@@ -207,16 +202,15 @@ def limit(context: RecipeContext) -> Iterator[Seen]:
     Why: the job is stopped in the middle and waits in the queue again, once for each turn
     See: https://slurm.schedmd.com/sbatch.html
     """
-    plan = _plan_of(context)
+    plan = context.real_plan
     if plan is None or plan.hours is None or not context.minutes or context.cluster.slurm is None:
         return
     given = context.minutes / 60
     if plan.hours > given:
-        text = f"predicted {plan.hours:.1f} h ({plan.hours * plan.low:.1f} to {plan.hours * plan.high:.1f}), "
-        text += f"slurm.time is {hours(60 * context.minutes)}"
-        turns = math.ceil(plan.hours / given)
-        fix = f"slurm.time of {math.ceil(plan.hours * plan.high)} h, or let it continue {turns} times from its checkpoints"
-        yield Seen(WARN, text, fix)
+        text = f"predicted {plan.hours:.1f} h ({plan.hours * plan.low:.1f} to {plan.hours * plan.high:.1f})"
+        longer, turns = math.ceil(plan.hours * plan.high), math.ceil(plan.hours / given)
+        fix = f"slurm.time of {longer} h, or let it continue {turns} times from its checkpoints"
+        yield Seen(WARN, f"{text}, slurm.time is {hours(60 * context.minutes)}", fix)
 
 
 @rule("much-evaluation", RECIPE)
@@ -227,15 +221,12 @@ def evaluation(context: RecipeContext) -> Iterator[Seen]:
     Fix: a larger train.eval_steps, or a smaller eval split
     See: https://huggingface.co/docs/transformers/main_classes/trainer
     """
-    plan = _plan_of(context)
+    plan = context.real_plan
     parts = plan.totals() if plan else None
-    if plan is None or not parts or not plan.schedule.evaluations:
-        return
-    share = parts["evaluation"] / math.fsum(parts.values())
-    if share > EVALUATING:
-        each = hours(plan.schedule.evaluation.value)
-        text = f"{plan.schedule.evaluations} evaluations of {each} are {100 * share:.0f} % of the time"
-        yield Seen(WARN, text)
+    if plan and parts and plan.schedule.evaluations:
+        share, each = parts["evaluation"] / math.fsum(parts.values()), hours(plan.schedule.evaluation.value)
+        if share > EVALUATING:
+            yield Seen(WARN, f"{plan.schedule.evaluations} evaluations of {each} are {100 * share:.0f} % of the time")
 
 
 @rule("eval-gpus", RECIPE)
@@ -257,18 +248,234 @@ def micro_batch(context: RecipeContext) -> Iterator[Seen]:
     Why: FSDP gathers all weights again for each micro batch, so gradient accumulation multiplies the traffic
     See: https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
-    plan = _plan_of(context)
+    plan = context.real_plan
     if plan is None or plan.strategy.accumulation < 2 or plan.strategy.accumulation % 2 or not plan.fits:
         return
     used = plan.strategy
     doubled = replace(used, micro_batch=2 * used.micro_batch, accumulation=used.accumulation // 2)
-    try:
+    with contextlib.suppress(UserError):
         other = make_plan(context.resolved, plan.machine, plan.constants, chosen=doubled, sure=False)
-    except UserError:
-        return
-    gain = plan.step.seconds / other.step.seconds
-    if other.needed <= TIGHT * plan.machine.usable_bytes and gain >= GAIN:
-        text = f"gradient accumulation {used.accumulation} x micro batch {used.micro_batch}: "
-        text += f"micro batch {doubled.micro_batch} is predicted {gain:.1f}x faster"
-        fix = f"train.per_device_train_batch_size={doubled.micro_batch}: predicted {other.needed / GIB:.0f} GiB"
+        gain = plan.step.seconds / other.step.seconds
+        if other.needed <= TIGHT * plan.machine.usable_bytes and gain >= GAIN:
+            text = f"gradient accumulation {used.accumulation} x micro batch {used.micro_batch}"
+            fix = f"train.per_device_train_batch_size={doubled.micro_batch}: predicted {other.needed / GIB:.0f} GiB"
+            yield Seen(WARN, f"{text}: micro batch {doubled.micro_batch} is predicted {gain:.1f}x faster", fix)
+
+
+# --- settings -------------------------------------------------------------------------------------------------------------
+
+LORA_RATES, FULL_RATES = (1e-5, 1e-3), (1e-7, 1e-4)
+"""Learning rates outside of which a fine-tuning rarely learns: TRL's guide has 2e-5 for all parameters and ten times
+that for LoRA (https://huggingface.co/docs/trl/peft_integration); a factor of 20 to 50 around it."""
+LONG_WARMUP = 0.5
+"""Share of all steps."""
+
+
+@rule("double-recomputation", RECIPE)
+def recomputation(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: activation checkpointing in one place only
+
+    Why: FSDP and the model both recompute: each layer is gathered and computed once more, or the ranks end with a ValueError
+    Fix: leave it to one of them, best FSDP's
+    See: https://github.com/huggingface/transformers/issues/30404
+    """
+    args = context.args
+    of_model = bool(args.get("activation_checkpointing") or args.get("gradient_checkpointing"))
+    if context.resolved.distribution.recompute.by == "fsdp" and of_model:
+        text = f"train.activation_checkpointing and {acc.key_of('activation_checkpointing')} are both true"
+        yield Seen(FAIL, text)
+
+
+@rule("nothing-saved", RECIPE)
+def unsaved(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: checkpoints are written
+
+    Why: without a checkpoint nothing can be exported, and a stop loses the whole run
+    Fix: train.save_strategy=steps
+    See: https://github.com/huggingface/transformers/issues/30491
+    """
+    strategy = str(context.args.get("save_strategy", "steps"))
+    if strategy in ("no", "best"):
+        yield Seen(FAIL, f"train.save_strategy is {strategy}: no checkpoint of the last step is certain")
+
+
+@rule("save-only-model", RECIPE)
+def only_model(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: save_only_model with sharded checkpoints
+
+    Why: the first save looks for a file that sharded saving does not write; and a run without optimizer state cannot continue
+    Fix: leave save_only_model out
+    See: https://github.com/huggingface/transformers/issues/36626
+    """
+    if context.args.get("save_only_model"):
+        sharded = context.resolved.distribution.state_dict == "SHARDED_STATE_DICT"
+        yield Seen(FAIL, "train.save_only_model is true" + (" with SHARDED_STATE_DICT" if sharded else ""))
+
+
+@rule("single-checkpoint", RECIPE)
+def single_checkpoint(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: more than one checkpoint is kept
+
+    Why: with one kept, a save that goes wrong or a node that still reads the old one leaves none
+    Fix: train.save_total_limit=2 or more
+    See: https://github.com/huggingface/transformers/issues/20988
+    """
+    if context.args.get("save_total_limit") == 1 and context.several_nodes:
+        yield Seen(WARN, f"train.save_total_limit is 1, on {context.recipe.slurm.nodes} nodes")
+
+
+@rule("learning-rate", RECIPE)
+def learning_rate(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: the size of the learning rate
+
+    Why: LoRA wants about ten times the rate of full training: too small and nothing is learnt, too large and it diverges
+    See: https://huggingface.co/docs/trl/peft_integration
+    """
+    rate, lora = context.args.get("learning_rate"), stack_faults.lora(context)
+    low, high = LORA_RATES if lora else FULL_RATES
+    if context.is_real and isinstance(rate, int | float) and not low <= rate <= high:
+        fix = f"train.learning_rate between {low:g} and {high:g}, unless it was tried"
+        yield Seen(WARN, f"train.learning_rate {rate:g} for {'a LoRA' if lora else 'training all parameters'}", fix)
+
+
+@rule("long-warmup", RECIPE)
+def long_warmup(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: warm-up against the number of steps
+
+    Why: most of the run is spent below the learning rate that was asked for
+    Fix: a share of all steps, such as train.warmup_steps=0.03
+    See: https://github.com/axolotl-ai-cloud/axolotl/pull/2897
+    """
+    steps = context.plan.schedule.steps if context.plan else None
+    warm = float(context.args.get("warmup_steps") or 0)
+    if steps:
+        count = math.ceil(warm * steps) if warm < 1 else warm
+        if count > LONG_WARMUP * steps:
+            yield Seen(WARN, f"train.warmup_steps {warm:g} are {count:g} of {steps} steps")
+
+
+@rule("loss-on-all-tokens", RECIPE)
+def labels(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: which tokens of a conversation carry a loss
+
+    Why: the model learns to write the user's turns as well; losses of the two ways cannot be compared
+    Fix: train.assistant_only_loss=true, or say false where it is meant
+    See: https://github.com/huggingface/trl/pull/3586
+    """
+    stated = context.resolved.origins.get("train.assistant_only_loss", "default") != "default"
+    chats = ("messages", "sharegpt", "oasst-tree", "lima", "alpaca")
+    formats = dict.fromkeys(str(part.format) for part in context.recipe.data.parts if part.format in chats)
+    if context.is_real and formats and not context.args.get("assistant_only_loss") and not stated:
+        given = f"{' and '.join(formats)} conversations"
+        yield Seen(WARN, f"{given}, and train.assistant_only_loss is not given: all tokens count")
+
+
+@rule("compile-shapes", RECIPE)
+def shapes(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: torch.compile with batches of one shape
+
+    Why: new lengths are compiled again, or their CUDA graphs recorded again: the gain of compiling is lost
+    See: https://github.com/pytorch/pytorch/issues/188150
+    """
+    args = context.args
+    compiled = context.resolved.distribution.compiled
+    # Packed rows differ in length too, unless they are cut to one: bfd fills them, the last one aside.
+    if compiled and not args.get("packing") and not args.get("pad_to_multiple_of"):
+        text = "the model is compiled, and batches as long as their longest conversation"
+        fix = f"train.packing=true, or train.pad_to_multiple_of={args.get('max_length') or 1024}"
         yield Seen(WARN, text, fix)
+
+
+@rule("quantised-compute", RECIPE)
+def quantised(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: what a quantised base computes in
+
+    Why: BitsAndBytesConfig's own type is float32: products run at a fraction of the speed of bfloat16
+    Fix: bnb_4bit_compute_dtype: bfloat16
+    See: https://huggingface.co/docs/transformers/quantization/bitsandbytes
+    """
+    config = quantization.of(context.args) or {}
+    given = config.get("bnb_4bit_compute_dtype")
+    if config.get("load_in_4bit") and str(given or "float32") == "float32" and mixed_precision(context.args) == "bf16":
+        key = "train.model_init_kwargs.quantization_config.bnb_4bit_compute_dtype"
+        yield Seen(WARN, f"{key} is {'float32' if given else 'not given'}")
+
+
+def _lacks_bf16(context: RecipeContext) -> bool:
+    gpu = load_hardware().get(context.cluster.compute.gpu or "")
+    return gpu is not None and gpu.bf16_tflops is None
+
+
+@rule("no-bfloat16", RECIPE)
+def no_bfloat16(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: no bfloat16 on GPUs without it
+
+    Why: without tensor cores for it bfloat16 is emulated, slower than float32
+    Fix: train.bf16=false train.model_init_kwargs.dtype=float32, or newer GPUs
+    See: https://developer.nvidia.com/cuda-gpus
+    """
+    compute = context.cluster.compute
+    if compute.gpus and mixed_precision(context.args) == "bf16" and _lacks_bf16(context):
+        yield Seen(FAIL, f"train.bf16 on {compute.gpu}, which has no bfloat16")
+
+
+@rule("no-mixed-precision", RECIPE)
+def no_mixed_precision(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: bfloat16 on GPUs that have it
+
+    Why: float32 products use no tensor cores, or a quarter of them (TF32), and weights take twice the memory
+    Fix: train.bf16=true
+    See: https://huggingface.co/docs/transformers/en/mixed_precision_training
+    """
+    mixed = mixed_precision(context.args)
+    if context.is_real and context.cluster.compute.gpus and mixed == "no" and not _lacks_bf16(context):
+        yield Seen(WARN, "train.bf16 is false")
+
+
+@rule("packed-state", RECIPE)
+def packed(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: packing with layers that carry a state
+
+    Why: a mask keeps packed conversations apart in attention; recurrent layers (Mamba, linear attention, convolutions) hand
+      their state from one to the next all the same
+    Fix: train.packing=false
+    See: https://github.com/huggingface/trl/issues/1230
+    """
+    kinds = context.resolved.architecture.get("layer_types")
+    listed = {str(kind) for kind in kinds} if isinstance(kinds, list) else set()
+    states = sorted(kind for kind in listed if "attention" not in kind or "linear" in kind)
+    model = str(context.resolved.architecture.get("model_type"))
+    if context.args.get("packing") and (states or carries_state(model)):
+        text = f"train.packing, and {model} has layers with a state" + (f" ({', '.join(states)})" if states else "")
+        yield Seen(WARN, text)
+
+
+@rule("no-evaluation", RECIPE)
+def no_evaluation(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: an eval split where evaluation is asked for
+
+    Why: no evaluation happens, and overfitting stays unseen
+    Fix: data.eval_fraction, or train.eval_strategy=no
+    See: https://huggingface.co/docs/transformers/main_classes/trainer
+    """
+    expect = context.recipe.data.expect
+    wanted = str(context.args.get("eval_strategy", "no")) != "no"
+    if wanted and expect is not None and expect.eval == 0:
+        yield Seen(WARN, "data.expect.eval is 0, and train.eval_strategy asks for evaluations")
+
+
+@rule("revision-not-pinned", RECIPE)
+def pinned(context: RecipeContext) -> Iterator[Seen]:
+    """Looks at: commits of model and dataset
+
+    Why: a branch moves: the next attempt trains on another model, and the cache is looked up under another name
+    See: https://huggingface.co/docs/huggingface_hub/guides/download
+    """
+    recipe = context.recipe
+    if recipe.model.weights == "hub" and recipe.model.path is None and recipe.model.revision is None:
+        fix = f"model.revision: the commit of {recipe.model.name}, 40 hex digits"
+        yield Seen(FAIL, f"model {recipe.model.name} without a revision", fix)
+    for key, part in recipe.data.keyed_parts():
+        if part.input is None and part.revision is None:
+            fix = f"{key}.revision: the commit of {part.name}, 40 hex digits"
+            yield Seen(FAIL, f"dataset {part.name} without a revision", fix)

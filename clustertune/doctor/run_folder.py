@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clustertune import manifest
-from clustertune.check.rule import FAIL, RECIPE, WARN, Seen, rule
+from clustertune.check.rule import FAIL, RECIPE, WARN, Seen, listed, rule
 from clustertune.checkpoint import store
 from clustertune.config.parameters import trained_count, weight_bytes
 from clustertune.config.resolved import is_there
-from clustertune.doctor.recipe_context import RecipeContext, shards_of
-from clustertune.doctor.recipe_model import read_json
+from clustertune.doctor.recipe_context import RecipeContext, read_json, shards_of
 from clustertune.errors import UserError
 from clustertune.launch import cluster_paths
 from clustertune.plan.predict import Plan
@@ -50,15 +49,16 @@ def owner(context: RecipeContext) -> Iterator[Seen]:
         if context.run_dir is not None and is_there(context.run_dir):
             yield Seen(FAIL, "is not a folder", "give another --run-dir", str(context.run_dir))
         return
+    found, fix = "", "give another --run-dir"
     if read_json(folder / "run.json") is not None:
-        if not RunDir(folder).is_of(context.resolved):
-            text = "holds a run of another recipe or of other settings"
-            yield Seen(FAIL, text, "give another --run-dir, or leave it out", str(folder))
+        found = "" if RunDir(folder).is_of(context.resolved) else "holds a run of another recipe or of other settings"
+        fix = "give another --run-dir, or leave it out"
     elif (folder / "run.json").exists():
-        yield Seen(FAIL, "its run.json cannot be read", "give another --run-dir", str(folder))
+        found = "its run.json cannot be read"
     elif foreign := sorted(p.name for p in folder.iterdir() if p.name not in OURS and not p.name.endswith(".tmp")):
-        text = f"is not a run: it holds {', '.join(foreign[:3])}"
-        yield Seen(FAIL, text, "give a new or empty --run-dir", str(folder))
+        found, fix = f"is not a run: it holds {', '.join(foreign[:3])}", "give a new or empty --run-dir"
+    if found:
+        yield Seen(FAIL, found, fix, str(folder))
 
 
 @rule("run-on-one-node", RECIPE)
@@ -68,14 +68,13 @@ def hidden(context: RecipeContext) -> Iterator[Seen]:
     Why: ranks of other nodes write their shards elsewhere: .metadata is on one node only, and nothing can be loaded again
     See: https://github.com/huggingface/accelerate/issues/3010
     """
-    if context.run_dir is None or not context.several_nodes:
-        return
-    host = context.facts.hostname if context.facts else os.uname().nodename
-    places = [("the run folder", context.run_dir)]
-    given = context.resolved.inputs.items()
-    places += [(key, path) for key, path in given if not path.is_relative_to(context.resolved.folder)]
-    for problem in cluster_paths.find_unshared(places, context.cluster, host, context.mounts):
-        yield Seen(FAIL, problem.message, problem.fix or "put it on shared storage", problem.file or "")
+    if context.run_dir is not None and context.several_nodes:
+        host = context.facts.hostname if context.facts else os.uname().nodename
+        inputs = context.resolved.inputs.items()
+        places = [(key, path) for key, path in inputs if not path.is_relative_to(context.resolved.folder)]
+        places.insert(0, ("the run folder", context.run_dir))
+        for problem in cluster_paths.find_unshared(places, context.cluster, host, context.mounts):
+            yield Seen(FAIL, problem.message, problem.fix or "put it on shared storage", problem.file or "")
 
 
 @rule("run-in-use", RECIPE)
@@ -90,21 +89,14 @@ def in_use(context: RecipeContext) -> Iterator[Seen]:
     path = folder / "lock" if folder else None
     if path is None or not path.is_file():
         return
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
-        owner = read_json(path.with_name("owner.json")) or {}
-        job = f" (job {owner['job']} on {owner.get('host')})" if owner.get("job") else ""
-        yield Seen(WARN, f"{holder}{job} works in it", where=str(folder))
-    except OSError:  # a file system without locks tells nothing
-        pass
-    finally:
-        os.close(fd)
+    with contextlib.suppress(OSError), path.open("rb") as lock:  # a file system without locks tells nothing
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = lock.read(200).decode(errors="replace").strip() or "another process"
+            owner = read_json(path.with_name("owner.json")) or {}
+            job = f" (job {owner['job']} on {owner.get('host')})" if owner.get("job") else ""
+            yield Seen(WARN, f"{holder}{job} works in it", where=str(folder))
 
 
 @rule("checkpoint-damaged", RECIPE)
@@ -176,7 +168,7 @@ def with_base(context: RecipeContext) -> Iterator[Seen]:
 
 def _adapter_size(context: RecipeContext) -> int | None:
     """Parameters of the adapter; None without one, or where they cannot be counted."""
-    lora = context.resolved.recipe.lora
+    lora = context.recipe.lora
     return None if lora is None else trained_count(context.resolved.architecture, lora)
 
 
@@ -193,10 +185,10 @@ def stale(context: RecipeContext) -> Iterator[Seen]:
     out = folder / "adapter"
     with contextlib.suppress(UserError):
         step = manifest.read_manifest(out, "adapter").meta.get("step")
-        sealed = (c for c in store.list_checkpoints(folder / "checkpoints") if (c.path / manifest.MANIFEST).exists())
-        newest = next(sealed, None)
-        if newest is not None and isinstance(step, int) and step != newest.step:
-            text = f"the adapter is of step {step}, the newest checkpoint of step {newest.step}"
+        listed = store.list_checkpoints(folder / "checkpoints")
+        newest = next((one.step for one in listed if (one.path / manifest.MANIFEST).exists()), step)
+        if isinstance(step, int) and step != newest:
+            text = f"the adapter is of step {step}, the newest checkpoint of step {newest}"
             yield Seen(WARN, text, f"move {out} and what was made of it away, then --from export", str(out))
 
 
@@ -220,11 +212,10 @@ def shapes(context: RecipeContext) -> Iterator[Seen]:
         return
     bad = list(bad_shapes(tensors))
     count, found = _adapter_size(context), sum(math.prod(tensor.shape) for tensor in tensors)
-    if count and not bad and found != count and not (context.resolved.recipe.lora or {}).get("modules_to_save"):
+    if count and not bad and found != count and not (context.recipe.lora or {}).get("modules_to_save"):
         bad.append(f"{found:,} parameters, the recipe trains {count:,}")
     if bad:
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        yield Seen(FAIL, f"{'; '.join(bad[:3])}{more}", "export it again: clustertune export", str(path.parent))
+        yield Seen(FAIL, listed(bad, 3, "; "), "export it again: clustertune export", str(path.parent))
 
 
 def bad_shapes(tensors: list[Tensor]) -> Iterator[str]:
@@ -304,13 +295,10 @@ def tracked(context: RecipeContext) -> Iterator[Seen]:
     if path.parent in context.silent or not path.exists():
         return
     command = ["git", "-C", str(path.parent), "ls-files", "--error-unmatch", "--", path.name]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=GIT_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return
-    if done.returncode == 0:
-        fix = f"git rm --cached {path.name}, name it in .gitignore, and renew every token that stood in it"
-        yield Seen(FAIL, "git tracks it", fix, str(path))
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        if subprocess.run(command, capture_output=True, timeout=GIT_SECONDS, check=False).returncode == 0:
+            fix = f"git rm --cached {path.name}, name it in .gitignore, and renew every token that stood in it"
+            yield Seen(FAIL, "git tracks it", fix, str(path))
 
 
 @rule("token-in-environment", RECIPE)
@@ -366,20 +354,16 @@ def room(context: RecipeContext) -> Iterator[Seen]:
     Fix: free space, give a --run-dir elsewhere, or lower train.save_total_limit
     See: https://huggingface.co/docs/transformers/main_classes/trainer
     """
-    if context.plan is None or context.run_dir is None or context.silent:
+    # A path of the cluster's machines: on another one the disk that is here in its place is another one.
+    elsewhere = context.run_dir is not None and not context.is_ours and not is_there(context.run_dir.parent)
+    if context.plan is None or context.run_dir is None or context.silent or elsewhere:
         return
-    if not context.is_ours and not is_there(context.run_dir.parent):
-        return  # a path of the cluster's machines: the disk that is here in its place is another one
     parts = needed(context.plan, context.run_dir)
     need, free = sum(parts.values()), _free(context, existing(context.run_dir))
-    if free is None:
-        return
-    sizes = ", ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in parts.items())
-    text = f"{need / 1e9:,.1f} GB are to be written ({sizes}), {free / 1e9:,.1f} GB are free"
-    if need > free:
-        yield Seen(FAIL, text, where=str(context.run_dir))
-    elif SPARE * need > free:
-        yield Seen(WARN, f"tight: {text}", where=str(context.run_dir))
+    if free is not None and SPARE * need > free:
+        sizes = ", ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in parts.items())
+        text = f"{need / 1e9:,.1f} GB are to be written ({sizes}), {free / 1e9:,.1f} GB are free"
+        yield Seen(FAIL if need > free else WARN, text if need > free else f"tight: {text}", where=str(context.run_dir))
 
 
 @rule("local-disk", RECIPE)
@@ -390,7 +374,7 @@ def local_disk(context: RecipeContext) -> Iterator[Seen]:
     Fix: name a folder on a disk of each node with the room, or leave save.local out
     See: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
     """
-    local = context.resolved.recipe.save and context.resolved.recipe.save.local
+    local = context.recipe.save and context.recipe.save.local
     if not local:
         return
     path, lies = Path(local.path), context.lies_on(Path(local.path))
@@ -424,10 +408,8 @@ def unlimited(context: RecipeContext) -> Iterator[Seen]:
     Fix: train.save_total_limit=3
     See: https://huggingface.co/docs/transformers/main_classes/trainer
     """
-    plan = context.plan if context.is_real else None
-    if plan is None or context.resolved.train_args.get("save_total_limit") or not plan.schedule.checkpoints:
-        return
-    size = plan.schedule.checkpoints * plan.schedule.checkpoint_bytes
-    if size > ALL_KEPT:
-        text = f"train.save_total_limit is not given: {plan.schedule.checkpoints} checkpoints, {size / 1e12:,.1f} TB"
-        yield Seen(WARN, text)
+    plan = context.real_plan
+    many = plan.schedule.checkpoints if plan and not context.args.get("save_total_limit") else None
+    if plan and many and many * plan.schedule.checkpoint_bytes > ALL_KEPT:
+        size = many * plan.schedule.checkpoint_bytes / 1e12
+        yield Seen(WARN, f"train.save_total_limit is not given: {many} checkpoints, {size:,.1f} TB")

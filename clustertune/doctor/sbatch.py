@@ -14,7 +14,7 @@ from pathlib import Path
 
 from clustertune.check.report import put
 from clustertune.check.rule import SCRIPT, Finding, checks, printable
-from clustertune.check.script_batch import read_batch
+from clustertune.check.script_batch import Batch
 
 MAX_BYTES = 256 * 1024
 """A batch script is some kB; Slurm itself refuses more than 4 MB (max_script_size)."""
@@ -25,7 +25,7 @@ def lint(text: str, path: str, cwd: Path | None = None) -> list[Finding]:
 
     Any text is taken; nothing is run, and no file is read but for the question whether a log folder is there.
     """
-    batch = read_batch(text, path, cwd or Path.cwd())
+    batch = Batch(text, path, cwd or Path.cwd())
     found = dict.fromkeys(item for rule in checks(SCRIPT) for item in rule(batch))
     return sorted(found, key=lambda item: (int(item.where), item.rule))
 

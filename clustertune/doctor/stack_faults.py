@@ -8,11 +8,10 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
 
-from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, register, rule
+from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, described, register, rule
 from clustertune.config import accelerate_file as acc
 from clustertune.config import kernels, quantization
 from clustertune.config.parameters import weight_bytes
@@ -36,175 +35,28 @@ def holds(version: str, ranges: str) -> bool:
     return all(part is not None and COMPARE[part[1]](found, Version(part[2])) for part in parts)
 
 
-@dataclass(frozen=True)
-class ReleaseFault:
-    """One fault of some releases."""
-
-    key: str
-    """The id of its rule."""
-    package: str
-    ranges: str
-    """``>=1.2,<1.4``: all parts hold."""
-    when: Callable[[RecipeContext], bool]
-    """Whether this recipe meets it."""
-    status: str
-    what: str
-    """What is seen."""
-    why: str
-    fix: str
-    link: str
-
-
 def lora(context: RecipeContext) -> bool:
-    return context.resolved.recipe.lora is not None
+    return context.recipe.lora is not None
 
 
 def fsdp2(context: RecipeContext) -> bool:
     return context.resolved.distribution.kind == "FSDP2"
 
 
-def fsdp1(context: RecipeContext) -> bool:
-    return context.resolved.distribution.kind == "FSDP1"
-
-
 def _mixed(context: RecipeContext) -> bool:
     return context.resolved.distribution.mixed_precision != "no"
-
-
-def _packs_without_flash(context: RecipeContext) -> bool:
-    args = context.resolved.train_args
-    named = str((args.get("model_init_kwargs") or {}).get("attn_implementation", "sdpa"))
-    return bool(args.get("packing")) and "flash" not in named
 
 
 def _gpus(context: RecipeContext) -> bool:
     return context.cluster.compute.gpus > 0 and context.resolved.world_size > 1
 
 
-def _full_bf16(context: RecipeContext) -> bool:
-    init = context.resolved.train_args.get("model_init_kwargs") or {}
-    return fsdp2(context) and not lora(context) and _mixed(context) and str(init.get("dtype", "")) in ("bfloat16", "float16")
-
-
-NCCL = "nccl"
-"""Stands for nvidia-nccl-cu12 and nvidia-nccl-cu13, whichever is there."""
-
-
-FAULTS = (
-    ReleaseFault(
-        "adapter-of-rank-0-only", "accelerate", "<1.15",
-        lambda c: fsdp2(c) and lora(c) and c.resolved.distribution.state_dict == "FULL_STATE_DICT", FAIL,
-        "a FULL_STATE_DICT checkpoint of a LoRA under FSDP2 holds the slice of rank 0 only",
-        "a resumed run continues with all other ranks' part of the adapter at its initial values, without a message",
-        f"accelerate 1.15 or later, or {acc.key_of('state_dict_type')}: SHARDED_STATE_DICT",
-        "https://github.com/huggingface/accelerate/pull/4206",
-    ),
-    ReleaseFault(
-        "frozen-base-in-float32", "accelerate", "<1.13", lambda c: fsdp2(c) and lora(c) and _mixed(c), FAIL,
-        "FSDP2 casts the frozen base to float32 too: twice the memory of bfloat16 weights",  # read: 1.12.0
-        "a LoRA run that fits under FSDP1 is out of memory under FSDP2",
-        "accelerate 1.13 or later",
-        "https://github.com/huggingface/accelerate/pull/3848",
-    ),
-    ReleaseFault(
-        "no-float32-master", "accelerate", ">=1.13,<1.14", _full_bf16, FAIL,
-        "FSDP2 keeps the trained weights in the type they were loaded in: the cast to float32 is lost",  # read: 1.13.0, 1.14.0
-        "updates smaller than bfloat16's rounding are lost, and the loss stays higher, without a message",
-        "accelerate 1.14 or later",
-        "https://github.com/huggingface/accelerate/issues/3979",
-    ),
-    ReleaseFault(
-        "empty-adapter", "peft", ">=0.21.0,<=0.21.2",
-        lambda c: lora(c) and (fsdp1(c) or c.resolved.distribution.recompute.by == "fsdp"), FAIL,
-        "the saved adapter is empty under FSDP1 and under FSDP's activation checkpointing",
-        "PEFT looks its keys up by names with _fsdp_wrapped_module or _checkpoint_wrapped_module in them and finds none: "
-        "the adapter is lost, without a message",
-        "the release that containers/versions.env pins",
-        "https://github.com/huggingface/peft/issues/970",
-    ),
-    ReleaseFault(
-        "every-rank-loads-all", "transformers", ">=5.0,<5.23",
-        lambda c: c.is_real and c.resolved.distribution.efficient_loading, WARN,
-        f"{acc.key_of('cpu_ram_efficient_loading')} does not spare the other ranks: each makes the whole model in RAM",
-        "the node runs out of RAM while loading, or stands still for long after it",
-        "transformers 5.23 or 4.57, or RAM for ranks per node x model",
-        "https://github.com/huggingface/transformers/issues/43749",
-    ),
-    ReleaseFault(
-        "offline-asks-the-hub", "transformers", ">=4.57.2,<4.57.4", lambda c: c.is_real and c.offline, FAIL,
-        "loading a tokenizer by its name asks the Hub even with HF_HUB_OFFLINE=1, and fails",  # read: 4.57.3 to 4.57.6
-        "a job without network ends although everything is in the cache",
-        "transformers 4.57.4 or later, or model.path",
-        "https://github.com/huggingface/transformers/issues/44843",
-    ),
-    ReleaseFault(
-        "packed-see-each-other", "transformers", "<4.53.1", _packs_without_flash, FAIL,
-        "packed conversations see each other: only flash attention keeps them apart",  # read: 4.53.0 and 4.53.1
-        "a higher loss: each conversation is learnt with strangers in front of it",
-        "transformers 4.53.1 or later, attn_implementation: flash_attention_2, or train.packing=false",
-        "https://github.com/huggingface/transformers/pull/39194",
-    ),
-    ReleaseFault(
-        "accumulated-loss", "transformers", "<4.46",
-        lambda c: int(c.resolved.train_args.get("gradient_accumulation_steps") or 1) > 1, FAIL,
-        "the loss of accumulated micro batches is averaged per micro batch, not per token",
-        "another loss and other gradients than the same batch at once",
-        "transformers 4.46 or later, or a batch without accumulation",
-        "https://github.com/huggingface/transformers/pull/34191",
-    ),
-    ReleaseFault(
-        "nccl-hang-arm", NCCL, "<2.29.3", lambda c: _gpus(c) and c.arch == "aarch64", WARN,
-        "on ARM hosts (GH200, GB200) a collective may hang for ever: NCCL compiled with gcc before 10 loses proxy slots",
-        "all ranks stand at full load without an error or a time-out",
-        "NCCL 2.29.3 or later",
-        "https://github.com/marin-community/marin/pull/8038",
-    ),
-    ReleaseFault(
-        "nccl-hang-2-29-2", NCCL, ">=2.29.2,<2.29.3", _gpus, FAIL,
-        "this release hangs",
-        "a regression that NCCL 2.29.3 fixes; PyTorch left 2.29.2 out for it",
-        "NCCL 2.29.3 or later",
-        "https://github.com/pytorch/pytorch/pull/174338",
-    ),
-    ReleaseFault(
-        "nccl-2-28", NCCL, ">=2.28.3,<2.28.9", _gpus, WARN,
-        "NVIDIA's resiliency extension says to avoid 2.28.3 to 2.28.8",
-        "aborting and restarting communicators inside a process fails in these releases",
-        "NCCL 2.28.9 or later",
-        "https://github.com/NVIDIA/nvidia-resiliency-ext/blob/main/README.md",
-    ),
-    ReleaseFault(
-        "checkpoint-runs-code", "torch", "<2.6", lambda _: True, WARN,
-        "torch.load with weights_only=True can run code from the file (CVE-2025-32434)",
-        "a checkpoint or an adapter of another person runs what it likes as you",
-        "torch 2.6 or later",
-        "https://github.com/pytorch/pytorch/security/advisories/GHSA-53q9-r3pm-6pq6",
-    ),
-    ReleaseFault(
-        "punkt-format", "nltk", "<3.8.2", lambda c: bool(needed(c.resolved.recipe.eval.tasks, PUNKT)), WARN,
-        "reads the pickled punkt, not punkt_tab",
-        "a task asks for punkt_tab, which this release does not know: it fails after all answers are generated",
-        "nltk 3.9 or later",
-        "https://github.com/EleutherAI/lm-evaluation-harness/issues/2266",
-    ),
-)  # fmt: skip
-"""The table. A line more is a rule more: the tests take each line and need a case for it."""
-
-
-def quantized_by(context: RecipeContext) -> str | None:
-    """The method that quantises the base; None: none."""
-    config = quantization.of(context.resolved.train_args)
-    return quantization.method(config) if config else None
-
-
-# --- stack versions -------------------------------------------------------------------------------------------------------
-
-# The installed packages: releases with known faults, what differs from the pins, what the recipe needs and is not there.
-
 GIB = 1 << 30
 _ZEROED = ">=5.7"
 """Releases of the fault every-rank-loads-all that fill what they allocate (torch.zeros_like; empty_like before: read in 5.5.4,
 5.7.0), so that it is resident for certain."""
+NCCL = "nccl"
+"""Stands for nvidia-nccl-cu12 and nvidia-nccl-cu13, whichever is there."""
 
 
 @rule("stack-unseen", RECIPE)
@@ -215,44 +67,205 @@ def unseen(context: RecipeContext) -> Iterator[Seen]:
     See: https://apptainer.org/docs/user/latest/
     """
     if not context.versions:
-        text = f"the versions are those of {context.versions_of}"
-        yield Seen(UNKNOWN, text, where=context.resolved.name)
+        yield Seen(UNKNOWN, f"the versions are those of {context.versions_of}", where=context.resolved.name)
 
 
-def _known_fault(fault: ReleaseFault) -> Callable[[RecipeContext], Iterator[Seen]]:
-    """The function that looks whether the recipe meets one fault of the table."""
-    names = ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if fault.package == NCCL else (fault.package,)
-
-    def look(context: RecipeContext) -> Iterator[Seen]:
-        for name in names:
-            version = context.version(name)
-            if version is None or not holds(version, fault.ranges) or not fault.when(context):
-                continue
-            judged: tuple[str, str] | None = (fault.status, "")
-            if fault.key == "every-rank-loads-all":
-                judged = _ranks_load(context, version)
-            if judged is not None:
-                yield Seen(judged[0], f"{name} {version}: {fault.what}{judged[1]}", where=context.versions_of)
-
-    return look
+FAULTS: list[tuple[str, str]] = []
+"""The ids of the rules about releases, each with the versions that have its fault."""
 
 
-for _known in FAULTS:
-    _title = f"{_known.package} {_known.ranges}"
-    register(_known.key, _title, _known.why, _known.link, _known.fix, look=_known_fault(_known), subject=RECIPE)
+def fault(
+    key: str, package: str, ranges: str, status: str, *, what: str = "", fix: str = ""
+) -> Callable[[Callable[[RecipeContext], object]], None]:
+    """Makes a rule of a function that says whether a recipe meets a fault of some releases, perhaps with status and more words.
+
+    The docstring's first line is what is seen, its other fields are those of every rule. ``what`` and ``fix`` take their place
+    where another library's key stands in them. ``package``: :data:`NCCL` for either of NCCL's.
+    """
+    names = ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if package == NCCL else (package,)
+    FAULTS.append((key, ranges))
+
+    def register_fault(meets: Callable[[RecipeContext], object]) -> None:
+        seen, why, link, remedy = described(meets.__doc__ or "")
+        seen = seen if seen[1:2].isupper() else seen[:1].lower() + seen[1:]
+
+        def look(context: RecipeContext) -> Iterator[Seen]:
+            for name in names:
+                version = context.version(name)
+                if version is None or not holds(version, ranges) or not (met := meets(context)):
+                    continue
+                judged, more = met if isinstance(met, tuple) else (status, "")
+                yield Seen(judged, f"{name} {version}: {what or seen}{more}", where=context.versions_of)
+
+        register(key, f"{package} {ranges}", why, link, fix or remedy, look=look, subject=RECIPE)
+
+    return register_fault
 
 
-def _ranks_load(context: RecipeContext, version: str) -> tuple[str, str] | None:
-    """Status and arithmetic of ranks that each make the whole model in RAM; None where a node has room for it."""
-    weights, ranks = weight_bytes(context.resolved.architecture), context.resolved.recipe.slurm.gpus_per_node
-    room = context.cluster.compute.memory_gb * GIB
-    if weights is None:
-        return WARN, ""
-    need = weights * ranks
-    if need <= room:
-        return None
-    status = FAIL if holds(version, _ZEROED) else WARN
-    return status, f"; {ranks} ranks x {weights / 1e9:,.0f} GB are {need / 1e9:,.0f} GB, a node has {room / 1e9:,.0f} GB"
+FULL_FIX = f"accelerate 1.15 or later, or {acc.key_of('state_dict_type')}: SHARDED_STATE_DICT"
+
+
+@fault("adapter-of-rank-0-only", "accelerate", "<1.15", FAIL, fix=FULL_FIX)
+def adapter_of_rank_0(c: RecipeContext) -> bool:
+    """A FULL_STATE_DICT checkpoint of a LoRA under FSDP2 holds the slice of rank 0 only.
+
+    Why: a resumed run continues with all other ranks' part of the adapter at its initial values, without a message
+    See: https://github.com/huggingface/accelerate/pull/4206
+    """
+    return fsdp2(c) and lora(c) and c.resolved.distribution.state_dict == "FULL_STATE_DICT"
+
+
+@fault("frozen-base-in-float32", "accelerate", "<1.13", FAIL)  # read: 1.12.0
+def frozen_base(c: RecipeContext) -> bool:
+    """FSDP2 casts the frozen base to float32 too: twice the memory of bfloat16 weights.
+
+    Why: a LoRA run that fits under FSDP1 is out of memory under FSDP2
+    Fix: accelerate 1.13 or later
+    See: https://github.com/huggingface/accelerate/pull/3848
+    """
+    return fsdp2(c) and lora(c) and _mixed(c)
+
+
+@fault("no-float32-master", "accelerate", ">=1.13,<1.14", FAIL)  # read: 1.13.0, 1.14.0
+def no_master(c: RecipeContext) -> bool:
+    """FSDP2 keeps the trained weights in the type they were loaded in: the cast to float32 is lost.
+
+    Why: updates smaller than bfloat16's rounding are lost, and the loss stays higher, without a message
+    Fix: accelerate 1.14 or later
+    See: https://github.com/huggingface/accelerate/issues/3979
+    """
+    init = c.args.get("model_init_kwargs") or {}
+    return fsdp2(c) and not lora(c) and _mixed(c) and str(init.get("dtype", "")) in ("bfloat16", "float16")
+
+
+@fault("empty-adapter", "peft", ">=0.21.0,<=0.21.2", FAIL)
+def empty_adapter(c: RecipeContext) -> bool:
+    """The saved adapter is empty under FSDP1 and under FSDP's activation checkpointing.
+
+    Why: PEFT looks its keys up by names with _fsdp_wrapped_module or _checkpoint_wrapped_module in them and finds none: the
+      adapter is lost, without a message
+    Fix: the release that containers/versions.env pins
+    See: https://github.com/huggingface/peft/issues/970
+    """
+    return lora(c) and (c.resolved.distribution.kind == "FSDP1" or c.resolved.distribution.recompute.by == "fsdp")
+
+
+LOADS_ALL = f"{acc.key_of('cpu_ram_efficient_loading')} does not spare the other ranks: each makes the whole model in RAM"
+
+
+@fault("every-rank-loads-all", "transformers", ">=5.0,<5.23", WARN, what=LOADS_ALL)
+def loads_all(c: RecipeContext) -> object:
+    """The node holds the whole model for each of its ranks.
+
+    Why: the node runs out of RAM while loading, or stands still for long after it
+    Fix: transformers 5.23 or 4.57, or RAM for ranks per node x model
+    See: https://github.com/huggingface/transformers/issues/43749
+    """
+    weights, ranks = weight_bytes(c.resolved.architecture), c.recipe.slurm.gpus_per_node
+    need, room = (weights or 0) * ranks, c.cluster.compute.memory_gb * GIB
+    if not c.is_real or not c.resolved.distribution.efficient_loading or (weights is not None and need <= room):
+        return False
+    text = f"; {ranks} ranks x {(weights or 0) / 1e9:,.0f} GB are {need / 1e9:,.0f} GB, a node has {room / 1e9:,.0f} GB"
+    certain = holds(c.version("transformers") or "", _ZEROED)
+    return (FAIL if certain else WARN, text) if weights is not None else True
+
+
+@fault("offline-asks-the-hub", "transformers", ">=4.57.2,<4.57.4", FAIL)  # read: 4.57.3 to 4.57.6
+def asks_the_hub(c: RecipeContext) -> bool:
+    """Loading a tokenizer by its name asks the Hub even with HF_HUB_OFFLINE=1, and fails.
+
+    Why: a job without network ends although everything is in the cache
+    Fix: transformers 4.57.4 or later, or model.path
+    See: https://github.com/huggingface/transformers/issues/44843
+    """
+    return c.is_real and c.offline
+
+
+@fault("packed-see-each-other", "transformers", "<4.53.1", FAIL)  # read: 4.53.0 and 4.53.1
+def packed_unmasked(c: RecipeContext) -> bool:
+    """Packed conversations see each other: only flash attention keeps them apart.
+
+    Why: a higher loss: each conversation is learnt with strangers in front of it
+    Fix: transformers 4.53.1 or later, attn_implementation: flash_attention_2, or train.packing=false
+    See: https://github.com/huggingface/transformers/pull/39194
+    """
+    named = str((c.args.get("model_init_kwargs") or {}).get("attn_implementation", "sdpa"))
+    return bool(c.args.get("packing")) and "flash" not in named
+
+
+@fault("accumulated-loss", "transformers", "<4.46", FAIL)
+def accumulated(c: RecipeContext) -> bool:
+    """The loss of accumulated micro batches is averaged per micro batch, not per token.
+
+    Why: another loss and other gradients than the same batch at once
+    Fix: transformers 4.46 or later, or a batch without accumulation
+    See: https://github.com/huggingface/transformers/pull/34191
+    """
+    return int(c.args.get("gradient_accumulation_steps") or 1) > 1
+
+
+@fault("nccl-hang-arm", NCCL, "<2.29.3", WARN)
+def hang_on_arm(c: RecipeContext) -> bool:
+    """On ARM hosts (GH200, GB200) a collective may hang for ever: NCCL compiled with gcc before 10 loses proxy slots.
+
+    Why: all ranks stand at full load without an error or a time-out
+    Fix: NCCL 2.29.3 or later
+    See: https://github.com/marin-community/marin/pull/8038
+    """
+    return _gpus(c) and c.arch == "aarch64"
+
+
+@fault("nccl-hang-2-29-2", NCCL, ">=2.29.2,<2.29.3", FAIL)
+def hang_of_one_release(c: RecipeContext) -> bool:
+    """This release hangs.
+
+    Why: a regression that NCCL 2.29.3 fixes; PyTorch left 2.29.2 out for it
+    Fix: NCCL 2.29.3 or later
+    See: https://github.com/pytorch/pytorch/pull/174338
+    """
+    return _gpus(c)
+
+
+@fault("nccl-2-28", NCCL, ">=2.28.3,<2.28.9", WARN)
+def hang_of_2_28(c: RecipeContext) -> bool:
+    """NVIDIA's resiliency extension says to avoid 2.28.3 to 2.28.8.
+
+    Why: aborting and restarting communicators inside a process fails in these releases
+    Fix: NCCL 2.28.9 or later
+    See: https://github.com/NVIDIA/nvidia-resiliency-ext/blob/main/README.md
+    """
+    return _gpus(c)
+
+
+@fault("checkpoint-runs-code", "torch", "<2.6", WARN)
+def runs_code(_: RecipeContext) -> bool:
+    """torch.load with weights_only=True can run code from the file (CVE-2025-32434).
+
+    Why: a checkpoint or an adapter of another person runs what it likes as you
+    Fix: torch 2.6 or later
+    See: https://github.com/pytorch/pytorch/security/advisories/GHSA-53q9-r3pm-6pq6
+    """
+    return True
+
+
+@fault("punkt-format", "nltk", "<3.8.2", WARN)
+def punkt_format(c: RecipeContext) -> bool:
+    """Reads the pickled punkt, not punkt_tab.
+
+    Why: a task asks for punkt_tab, which this release does not know: it fails after all answers are generated
+    Fix: nltk 3.9 or later
+    See: https://github.com/EleutherAI/lm-evaluation-harness/issues/2266
+    """
+    return bool(needed(c.recipe.eval.tasks, PUNKT))
+
+
+# --- what is installed ----------------------------------------------------------------------------------------------------
+
+
+def quantized_by(context: RecipeContext) -> str | None:
+    """The method that quantises the base; None: none."""
+    config = quantization.of(context.args)
+    return quantization.method(config) if config else None
 
 
 @rule("versions-differ", RECIPE)
@@ -283,18 +296,15 @@ def missing(context: RecipeContext) -> Iterator[Seen]:
     Why: the ranks end at their start, after the queue
     See: https://huggingface.co/docs/transformers/installation
     """
-    if not context.versions:
-        return
-    for key, value, packages in _wanted(context):
+    for key, value, packages in _wanted(context) if context.versions else ():
         if not any(context.version(name) for name in packages):
-            named = " or ".join(packages)
             fix = f"install {packages[0]} in {context.versions_of}, or leave {key} out"
-            yield Seen(FAIL, f"{key}={value} needs {named}, which is not installed", fix)
+            yield Seen(FAIL, f"{key}={value} needs {' or '.join(packages)}, which is not installed", fix)
 
 
 def _wanted(context: RecipeContext) -> Iterator[tuple[str, object, tuple[str, ...]]]:
     """Key, value and the packages of which one must be there."""
-    args = context.resolved.train_args
+    args = context.args
     # Without GPUs the run leaves these kernels out: clustertune/training/build.py.
     yield from kernels.needed(args, gpus=bool(context.cluster.compute.gpus))
     if context.resolved.distribution.is_deepspeed:
@@ -308,10 +318,9 @@ def _wanted(context: RecipeContext) -> Iterator[tuple[str, object, tuple[str, ..
         yield "train.optim", optim, ("bitsandbytes",)
     elif "torchao" in optim or optim.endswith("4bit"):
         yield "train.optim", optim, ("torchao",)
-    for tracker in _trackers(args.get("report_to")):
-        if tracker == "wandb":
-            yield "train.report_to", tracker, (tracker,)
+    if "wandb" in trackers(args.get("report_to")):
+        yield "train.report_to", "wandb", ("wandb",)
 
 
-def _trackers(given: object) -> list[str]:
+def trackers(given: object) -> list[str]:
     return [given] if isinstance(given, str) else [str(item) for item in given] if isinstance(given, list) else []

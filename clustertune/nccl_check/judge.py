@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from clustertune.check.links import INTERFACES, LinkContext, names
-from clustertune.check.log_found import Log
-from clustertune.check.log_read import read
+from clustertune.check.log_read import Log, read
 from clustertune.check.nodes import JobNodes
 from clustertune.check.report import grouped, run
 from clustertune.check.rule import FAIL, LINKS, NODES, PASS, UNKNOWN, WARN, Finding, in_order, ranked, worst

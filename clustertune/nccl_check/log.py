@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import IO, Any
 
-from clustertune.check.log_found import Log, LoggedDevice
-from clustertune.check.log_read import read
+from clustertune.check.log_read import Log, LoggedDevice, read
 from clustertune.check.report import put
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, as_json, exit_code, printable, worst
 from clustertune.nccl_check.judge import headline, judge_log

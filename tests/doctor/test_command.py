@@ -1,17 +1,36 @@
-"""``clustertune doctor`` as a person calls it: this machine, a recipe, the list of rules, a job, and what is wrong to ask."""
+"""The doctor as a person calls it, on a bare machine too; what a report makes of findings; how facts come over srun."""
 
 from __future__ import annotations
 
+import base64
 import json
+import os
+import random
+import re
+import subprocess
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from clustertune.check import report as reports
+from clustertune.check.report import machine_rules
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.cli import app
+from clustertune.config.cluster import load_cluster
+from clustertune.doctor import __main__ as bare_doctor
+from clustertune.doctor import preflight, recipe_findings, wire
 from clustertune.doctor.recipe_findings import all_rules
+from clustertune.errors import UserError
 from clustertune.host.facts import HostFacts, from_dict
+from tests import tree
 from tests.command import REPO, run
-from tests.doctor.machine_cases import GOOD, patched
+from tests.doctor import bare
+from tests.doctor.machine_cases import GOOD, machine, patched
 
 
 @pytest.fixture
@@ -50,8 +69,8 @@ def test_a_recipe_on_a_cluster() -> None:
     found = {item["rule"]: item for item in done.json["findings"]}
     assert done.json["cluster"] == "rno-rtxpro6000" and done.code in (1, 2)
     assert "saves-seldom" in found and "kernel" not in found and done.json["place"] is None
-    assert "not in rno-rtxpro6000" in run("doctor", "--cluster", "rno-rtxpro6000").out
-    assert run("doctor", "--cluster", "rno-rtxpro6000").code == 0
+    skipped = run("doctor", "--cluster", "rno-rtxpro6000")
+    assert "not in rno-rtxpro6000" in skipped.out and skipped.code == 0
     found = {item["rule"] for item in run("doctor", "--cluster", "rno-rtxpro6000", "--here", "--json").json["findings"]}
     assert "kernel" in found and not {"interface", "mount-missing", "node-names", "gpu-count"} & found
 
@@ -140,8 +159,277 @@ def test_a_recipe_that_is_refused_is_a_finding(seen: HostFacts, capsys: pytest.C
     assert "recipe-refused" in capsys.readouterr().out
 
 
-def test_help_names_both() -> None:
-    """The lint stays where it was."""
-    done = run("doctor", "--help")
-    assert done.code == 0 and "sbatch" in done.out and "check" in done.out
-    assert run("doctor", "check", "--help").code == 0 and run("doctor", "sbatch", "--help").code == 0
+# --- a bare machine ----------------------------------------------------------------------------------------------------
+
+Ended = subprocess.CompletedProcess[str]
+BareRun = Callable[..., Ended]
+PROGRAM = ["clustertune/doctor/__main__.py", *tree.sources("clustertune/check/")]
+
+
+def program(*words: str, python: str = sys.executable, environ: dict[str, str] | None = None) -> Ended:
+    """``python -m clustertune.doctor`` without site-packages."""
+    command = [python, "-S", "-E", "-m", "clustertune.doctor", *words]
+    env = {**os.environ, **(environ or {})}
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False, timeout=120, env=env)
+
+
+@pytest.fixture
+def bare_run(capsys: pytest.CaptureFixture[str]) -> BareRun:
+    """The same in this process."""
+
+    def called(*words: str) -> Ended:
+        try:
+            code = bare_doctor.main(words)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        return subprocess.CompletedProcess(words, code, *capsys.readouterr())
+
+    return called
+
+
+def test_it_needs_only_the_standard_library_of_python_3_8() -> None:
+    """Login nodes have the system's Python and nothing else: by grammar, imports and names, whatever is installed here."""
+    sources = bare.closure(*PROGRAM)
+    assert {"clustertune/host/collect.py", "clustertune/check/machine_gpu.py", "clustertune/doctor/wire.py"} <= set(sources)
+    assert bare.faults(sources) == []
+
+
+LATER = [
+    "import yaml",
+    "from torch import x",
+    "match x:\n    case 1:\n        pass",
+    "'a'.removeprefix('b')",
+    "zip(a, strict=True)",
+]
+
+
+@pytest.mark.parametrize("text", LATER)
+def test_what_3_8_cannot_run_is_seen(text: str) -> None:
+    """The check itself."""
+    assert bare.faults({"x.py": text}) != []
+
+
+def test_a_real_old_python_runs_it() -> None:
+    """Where there is one: it looks at this machine, and its facts are what newer ones read."""
+    found = bare.interpreters()
+    if not found:
+        pytest.skip("no Python 3.8 or 3.9 on PATH or under pyenv")
+    for python in found:
+        printed = program("--facts", python=python)
+        assert printed.returncode == 0 and printed.stderr == "", printed.stderr
+        assert from_dict(json.loads(printed.stdout)).kernel
+        done = program("--json", python=python)
+        assert done.returncode in (0, 1, 2) and done.stderr == "", done.stderr
+        assert len(json.loads(done.stdout)["findings"]) > 15
+
+
+def facts_file(tmp_path: Path, **patch: Any) -> str:
+    path = tmp_path / "facts.json"
+    path.write_text(json.dumps(patched(GOOD, {key.replace("__", "."): value for key, value in patch.items()})))
+    return str(path)
+
+
+def test_exit_codes(bare_run: BareRun, tmp_path: Path) -> None:
+    """0: nothing, 1: warnings, 2: failures; ignored ones do not count."""
+    assert program("--from", facts_file(tmp_path)).returncode == 0
+    warned = bare_run("--from", facts_file(tmp_path, nofile=1024))
+    assert warned.returncode == 1 and warned.stdout.startswith("WARN    open-files: gpu01: 1024\n        why: ")
+    failed = bare_run("--from", facts_file(tmp_path, nofile=128, gpus__0__mig=True))
+    assert failed.returncode == 2 and failed.stdout.index("gpu-mig") < failed.stdout.index("gpu01 (step): 2 failed")
+    ignored = bare_run(
+        "--from", facts_file(tmp_path, nofile=128, gpus__0__mig=True), "--ignore", "gpu-mig", "--ignore=open-files"
+    )
+    assert ignored.returncode == 0 and "ignored: gpu-mig, open-files" in ignored.stdout
+
+
+def test_the_document(bare_run: BareRun, tmp_path: Path) -> None:
+    """One JSON document with every finding, worst first."""
+    done = bare_run("--from", facts_file(tmp_path, nofile=128), "--json")
+    document = json.loads(done.stdout)
+    assert done.returncode == 2 and done.stderr == ""
+    assert (document["place"], document["host"], document["verdict"]) == ("step", "gpu01", "fail")
+    assert [item["rule"] for item in document["findings"] if item["status"] == "fail"] == ["open-files"]
+    assert set(document["findings"][0]) == {"rule", "status", "where", "found", "fix", "why", "link"}
+
+
+def test_the_same_facts_at_another_place(bare_run: BareRun, tmp_path: Path) -> None:
+    """Limits and cores of a step are judged in a step, those of a login node are not a fault."""
+    path = facts_file(tmp_path, nofile=128, memlock_bytes=65536, affinity=1, affinity_list="0", nvidia_devices=0, gpus=[])
+    assert bare_run("--from", path).returncode == 2
+    assert bare_run("--from", path, "--place", "login").returncode == 0
+    assert bare_run("--from", path, "--place", "container+step").returncode == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--from", "/nonexistent"], ["--from", "/"], ["--from", "pyproject.toml"], ["--ignore", "nonsense"],
+        ["--place", "moon"], ["--seconds", "0"], ["--seconds", "x"], ["--what"], ["recipe"],
+    ],
+)  # fmt: skip
+def test_wrong_usage_of_a_bare_one(bare_run: BareRun, words: list[str]) -> None:
+    """Words, exit code 2, no traceback."""
+    done = bare_run(*words)
+    assert done.returncode == 2 and done.stderr.strip() and "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_facts_that_are_none(bare_run: BareRun, tmp_path: Path) -> None:
+    """JSON of something else, facts of a later version, facts with odd values."""
+    path = tmp_path / "x.json"
+    for text in ("[]", "{}", '{"hostname": 1}', '{"hostname": "a", "gpus": 7}', "\x00", '{"hostname": "a", "gpus": [1]}'):
+        path.write_text(text)
+        done = bare_run("--from", str(path))
+        assert done.returncode == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    odd = {"hostname": "a", "later": {"x": 1}, "gpus": [{"index": 0, "colour": "red"}], "mounts": [{"point": 1, "kind": 2}]}
+    path.write_text(json.dumps(odd))
+    assert bare_run("--from", str(path)).returncode in (0, 1, 2)
+
+
+def test_the_lines_of_srun() -> None:
+    """What a step prints for its node is read again as it was; the node's name is Slurm's."""
+    done = program("--facts", "--lines", "--name=localhost", environ={"SLURMD_NODENAME": "node7"})
+    facts, faults, others = wire.decode(done.stdout.splitlines())
+    assert set(facts) == {"node7"} and faults == {} and others == [] and facts["node7"].names["localhost"]
+
+
+def test_the_list_of_rules(bare_run: BareRun) -> None:
+    """Every rule that it may name."""
+    listed = [line.partition(":")[0] for line in bare_run("--list").stdout.splitlines()]
+    assert listed == [rule.id for rule in machine_rules()]
+
+
+def test_place_of_facts_is_kept(bare_run: BareRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--place reaches the collector."""
+    monkeypatch.setattr(bare_doctor, "collect", lambda place, *_, **__: HostFacts("x", place or "here"))
+    done = bare_run("--place", "login")
+    assert done.returncode == 0 and "x (login)" in done.stdout
+
+
+# --- reports, the wire and the page ------------------------------------------------------------------------------------
+
+A = Rule("rule-a", "a", "why a", "https://example.org/a")
+B = Rule("rule-b", "b", "why b", "https://example.org/b")
+
+
+def test_every_rule_is_named_once_and_says_why() -> None:
+    """People suppress rules by their ids, and follow their links."""
+    rules = all_rules()
+    assert len(rules) > 140
+    assert [name for name, count in Counter(rule.id for rule in rules).items() if count > 1] == []
+    for rule in rules:
+        assert re.fullmatch(r"[a-z][a-z0-9.]*(-[a-z0-9.]+)*", rule.id), rule.id
+        assert rule.title and rule.why and not rule.why.endswith("."), rule.id
+        assert re.fullmatch(r"https://[^\s|]+", rule.link), rule.id
+
+
+def test_the_page_of_the_documents_is_current() -> None:
+    """It is written from the rules: clustertune doctor --list --out docs/doctor.md."""
+    assert (REPO / "docs" / "doctor.md").read_text(encoding="utf-8") == recipe_findings.render()
+
+
+def test_a_rule_that_raises_is_told_and_the_others_go_on() -> None:
+    """Facts that nobody foresaw must not cost a job its other rules."""
+
+    def broken(_: Any) -> Iterator[Finding]:
+        yield finding(A, PASS, "first")
+        raise KeyError("x")
+
+    def whole(_: Any) -> Iterator[Finding]:
+        yield finding(B, WARN, "second", "fix")
+
+    found = list(reports.run([broken, whole], None, "node1"))
+    assert [(item.rule, item.status) for item in found] == [("rule-a", PASS), ("rule-broken", UNKNOWN), ("rule-b", WARN)]
+    assert "KeyError: 'x'" in found[1].found and found[1].where == "node1"
+
+
+def test_what_could_not_be_read_is_told() -> None:
+    """A reader that failed is no silence."""
+    found = reports.machine_findings(machine({"unread": ["driver: no answer in time"]}))
+    assert [item.found for item in found if item.rule == "rule-broken"] == ["driver: no answer in time"]
+
+
+def test_ignored_rules_do_not_count() -> None:
+    """They are reported in one line, and spoil no verdict."""
+    both = [finding(A, FAIL, "bad", "fix"), finding(B, WARN, "odd", "look")]
+    report = reports.Report(both, ("rule-a",))
+    assert [item.rule for item in report.faults] == ["rule-b"]
+    assert report.summary() == "1 warning, 0 passed; ignored: rule-a"
+    assert reports.Report(both).summary() == "1 failed, 1 warning, 0 passed"
+    assert not any("rule-a" in line for line in report.lines())
+
+
+def test_alike_findings_of_several_nodes_are_one() -> None:
+    """A rack of nodes with one fault gives one paragraph, worst first."""
+    many = [finding(A, WARN, "odd", "look", where=f"node{n:02}") for n in range(12)]
+    lines = reports.Report([*many, finding(B, FAIL, "bad", "fix", where="node03")]).lines()
+    assert lines[0] == "FAIL    rule-b: node03: bad" and lines[4].startswith("WARN    rule-a: node00, node01")
+    assert lines[4].endswith("node07 and 4 more: odd") and len(lines) == 8
+    assert lines[5:] == ["        why: why a", "        fix: look", "        see: https://example.org/a"]
+
+
+def test_what_a_machine_says_cannot_steer_the_terminal() -> None:
+    """Names of devices and files stand in findings."""
+    lines = reports.Report([finding(A, WARN, "name \x1b[2J\x07\x9b31m", "look")]).lines()
+    assert not set("".join(lines)) & set("\x1b\x07\x9b")
+
+
+# --- the wire ----------------------------------------------------------------------------------------------------------
+
+
+def test_facts_come_through_in_short_lines_in_any_order() -> None:
+    """srun takes 1024 bytes for one message, mixes the lines of nodes, and others write between them."""
+    one, two = from_dict(GOOD), from_dict({**GOOD, "hostname": "gpu02", "xids": [f"line {n}" for n in range(500)]})
+    lines = [*wire.encode(one), *wire.encode(two), "srun: warning: something", ""]
+    assert all(len(line) < 900 for line in lines) and len(lines) > 8
+    random.Random(0).shuffle(lines)
+    facts, faults, others = wire.decode(f"{line}\n" for line in lines)
+    assert {name: found.as_dict() for name, found in facts.items()} == {"gpu01": one.as_dict(), "gpu02": two.as_dict()}
+    assert faults == {} and others == ["srun: warning: something"]
+
+
+@pytest.mark.parametrize("damage", ["lost", "cut", "changed", "not facts", "huge"])
+def test_damaged_facts_are_a_fault_of_the_node(damage: str) -> None:
+    """Never an exception, never half of the facts."""
+    lines = wire.encode(from_dict(GOOD))
+    if damage == "lost":
+        lines.pop(1)
+    elif damage == "cut":
+        lines[0] = lines[0][:-7]
+    elif damage == "changed":
+        lines[0] = lines[0].replace(lines[0].split()[3], "00000000")
+    else:
+        text = json.dumps([1]).encode() if damage == "not facts" else b" " * (wire.MAX_BYTES + 10)
+        packed = base64.b64encode(zlib.compress(text)).decode()
+        lines = [f"clustertune-facts gpu01 1/1 {zlib.crc32(text):08x} {packed}"]
+    facts, faults, _ = wire.decode(lines)
+    assert facts == {} and set(faults) == {"gpu01"}
+
+
+# --- the cluster file --------------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_file_may_leave_rules_out(tmp_path: Path) -> None:
+    """Only rules that there are; a misspelt one is reported with the right one."""
+    text = (REPO / "ops" / "clusters" / "rno-rtxpro6000.yaml").read_text(encoding="utf-8")
+    path = tmp_path / "mine.yaml"
+    path.write_text(text.replace("name: rno-rtxpro6000", "name: mine") + "\ndoctor: {ignore: [mtu, gpu-persistence]}\n")
+    assert preflight.ignored(load_cluster(str(path))) == ("mtu", "gpu-persistence")
+    path.write_text(path.read_text().replace("[mtu, gpu-persistence]", "[gpu-presistence, mtu, nonsense]"))
+    with pytest.raises(UserError) as caught:
+        preflight.ignored(load_cluster(str(path)))
+    assert [problem.message.split()[-1] for problem in caught.value.problems] == ["'gpu-presistence'", "'nonsense'"]
+    assert {problem.key for problem in caught.value.problems} == {"doctor.ignore"}
+    assert "gpu-persistence" in str(caught.value.problems[0].fix) and str(path) in str(caught.value.problems[0].file)
+
+
+def test_one_fact_is_told_once() -> None:
+    """What a rule of the recipe has found of a file or folder, the machine's rules do not tell again."""
+
+    def one(rule: str, found: str, where: str = "") -> Finding:
+        return Finding(rule, WARN, where, found, "fix", "why", "https://example.org")
+
+    modes = [one("secret-mode", f"/x/{name} has mode 0644") for name in (".env", ".netrc")]
+    machine = [*modes, one("hub-cache", "nfs")]
+    recipe = [one("env-file", "others can read it", "/x/.env"), one("weights-on-network", "nfs4")]
+    assert reports.deduplicate(machine, recipe) == [modes[1], *recipe]
+    assert reports.deduplicate(machine, []) == machine

@@ -1,95 +1,96 @@
-"""Each rule of a machine fires on the facts of a bad one, and on those of a good one nothing does."""
+"""Rules of a machine and of the nodes of a job: each fires on a bad one, on good ones nothing does, and few stop a job."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from clustertune.check import report
-from clustertune.check.machine_cuda import INIT_CODES, MINIMUM_DRIVER
-from clustertune.check.machine_gpu import XIDS, read_xid
+from clustertune.check.machine import Machine
+from clustertune.check.machine_gpu import MINIMUM_DRIVER, XIDS, read_xid
 from clustertune.check.machine_network import matches
-from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Finding, checks
+from clustertune.check.nodes import JobNodes
+from clustertune.check.rule import FAIL, MACHINE, NODES, PASS, UNKNOWN, WARN, Finding, checks
+from clustertune.config.cluster import load_cluster
+from clustertune.doctor import preflight
+from clustertune.errors import UserError
 from clustertune.host.facts import from_dict
-from tests.doctor.machine_cases import CASES, GOOD, LOGIN, TWO_PCIE_GPUS, Patch, machine
-from tests.doctor.machine_edges import EDGES
+from clustertune.launch.allocation import Allocation
+from tests.doctor.machine_cases import CASES, COMPARED, EDGES, GOOD, LOGIN, TWO_PCIE_GPUS, XID, Patch, machine
 
-RULES = [one.rule for one in checks(MACHINE)]
+RULES = {one.rule.id for one in checks(MACHINE)}
+BROKEN = report.broken.rule.id
+
+
+def numbered(cases: list[Any]) -> dict[str, Any]:
+    """The words of parametrize for cases of which each begins with its rule."""
+    return {"argvalues": cases, "ids": [f"{at}-{case[0]}" for at, case in enumerate(cases)]}
 
 
 def faults(found: list[Finding]) -> set[tuple[str, str]]:
     return {(item.rule, item.status) for item in found if item.status in (WARN, FAIL)}
 
 
+def looked(facts: Patch | None = None, cluster: Patch | None = None, **expects: Any) -> list[Finding]:
+    """What is found on the good node, changed; no rule ends in an error."""
+    found = report.machine_findings(machine(facts, cluster, **expects))
+    assert BROKEN not in {item.rule for item in found}
+    return found
+
+
 def test_nothing_is_wrong_with_a_good_node() -> None:
     """A doctor that cries wolf is switched off. Most rules look at something here: they say so."""
-    found = report.machine_findings(machine())
-    assert faults(found) == set() and report.broken.rule.id not in {item.rule for item in found}
-    passed = {item.rule for item in found if item.status == PASS}
-    assert len(passed) > 45, sorted({rule.id for rule in RULES} - passed)
+    found = looked()
+    assert faults(found) == set() and len({item.rule for item in found if item.status == PASS}) > 45
 
 
-@pytest.mark.parametrize(
-    ("rule", "status", "facts", "cluster", "expects", "also"), CASES, ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)]
-)
+@pytest.mark.parametrize(("rule", "status", "facts", "cluster", "expects", "also"), **numbered(CASES))
 def test_a_bad_one_is_found(rule: str, status: str, facts: Patch, cluster: Patch, expects: dict[str, Any], also: str) -> None:
     """One fact that differs gives one rule's fault, with a remedy, and no other's."""
-    m = machine(facts, cluster, **expects)
-    found = report.machine_findings(m)
+    found = looked(facts, cluster, **expects)
     mine = [item for item in found if item.rule == rule and item.status == status]
     assert mine, [item for item in found if item.status != PASS]
-    assert all(item.fix and item.found and item.where == m.facts.hostname for item in mine)
+    assert all(item.fix and item.found and item.where == facts.get("hostname", item.where) for item in mine)
     assert {name for name, _ in faults(found)} - {also} == {rule}
-    assert report.broken.rule.id not in {item.rule for item in found}
 
 
-@pytest.mark.parametrize(
-    ("rule", "status", "facts", "cluster", "expects"), EDGES, ids=[f"{i}-{case[0]}" for i, case in enumerate(EDGES)]
-)
-def test_where_a_rule_keeps_silent(rule: str, status: str, facts: Patch, cluster: Patch, expects: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("rule", "status", "facts", "cluster", "expects", "_"), **numbered(EDGES))
+def test_where_a_rule_keeps_silent(
+    rule: str, status: str, facts: Patch, cluster: Patch, expects: dict[str, Any], _: str
+) -> None:
     """Next to each bad machine one that is well, or on which the same is worse, or less bad."""
-    found = report.machine_findings(machine(facts, cluster, **expects))
-    worst = {item.status for item in found if item.rule == rule}
-    assert (FAIL if FAIL in worst else WARN if WARN in worst else "") == status, [i for i in found if i.rule == rule]
-    assert report.broken.rule.id not in {item.rule for item in found}
+    worst = {item.status for item in looked(facts, cluster, **expects) if item.rule == rule}
+    assert (FAIL if FAIL in worst else WARN if WARN in worst else "") == status
 
 
 def test_every_rule_has_a_bad_case_and_a_good_one() -> None:
     """A rule that nothing can set off, or that never says that all is well, is none."""
-    bad = {case[0] for case in CASES}
-    assert {rule.id for rule in RULES} - bad == set() and bad - {rule.id for rule in RULES} == set()
-    good = [
-        machine(),
-        machine(TWO_PCIE_GPUS, gpus=2),
-        machine({"environment.OMP_NUM_THREADS": "16", "container": "docker", "mounts.0.kind": "overlay"}),
-        machine({"place": "here", "slurm_silent": "", "slurm": {"AccountingStorageType": "accounting_storage/slurmdbd",
-                 "GresTypes": "gpu", "ConstrainDevices": "yes", "TaskPlugin": "task/cgroup"}}),
-        machine({"mounts.+": {"point": "/pool", "kind": "fuse.mergerfs", "options": ["rw", "branches=/tmp/a:/tmp/b"]}},
-                {"storage.pool": {"mount": "/pool"}}),
-        machine({}, {"network": {"interface": "bond0", "kind": "roce", "gbit": 200}}),
-    ]  # fmt: skip
-    found = [item for one in good for item in report.machine_findings(one)]
-    passed = {item.rule for item in found if item.status == PASS}
-    silent_when_good = {"pool-mmap", "nfs-over-fuse", "inodes"}
-    assert {rule.id for rule in RULES} - passed == silent_when_good
+    assert {case[0] for case in CASES} == RULES
+    pool = {"point": "/pool", "kind": "fuse.mergerfs", "options": ["rw", "branches=/tmp/a:/tmp/b"]}
+    good: list[tuple[Patch, Patch, dict[str, Any]]] = [
+        ({}, {}, {}),
+        (TWO_PCIE_GPUS, {}, {"gpus": 2}),
+        ({"environment.OMP_NUM_THREADS": "16", "container": "docker", "mounts.0.kind": "overlay"}, {}, {}),
+        ({"+": "HERE", "slurm": {"+": "SLURM"}, "slurm_silent": ""}, {}, {}),
+        ({"mounts.+": pool}, {"storage.pool": {"mount": "/pool"}}, {}),
+        ({}, {"network": {"interface": "bond0", "kind": "roce", "gbit": 200}}, {}),
+    ]
+    found = [item for facts, cluster, expects in good for item in looked(facts, cluster, **expects)]
+    assert RULES - {item.rule for item in found if item.status == PASS} == {"pool-mmap", "nfs-over-fuse", "inodes"}
     assert {name for name, _ in faults(found)} <= {"cuda-visible-devices", "rdma-verbs"}
 
 
-@pytest.mark.parametrize("key", sorted(GOOD))
-def test_any_fact_may_be_missing(key: str) -> None:
+def test_any_fact_may_be_missing() -> None:
     """What could not be seen is unknown: it must neither be taken for a fault nor break a rule."""
-    if key in ("hostname", "place"):
-        return
     empty: dict[type, Any] = {list: [], dict: {}, str: ""}
-    m = machine({key: empty.get(type(GOOD[key]))})
-    found = report.machine_findings(m)
-    assert report.broken.rule.id not in {item.rule for item in found}
-    allowed = {"rdma": {"rdma-port"}, "rdma_devices": {"rdma-verbs"}, "verbs_providers": {"rdma-verbs"}, "gpus": {"gpu-driver"},
-               "own_addresses": {"hostname-loopback"}, "nics": set()}  # fmt: skip
-    bad = {name for name, _ in faults(found)} - allowed.get(key, set())
-    assert bad - ({"gpu-count"} if key in ("gpus", "cuda_devices") else set()) == set()
+    allowed = {
+        **{"rdma": {"rdma-port"}, "rdma_devices": {"rdma-verbs"}, "verbs_providers": {"rdma-verbs"}},
+        **{"gpus": {"gpu-driver", "gpu-count"}, "cuda_devices": {"gpu-count"}, "own_addresses": {"hostname-loopback"}},
+    }
+    for key in set(GOOD) - {"hostname", "place"}:
+        bad = {name for name, _ in faults(looked({key: empty.get(type(GOOD[key]))}))}
+        assert bad <= allowed.get(key, set()), key
 
 
 def test_facts_without_anything_are_no_fault() -> None:
@@ -112,8 +113,8 @@ def test_a_login_node_is_no_compute_node() -> None:
         "memory_available_bytes": 10**9, "own_addresses": ["127.0.1.1"], "nics": [], "rdma_devices": [], "cuda_init": None,
         "glibc": "2.17", "kernel": "3.10.0", "driver": "", "environment.HF_HOME": "/shared/hf",
     }  # fmt: skip
-    assert faults(report.machine_findings(machine({**LOGIN, **poor}))) == set()
-    assert len(faults(report.machine_findings(machine({**poor, "place": "step"})))) > 8
+    assert faults(looked({**LOGIN, **poor})) == set()
+    assert len(faults(looked({**poor, "place": "step"}))) > 8
 
 
 def test_a_rehearsal_claims_more_than_there_is() -> None:
@@ -123,7 +124,7 @@ def test_a_rehearsal_claims_more_than_there_is() -> None:
         "cuda_init": None, "gpu_files": [], "rdma": [], "rdma_devices": [], "cpus": 2, "affinity": 2, "affinity_list": "0-1",
         "shm_bytes": 64 << 20, "shm_free_bytes": 64 << 20, "memlock_bytes": 65536,
     }  # fmt: skip
-    found = report.machine_findings(machine(patch, {"network": {"kind": "unknown"}}))
+    found = looked(patch, {"network": {"kind": "unknown"}})
     assert {name for name, _ in faults(found)} == {"shm"} and ("shm", WARN) in faults(found)
     assert ("gpu-count", UNKNOWN) in {(item.rule, item.status) for item in found}
 
@@ -131,32 +132,159 @@ def test_a_rehearsal_claims_more_than_there_is() -> None:
 def test_harmless_xids_and_other_lines_are_passed_over() -> None:
     """A program's own fault (13, 31, 43, 45) is not the GPU's."""
     for line in ("[1.0] NVRM: Xid (PCI:0000:18:00): 31, pid=1", "NVRM: Xid (0000:03:00): 14, Channel 1", "nonsense"):
-        found = report.machine_findings(machine({"xids.+": line}))
-        assert faults(found) == set() and report.broken.rule.id not in {item.rule for item in found}
+        assert faults(looked({"xids.+": line})) == set()
     assert read_xid("kernel: NVRM: Xid (PCI:0002:00:00): 79, GPU has fallen") == ("0002:00:00", 79, None)
     assert read_xid("[ 12.5] NVRM: Xid (PCI:0000:01:00): 48, pid") == ("0000:01:00", 48, 12.5)
     assert read_xid("NVRM: GPU at PCI:0000:01:00") is None
     assert all(status in (WARN, FAIL) and meaning and fix for status, meaning, fix in XIDS.values())
 
 
-def test_interfaces_are_matched_as_nccl_does() -> None:
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("eth", "eth0 eth1"), ("=eth0", "eth0"), ("=eth0,eth1", "eth0 eth1"), ("bond0", "bond0 bond0.2093"), ("ib", ""),
+        ("^docker", "eth0 eth1 bond0 bond0.2093"), ("^=docker0", "eth0 eth1 bond0 bond0.2093"),
+    ],
+)  # fmt: skip
+def test_interfaces_are_matched_as_nccl_does(value: str, expected: str) -> None:
     """Prefixes, exact names after =, others after ^: its guide's own examples."""
-    names = ["lo", "eth0", "eth1", "docker0", "bond0", "bond0.2093"]
-    assert matches("eth", names) == ["eth0", "eth1"]
-    assert matches("=eth0", names) == ["eth0"]
-    assert matches("=eth0,eth1", names) == ["eth0", "eth1"]
-    assert matches("bond0", names) == ["bond0", "bond0.2093"]
-    assert matches("^docker", names) == ["eth0", "eth1", "bond0", "bond0.2093"]
-    assert matches("^=docker0", names) == ["eth0", "eth1", "bond0", "bond0.2093"]
-    assert matches("ib", names) == []
+    assert matches(value, ["lo", "eth0", "eth1", "docker0", "bond0", "bond0.2093"]) == expected.split()
 
 
-def test_tables_are_whole() -> None:
-    """Each code has words and a remedy; each CUDA a driver that is newer than the one before."""
-    assert all(meaning and fix for meaning, fix in INIT_CODES.values())
+def test_a_newer_cuda_needs_a_newer_driver() -> None:
     assert [MINIMUM_DRIVER[k] for k in sorted(MINIMUM_DRIVER)] == sorted(MINIMUM_DRIVER.values())
 
 
 def test_the_recorded_node_is_whole() -> None:
     """Facts survive JSON: what a node prints is what is judged."""
-    assert json.loads(json.dumps(from_dict(GOOD).as_dict())) == from_dict(GOOD).as_dict()
+    assert from_dict(from_dict(GOOD).as_dict()).as_dict() == from_dict(GOOD).as_dict()
+
+
+# --- between nodes -----------------------------------------------------------------------------------------------------
+
+BRICKS = [{"node": "gpu02", "path": "/data", "mount": "/bricks/gpu02"}]
+BRICK = {"point": "/bricks/gpu02", "kind": "nfs4", "source": "gpu02:/data", "options": ["rw", "hard"]}
+
+
+def several(odd: Patch) -> list[Machine]:
+    """Three nodes, the last of which is another."""
+    return [machine({"hostname": "gpu01"}), machine({"hostname": "gpu02"}), machine({"hostname": "gpu03", **odd})]
+
+
+def between(machines: list[Machine]) -> list[Finding]:
+    return list(report.run(checks(NODES), JobNodes(machines)))
+
+
+def test_nodes_that_are_alike_pass() -> None:
+    """Three of one kind."""
+    found = between(several({}))
+    assert {item.status for item in found} == {PASS}
+    assert {item.rule for item in found} == {one.rule.id for one in checks(NODES)} - {"nodes-clock", "node-silent"}
+
+
+@pytest.mark.parametrize(("rule", "status", "odd", "words"), **numbered(COMPARED))
+def test_the_odd_node_is_named(rule: str, status: str, odd: Patch, words: str) -> None:
+    """Which one it is, and by what it differs."""
+    bad = [item for item in between(several(odd)) if item.status != PASS]
+    assert {(item.rule, item.status) for item in bad} == {(rule, status)}
+    assert words in "; ".join(item.found for item in bad) and all(item.fix for item in bad)
+
+
+def test_one_node_has_nothing_to_differ_from() -> None:
+    """A job of one node."""
+    assert between([machine()]) == []
+
+
+def test_a_node_that_does_not_tell_is_no_odd_one() -> None:
+    """A container without lspci, a bond that hides its speed."""
+    silent = {"driver": "", "kernel": "", "memory_bytes": None, "nics": [], "packages": [], "shm_bytes": None, "python": ""}
+    bad = [item for item in between(several(silent)) if item.status != PASS]
+    assert bad == []
+
+
+def test_a_brick_is_local_on_its_own_node() -> None:
+    """Every other node has it by NFS: that is not a difference."""
+    cluster: Patch = {"storage.bricks": BRICKS}
+    machines = [machine({"hostname": "gpu01", "mounts.+": BRICK}, cluster), machine({"hostname": "gpu02"}, cluster)]
+    assert [item.status for item in between(machines) if item.rule == "nodes-mounts"] == [PASS]
+
+
+@pytest.mark.parametrize(
+    ("remote", "status", "words"),
+    [
+        (1000.5, PASS, "within"), (1003.9, PASS, "within"), (1012.0, WARN, "gpu01 by +9.0 s"),
+        (940.0, WARN, "gpu01 by -60.0 s"), (2000.0, FAIL, "gpu01 by +997.0 s"),
+    ],
+)  # fmt: skip
+def test_clocks_are_judged_by_the_times_of_asking(remote: float, status: str, words: str) -> None:
+    """Asked at 1000, answered at 1003: what lies between is no skew that could be known."""
+    job = JobNodes([machine({"time": remote}), machine({"hostname": "gpu02", "time": 1001.0})], started=1000.0, ended=1003.0)
+    found = [item for item in report.run(checks(NODES), job) if item.rule == "nodes-clock"]
+    assert [(item.status, words in item.found) for item in found] == [(status, True)]
+
+
+def test_a_silent_node_fails() -> None:
+    """With the reason that is known."""
+    job = JobNodes([], {"gpu01": "no answer", "gpu02": "no answer within 80 s"})
+    found = list(report.run(checks(NODES), job))
+    assert [(item.rule, item.status) for item in found] == [("node-silent", FAIL)] * 2 and found[1].where
+    assert found[1].found == "no answer within 80 s"
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"memory_bytes": int(GOOD["memory_bytes"] * 0.99), "shm_bytes": int(GOOD["shm_bytes"] * 0.999)},
+        {"mounts.3.source": "10.0.0.8:/export"},
+        {"mounts": GOOD["mounts"][:3], "automounts": ["/shared"]},
+        {"mounts.+": {"point": "/tmp/rootfs-17/root", "kind": "fuse.squashfuse_ll", "source": "x.sif"}},
+        {"python": "3.11.4"},
+    ],
+)
+def test_what_twins_differ_by_is_no_difference(odd: Patch) -> None:
+    """Some MB that firmware keeps, another address of one server, what is mounted when it is used, an image's own mounts."""
+    assert {item.status for item in between(several(odd))} == {PASS}
+
+
+# --- before a job ------------------------------------------------------------------------------------------------------
+
+
+def before_a_job(monkeypatch: pytest.MonkeyPatch, facts: Patch) -> tuple[list[str], list[Any]]:
+    """Preflight on one node with these facts: what it says."""
+    found = report.machine_findings(machine(facts))
+    monkeypatch.setattr(preflight, "look", lambda *_args, **_words: preflight.NodeReports({"gpu01": machine(facts).facts}))
+    monkeypatch.setattr(preflight, "findings", lambda *_args: found)
+    messages: list[str] = []
+    given = Allocation("7", 0, ("gpu01",), 0, 2, 1, None)
+    preflight.check(load_cluster(None), given, 8, gpus=True, binds=[], say=messages.append, log=lambda *_args, **_words: None)
+    return messages, found
+
+
+@pytest.mark.parametrize(
+    ("rule", "facts"),
+    [
+        ("gpu-xid", {"xids.+": XID.format(79)}),
+        ("gpu-ecc", {"gpus.5.ecc_uncorrected": 2}),
+        ("disk-full", {"mounts.0.free_bytes": 0}),
+        ("node-names", {"names.gpu02": []}),
+        ("flock", {"probes.1.ok": False, "probes.1.said": "No locks available"}),
+    ],
+)
+def test_what_may_be_harmless_stops_nothing(monkeypatch: pytest.MonkeyPatch, rule: str, facts: Patch) -> None:
+    """A GPU that was reset since, a full disk that the job does not write to, a name that no rank asks for."""
+    messages, found = before_a_job(monkeypatch, facts)
+    assert [item.rule for item in found if item.status == FAIL] == [rule]
+    assert any(line.startswith(f"FAIL    {rule}") for line in messages) and any("continues" in line for line in messages)
+
+
+def test_what_stops_a_job_is_told_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU too few: no rank would start."""
+    with pytest.raises(UserError, match="gpu-count") as caught:
+        before_a_job(monkeypatch, {"cuda_devices": 7})
+    assert caught.value.code == 2
+
+
+def test_those_that_stop_are_rules() -> None:
+    """A name that is misspelt would stop nothing."""
+    assert {rule.id for rule in report.machine_rules()} >= preflight.STOPS
+    assert "node-silent" in preflight.STOPS

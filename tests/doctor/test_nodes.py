@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from clustertune.check.rule import FAIL, Finding
 from clustertune.cluster.cluster import ThrowawayCluster
 from clustertune.config.cluster import load_cluster
-from clustertune.doctor import nodes, preflight, wire
+from clustertune.doctor import preflight, wire
 from clustertune.errors import ExitCode, UserError
 from clustertune.host.facts import from_dict
 from clustertune.launch.allocation import Allocation
@@ -88,11 +88,19 @@ def test_the_odd_node_is_found(odd: ThrowawayCluster, cluster_file: Path, tmp_pa
     assert code == "1" and "WARN    shm: node2: 50 MB in all" in text and "ignored: nodes-network" in text
 
 
+def training(slurm: ThrowawayCluster, folder: Path, file: Path) -> Job:
+    """A short one on two nodes."""
+    job = Job(
+        slurm, folder / "run", ["recipes/tiny-oasst2", "--tiny", "--to", "train", "train.max_steps=2", "--cluster", str(file)]
+    )
+    job.options = ["--nodes=2", "--gpus-per-node=0", "--cpus-per-task=2", "--mem=2G", "--time=01:00:00"]
+    return job
+
+
 @pytest.mark.jobs
 def test_a_job_does_not_start_its_ranks_on_nodes_that_fail(odd: ThrowawayCluster, cluster_file: Path, tmp_path: Path) -> None:
     """The words stand in the job's log, the exit code keeps it out of the queue; a rule that is left out stops nothing."""
-    job = Job(odd, tmp_path / "run", ["recipes/tiny-oasst2", "--tiny", "--to", "train", "--cluster", str(cluster_file)])
-    job.options = ["--nodes=2", "--gpus-per-node=0", "--cpus-per-task=2", "--mem=2G", "--time=01:00:00"]
+    job = training(odd, tmp_path, cluster_file)
     ended = job.submit().end()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), job.text
     assert "error: nodes-network: MTU: 1400: node2; 1500: node1" in job.text
@@ -105,9 +113,7 @@ def test_a_job_does_not_start_its_ranks_on_nodes_that_fail(odd: ThrowawayCluster
 def test_a_rule_that_is_left_out_stops_no_job(odd: ThrowawayCluster, cluster_file: Path, tmp_path: Path) -> None:
     """The same nodes, and a cluster file that says so."""
     cluster_file.write_text(CLUSTER + "doctor: {ignore: [nodes-network]}\n")
-    words = ["recipes/tiny-oasst2", "--tiny", "--to", "train", "train.max_steps=2", "--cluster", str(cluster_file)]
-    job = Job(odd, tmp_path / "run", words)
-    job.options = ["--nodes=2", "--gpus-per-node=0", "--cpus-per-task=2", "--mem=2G", "--time=01:00:00"]
+    job = training(odd, tmp_path, cluster_file)
     assert job.submit().end()["JobState"] == "COMPLETED", job.text
     assert "ignored: nodes-network" in job.text and [e["verdict"] for e in events(job.run, "doctor")] == ["warn"]
 
@@ -129,6 +135,16 @@ def given(*names: str) -> Allocation:
     return Allocation("7", 0, names, 0, 2, 1, None)
 
 
+def before_a_job(file: Path, say: Callable[[str], None]) -> None:
+    """What every job of two nodes begins with."""
+    words: dict[str, Any] = {"gpus": False, "binds": [], "say": say, "log": lambda *_, **__: None, "seconds": 1}
+    preflight.check(load_cluster(str(file)), given("node1", "node2"), 1, **words)
+
+
+def looked_at(file: Path) -> preflight.NodeReports:
+    return preflight.look(load_cluster(str(file)), given("node1", "node2"), seconds=1)
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """An ``srun`` that runs a text of bash."""
@@ -139,8 +155,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         path.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
-    monkeypatch.setattr(nodes, "START_SECONDS", 0.5)
-    monkeypatch.setattr(nodes, "END_SECONDS", 0.5)
+    monkeypatch.setattr(preflight, "START_SECONDS", 0.5)
+    monkeypatch.setattr(preflight, "END_SECONDS", 0.5)
     return make
 
 
@@ -153,9 +169,9 @@ def lines_of(name: str, tmp_path: Path) -> Path:
 def test_a_node_that_fails_does_not_silence_the_others(fake: Any, cluster_file: Path, tmp_path: Path) -> None:
     """One image is missing on one node: its own words are reported, the others are judged."""
     fake(f"cat {lines_of('node1', tmp_path)}; echo 'srun: error: node2: task 1: Exited with exit code 255' >&2; exit 1")
-    looked = nodes.look(load_cluster(str(cluster_file)), given("node1", "node2"), seconds=1)
+    looked = looked_at(cluster_file)
     assert set(looked.facts) == {"node1"} and "Exited with exit code 255" in looked.faults["node2"]
-    found = nodes.findings(looked, load_cluster(str(cluster_file)), ["node1", "node2"], nodes.Expects(nodes=2))
+    found = preflight.findings(looked, load_cluster(str(cluster_file)), ["node1", "node2"], preflight.Expects(nodes=2))
     assert [(item.rule, item.where) for item in found if item.rule == "node-silent"] == [("node-silent", "node2")]
 
 
@@ -164,10 +180,7 @@ def test_a_step_that_hangs_is_ended(fake: Any, cluster_file: Path, tmp_path: Pat
     fake(f"trap '' TERM; cat {lines_of('node1', tmp_path)}; sleep 8 & exec sleep 600")
     began = time.monotonic()
     with pytest.raises(UserError) as caught:
-        preflight.check(
-            load_cluster(str(cluster_file)), given("node1", "node2"), 1, gpus=False, binds=[], say=lambda _: None,
-            log=lambda *_, **__: None, seconds=1,
-        )  # fmt: skip
+        before_a_job(cluster_file, [].append)
     assert time.monotonic() - began < 7, "what its child holds open was waited for"
     problems = [problem for problem in caught.value.problems if problem.message.startswith("node-silent")]
     assert [problem.file for problem in problems] == ["node2"]
@@ -178,14 +191,14 @@ def test_a_step_that_hangs_is_ended(fake: Any, cluster_file: Path, tmp_path: Pat
 def test_an_srun_that_says_nonsense(fake: Any, cluster_file: Path, text: str) -> None:
     """Every node has a reason, and nothing raises."""
     fake(text)
-    looked = nodes.look(load_cluster(str(cluster_file)), given("node1", "node2"), seconds=1)
+    looked = looked_at(cluster_file)
     assert looked.facts == {} and set(looked.faults) == {"node1", "node2"} and all(looked.faults.values())
 
 
 def test_without_srun(monkeypatch: pytest.MonkeyPatch, cluster_file: Path) -> None:
     """A batch script whose PATH lost Slurm."""
     monkeypatch.setenv("PATH", "/nonexistent")
-    looked = nodes.look(load_cluster(str(cluster_file)), given("node1"), seconds=1)
+    looked = preflight.look(load_cluster(str(cluster_file)), given("node1"), seconds=1)
     assert looked.faults == {"node1": "srun: No such file or directory"}
 
 
@@ -194,7 +207,7 @@ def test_the_step_is_that_of_the_ranks(tmp_path: Path) -> None:
     text = CLUSTER + "container: {runtime: apptainer, image: /shared/train.sif, binds: ['/data:/data:ro']}\n"
     path = tmp_path / "two.yaml"
     path.write_text(text)
-    words = nodes.step_command(load_cluster(str(path)), given("node1", "node2"), ["/shared/run"], 20)
+    words = preflight.step_command(load_cluster(str(path)), given("node1", "node2"), ["/shared/run"], 20)
     assert words[0] == "srun" and "--kill-on-bad-exit=0" in words and "--unbuffered" not in words and "--nodes=2" in words
     inside = words[words.index("apptainer") :]
     assert inside[:2] == ["apptainer", "exec"] and "PYTHONNOUSERSITE=1" in inside and "/data:/data:ro" in inside
@@ -211,27 +224,15 @@ def test_the_command_of_a_job_is_shown(cluster_file: Path) -> None:
     assert run("doctor", "--submit", "--dry-run", "--nodes", "3", "--cluster", cluster_file).code == 2
 
 
-@pytest.mark.parametrize(
-    ("rules", "code"),
-    [
-        (["node-silent"], ExitCode.AGAIN),
-        (["node-silent", "nodes-packages"], ExitCode.CONFIG),
-        (["nodes-packages"], ExitCode.CONFIG),
-    ],
-)
-def test_a_node_that_is_gone_may_come_back(
-    monkeypatch: pytest.MonkeyPatch, cluster_file: Path, rules: list[str], code: ExitCode
-) -> None:
+@pytest.mark.parametrize("rules", ["node-silent", "node-silent nodes-packages", "nodes-packages"])
+def test_a_node_that_is_gone_may_come_back(monkeypatch: pytest.MonkeyPatch, cluster_file: Path, rules: str) -> None:
     """A lost node sends the job back into the queue, as everywhere; what a person has to fix does not."""
-    monkeypatch.setattr(nodes, "look", lambda *_, **__: nodes.NodeReports())
-    monkeypatch.setattr(
-        nodes, "findings", lambda *_: [Finding(rule, FAIL, "node2", "bad", "look", "why", "link") for rule in rules]
-    )
+    found = [Finding(rule, FAIL, "node2", "bad", "look", "why", "link") for rule in rules.split()]
+    monkeypatch.setattr(preflight, "look", lambda *_, **__: preflight.NodeReports())
+    monkeypatch.setattr(preflight, "findings", lambda *_: found)
     messages: list[str] = []
     with pytest.raises(UserError) as caught:
-        preflight.check(
-            load_cluster(str(cluster_file)), given("node1", "node2"), 1, gpus=False, binds=[], say=messages.append,
-            log=lambda *_, **__: None,
-        )  # fmt: skip
-    assert caught.value.code is code and len(caught.value.problems) == len(rules)
+        before_a_job(cluster_file, messages.append)
+    assert caught.value.code is (ExitCode.CONFIG if "packages" in rules else ExitCode.AGAIN)
+    assert len(caught.value.problems) == len(found)
     assert messages[-1].startswith("doctor: 0 of 2 nodes")

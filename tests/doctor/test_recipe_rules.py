@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +19,38 @@ import pytest
 import yaml
 
 from clustertune import manifest
+from clustertune.chain import default_run_dir
 from clustertune.check.rule import FAIL, UNKNOWN, WARN, exit_code
+from clustertune.config.cluster import load_cluster
 from clustertune.config.load import RECIPES
+from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
 from clustertune.containers import pins
-from clustertune.doctor import recipe_findings, recipe_plan, recipe_training
+from clustertune.containers import pins as containers
+from clustertune.doctor import recipe_context, recipe_findings, recipe_plan, run_folder
+from clustertune.doctor.recipe_context import ModelFolder, has_generation_marks
 from clustertune.doctor.recipe_findings import recipe_rules
+from clustertune.doctor.run_folder import needed
+from clustertune.doctor.stack_faults import FAULTS, holds
 from clustertune.errors import Problem, UserError
+from clustertune.host import packages
 from clustertune.host.facts import Mount
-from tests.doctor.recipe_case import ACCELERATE, Case, make, write_checkpoint, write_model, write_run
-from tests.doctor.run_cases import RUN_CASES, checkpoint, env
+from clustertune.tensorfile import Tensor, build_header
+from tests.command import run
+from tests.doctor.recipe_case import (
+    ACCELERATE,
+    RUN_CASES,
+    Case,
+    checkpoint,
+    env,
+    full_disk,
+    make,
+    weight_file,
+    write_checkpoint,
+    write_model,
+    write_run,
+)
+from tests.tree import REPO
 
 Spoil = Callable[[Case], object]
 RULES = {rule.id: rule for rule in recipe_rules()}
@@ -107,9 +135,7 @@ def mount(kind: str, *options: str) -> Spoil:
 
 def fsdp(**changes: Any) -> Spoil:
     def spoil(case: Case) -> None:
-        import yaml
-
-        config = {**ACCELERATE["fsdp_config"], **changes}  # type: ignore[dict-item]
+        config = {**ACCELERATE["fsdp_config"], **changes}
         config = {key: value for key, value in config.items() if value is not None}
         (case.folder / "accelerate.yaml").write_text(yaml.safe_dump({**ACCELERATE, "fsdp_config": config}))
 
@@ -194,7 +220,7 @@ def huge_by_transformers(case: Case) -> None:
 
 def full_dicts(case: Case) -> None:
     """resolve() refuses it; a run.json of another program may have it."""
-    config = {**ACCELERATE["fsdp_config"], "fsdp_state_dict_type": "FULL_STATE_DICT"}  # type: ignore[dict-item]
+    config = {**ACCELERATE["fsdp_config"], "fsdp_state_dict_type": "FULL_STATE_DICT"}
     case.change = lambda resolved: replace(resolved, accelerate={**resolved.accelerate, "fsdp_config": config})
 
 
@@ -236,6 +262,7 @@ def of_its_own(case: Case) -> None:
 
 REGIONAL = "accelerate.dynamo_config.dynamo_use_regional_compilation=true"
 """Without it the recipe is also doubtful: compiled as a whole."""
+COMPILED = (REGIONAL, "train.torch_compile=true", "train.packing=false")
 CASES: list[tuple[str, str, Spoil]] = [
     ("recipe-doubtful", WARN, lambda c: setattr(c, "change", lambda r: replace(r, warnings=["odd"]))),
     ("double-recomputation", FAIL, train(activation_checkpointing=True)),
@@ -248,14 +275,7 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("long-warmup", WARN, override("train.warmup_steps=100")),
     ("long-warmup", WARN, override("train.warmup_steps=0.6")),
     ("loss-on-all-tokens", WARN, of_its_own),
-    (
-        "compile-shapes",
-        WARN,
-        both(
-            fsdp(fsdp_activation_checkpointing=False),
-            override(REGIONAL, "train.torch_compile=true", "train.packing=false", "train.eval_steps=400"),
-        ),
-    ),
+    ("compile-shapes", WARN, both(fsdp(fsdp_activation_checkpointing=False), override("train.eval_steps=400", *COMPILED))),
     ("quantised-compute", WARN, quantised(bnb_4bit_compute_dtype=None)),
     ("no-bfloat16", FAIL, cluster(compute__gpu="v100-sxm-32", compute__interconnect="nvlink2")),
     ("no-mixed-precision", WARN, override("train.bf16=false", "train.model_init_kwargs.dtype=float32")),
@@ -354,18 +374,16 @@ COMPANIONS = {
 """Faults that come together: what is seen beside the one that is meant. ``versions-differ`` comes with every other release."""
 
 
-def test_the_faultless_case_is_silent(tmp_path: Path) -> None:
+def test_the_faultless_case_is_silent(case: Case) -> None:
     """A rule that cries on a good recipe is switched off, and the next real fault with it."""
-    case = make(tmp_path)
     write_run(case)
     write_checkpoint(case, 40)
     assert [(item.rule, item.found) for item in case.findings()] == []
 
 
 @pytest.mark.parametrize(("rule", "status", "spoil"), CASES, ids=[f"{number}-{case[0]}" for number, case in enumerate(CASES)])
-def test_each_fault_is_found_and_no_other(rule: str, status: str, spoil: Spoil, tmp_path: Path) -> None:
+def test_each_fault_is_found_and_no_other(rule: str, status: str, spoil: Spoil, case: Case) -> None:
     """The fault alone, or with those that it brings along: a rule that also fires on its neighbour's fault says nothing."""
-    case = make(tmp_path)
     spoil(case)
     found = case.findings()
     mine = [item for item in found if item.rule == rule]
@@ -386,16 +404,6 @@ def test_every_rule_has_a_case() -> None:
     assert len(RULES) >= 30
 
 
-def test_rules_are_told_apart_and_linked() -> None:
-    """People search and suppress ids; a link is what they read next."""
-    ids = [rule.id for rule in recipe_rules()]
-    assert len(set(ids)) == len(ids)
-    for rule in RULES.values():
-        assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", rule.id)
-        assert rule.link.startswith("https://")
-        assert not rule.why.endswith(".")
-
-
 def test_a_refused_recipe_is_told_as_findings() -> None:
     """Each problem with its place and remedy: the same words as submit's, in the same list as all others."""
     error = UserError([Problem("no such field", file="r/recipe.yaml:3", key="train.warmup_ratio", fix="warmup_steps: 0.03")])
@@ -405,70 +413,46 @@ def test_a_refused_recipe_is_told_as_findings() -> None:
     assert exit_code([found]) == 2
 
 
-def test_what_loading_is_held_against_is_the_recipes_own_timeout(tmp_path: Path) -> None:
-    """A longer ddp_timeout is the remedy that is proposed: it must silence the rule."""
-    case = make(tmp_path)
-    slow_storage(0.005)(case)
-    assert "load-timeout" not in {item.rule for item in case.findings()}  # ranks that read their own rows wait for nobody
-    fsdp1()(case)
-    (found,) = [item for item in case.findings() if item.rule == "load-timeout"]
-    remedy = re.search(r"train\.ddp_timeout=\d+", found.fix)
-    assert remedy is not None
-    case.overrides.append(remedy[0])
-    assert "load-timeout" not in {item.rule for item in case.findings()}
-
-
 @pytest.mark.parametrize(
     ("rule", "spoil"),
     [
         ("saves-seldom", both(long_steps(120), section("train", save_steps=80), section("slurm", time="5-00:00:00"))),
         ("saves-often", both(section("train", save_steps=1), cluster(storage__write_gb_s=0.05))),
+        ("load-timeout", both(fsdp1(), slow_storage(0.005))),
         ("small-micro-batch", both(long_steps(20), section("train", per_device_train_batch_size=1))),
     ],
 )
-def test_the_remedy_is_one(rule: str, spoil: Spoil, tmp_path: Path) -> None:
+def test_the_remedy_is_one(rule: str, spoil: Spoil, case: Case) -> None:
     """What a finding proposes, laid over the recipe, takes the finding away, and puts no other in its place."""
-    case = make(tmp_path)
     spoil(case)
     before = case.findings()
     (found,) = [item for item in before if item.rule == rule]
     remedy = re.search(r"train\.\w+=\d+", found.fix)
     assert remedy is not None
     case.overrides.append(remedy[0])
-    after = {item.rule for item in case.findings()}
+    after = case.rules()
     assert rule not in after
     assert after <= {item.rule for item in before}
 
 
-def test_what_is_staged_is_looked_at_where_it_lies(tmp_path: Path) -> None:
+def test_what_is_staged_is_looked_at_where_it_lies(case: Case, tmp_path: Path) -> None:
     """An air-gapped run has neither the recipe's paths nor the cache: its parcel has all, and the model in it is judged."""
-    case = make(tmp_path)
     parcel_of()(case)
     assert [(item.rule, item.found) for item in case.findings()] == []
     (tmp_path / "parcel" / "model" / "tokenizer.json").unlink()
     (tmp_path / "parcel" / "chats.jsonl").unlink()
-    assert {item.rule for item in case.findings()} == {"model-incomplete", "dataset-absent"}
-
-
-@pytest.mark.parametrize(("spoil", "fires"), [(cluster(compute__memory_gb=100), True), (cluster(), False)])
-def test_ranks_that_load_all_hurt_only_where_the_node_is_small(spoil: Spoil, fires: bool, tmp_path: Path) -> None:
-    """8 x 16 GB fit into 3.9 TB: a rule that cries there is ignored where they do not."""
-    case = make(tmp_path)
-    both(versions(transformers="5.22.0"), spoil)(case)
-    assert ("every-rank-loads-all" in {item.rule for item in case.findings()}) is fires
-
-
-@pytest.mark.parametrize("pad", [None, "<|eot_id|>"])
-def test_a_spare_token_is_taken_in_silence(pad: str | None, tmp_path: Path) -> None:
-    """The ranks choose Llama's own right pad where the tokenizer names none but EOS: there is nothing to fix."""
-    case = make(tmp_path)
-    case.edit("tokenizer_config.json", pad_token=pad)
-    assert case.findings() == []
+    assert case.rules() == {"model-incomplete", "dataset-absent"}
 
 
 STAGING = {"path": "/local/staging", "gb": 1000.0}
 NEAR: list[tuple[str, str | None, Spoil]] = [
     ("single-checkpoint", None, override("train.save_total_limit=1")),
+    ("checkpoint-of-another-world", None, checkpoint(world=16)),  # FSDP loads it
+    ("load-timeout", None, slow_storage(0.005)),  # ranks that read their own rows wait for nobody
+    ("pad-is-eos", None, edit("tokenizer_config.json", pad_token=None)),  # the ranks choose Llama's own right pad
+    ("pad-is-eos", None, edit("tokenizer_config.json", pad_token="<|eot_id|>")),  # noqa: S106
+    ("punkt-format", None, both(versions(nltk="3.8.1"), override("eval.tasks=[gsm8k]"))),
+    ("every-rank-loads-all", None, versions(transformers="5.22.0")),  # 8 x 16 GB fit into 3.9 TB
     ("checkpoint-holds-base", None, checkpoint(size=1_500_000_000)),
     ("checkpoint-holds-base", None, both(lambda c: c.recipe.update(lora={"r": 512}), checkpoint(size=7 * 10**9))),
     ("weights-on-network", None, both(mount("nfs4"), cluster(storage__staging=STAGING))),
@@ -501,32 +485,416 @@ NEAR: list[tuple[str, str | None, Spoil]] = [
 
 
 @pytest.mark.parametrize(("rule", "status", "spoil"), NEAR, ids=[f"{number}-{case[0]}" for number, case in enumerate(NEAR)])
-def test_what_is_nearly_the_fault(rule: str, status: str | None, spoil: Spoil, tmp_path: Path) -> None:
+def test_what_is_nearly_the_fault(rule: str, status: str | None, spoil: Spoil, case: Case) -> None:
     """On the other side of each condition: silent (None), or said with less weight."""
-    case = make(tmp_path)
     spoil(case)
     assert [item.status for item in case.findings() if item.rule == rule] == ([status] if status else [])
 
 
-def test_a_model_type_says_that_its_layers_carry_a_state(tmp_path: Path) -> None:
+def test_a_model_type_says_that_its_layers_carry_a_state(case: Case) -> None:
     """Bamba's description needs no layer_types for it: transformers' source says so."""
-    case = make(tmp_path)
     resolved = case.context().resolved
     named = replace(resolved, architecture={**resolved.architecture, "model_type": "bamba"})
-    found = list(recipe_training.packed(replace(case.context(), resolved=named)))
+    found = list(recipe_plan.packed(replace(case.context(), resolved=named)))
     assert [item.rule for item in found] == ["packed-state"] and "bamba has layers with a state" in found[0].found
-    assert not list(recipe_training.packed(case.context()))
+    assert not list(recipe_plan.packed(case.context()))
 
 
-def test_memory_that_is_nearly_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_nearly_full_is_said(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that is off by three per cent decides."""
-    case = make(tmp_path)
     monkeypatch.setattr(recipe_plan, "TIGHT", 0.05)
     (found,) = [item for item in case.findings() if item.rule == "gpu-memory"]
     assert found.status == WARN
     assert found.found.startswith("tight")
 
 
-def test_hours_are_said_as_people_say_them() -> None:
-    """Seconds where they are few, minutes and hours where they are many."""
-    assert [recipe_plan.hours(seconds) for seconds in (30, 600, 7200)] == ["30 s", "10 min", "2.0 h"]
+# --- the run folder ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "steps", "there", "count"),
+    [(3, 5, 0, 4), (1, 5, 0, 2), (3, 100, 0, 2), (None, 5, 0, 32), (3, 5, 3, 1), (3, 5, 4, 0)],
+)
+def test_the_newest_checkpoint_is_written_beside_those_that_are_kept(
+    limit: int | None, steps: int, there: int, count: int, case: Case
+) -> None:
+    """Retention removes the oldest after the newest is whole: room for the limit alone is too little, once in every run."""
+    case.recipe["train"] |= {"save_total_limit": limit, "save_steps": steps}
+    write_run(case)
+    for number in range(there):
+        write_checkpoint(case, number + 1)
+    context = case.context()
+    assert context.plan is not None
+    parts = needed(context.plan, case.run)
+    size = context.plan.schedule.checkpoint_bytes
+    found = {name: round(part / size) for name, part in parts.items() if name.endswith("checkpoints")}
+    assert found == ({f"{count} checkpoints": count} if count else {})
+    assert {"adapter", "merged model"} <= set(parts)
+
+
+def test_what_is_there_needs_no_more_room(case: Case) -> None:
+    """A finished export and merge are not written again."""
+    write_run(case)
+    for name in ("adapter", "merged"):
+        (case.run / name).mkdir()
+        (case.run / name / "MANIFEST.json").write_text("{}")
+    plan = case.context().plan
+    assert plan and all(name.endswith("checkpoints") for name in run_folder.needed(plan, case.run))
+
+
+def test_a_broken_checkpoint_is_named_with_its_file_and_what_follows(case: Case) -> None:
+    """People look for the file; and whether their run continues is what they want to know."""
+    write_run(case)
+    write_checkpoint(case, 40)
+    (write_checkpoint(case, 80) / "pytorch_model_fsdp_0" / ".metadata").unlink()
+    found = {item.rule: item for item in case.findings()}
+    assert found["checkpoint-damaged"].status == found["checkpoint-without-metadata"].status == WARN
+    assert found["checkpoint-damaged"].found == "step-000080 is not whole: .metadata: missing; the run resumes from step-000040"
+
+
+def test_only_the_newest_are_compared(case: Case) -> None:
+    """A run may keep hundreds: three are enough to say what happens next, and an old one may still be whole."""
+    write_run(case)
+    for step in (20, 40, 60, 80):
+        (write_checkpoint(case, step) / "MANIFEST.json").unlink()
+    found = [item for item in case.findings() if item.rule == "checkpoint-damaged"]
+    assert [item.status for item in found] == [WARN] * 3
+    assert FAIL not in {item.status for item in case.findings()}
+
+
+def test_without_a_run_dir_the_one_of_submit_is_looked_at(tmp_path: Path) -> None:
+    """Nobody names it who has just submitted without; without a message about disk and checkpoints a doctor would be none."""
+    recipe = REPO / "recipes" / "tiny-oasst2"
+    folder = default_run_dir(resolve(recipe), tmp_path / "runs")
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    cluster = yaml.safe_load((REPO / "ops" / "clusters" / "rno-rtxpro6000.yaml").read_text())
+    cluster["storage"]["runs"] = str(tmp_path / "runs")
+    (tmp_path / "here.yaml").write_text(yaml.safe_dump(cluster))
+    done = run("doctor", str(recipe), "--cluster", str(tmp_path / "here.yaml"), "--json", cwd=tmp_path)
+    assert [item["where"] for item in done.json["findings"] if item["rule"] == "run-of-another-recipe"] == [str(folder)]
+
+
+@pytest.mark.parametrize(("hostname", "fires"), [("rno-it-gpu0007-1", True), ("laptop", False)])
+def test_the_disk_of_a_laptop_is_not_the_clusters(
+    hostname: str, fires: bool, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run folder's path means another disk there, unless it is there."""
+    full_disk(0.5)(case)
+    case.hostname = hostname
+    near = case.context()
+    assert list(run_folder.room(near)), "the parent exists, so its room can be measured on any machine"
+    monkeypatch.setattr(run_folder, "is_there", lambda path: path in (tmp_path, Path("/")))
+    far = dataclasses.replace(near, run_dir=tmp_path / "runs" / "name" / "id")
+    assert bool([*run_folder.room(far)]) is fires
+
+
+# --- releases with known faults ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranges", "inside", "outside"),
+    [
+        ("<1.15", "1.14.0 1.15.0.dev0 1.15.0rc1 1.9.0", "1.15 1.15.0"),
+        (">=2.28.3,<2.28.9", "2.28.3", "2.28.9.post1 2.28.2"),
+        (">=0.21.0,<=0.21.2", "0.21.2 0.21", "0.21.3"),
+        ("<2.6", "2.5.1+cu124", "2.6.0+cpu"),
+        (">=4.57.2,<4.57.4", "v4.57.3", "4.57.4"),
+        ("==4.57.2", "4.57.2", "4.57.2.post1"),
+    ],
+)
+def test_versions_are_compared_as_pip_does(ranges: str, inside: str, outside: str) -> None:
+    """1.9 is before 1.15, a release candidate before its release, a local part counts for nothing."""
+    assert all(holds(version, ranges) for version in inside.split())
+    assert not any(holds(version, ranges) for version in [*outside.split(), "nonsense", ""])
+
+
+def test_the_pins_themselves_have_no_known_fault(tmp_path: Path) -> None:
+    """What the project installs must pass its own table, and the pins must be read at all."""
+    pins = containers.read()[containers.PY]
+    assert pins["torch"]
+    assert pins["lm-eval"]
+    assert "pytest" not in pins
+    assert [item.rule for item in make(tmp_path).findings()] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "package", "outside", "inside"),
+    [
+        ("frozen-base-in-float32", "accelerate", "1.13.0", "1.6.0 1.12.0"),
+        ("empty-adapter", "peft", "0.20.0 0.21.3", "0.21.0 0.21.2"),
+        ("packed-see-each-other", "transformers", "4.53.1", "4.40.0 4.53.0"),
+        ("nccl-2-28", "nvidia-nccl-cu13", "2.28.2 2.28.9", "2.28.3 2.28.8"),
+        ("nccl-hang-2-29-2", "nvidia-nccl-cu13", "2.29.1 2.29.3", "2.29.2"),
+        ("checkpoint-runs-code", "torch", "2.6.0", "2.0.0 2.5.1"),
+        ("punkt-format", "nltk", "3.8.2", "3.8.0 3.8.1"),
+    ],
+)
+def test_a_range_ends_where_it_ends(rule: str, package: str, outside: str, inside: str, case: Case) -> None:
+    """A fix that is not seen keeps people from upgrading; a fault that is not seen costs them the run."""
+    for version in f"{outside} {inside}".split():
+        case.versions[package] = version
+        assert (rule in case.rules()) is (version in inside.split()), version
+
+
+def test_every_range_can_be_read() -> None:
+    """A typing mistake in a range would silence its rule for ever."""
+    for part in (part for _, ranges in FAULTS for part in ranges.split(",")):
+        assert part.strip("<>=") and holds(part.strip("<>="), part) is ("=" in part), part
+
+
+def test_what_is_in_the_image_is_not_judged_from_outside(case: Case) -> None:
+    """A faulty package of the login node's Python is not the image's, and the other way round."""
+    about = {"stack-unseen", "empty-adapter", "versions-differ"}
+    case.versions["peft"] = "0.21.2"
+    case.place = "login"
+    assert case.rules() & about == {"stack-unseen"}
+    case.cluster["container.runtime"] = "none"
+    assert case.rules() & about == {"empty-adapter", "versions-differ"}
+
+
+def test_what_a_recipe_may_need_is_looked_for_on_nodes() -> None:
+    """A package that no node is asked for would be called missing wherever facts come from a node."""
+    needed = {"bitsandbytes", "torchao", "gptqmodel", "fbgemm-gpu", "deepspeed", "flash-attn", "kernels", "liger-kernel"}
+    assert needed <= set(packages.STACK)
+
+
+# --- all rules together ------------------------------------------------------------------------------------------------
+
+
+def test_the_shipped_recipes(tmp_path: Path) -> None:
+    """The tiny one is clean. Of the 405B one only what is true is said: packed under sdpa, saved every 20 steps."""
+
+    def faults(name: str) -> set[tuple[str, str]]:
+        quiet, cluster = {"NLTK_DATA": str(tmp_path), "HF_HOME": "/pool/hf_cache"}, load_cluster("rno-rtxpro6000")
+        context = recipe_context.build(resolve(name), cluster, environment=quiet, env_file=tmp_path / ".env")
+        return {(one.rule, one.status) for one in recipe_findings.recipe_findings(context) if one.status in (WARN, FAIL)}
+
+    expected = "gated-model model-absent recipe-doubtful saves-seldom small-micro-batch weights-on-network"
+    assert faults("tiny-oasst2") == set() and faults("llama405b-oasst2") == {(rule, WARN) for rule in expected.split()}
+
+
+def test_a_login_node_needs_no_torch() -> None:
+    """Importing it takes seconds there, and a bare environment does not have it."""
+    program = (
+        "import json, sys\n"
+        "from clustertune.config.cluster import load_cluster\n"
+        "from clustertune.config.resolve import resolve\n"
+        "from clustertune.doctor import recipe_context, recipe_findings\n"
+        "context = recipe_context.build(resolve('llama405b-oasst2'), load_cluster('rno-rtxpro6000'))\n"
+        "found = recipe_findings.recipe_findings(context)\n"
+        "heavy = sorted({'torch', 'transformers', 'trl', 'peft', 'datasets', 'nltk'} & set(sys.modules))\n"
+        "json.dump([len(found), heavy], sys.stdout)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True, cwd=REPO)
+    count, heavy = json.loads(done.stdout)
+    assert count > 0
+    assert heavy == []
+
+
+def test_a_folder_that_hangs_holds_nobody(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hard mount whose server is gone: told as such, and no rule looks there again."""
+    write_run(case)
+    (case.run / "run.json").write_text("{}")  # what a look there would complain of
+    monkeypatch.setattr(recipe_context, "unanswered", lambda paths: tuple(path for path in paths if path == case.run))
+    found = case.findings()
+    assert [(item.rule, item.status, item.where) for item in found] == [("storage-silent", FAIL, str(case.run))]
+
+
+def test_a_look_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What hangs is left behind and named; that nothing is there is an answer."""
+    monkeypatch.setattr(recipe_context, "is_there", lambda path: path == tmp_path or time.sleep(60))
+    assert recipe_context.unanswered([tmp_path, Path("/hangs")], seconds=0.5) == (Path("/hangs"),)
+    monkeypatch.undo()
+    assert recipe_context.unanswered([tmp_path, Path("/nowhere/x"), Path("x" * 5000)], seconds=30) == ()
+
+
+def test_variables_that_name_the_cache(case: Case) -> None:
+    """As huggingface_hub takes them, the first that is set."""
+    del case.environment["HF_HOME"]
+    for name, value, where in (
+        ("XDG_CACHE_HOME", "/x", "/x/huggingface/hub"),
+        ("HF_HOME", "/h", "/h/hub"),
+        ("HUGGINGFACE_HUB_CACHE", "/c", "/c"),
+        ("HF_HUB_CACHE", "/d", "/d"),
+    ):
+        case.environment[name] = value
+        assert case.context().hub == Path(where)
+
+
+def test_another_machines_disks_are_taken_from_the_cluster_file(case: Case) -> None:
+    """On a laptop /pool is not a pool; the cluster file says what it is where jobs run."""
+    case.hostname = "laptop"
+    for path, kind in (("/pool/x", "fuse.mergerfs"), ("/shared/x", "nfs4"), ("/other", "ext4")):
+        assert case.context().lies_on(Path(path)).kind == kind
+
+
+def test_no_token_is_repeated(case: Case) -> None:
+    """A finding goes into reports and mails."""
+    secret = "hf_" + "Qx7" * 11
+    case.env.write_text(f"HF_TOKEN={secret} x\n{secret}\n")
+    case.env.chmod(0o644)
+    case.environment |= {"HF_TOKEN": secret, "WANDB_API_KEY": secret}
+    found = case.findings()
+    assert {item.rule for item in found} == {"env-file", "token-in-environment"}
+    assert secret not in json.dumps([vars(item) for item in found])
+
+
+def test_little_is_enough(case: Case, tmp_path: Path) -> None:
+    """A CPU cluster, no facts, no run folder: rules that cannot judge stay silent or say so."""
+    case.cluster = {"compute.gpus": 0, "compute.gpu": None, "compute.interconnect": "none", "compute.numa_gpus": ()}
+    case.cluster["slurm"] = None
+    assert "not-planned" in case.rules()
+    nowhere = tmp_path / "none" / ".env"
+    context = recipe_context.build(case.context().resolved, case.made_cluster(), environment={}, env_file=nowhere)
+    found = recipe_findings.recipe_findings(context)
+    assert "rule-broken" not in {item.rule for item in found}
+
+
+# --- what is read of a model's folder ----------------------------------------------------------------------------------
+
+SMALL = (
+    "model.safetensors.index.json", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja",
+)  # fmt: skip
+OF_A_RUN = (
+    "run.json", "owner.json", "lock", "metrics.jsonl", "data/MANIFEST.json", "adapter/MANIFEST.json",
+    "adapter/adapter_model.safetensors", "checkpoints/step-000040/MANIFEST.json",
+)  # fmt: skip
+GARBAGE = {
+    "empty": b"",
+    "binary": bytes(range(256)),
+    "list": b"[]",
+    "null": b"null",
+    "number": b"3",
+    "cut": b'{"model": ',
+    "deep": b"[" * 100_000,
+    "odd": json.dumps(
+        {
+            "metadata": [1], "weight_map": [1], "model": {"vocab": 3}, "added_tokens": 7, "added_tokens_decoder": [1],
+            "eos_token": 3, "pad_token": [], "chat_template": 5, "vocab_size": "x", "auto_map": "x.X", "text_config": 9,
+        }
+    ).encode(),
+    "nan": b'{"metadata": {"total_size": NaN}, "weight_map": {"a": "x.safetensors", "b": 7, "c": "../../etc/passwd"}}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_no_file_of_a_model_or_a_run_can_end_the_doctor(kind: str, case: Case) -> None:
+    """A download that was cut, a page or a folder in place of a file, a run after a power loss: the other rules still speak."""
+    write_run(case)
+    write_checkpoint(case, 40)
+    for path in [*(case.model / name for name in SMALL), *(case.run / name for name in OF_A_RUN)]:
+        before = path.read_bytes() if path.exists() else None
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(GARBAGE[kind])
+        case.findings()
+        path.unlink()
+        if before is not None:
+            path.write_bytes(before)
+
+
+def test_a_folder_in_place_of_a_file_is_no_trouble(case: Case) -> None:
+    """Half an unpacked archive looks so."""
+    for name in ("config.json", "tokenizer.json", "model-00001-of-00002.safetensors"):
+        (case.model / name).unlink()
+        (case.model / name).mkdir()
+        case.findings()
+
+
+def test_weights_are_not_read(case: Case) -> None:
+    """800 GB over NFS take minutes: names and sizes are enough."""
+    count = 50 << 28
+    header = build_header([Tensor("a", "F32", (count,), Path(), 0, 4 * count)])
+    with (case.model / "model-00001-of-00002.safetensors").open("wb") as out:
+        out.write(header)
+        out.truncate(len(header) + 4 * count)
+    before = _bytes_read()
+    assert case.findings() == []
+    assert _bytes_read() - before < 64 << 20
+
+
+def _bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+
+
+def test_the_caches_links_are_followed(case: Case, tmp_path: Path) -> None:
+    """The Hub's cache holds links to blobs: a link to nothing is a file that is missing."""
+    weights = case.model / "model-00001-of-00002.safetensors"
+    weights.symlink_to(weights.rename(tmp_path / "blob"))
+    assert case.findings() == []
+    (tmp_path / "blob").unlink()
+    assert [(item.rule, weights.name in item.found) for item in case.findings()] == [("model-incomplete", True)]
+
+
+@pytest.mark.parametrize("index", [True, False], ids=["sharded", "one file"])
+@pytest.mark.parametrize("spoil", [-1, 4, b"<html>Not found</html>"], ids=["a byte less", "the start alone", "a page"])
+def test_a_file_that_broke_off_is_told(index: bool, spoil: int | bytes, case: Case) -> None:
+    """A download that was stopped leaves a file that is there, and its header says that it should be longer."""
+    path = case.model / "model-00001-of-00002.safetensors"
+    if not index:
+        (case.model / "model.safetensors.index.json").unlink()
+        (case.model / "model-00002-of-00002.safetensors").unlink()
+        path = path.rename(case.model / "model.safetensors")
+        assert case.findings() == []
+    path.write_bytes(weight_file(64)[:spoil] if isinstance(spoil, int) else spoil)
+    assert [(item.rule, item.status, path.name in item.found) for item in case.findings()] == [("model-incomplete", FAIL, True)]
+
+
+def test_other_kinds_of_tokenizers(case: Case) -> None:
+    """XLM-R, T5, BERT and Kimi have none of the usual names."""
+    last = "tokenizer.json"
+    for name in ("tiktoken.model", "sentencepiece.bpe.model", "spiece.model", "vocab.txt"):
+        (case.model / last).rename(case.model / name)
+        assert case.findings() == []
+        last = name
+
+
+def test_one_file_of_weights_needs_no_index(tmp_path: Path) -> None:
+    """Small models come so."""
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 10)
+    assert ModelFolder(tmp_path).weights == (10, [], None)
+    os.truncate(tmp_path / "model.safetensors", 0)
+    assert ModelFolder(tmp_path).weights == (0, ["model.safetensors"], None)
+
+
+def test_special_tokens_and_templates_in_every_layout(tmp_path: Path) -> None:
+    """Text or object, in the configuration or beside it; a template as a file, as a key, or as one of several."""
+    write_model(tmp_path)
+    folder = ModelFolder(tmp_path)
+    assert (folder.special("eos_token"), folder.special("pad_token")) == ("<|eot_id|>", "<|finetune_right_pad_id|>")
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"chat_template": [{"name": "default", "template": "D"}, {"name": "tool"}]}'
+    )
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "</s>"}}')
+    folder = ModelFolder(tmp_path)
+    assert (folder.special("eos_token"), folder.special("pad_token"), folder.template) == ("</s>", None, "D")
+    (tmp_path / "chat_template.jinja").write_text("J")
+    assert ModelFolder(tmp_path).template == "J"
+
+
+def test_the_vocabulary_of_every_kind_of_tokenizer(tmp_path: Path) -> None:
+    """Unigram lists its tokens, the others map them; added ones stand apart, and in the configuration."""
+    body = {"model": {"vocab": [["<unk>", 0.0], ["a", -1.0]]}, "added_tokens": [{"id": 5, "content": "<x>"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(body))
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"9": {"content": "<y>"}, "z": {}}}')
+    assert ModelFolder(tmp_path).vocabulary == {"<unk>": 0, "a": 1, "<x>": 5, "<y>": 9}
+
+
+def test_a_model_with_pictures_is_judged_by_its_text_part(case: Case) -> None:
+    """Its vocabulary and layers stand one level deeper."""
+    case.edit("config.json", text_config={"vocab_size": 3})
+    assert {"tokenizer-mismatch", "model-json"} & case.rules()
+
+
+def test_a_file_too_large_to_be_one_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody's weights named config.json."""
+    monkeypatch.setattr(recipe_context, "MOST_BYTES", 10)
+    (tmp_path / "config.json").write_text('{"vocab_size": 3}')
+    assert ModelFolder(tmp_path).config is None
+
+
+def test_generation_marks_are_told_from_words_alike() -> None:
+    """add_generation_prompt is in every template."""
+    assert all(map(has_generation_marks, ("{% generation %}x{% endgeneration %}", "{%- generation -%}x")))
+    assert not any(map(has_generation_marks, ("{{ add_generation_prompt }}", "{% endgeneration %}", "")))

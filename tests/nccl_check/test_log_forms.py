@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clustertune.check.log_found import Log
-from clustertune.check.log_read import read, records
+from clustertune.check.log_read import Log, read, records
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding
 from clustertune.nccl_check.judge import headline, judge, judge_log
 

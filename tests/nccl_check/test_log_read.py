@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustertune.check import log_found
-from clustertune.check.log_found import Log, LoggedDevice
-from clustertune.check.log_read import Record, read, records
+from clustertune.check import log_read
+from clustertune.check.log_read import Log, LoggedDevice, Record, read, records
 from clustertune.nccl_check.judge import headline, judge, judge_log
 from tests.nccl_check.log_maker import PREFIXES, Job, lines, text
 
@@ -182,13 +181,13 @@ FAULTS = {
 @pytest.mark.parametrize(("kind", "words"), FAULTS.items(), ids=list(FAULTS))
 def test_each_fault_is_known_by_its_words(kind: str, words: str) -> None:
     """The words are those of NCCL's sources; each kind has a rule or is the echo of another."""
-    assert log_found.kind_of(words) == kind
+    assert log_read.kind_of(words) == kind
     assert {fault.kind for fault in read([f"n1:1:2 [0] file.cc:3 NCCL WARN {words}"]).faults} == {kind}
 
 
 def test_every_kind_of_fault_is_tried() -> None:
     """A kind without words here could match nothing."""
-    assert set(FAULTS) == {*log_found.KINDS, log_found.OTHER}
+    assert set(FAULTS) == {*log_read.KINDS, log_read.OTHER}
 
 
 def test_a_retry_is_no_fault() -> None:
