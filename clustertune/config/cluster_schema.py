@@ -1,6 +1,6 @@
 """The schema of a cluster file: on what is trained. Everything that launchers and administrators need is derived from it.
 
-What a person writes is checked by :mod:`clustertune.config.cluster_checks`, far beyond what the types say; a cluster that was
+What a person writes is checked by :mod:`clustertune.config.cluster`, far beyond what the types say; a cluster that was
 found by looking may lack facts that nothing on the machine tells. :func:`clustertune.config.cluster.load_cluster` is
 the way in.
 """
@@ -134,7 +134,7 @@ class Network(Section):
     """RDMA adapters (and port) to use, as mlx5_0:1; empty: all active ones."""
     environment: dict[str, Words] = Field(default_factory=dict)
     """Variables of NCCL, gloo, UCX and libfabric for every rank, instead of those that are derived from the keys above: what
-    ``nccl-check --tune`` found. :mod:`clustertune.config.cluster_checks` says which."""
+    ``nccl-check --tune`` found. :mod:`clustertune.config.cluster` says which."""
 
 
 class Brick(Section):

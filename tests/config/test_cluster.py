@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from clustertune.config import cluster as module
-from clustertune.config.cluster import load_cluster
-from clustertune.config.cluster_checks import read_cluster
+from clustertune.config.cluster import load_cluster, read_cluster
 from clustertune.config.cluster_schema import Cluster, same_host
 from clustertune.config.cluster_show import as_json, render
 from clustertune.config.local_cluster import LocalMachine

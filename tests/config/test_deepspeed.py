@@ -129,7 +129,7 @@ def test_all_experts_of_one_name_are_one_weight() -> None:
         "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 32000,
         "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
     }  # fmt: skip
-    assert deepspeed.read({}, 8, 1, 8, 8, mixtral, lora=False).largest == 8 * 2 * 14336 * 4096 // 8
+    assert deepspeed.RecipeValues({}, 8, 1, 8, 8, mixtral, lora=False).largest == 8 * 2 * 14336 * 4096 // 8
 
 
 def test_a_frozen_base_does_not_lie_on_nvme(write: Write, refused: Refuse) -> None:

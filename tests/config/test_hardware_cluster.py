@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune.config.cluster_checks import read_cluster
+from clustertune.config.cluster import read_cluster
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.yamlfile import parse_yaml
 from clustertune.errors import UserError

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clustertune.config import derive
-from clustertune.config.resolve import resolve
+from clustertune.config.resolve import accumulation, resolve
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
 from tests.launch.machines import OURS, RECIPES
@@ -128,7 +127,7 @@ def test_what_does_not_divide_names_the_nearest(
 def test_accumulation_is_exact_or_its_advice_divides(batch: int, micro: int, ranks: int, shared: int) -> None:
     world = ranks * shared
     train = {"global_batch_size": batch, "per_device_train_batch_size": micro}
-    found, problems = derive.accumulation(train, world, ranks)
+    found, problems = accumulation(train, world, ranks)
     if found is not None:
         assert problems == [] and found.value * micro * ranks == batch
         return

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clustertune.config import accelerate_file as acc
-from clustertune.config import strategy
+from clustertune.config import checks
 from clustertune.config.resolve import resolve
 from clustertune.config.values import parallel_plans
 from clustertune.errors import UserError
@@ -144,7 +144,7 @@ def look(architecture: dict[str, Any], *, length: Any = 64, **sizes: int) -> lis
     for axis, size in sizes.items():
         accelerate["parallelism_config"][f"parallelism_config_{axis}_size"] = size  # type: ignore[index]
     train = {} if length is ... else {"max_length": length}
-    return [message for _, message, _ in strategy.find_problems(train, None, accelerate, architecture)]
+    return [message for _, message, _ in checks.check_strategy(train, None, accelerate, architecture)]
 
 
 @pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_the_styles_are_those_that_the_training_carries_out() -> None:
     """One list is the other's check: a style added to one alone would be refused here or fail there."""
     from clustertune.training import tensor
 
-    assert set(tensor.STYLES) == strategy.TP_STYLES
-    assert {tensor.EXPERTS, tensor.EXPERT_WEIGHTS} == strategy.EP_STYLES
+    assert set(tensor.STYLES) == checks.TP_STYLES
+    assert {tensor.EXPERTS, tensor.EXPERT_WEIGHTS} == checks.EP_STYLES
     dense, experts = parallel_plans("mixtral")
     assert dense["layers.*.self_attn.q_proj"] == "colwise" and experts["layers.*.mlp.experts"] == "ep_dispatch_experts"
     assert acc.parallel_sizes({"parallelism_config": {"parallelism_config_tp_size": 2}}) == {"tp": 2}
