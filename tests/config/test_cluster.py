@@ -18,8 +18,8 @@ from rich.console import Console
 from clustertune.config import cluster as module
 from clustertune.config.cluster import load_cluster, read_cluster
 from clustertune.config.cluster_schema import Cluster, same_host
-from clustertune.config.cluster_show import as_json, render
 from clustertune.config.local_cluster import LocalMachine
+from clustertune.config.show import render_cluster
 from clustertune.config.yamlfile import parse_yaml, read_yaml
 from clustertune.errors import Problem, UserError
 from clustertune.host.system import format_cpu_list, parse_cpu_list
@@ -63,7 +63,8 @@ def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 def test_every_shipped_file_is_read_back_from_its_json(repo: Path) -> None:
     """tests/golden holds what is read."""
     for path in sorted((repo / "ops" / "clusters").glob("*.yaml")):
-        assert Cluster.model_validate(json.loads(json.dumps(as_json(load_cluster(path.stem))))) == load_cluster(path.stem)
+        found = load_cluster(path.stem)
+        assert Cluster.model_validate_json(json.dumps(found.model_dump(mode="json"))) == found
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------------
@@ -444,5 +445,5 @@ def test_variables_of_the_libraries_are_shown(body: dict[str, Any], tmp_path: Pa
     file.write_text(json.dumps(values))
     found, stream = load_cluster(str(file)), io.StringIO()
     assert found.network.environment == {"NCCL_IB_GID_INDEX": "3", "NCCL_ALGO": "^Tree"}
-    render(found, Console(file=stream, width=120))
+    render_cluster(found, Console(file=stream, width=120))
     assert "NCCL_IB_GID_INDEX=3" in stream.getvalue() and "NCCL_ALGO=^Tree" in stream.getvalue()
