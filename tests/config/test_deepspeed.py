@@ -14,19 +14,12 @@ from clustertune.config import deepspeed, deepspeed_keys, show
 from clustertune.config.resolve import resolve
 from tests.config.conftest import Refuse
 
-AUTO = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "bf16": {"enabled": "auto"},
-}
-ZERO3 = {
-    "stage": 3,
-    "reduce_bucket_size": "auto",
-    "stage3_prefetch_bucket_size": "auto",
-    "stage3_param_persistence_threshold": "auto",
-}
+AUTO: dict[str, Any] = dict.fromkeys(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
+)
+AUTO["bf16"] = {"enabled": "auto"}
+SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+ZERO3 = {"stage": 3, **dict.fromkeys(SIZES, "auto")}
 NVME = {"device": "nvme", "nvme_path": "auto"}
 PARAMS = {**NVME, "buffer_size": 2 * 10**8}
 FULL = ["lora=null"]
@@ -41,9 +34,8 @@ def write(recipes: Path) -> Write:
         folder = recipes / "llama405b-oasst2"
         body = {**AUTO, "zero_optimization": {**ZERO3, **(zero or {})}, **top}
         (folder / "ds.json").write_text(json.dumps({key: value for key, value in body.items() if value is not None}))
-        (folder / "accelerate.yaml").write_text(
-            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json, zero3_init_flag: true}\n"
-        )
+        text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json, zero3_init_flag: true}\n"
+        (folder / "accelerate.yaml").write_text(text)
         return folder
 
     return made
@@ -57,9 +49,7 @@ def test_auto_is_what_the_recipe_says(write: Write) -> None:
     )
     values = show.as_json(resolve(folder, FULL))["values"]
     found = {key.removeprefix("deepspeed."): item["value"] for key, item in values.items() if key.startswith("deepspeed.")}
-    assert {
-        key: found[key] for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    } == {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+    assert [found[key] for key in list(AUTO)[:3]] == [32, 1, 2]
     assert (found["gradient_clipping"], found["bf16.enabled"], found["zero_optimization.stage"]) == (1.0, True, 3)
     zero = "zero_optimization"
     assert found[f"{zero}.reduce_bucket_size"] == 16384**2 and found[f"{zero}.stage3_param_persistence_threshold"] == 163840

@@ -13,59 +13,30 @@ from clustertune.errors import UserError
 from clustertune.training import base_model
 from tests.command import REPO, run
 
+REFUSED = (
+    "lora.rank_pattern={zzz: 4}", "lora.rank_pattern={q_proj: 4.5}", "lora.rank_pattern={q_proj: 0}",
+    "lora.rank_pattern={'(': 4}", "lora.alpha_pattern={zzz: 4}", "lora.alpha_pattern={q_proj: -1}", "train.warmup_steps=20",
+    "data.eval_fraction=0.999999", "train.adam_epsilon=10", "train.optim_args=foo=bar", "train.optim_args=foo",
+    "train.lr_scheduler_kwargs={foo: 1}", "train.log_level=zzz", "train.model_init_kwargs=sdpa",
+    "accelerate.dynamo_config.dynamo_backend=zzz", "accelerate.deepspeed_config.deepspeed_multinode_launcher=true",
+    "slurm.time=00:00:00", "slurm.time='0'", "slurm.time=01:60:00", "slurm.time=1-24", "slurm.time=999-00:00:00",
+)  # fmt: skip
+TAKEN = (
+    "lora.rank_pattern={q_proj: 4}", "lora.rank_pattern={'layers.[01].self_attn.q_proj': 4}",
+    "lora.alpha_pattern={self_attn.v_proj: 0.5}", "train.warmup_steps=10", "train.warmup_steps=0.5",
+    "train.lr_scheduler_kwargs={num_cycles: 0.5}", "train.log_level=warning",
+    "accelerate.dynamo_config.dynamo_backend=INDUCTOR", "accelerate.dynamo_config.dynamo_backend=no", "slurm.time='90'",
+    "slurm.time=36:00:00", "slurm.time=2-12",
+)  # fmt: skip
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "lora.rank_pattern={zzz: 4}",
-        "lora.rank_pattern={q_proj: 4.5}",
-        "lora.rank_pattern={q_proj: 0}",
-        "lora.rank_pattern={'(': 4}",
-        "lora.alpha_pattern={zzz: 4}",
-        "lora.alpha_pattern={q_proj: -1}",
-        "train.warmup_steps=20",
-        "data.eval_fraction=0.999999",
-        "train.adam_epsilon=10",
-        "train.optim_args=foo=bar",
-        "train.optim_args=foo",
-        "train.lr_scheduler_kwargs={foo: 1}",
-        "train.log_level=zzz",
-        "train.model_init_kwargs=sdpa",
-        "accelerate.dynamo_config.dynamo_backend=zzz",
-        "accelerate.deepspeed_config.deepspeed_multinode_launcher=true",
-        "slurm.time=00:00:00",
-        "slurm.time='0'",
-        "slurm.time=01:60:00",
-        "slurm.time=1-24",
-        "slurm.time=999-99:99:99",
-        "slurm.time=999-00:00:00",
-    ],
-)
-def test_refused_with_its_key(override: str) -> None:
-    with pytest.raises(UserError) as raised:
+
+def test_refused_with_its_key_or_taken() -> None:
+    for override in REFUSED:
+        with pytest.raises(UserError) as raised:
+            resolve("tiny-oasst2", ["train.max_steps=10", override])
+        assert {problem.key for problem in raised.value.problems} == {override.split("=", 1)[0]}
+    for override in TAKEN:
         resolve("tiny-oasst2", ["train.max_steps=10", override])
-    assert {problem.key for problem in raised.value.problems} == {override.split("=", 1)[0]}
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "lora.rank_pattern={q_proj: 4}",
-        "lora.rank_pattern={'layers.[01].self_attn.q_proj': 4}",
-        "lora.alpha_pattern={self_attn.v_proj: 0.5}",
-        "train.warmup_steps=10",
-        "train.warmup_steps=0.5",
-        "train.lr_scheduler_kwargs={num_cycles: 0.5}",
-        "train.log_level=warning",
-        "accelerate.dynamo_config.dynamo_backend=INDUCTOR",
-        "accelerate.dynamo_config.dynamo_backend=no",
-        "slurm.time='90'",
-        "slurm.time=36:00:00",
-        "slurm.time=2-12",
-    ],
-)
-def test_taken(override: str) -> None:
-    resolve("tiny-oasst2", ["train.max_steps=10", override])
 
 
 def test_arguments_belong_to_their_optimizer_and_schedule() -> None:
@@ -102,18 +73,7 @@ def test_a_base_of_other_sizes_is_refused(tmp_path: Path, part: str | None) -> N
             base_model.check(str(tmp_path), None, resolved)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "key"),
-    [
-        ({}, None),
-        ({"num_hidden_layers": 5}, "model.json"),
-        ("train.pad_token=<zzz>", "train.pad_token"),
-        ("train.eos_token=<zzz>", "train.eos_token"),
-    ],
-)
-def test_a_base_that_lies_here_is_compared_before_the_queue(
-    tmp_path: Path, wrong: dict[str, int] | str, key: str | None
-) -> None:
+def test_a_base_that_lies_here_is_compared_before_the_queue(tmp_path: Path) -> None:
     recipes, base = tmp_path / "recipes", tmp_path / "base"
     for name in ("_base", "tiny-oasst2"):
         shutil.copytree(REPO / "recipes" / name, recipes / name)
@@ -121,12 +81,18 @@ def test_a_base_that_lies_here_is_compared_before_the_queue(
     recipe.write_text(recipe.read_text().replace("weights: random", f"path: {base}"))
     base.mkdir()
     config = json.loads((recipes / "tiny-oasst2" / "model.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | (wrong if isinstance(wrong, dict) else {})))
     (base / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"<pad>": 0, "<eos>": 1}}}))
     (base / "model.safetensors").write_bytes(bytes(8))
-    given = [wrong] if isinstance(wrong, str) else ["train.pad_token=<pad>", "train.eos_token=<eos>"]
-    done = run("submit", recipe.parent, "--dry-run", *given)
-    assert (done.code, key is None or key in done.err) == (2 if key else 0, True), done.err
+    right = ["train.pad_token=<pad>", "train.eos_token=<eos>"]
+    for change, given, key in (
+        ({}, right, None),
+        ({"num_hidden_layers": 5}, right, "model.json"),
+        ({}, ["train.pad_token=<zzz>"], "train.pad_token"),
+        ({}, ["train.eos_token=<zzz>"], "train.eos_token"),
+    ):
+        (base / "config.json").write_text(json.dumps(config | change))
+        done = run("submit", recipe.parent, "--dry-run", *given)
+        assert (done.code, key is None or key in done.err) == (2 if key else 0, True), done.err
 
 
 def test_a_warmup_that_outlasts_the_epochs_is_warned_of() -> None:

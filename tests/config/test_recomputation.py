@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,11 @@ from tests.command import REPO
 
 RECIPE = "recipes/tiny-oasst2"
 OFF = "accelerate.fsdp_config.fsdp_activation_checkpointing=false"
-SAVE = "activation_checkpointing.save=[attention,every_second_matmul]"
-EAGER = "train.model_init_kwargs.attn_implementation=eager"
+OWN = "activation_checkpointing"
+SAVE = f"{OWN}.save=[attention,every_second_matmul]"
+KERNEL = "train.model_init_kwargs.attn_implementation"
+EAGER = f"{KERNEL}=eager"
+INDUCTOR = "accelerate.dynamo_config={dynamo_backend: INDUCTOR}"
 
 
 def refused(*words: str) -> dict[str, str]:
@@ -31,44 +35,21 @@ def refused(*words: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("words", "key", "text"),
     [
-        ([OFF, "activation_checkpointing={}"], "activation_checkpointing", "neither ratio nor save"),
-        ([OFF, "activation_checkpointing.save=[]"], "activation_checkpointing.save", ""),
-        ([OFF, "activation_checkpointing.save=[scores]"], "activation_checkpointing.save.0", "attention"),
-        ([OFF, "activation_checkpointing.save=[matmul,matmul]"], "activation_checkpointing.save", "twice"),
-        (
-            [OFF, "activation_checkpointing.save=[matmul,every_second_matmul]"],
-            "activation_checkpointing.save",
-            "one of the two",
-        ),
-        ([OFF, SAVE, "activation_checkpointing.ratio=0"], "activation_checkpointing.save", "recomputes nothing"),
-        ([OFF, SAVE, EAGER], "activation_checkpointing.save", "sdpa"),
-        ([SAVE], "activation_checkpointing.save", "given twice"),
-        (["activation_checkpointing.ratio=0.5"], "activation_checkpointing.ratio", "given twice"),
-        ([OFF, SAVE, "train.activation_checkpointing=true"], "train.activation_checkpointing", "given twice"),
+        ([OFF, f"{OWN}={{}}"], OWN, "neither ratio nor save"), ([OFF, f"{OWN}.save=[]"], f"{OWN}.save", ""),
+        ([OFF, f"{OWN}.save=[scores]"], f"{OWN}.save.0", "attention"),
+        ([OFF, f"{OWN}.save=[matmul,matmul]"], f"{OWN}.save", "twice"),
+        ([OFF, f"{OWN}.save=[matmul,every_second_matmul]"], f"{OWN}.save", "one of the two"),
+        ([OFF, SAVE, f"{OWN}.ratio=0"], f"{OWN}.save", "recomputes nothing"), ([OFF, SAVE, EAGER], f"{OWN}.save", "sdpa"),
+        ([SAVE], f"{OWN}.save", "given twice"), ([f"{OWN}.ratio=0.5"], f"{OWN}.ratio", "given twice"),
+        ([OFF, SAVE, f"train.{OWN}=true"], f"train.{OWN}", "given twice"),
         ([OFF, SAVE, "train.gradient_checkpointing=true"], "train.gradient_checkpointing", "given twice"),
-        (
-            [OFF, SAVE, "train.activation_checkpointing_kwargs={selective: true}"],
-            "train.activation_checkpointing_kwargs.selective",
-            "TRL's name",
-        ),
-        (
-            [OFF, SAVE, "train.activation_checkpointing_kwargs={use_reentrant: true}"],
-            "train.activation_checkpointing_kwargs.use_reentrant",
-            "reentrant",
-        ),
+        ([OFF, SAVE, f"train.{OWN}_kwargs={{selective: true}}"], f"train.{OWN}_kwargs.selective", "TRL's name"),
+        ([OFF, SAVE, f"train.{OWN}_kwargs={{use_reentrant: true}}"], f"train.{OWN}_kwargs.use_reentrant", "reentrant"),
         (["train.liger_kernel_config={fused_linear_cross_entropy: true}"], "train.liger_kernel_config", "in tiles"),
-        (
-            ["train.model_init_kwargs.attn_implementation=flash_attention_2", "train.bf16=false"],
-            "train.model_init_kwargs.attn_implementation",
-            "16 bits",
-        ),
-        (
-            ["train.torch_compile_backend=eager", "accelerate.dynamo_config={dynamo_backend: INDUCTOR}"],
-            "train.torch_compile_backend",
-            "is not read",
-        ),
+        ([f"{KERNEL}=flash_attention_2", "train.bf16=false"], KERNEL, "16 bits"),
+        (["train.torch_compile_backend=eager", INDUCTOR], "train.torch_compile_backend", "is not read"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_refused(words: list[str], key: str, text: str) -> None:
     """Every second home of the same decision, and every policy that would keep nothing, is an error before the queue."""
     found = refused(*words)
@@ -93,7 +74,7 @@ def test_what_is_taken() -> None:
     ratio = [OFF, "activation_checkpointing.ratio=0.5"]
     assert resolve(RECIPE, ratio).fingerprint() != resolve(RECIPE, [*ratio, SAVE]).fingerprint()
     assert resolve(RECIPE, ratio).fingerprint() == resolve(RECIPE, [*ratio, "activation_checkpointing.save=null"]).fingerprint()
-    assert not refused("train.torch_compile=true", "accelerate.dynamo_config={dynamo_backend: INDUCTOR}")
+    assert not refused("train.torch_compile=true", INDUCTOR)
 
 
 def test_a_model_that_liger_does_not_know_is_told(tmp_path: Path) -> None:
@@ -113,19 +94,15 @@ def test_a_model_that_liger_does_not_know_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("train", "dynamo", "expected"),
     [
-        ({}, {}, (False, False)),
-        ({"torch_compile": True}, {}, (True, False)),
-        ({"torch_compile_mode": "max-autotune"}, {}, (True, False)),
-        ({}, {"dynamo_backend": "NO"}, (False, False)),
+        ({}, {}, (False, False)), ({"torch_compile": True}, {}, (True, False)),
+        ({"torch_compile_mode": "max-autotune"}, {}, (True, False)), ({}, {"dynamo_backend": "NO"}, (False, False)),
         ({}, {"dynamo_backend": "INDUCTOR"}, (True, False)),
         ({}, {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}, (True, True)),
         ({"torch_compile": True}, {"use_regional_compilation": True}, (True, True)),
         ({}, {"dynamo_use_regional_compilation": True}, (False, False)),
     ],
-)
-def test_whether_and_how_a_model_is_compiled(
-    train: dict[str, object], dynamo: dict[str, object], expected: tuple[bool, bool]
-) -> None:
+)  # fmt: skip
+def test_whether_and_how_a_model_is_compiled(train: dict[str, Any], dynamo: dict[str, Any], expected: tuple[bool, ...]) -> None:
     """Both homes of the native key are read as the Trainer and accelerate read them."""
     found = replace(resolve(RECIPE), train_args=train, accelerate={"dynamo_config": dynamo})
     assert (found.distribution.compiled, found.distribution.compiled_by_layer) == expected
@@ -136,9 +113,8 @@ def test_whether_and_how_a_model_is_compiled(
 def test_a_wrapper_that_keeps_layers_from_the_compiler_is_told() -> None:
     """Found by torch's log of graph breaks, and by dropout that draws what it draws uncompiled: docs/results/dropout.md."""
     for words, expected in (([], True), ([OFF, "activation_checkpointing.ratio=0.5"], False), ([OFF], False)):
-        warnings = " ".join(
-            kernels.warnings(replace(resolve(RECIPE, words).distribution, compiled=True, compiled_by_layer=True))
-        )
+        spread = replace(resolve(RECIPE, words).distribution, compiled=True, compiled_by_layer=True)
+        warnings = " ".join(kernels.warnings(spread))
         assert ("leaves the layers uncompiled" in warnings) == expected
 
 

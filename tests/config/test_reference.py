@@ -8,39 +8,17 @@ from typing import Any
 from clustertune.config.resolve import resolve
 
 SOURCE: dict[str, Any] = {
-    "optim": "adamw_torch",
-    "learning_rate": 5e-5,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 0.03,
-    "weight_decay": 0.01,
-    "seed": 42,
-    "num_train_epochs": 1,
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 2,
-    "max_length": 2048,
-    "packing": True,
-    "bf16": True,
-    "tf32": True,
-    "activation_checkpointing": False,
-    "ddp_find_unused_parameters": False,
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "logging_steps": 1,
-    "logging_first_step": True,
-    "save_strategy": "steps",
-    "save_steps": 20,
-    "save_total_limit": 3,
-    "save_only_model": False,
-    "report_to": "wandb",
-}
+    "optim": "adamw_torch", "learning_rate": 5e-5, "lr_scheduler_type": "cosine", "warmup_steps": 0.03, "weight_decay": 0.01,
+    "seed": 42, "num_train_epochs": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2,
+    "max_length": 2048, "packing": True, "bf16": True, "tf32": True, "activation_checkpointing": False,
+    "ddp_find_unused_parameters": False, "eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1,
+    "logging_first_step": True, "save_strategy": "steps", "save_steps": 20, "save_total_limit": 3,
+    "save_only_model": False, "report_to": "wandb",
+}  # fmt: skip
 LORA = {
-    "r": 32,
-    "lora_alpha": 64,
-    "lora_dropout": 0.05,
-    "bias": "none",
-    "task_type": "CAUSAL_LM",
+    "r": 32, "lora_alpha": 64, "lora_dropout": 0.05, "bias": "none", "task_type": "CAUSAL_LM",
     "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
-}
+}  # fmt: skip
 
 
 def test_training_settings() -> None:
@@ -58,22 +36,10 @@ def test_data_and_expectations() -> None:
     recipe = resolve("llama405b-oasst2").recipe
     assert (recipe.data.name, recipe.data.format, recipe.data.language) == ("OpenAssistant/oasst2", "oasst-tree", "en")
     assert recipe.data.expect is not None and (recipe.data.expect.train, recipe.data.expect.eval) == (5125, 275)
-    expect = recipe.expect
-    assert (expect.train_loss, expect.eval_loss, expect.token_accuracy, expect.hours, expect.steps) == (
-        1.111,
-        1.139,
-        0.705,
-        8.4,
-        36,
-    )
-    assert expect.tasks == {
-        "ifeval": {
-            "prompt_level_strict_acc": 0.7098,
-            "prompt_level_loose_acc": 0.7449,
-            "inst_level_strict_acc": 0.783,
-            "inst_level_loose_acc": 0.8106,
-        }
-    }
+    figures = recipe.expect.model_dump(include={"train_loss", "eval_loss", "token_accuracy", "hours", "steps"})
+    assert figures == {"train_loss": 1.111, "eval_loss": 1.139, "token_accuracy": 0.705, "hours": 8.4, "steps": 36}
+    scores = {"prompt_level_strict_acc": 0.7098, "prompt_level_loose_acc": 0.7449}
+    assert recipe.expect.tasks == {"ifeval": {**scores, "inst_level_strict_acc": 0.783, "inst_level_loose_acc": 0.8106}}
 
 
 def test_the_readme_maps_every_key_of_both_files(repo: Path) -> None:

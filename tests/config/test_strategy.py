@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -69,71 +70,52 @@ def test_what_it_does_not_carry_is_refused(given: list[str], message: str) -> No
     assert message in refused(*given)
 
 
-@pytest.mark.parametrize("words", ["quant_method: fp8", "quant_method: fbgemm_fp8", "quant_method: mxfp4", "load_in_8bit: true",
-                                   "quant_method: gptq", "quant_method: awq", "quant_method: torchao"])  # fmt: skip
 @pytest.mark.parametrize("file", ["accelerate.yaml", "accelerate-fsdp1.yaml"])
-def test_fsdp_shards_no_quantisation_but_4_bits(words: str, file: str) -> None:
+def test_fsdp_shards_no_quantisation_but_4_bits(file: str) -> None:
     """float8 is a floating type: FSDP2 casts it as it gathers, and the layer multiplies what has lost its scales."""
-    message = refused(f"{QUANTIZED}={{{words}}}", f"accelerate={file}")
-    assert QUANTIZED in message
-    assert "FSDP would gather such weights without their scales" in message
-    assert "FSDP would gather" not in refused(f"{QUANTIZED}={{{words}}}", f"accelerate={file}", "accelerate.no_such=1", DDP)
+    for name in ("fp8", "fbgemm_fp8", "mxfp4", "gptq", "awq", "torchao", ""):
+        words = f"{QUANTIZED}={{{f'quant_method: {name}' if name else 'load_in_8bit: true'}}}"
+        message = refused(words, f"accelerate={file}")
+        assert QUANTIZED in message and "FSDP would gather such weights without their scales" in message
+        assert "FSDP would gather" not in refused(words, f"accelerate={file}", "accelerate.no_such=1", DDP)
 
 
-@pytest.mark.parametrize("storage", ["float16", "float32"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+FOUR = f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_storage: %s}}"
+
+
 @pytest.mark.parametrize(
     "given",
     [
-        ("accelerate=accelerate.yaml",),
-        ("accelerate=accelerate-fsdp1.yaml",),
+        ("accelerate=accelerate.yaml",), ("accelerate=accelerate-fsdp1.yaml",),
         *((*ZERO[:2], f"accelerate.deepspeed_config.zero_stage={stage}") for stage in (1, 2, 3)),
     ],
-)
-def test_packed_weights_that_bf16_would_round_are_refused(storage: str, dtype: str, given: tuple[str, ...]) -> None:
+)  # fmt: skip
+def test_packed_weights_that_bf16_would_round_are_refused(given: tuple[str, ...]) -> None:
     """FSDP and DeepSpeed cast floating weights to bfloat16, and four packed values in a float16 are other values then."""
-    four = f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_storage: {storage}}}"
-    message = refused(four, f"train.model_init_kwargs.dtype={dtype}", "train.bf16=true", *given)
-    assert f"{QUANTIZED}.bnb_4bit_quant_storage: {storage}" in message and "write bnb_4bit_quant_storage: bfloat16" in message
-    assert "write bnb_4bit_quant_storage: float" not in message
+    for storage, dtype in itertools.product(("float16", "float32"), ("bfloat16", "float32")):
+        message = refused(FOUR % storage, f"train.model_init_kwargs.dtype={dtype}", "train.bf16=true", *given)
+        assert f"{QUANTIZED}.bnb_4bit_quant_storage: {storage}" in message and "bnb_4bit_quant_storage: bfloat16" in message
+        assert "write bnb_4bit_quant_storage: float" not in message
 
 
-@pytest.mark.parametrize("storage", ["uint8", "bfloat16", "float16", "float32"])
-def test_packed_weights_that_nobody_casts_are_taken(storage: str) -> None:
-    """Without mixed precision, and where each rank has the model for itself; FSDP2 splits floating types only."""
-    four = f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_storage: {storage}}}"
+def test_a_quantised_base_that_is_taken() -> None:
+    """Without mixed precision, and where each rank has the model for itself; FSDP2 splits floating types only, FSDP1 one type,
+    ZeRO-3 bitsandbytes' 4 bits. Followed, the advice resolves."""
     one = ["accelerate.distributed_type=NO", WITHOUT, "accelerate.parallelism_config=null"]
-    assert resolve(TINY, [four, "train.bf16=true", *one], ranks=1).world_size == 1
-    if storage != "uint8":
-        assert resolve(TINY, [four, "train.bf16=false"], ranks=4).world_size == 4
-
-
-def test_fsdp1_is_given_one_type_for_all() -> None:
-    """Followed, the advice resolves."""
-    four = f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_storage: bfloat16}}"
-    message = refused(four, "accelerate=accelerate-fsdp1.yaml", "train.bf16=true", "train.model_init_kwargs.dtype=float32")
-    assert "write bnb_4bit_quant_storage: bfloat16, and model_init_kwargs: {dtype: bfloat16}" in message
-    given = [four, "accelerate=accelerate-fsdp1.yaml", "train.bf16=true", "train.model_init_kwargs.dtype=bfloat16"]
-    assert resolve(TINY, given, ranks=4).world_size == 4
-
-
-@pytest.mark.parametrize("words", ["quant_method: fp8", "load_in_8bit: true"])
-def test_zero_3_shards_no_quantisation_but_4_bits(words: str) -> None:
-    """The ranks would refuse it, after the queue."""
-    message = refused(f"{QUANTIZED}={{{words}}}", *ZERO[:2], "accelerate.deepspeed_config.zero_stage=3")
-    assert "ZeRO-3 would gather" in message
-
-
-def test_what_fsdp_shards_is_taken() -> None:
-    """The positive list."""
-    four = f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_storage: bfloat16}}"
-    assert resolve(TINY, [four, "train.model_init_kwargs.dtype=bfloat16"], ranks=4).world_size == 4
-
-
-def test_one_process_is_one_rank() -> None:
-    """NO is what one GPU wants."""
-    given = ["accelerate.distributed_type=NO", WITHOUT, "accelerate.parallelism_config=null"]
-    assert resolve(TINY, given, ranks=1).world_size == 1
+    assert resolve(TINY, one, ranks=1).world_size == 1
+    for storage in ("uint8", "bfloat16", "float16", "float32"):
+        assert resolve(TINY, [FOUR % storage, "train.bf16=true", *one], ranks=1).world_size == 1
+        if storage != "uint8":
+            assert resolve(TINY, [FOUR % storage, "train.bf16=false"], ranks=4).world_size == 4
+    four, dtype = FOUR % "bfloat16", "train.model_init_kwargs.dtype"
+    assert resolve(TINY, [four, f"{dtype}=bfloat16"], ranks=4).world_size == 4
+    fsdp1 = [four, "accelerate=accelerate-fsdp1.yaml", "train.bf16=true"]
+    wanted = "write bnb_4bit_quant_storage: bfloat16, and model_init_kwargs: {dtype: bfloat16}"
+    assert wanted in refused(*fsdp1, f"{dtype}=float32")
+    assert resolve(TINY, [*fsdp1, f"{dtype}=bfloat16"], ranks=4).world_size == 4
+    for words in ("quant_method: fp8", "load_in_8bit: true"):
+        message = refused(f"{QUANTIZED}={{{words}}}", *ZERO[:2], "accelerate.deepspeed_config.zero_stage=3")
+        assert "ZeRO-3 would gather" in message
 
 
 STATES = ("qwen3_next", "falcon_h1", "bamba", "mamba2", "jamba", "lfm2", "minimax", "recurrent_gemma", "rwkv")
@@ -144,7 +126,7 @@ def look(architecture: dict[str, Any], *, length: Any = 64, **sizes: int) -> lis
     for axis, size in sizes.items():
         accelerate["parallelism_config"][f"parallelism_config_{axis}_size"] = size  # type: ignore[index]
     train = {} if length is ... else {"max_length": length}
-    return [message for _, message, _ in checks.check_strategy(train, None, accelerate, architecture)]
+    return [message for _, message, _ in checks.check_strategy(train, {}, accelerate, architecture)]
 
 
 @pytest.mark.parametrize(
@@ -169,34 +151,24 @@ def test_the_model_decides_too(changes: dict[str, Any], sizes: dict[str, int], e
     assert any(expected in message for message in look({**TINY_LLAMA, **changes}, **sizes))
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "mistral", "cohere2", "olmo3", "exaone4"])
-def test_a_window_that_the_description_leaves_out_counts(kind: str) -> None:
-    """The configuration class has one: 4096 tokens. A description needs not say it."""
-    long = look({**TINY_LLAMA, "model_type": kind}, length=8192, cp=2)
-    assert any("attends to 4096 tokens back and max_length is 8192" in message for message in long)
-    assert look({**TINY_LLAMA, "model_type": kind}, length=4096, cp=2) == []
-
-
-def test_a_length_that_is_not_said_is_the_trainers() -> None:
-    """1024; and without any cut no window is wide enough."""
+def test_windows_and_lengths() -> None:
+    """A window that the description leaves out is the configuration class's, 4096 tokens; a length that is not said is the
+    trainer's, 1024; without any cut no window is wide enough, and one that no sequence leaves is no obstacle."""
+    for kind in ("gemma3_text", "mistral", "cohere2", "olmo3", "exaone4"):
+        long = look({**TINY_LLAMA, "model_type": kind}, length=8192, cp=2)
+        assert any("attends to 4096 tokens back and max_length is 8192" in message for message in long)
+        assert look({**TINY_LLAMA, "model_type": kind}, length=4096, cp=2) == []
     mistral = {**TINY_LLAMA, "model_type": "mistral"}
     assert look({**mistral, "sliding_window": 1024}, length=..., cp=2) == []
     assert "max_length is 1024" in look({**mistral, "sliding_window": 1023}, length=..., cp=2)[0]
     assert "max_length is None" in look(mistral, length=None, cp=2)[0]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model_type": "mistral", "sliding_window": 64},
+    assert look({**mistral, "sliding_window": 64}, cp=2) == []
+    for more in (
         {"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": False},
         {"model_type": "llama4_text", "attention_chunk_size": 64},
         {"model_type": "gemma3_text", "sliding_window": 32, "layer_types": ["full_attention", "full_attention"]},
-    ],
-)
-def test_a_window_that_no_sequence_leaves_is_no_obstacle(change: dict[str, Any]) -> None:
-    """Mistral's window of 4096 with sequences of 2048 is causal attention."""
-    assert look({**TINY_LLAMA, **change}, cp=2) == []
+    ):
+        assert look({**TINY_LLAMA, **more}, cp=2) == []
 
 
 def test_the_styles_are_those_that_the_training_carries_out() -> None:
