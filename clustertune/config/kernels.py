@@ -105,14 +105,11 @@ def find_problems(
     if train.get("use_liger_kernel") and kind and kind not in LIGER_MODELS:
         yield ("train", "use_liger_kernel"), f"Liger has no kernels for {kind}", "leave it out"
     if isinstance(given := train.get("liger_kernel_config"), dict) and given.get("fused_linear_cross_entropy"):
-        text = (
-            "fused_linear_cross_entropy: true takes the place of the model's forward pass, in which TRL has its own fused loss"
-        )
-        yield ("train", "liger_kernel_config"), text, "leave it out: TRL computes the loss in tiles"
+        text = "fused_linear_cross_entropy: true takes the place of the model's forward pass, in which TRL has its own "
+        yield ("train", "liger_kernel_config"), f"{text}fused loss", "leave it out: TRL computes the loss in tiles"
     named = attention_of(train)
     if named.startswith("flash_attention") and mixed_precision(train) == "no":
-        text = f"{named} computes in 16 bits only, and bf16 is false"
-        yield attention, text, "use sdpa, or train.bf16=true"
+        yield attention, f"{named} computes in 16 bits only, and bf16 is false", "use sdpa, or train.bf16=true"
     if named == PACKED and architecture is not None and (why := cannot_pack(architecture)):
         yield attention, f"{PACKED}: {why}", "leave it out: sdpa is taken"
     if kind and (train.get("model_init_kwargs") or {}).get("attn_implementation") == "sdpa" and not has_sdpa(kind):

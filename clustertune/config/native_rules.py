@@ -82,11 +82,7 @@ DPO_RANGES = {
     "discopop_tau": NumberRange(0, low_open=True),
 }
 
-LORA_RANGES = {
-    "r": NumberRange(1, 65536),
-    "lora_alpha": NumberRange(0, low_open=True),
-    "lora_dropout": _SHARE,
-}
+LORA_RANGES = {"r": NumberRange(1, 65536), "lora_alpha": NumberRange(0, low_open=True), "lora_dropout": _SHARE}
 
 _RESUME = "a run resumes by itself from its newest whole checkpoint"
 
