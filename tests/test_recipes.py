@@ -232,7 +232,7 @@ def test_the_commands_of_a_readme_are_run(folder: Path) -> None:
             assert words[2:4] == ["storage", "check"] and cluster.compute_nodes
             continue
         elif words[1] == "nccl-check":
-            words = [*words, "--dry-run"]
+            words += ["--dry-run"]
         elif words[1] == "run":
             continue
         done = CliRunner().invoke(app, words[1:])

@@ -11,20 +11,14 @@ import yaml
 from clustertune.config.accelerate_file import find_problems
 
 FSDP2: dict[str, Any] = {
-    "fsdp_version": 2,
-    "fsdp_reshard_after_forward": True,
-    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
-    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     "fsdp_activation_checkpointing": True,
-}
+}  # fmt: skip
 FSDP1: dict[str, Any] = {
-    "fsdp_version": 1,
-    "fsdp_sharding_strategy": "FULL_SHARD",
-    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "fsdp_backward_prefetch": "BACKWARD_PRE",
-    "fsdp_use_orig_params": True,
-}
+    "fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_use_orig_params": True,
+}  # fmt: skip
 
 
 def problems(body: dict[str, Any], kind: str | None = "llama", folder: Path = Path("/nonexistent")) -> dict[str, str]:

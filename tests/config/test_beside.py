@@ -52,44 +52,6 @@ def test_the_file_is_still_chosen_by_name() -> None:
     assert resolved.accelerate["fsdp_config"]["fsdp_version"] == 1
 
 
-@pytest.mark.parametrize(
-    ("override", "key", "says"),
-    [
-        (f"{FSDP}.fsdp_verson=1", "accelerate.fsdp_config.fsdp_verson", "did you mean fsdp_version?"),
-        (f"{FSDP}.fsdp_use_orig_params=true", "accelerate.fsdp_config.fsdp_use_orig_params", "no meaning"),
-        ("accelerate.num_processes=8", "accelerate.num_processes", "derived"),
-        ("accelerate.distributed_type=FSDP2", "accelerate.distributed_type", "did you mean FSDP?"),
-        (f"{PARALLEL}_tp_size=3", "accelerate.parallelism_config", "does not divide"),
-        (f"{PARALLEL}_dp_replicate_size=3", "accelerate.parallelism_config", "does not divide"),
-        (f"{PARALLEL}_dp_replicate_size=16", "accelerate.parallelism_config", "none left to shard over"),
-        (f"{PARALLEL}_dp_shard_size=1", "accelerate.parallelism_config", "its sizes make 1 ranks; there are 16"),
-        (f"{PARALLEL}_dp_shard_size=8", "accelerate.parallelism_config", "its sizes make 8 ranks; there are 16"),
-        ("deepspeed.zero_optimization.stage=3", "deepspeed.zero_optimization.stage", "no DeepSpeed file"),
-    ],
-)
-def test_they_are_checked_like_the_file(refused: Refuse, override: str, key: str, says: str) -> None:
-    """With the command line as the place: the file has no such line."""
-    problems = refused("llama405b-oasst2", [override])
-    found = next(problem for problem in problems if problem.key == key)
-    assert found.file == "command line" and says in str(found)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "sizes", "says"),
-    [
-        ("llama70b-tp-fsdp2", {"dp_shard": 1}, "its sizes make 8 ranks; there are 64"),
-        ("llama70b-tp-fsdp2", {"dp_shard": 4}, "its sizes make 32 ranks; there are 64"),
-        ("llama405b-oasst2", {"dp_shard": 1, "tp": 16}, "FSDP has no ranks to shard over"),
-        ("llama405b-oasst2", {"dp_shard": 1, "dp_replicate": 16}, "FSDP has no ranks to shard over"),
-        ("llama8b-longcontext-32k", {"dp_shard": 1, "dp_replicate": 2}, "FSDP has no ranks to shard over"),
-    ],
-)
-def test_a_stated_mesh_is_that_of_the_ranks(refused: Refuse, recipe: str, sizes: dict[str, int], says: str) -> None:
-    """What accelerate says about it, it says on the nodes, once the base is loaded (parallelism_config.py:325, 372 and 381)."""
-    problems = refused(recipe, [f"{PARALLEL}_{axis}_size={size}" for axis, size in sizes.items()])
-    assert any(says in problem.message for problem in problems), problems
-
-
 def test_context_parallelism_alone_is_sharded_over() -> None:
     """FSDP splits over dp_shard x cp; and one rank needs no mesh."""
     resolved = resolve("llama8b-longcontext-32k", [f"{PARALLEL}_cp_size=8", f"{PARALLEL}_dp_shard_size=1"], ranks=8)

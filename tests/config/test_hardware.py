@@ -34,14 +34,6 @@ def body() -> dict[str, Any]:
     return read_yaml(HARDWARE, "hardware").data
 
 
-def test_the_reference_gpu_is_known() -> None:
-    """Bytes that a plan may use, below what is sold; its peak is four times fp32, above the 417 that were measured."""
-    gpu = load_hardware()["rtx-pro-6000-blackwell-server"]
-    assert gpu.memory_gb == 96
-    assert gpu.usable_bytes == int(94.97 * 2**30) < 97887 * 2**20
-    assert gpu.bf16_tflops == 480
-
-
 def test_every_link_and_network_that_a_cluster_file_may_name_has_figures() -> None:
     """An all-gather stays below the nominal speed, and NVLink above PCIe of its time."""
     hardware = read_hardware()
@@ -59,16 +51,10 @@ def test_every_link_and_network_that_a_cluster_file_may_name_has_figures() -> No
         ("rtx_pro_6000", "rtx-pro-6000-blackwell-server"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000-blackwell-server"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000-blackwell-workstation"),
-        ("nvidia_h100_80gb_hbm3", "h100-sxm"),
-        ("NVIDIA H200", "h200-sxm"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("Tesla V100-SXM2-32GB", "v100-sxm-32"),
-        ("a100", None),
-        ("v100", None),
-        ("NVIDIA H100 80GB HBM2e", None),
-        ("", None),
+        ("nvidia_h100_80gb_hbm3", "h100-sxm"), ("NVIDIA H200", "h200-sxm"), ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("Tesla V100-SXM2-32GB", "v100-sxm-32"), ("a100", None), ("v100", None), ("NVIDIA H100 80GB HBM2e", None), ("", None),
     ],
-)
+)  # fmt: skip
 def test_names_of_the_driver_and_of_gres_are_recognised(word: str, name: str | None) -> None:
     """A name that two models share is none: 40 GB taken for 80 ends in an out-of-memory error after the queue."""
     assert recognise(word) == name

@@ -26,10 +26,9 @@ from tests.conftest import TINY_LLAMA
 def imported() -> dict[str, Any]:
     """The really imported classes, 7 s to have."""
     from peft import LoraConfig
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
     from trl import SFTConfig
 
-    return {"train": SFTConfig, "lora": LoraConfig, "reporters": INTEGRATION_TO_CALLBACK}
+    return {"train": SFTConfig, "lora": LoraConfig}
 
 
 @pytest.mark.parametrize(("section", "fields"), [("train", train_fields), ("lora", lora_fields)])
@@ -41,18 +40,6 @@ def test_fields_equal_the_imported_dataclass(imported: dict[str, Any], section: 
         if item.default is not native_rules.UNKNOWN:
             assert real[name].default == item.default, name
     assert sum(item.default is native_rules.UNKNOWN for item in read.values()) < 8
-
-
-def test_enumerations_equal_the_imported_ones(imported: dict[str, Any]) -> None:
-    from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
-    from transformers.training_args import OptimizerNames
-
-    for name, real in (
-        ("lr_scheduler_type", SchedulerType), ("optim", OptimizerNames), ("eval_strategy", IntervalStrategy),
-        ("logging_strategy", IntervalStrategy), ("save_strategy", SaveStrategy),
-    ):  # fmt: skip
-        assert set(train_fields()[name].choices) == {item.value for item in real}
-    assert set(native_rules.reporters()) == set(imported["reporters"])
 
 
 @pytest.mark.parametrize("name", ["tiny-oasst2", "llama405b-oasst2"])
@@ -75,21 +62,6 @@ def test_resolving_imports_no_heavy_package() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "taken"),
-    [
-        ("learning_rate", "5e-5", 5e-5), ("learning_rate", 1, 1), ("packing", "yes", True), ("packing", 1, True),
-        ("seed", "7", 7), ("seed", 7.0, 7), ("lr_scheduler_type", "cosine", "cosine"), ("max_length", None, None),
-        ("logging_steps", 1, 1), ("report_to", ["wandb"], ["wandb"]), ("report_to", "none", "none"),
-        ("model_init_kwargs", {"dtype": "bfloat16"}, {"dtype": "bfloat16"}), ("pad_to_multiple_of", 8, 8),
-        ("bf16", None, None), ("warmup_steps", 0.03, 0.03),
-    ],
-)  # fmt: skip
-def test_values_that_are_taken(name: str, given: Any, taken: Any) -> None:
-    result = check_value(train_fields()[name], given)
-    assert result == taken and type(result) is type(taken)
 
 
 def test_a_literal_with_a_placeholder() -> None:
@@ -152,6 +124,7 @@ QV = ["q_proj", "v_proj"]
         ({}, "target_modules"), ({"target_modules": []}, "target_modules"), ({"target_modules": ["q_prj"]}, "target_modules"),
         ({"target_modules": ["q"]}, "target_modules"), ({"target_modules": "q_proj"}, "target_modules"),
         ({"target_modules": "("}, "target_modules"), ({"target_modules": ["c_attn"]}, "target_modules"),
+        ({"target_modules": r"model\.layers\.4\..*q_proj"}, "target_modules"),
         ({"target_modules": QV, "modules_to_save": ["lm_hed"]}, "modules_to_save"),
         ({"target_modules": QV, "layers_to_transform": [0, 4]}, "layers_to_transform"),
         ({"target_modules": QV, "layers_pattern": "layers"}, "layers_pattern"),
@@ -220,30 +193,16 @@ def refusals(architecture: dict[str, Any], **lora: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("architecture", "targets"),
     [
-        (FALCON, ["query_key_value", "dense"]),
-        (FALCON, r".*\.(query_key_value|dense)"),
-        (LITE, ["q_proj", "kv_b_proj", "o_proj"]),
-        (LITE, ["mlp.down_proj"]),
-        (ARCHITECTURES["deepseek-ai/DeepSeek-V3"], ["q_a_proj", "q_b_proj"]),
-        (TINY_LLAMA, r"model\.layers\.1\..*q_proj"),
+        (FALCON, ["query_key_value", "dense"]), (FALCON, r".*\.(query_key_value|dense)"),
+        (LITE, ["q_proj", "kv_b_proj", "o_proj"]), (LITE, ["mlp.down_proj"]),
+        (ARCHITECTURES["deepseek-ai/DeepSeek-V3"], ["q_a_proj", "q_b_proj"]), (TINY_LLAMA, r"model\.layers\.1\..*q_proj"),
         ({**TINY_LLAMA, "model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}, r"model\.layers\.1\..*q_proj"),
         (TINY_LLAMA, "all-linear"),
     ],
-)
+)  # fmt: skip
 def test_true_targets_are_taken(architecture: dict[str, Any], targets: Any) -> None:
     """Classes from a table (Falcon), from a condition (DeepSeek), a layer that is not the first."""
     assert refusals(architecture, target_modules=targets) == []
-
-
-@pytest.mark.parametrize(
-    ("architecture", "targets"),
-    [(FALCON, ["q_proj"]), (LITE, ["q_a_proj"]), (TINY_LLAMA, [r"dense"]), (TINY_LLAMA, r"model\.layers\.2\..*q_proj")],
-)
-def test_targets_that_the_model_does_not_have_are_refused(architecture: dict[str, Any], targets: Any) -> None:
-    """DeepSeek-V2-Lite's queries are one matrix; PEFT would leave a name of a list out without a message."""
-    assert any(
-        "has no module" in text or "matches no module" in text for text in refusals(architecture, target_modules=targets)
-    )
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "lm_head"], r".*(q_proj|lm_head)", r"lm_.*", ["lm_head"]])

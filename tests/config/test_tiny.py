@@ -21,9 +21,8 @@ def test_a_tiny_run_needs_no_hub_and_few_steps(name: str, ranks: int) -> None:
     assert (recipe.model.weights, recipe.model.revision, recipe.data.revision) == ("random", None, None)
     assert recipe.data.format == "oasst-tree" and recipe.data.language == "en" and recipe.data.expect is None
     assert tiny.inputs["data.input"].name == "conversations.jsonl"
-    assert args["max_length"] <= 256 and args["max_steps"] <= 6 and args["logging_steps"] == 1
-    assert args["save_steps"] <= 2 and args["eval_steps"] <= 2
-    assert args["gradient_accumulation_steps"] <= 2
+    most = {"max_length": 256, "max_steps": 6, "logging_steps": 1, "save_steps": 2, "eval_steps": 2}
+    assert all(args[key] <= value for key, value in most.items()) and args["gradient_accumulation_steps"] <= 2
     assert recipe.eval.max_gen_toks == 32 and recipe.eval.pass_mark == {}
     assert recipe.expect.tasks == {} and recipe.expect.trainable_parameters is None
     assert tiny.architecture["architectures"] == full.architecture["architectures"]
@@ -64,13 +63,10 @@ def test_the_layer_follows_the_recipe() -> None:
 MESHES = [
     # recipe, ranks, axes that are left, ranks with different sequences
     ("llama405b-oasst2-hsdp-qlora", 16, {"dp_replicate": 2, "dp_shard": 8}, 16),
-    ("llama405b-oasst2-hsdp-qlora", 4, {"dp_replicate": 2, "dp_shard": 2}, 4),
-    ("llama405b-oasst2-hsdp-qlora", 2, {}, 2),
-    ("llama70b-tp-fsdp2", 4, {"tp": 2, "dp_shard": 2}, 2),
-    ("llama70b-tp-fsdp2", 3, {}, 3),
-    ("llama8b-longcontext-32k", 4, {"cp": 2, "dp_shard": 2}, 2),
-    ("llama8b-longcontext-32k", 2, {"cp": 2}, 1),
-]
+    ("llama405b-oasst2-hsdp-qlora", 4, {"dp_replicate": 2, "dp_shard": 2}, 4), ("llama405b-oasst2-hsdp-qlora", 2, {}, 2),
+    ("llama70b-tp-fsdp2", 4, {"tp": 2, "dp_shard": 2}, 2), ("llama70b-tp-fsdp2", 3, {}, 3),
+    ("llama8b-longcontext-32k", 4, {"cp": 2, "dp_shard": 2}, 2), ("llama8b-longcontext-32k", 2, {"cp": 2}, 1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "ranks", "axes", "different"), MESHES)
@@ -99,18 +95,6 @@ def test_one_machine_gets_ranks_for_the_mesh() -> None:
     assert {name: tiny_ranks(resolve(name).accelerate) for name in wanted} == wanted
     alone = resolve("llama8b-longcontext-32k").accelerate
     assert tiny_ranks(alone) == 2, "context parallelism alone leaves ranks to split over"
-
-
-def test_what_is_peculiar_stays() -> None:
-    """A tiny mixture is a mixture, a quantised base is quantised, a compiled model is compiled, layers are recomputed."""
-    mixture = resolve("mixtral8x7b-tulu3", tiny=True).architecture
-    assert mixture["num_local_experts"] == 4 and mixture["num_experts_per_tok"] == 2
-    grouped = resolve("qwen2.5-14b-tulu3", tiny=True)
-    assert grouped.architecture["num_attention_heads"] > grouped.architecture["num_key_value_heads"]
-    assert grouped.accelerate["dynamo_config"] == {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
-    assert grouped.recipe.activation_checkpointing and grouped.recipe.activation_checkpointing.ratio == 0.5
-    quantised = resolve("llama405b-oasst2-hsdp-qlora", tiny=True).train_args["model_init_kwargs"]
-    assert quantised["quantization_config"]["load_in_4bit"] is True
 
 
 def test_offloading_needs_no_compiler_and_no_disk() -> None:
