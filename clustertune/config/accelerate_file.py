@@ -16,7 +16,7 @@ from clustertune.config.findings import Found
 from clustertune.config.library_facts import facts
 from clustertune.config.load import COMMAND_LINE, did_you_mean, nearest
 from clustertune.config.native_rules import is_whole, show_value
-from clustertune.config.values import layer_classes, modeling_classes
+from clustertune.config.values import model_facts
 from clustertune.config.yamlfile import Document, KeyPath, leaves, parse_json, read_text
 from clustertune.errors import Problem, UserError
 
@@ -307,10 +307,10 @@ def _check_wrap(values: Mapping[str, tuple[str, Any]], kind: str | None) -> Iter
         yield path, f"{show_value(names)} is not the name of a class (several with commas between)", None
     elif kind is not None:
         for name in names.split(","):
-            if name not in modeling_classes(kind):
-                layers = layer_classes(kind)
+            if name not in (classes := model_facts(kind)["classes"]):
+                layers = model_facts(kind)["layers"]
                 close = nearest(name, layers) or (layers[0] if len(layers) == 1 else None)
-                fix = f"did you mean {close}?" if close else did_you_mean(name, modeling_classes(kind))
+                fix = f"did you mean {close}?" if close else did_you_mean(name, classes)
                 yield path, f"{kind} of the pinned transformers has no class {show_value(name)}", fix
 
 

@@ -27,7 +27,7 @@ from clustertune.config.parameters import (
 )
 from clustertune.config.schema import FORMATS, Eval, Recipe
 from clustertune.config.tasks import find_task
-from clustertune.config.values import carries_state, has_sdpa, parallel_plans
+from clustertune.config.values import model_facts
 from clustertune.config.yamlfile import KeyPath
 from clustertune.host.credentials import holds_secret, may_name_secret
 
@@ -223,7 +223,7 @@ def check_train(train: Mapping[str, Any]) -> Iterator[Found]:
     yield from _check_arguments(train)
     yield from _check_model_init(train.get("model_init_kwargs"))
     named = train.get("report_to")
-    known = (*native_rules.reporters(), "none", "all")
+    known = (*facts("trl")["reporters"], "none", "all")
     for name in [named] if isinstance(named, str) else named or []:
         if name not in known:
             text = f"{show_value(name)} is not a tracker of the pinned transformers"
@@ -243,12 +243,12 @@ def _check_arguments(train: Mapping[str, Any]) -> Iterator[Found]:
     schedule, optimizer = (
         str(train.get(key) or native_rules.train_fields()[key].default) for key in ("lr_scheduler_type", "optim")
     )
-    known = native_rules.schedule_arguments(schedule)
+    known = facts("trl")["schedulers"][schedule]
     for key in train.get("lr_scheduler_kwargs") or {}:
         if key not in known:
             text = f"{show_value(key)} is not an argument of the {schedule} schedule; it takes {', '.join(known) or 'none'}"
             yield ("train", "lr_scheduler_kwargs"), text, did_you_mean(key, known) if known else "leave it out"
-    taken, path = native_rules.optimizer_arguments(optimizer), ("train", "optim_args")
+    taken, path = facts("trl")["optimizers"].get(optimizer), ("train", "optim_args")
     for item in filter(None, str(train.get("optim_args") or "").replace(" ", "").split(",")):
         key, equals, value = item.partition("=")
         if not (key and equals and value):
@@ -544,7 +544,7 @@ def _tensor(
     if architecture is None:
         return
     kind = str(architecture.get("model_type"))
-    dense, experts = parallel_plans(kind)
+    dense, experts = model_facts(kind)["tp"], model_facts(kind)["ep"]
     if not {"colwise", "rowwise"} <= set(dense.values()):
         yield _mesh("tp"), f"transformers has no tensor-parallel plan for {kind}", "leave it out"
         return
@@ -582,9 +582,9 @@ def _context(size: int, train: Mapping[str, Any], architecture: Mapping[str, Any
 def _split_attention(size: int, length: int | None, architecture: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Layers of which a part of a sequence is not computed from the others: torch's context parallelism is causal attention."""
     kind, other = str(architecture["model_type"]), "use cp size 1"
-    if carries_state(kind):
+    if model_facts(kind)["carries_state"]:
         yield f"layers of {kind} hand on a state, which does not go from one part of a sequence to the next", other
-    elif not has_sdpa(kind):
+    elif not model_facts(kind)["sdpa"]:
         yield f"{kind} computes its attention without scaled_dot_product_attention, the one that is split", other
     if architecture.get("alibi"):  # falcon's attention bias for the distance of two tokens is given as a mask
         yield "alibi: true, a mask, of which the attention that is split takes none", other

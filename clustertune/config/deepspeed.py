@@ -131,7 +131,6 @@ def find_problems(document: Document, meant: RecipeValues) -> Iterator[Found]:
     body = document.data
     for path, message, fix in (
         *_check_names(body),
-        *_check_only(body),
         *_check_zero(body, lambda path: document.position(tuple(path.split("."))) == COMMAND_LINE),
         *_check_buffers(body, meant),
         *_check_meant(body, meant),
@@ -165,6 +164,10 @@ def _check_names(body: Mapping[str, Any]) -> Wrong:
     known = frozenset(facts("deepspeed")["keys"]) - set(_REFUSED)
     for key, value in body.items():
         yield from _check_key(key, value, None, known, "DeepSpeed has no such key and would ignore it")
+    for path, only, fix in _ONLY:
+        value = get(body, path)
+        if value is not None and value != only and not (value == AUTO and path in keys.AUTO):
+            yield path, f"{show_value(value)}: not carried here", fix
     for section, kinds in facts("deepspeed")["sections"].items():  # those that DeepSpeed itself checks
         found = get(body, section)
         if found is not None and not isinstance(found, Mapping):
@@ -192,13 +195,6 @@ def _check_key(path: str, value: Any, kind: str | None, known: Collection[str], 
         yield path, f"{show_value(value)} is not a whole number from 0", None
     elif kind == "float" and not (is_number(value) and value >= 0):
         yield path, f"{show_value(value)} is not a number from 0", None
-
-
-def _check_only(body: Mapping[str, Any]) -> Wrong:
-    for path, only, fix in _ONLY:
-        value = get(body, path)
-        if value is not None and value != only and not (value == AUTO and path in keys.AUTO):
-            yield path, f"{show_value(value)}: not carried here", fix
 
 
 def _check_zero(body: Mapping[str, Any], from_command_line: Callable[[str], bool]) -> Wrong:

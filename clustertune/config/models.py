@@ -18,7 +18,7 @@ from clustertune.config.load import DESCRIPTION, RECIPES, find_folder, read_laye
 from clustertune.config.parameters import parameter_count
 from clustertune.config.resolved import Resolved
 from clustertune.config.schema import NAME, HubCommit, HubName, Positive, Section
-from clustertune.config.values import Values, config_fields, modeling_classes
+from clustertune.config.values import Values, config_fields, model_facts
 from clustertune.config.yamlfile import parse_json, read_text, read_yaml
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.tree import ROOT
@@ -186,7 +186,7 @@ def lift(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(kind, str):
         return body, notes
     try:
-        fields, classes = config_fields(kind), modeling_classes(kind)
+        fields, classes = config_fields(kind), model_facts(kind)["classes"]
     except KeyError:
         return body, notes  # arch.find_problems names the model type
     if body.get("architectures") is None:

@@ -293,22 +293,6 @@ def _fields(found: dict[str, Any]) -> dict[str, NativeField]:
     }
 
 
-def reporters() -> tuple[str, ...]:
-    """What ``report_to`` can name: the keys of transformers' table of integrations."""
-    return tuple(facts("trl")["reporters"])
-
-
-def schedule_arguments(name: str) -> list[str]:
-    """What ``lr_scheduler_kwargs`` may hold for a schedule of transformers."""
-    return list(facts("trl")["schedulers"][name])
-
-
-def optimizer_arguments(name: str) -> list[str] | None:
-    """The keys that transformers reads from ``optim_args`` for an optimizer; None where it passes all of them on."""
-    found = facts("trl")["optimizers"].get(name)
-    return None if found is None else list(found)
-
-
 def check_value(field: NativeField, value: Any) -> Any:
     """The value as the field takes it: the text "5e-5" becomes a number, ``true`` does not.
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from clustertune.config.counted import Attention, LayerKind, Linear, ParameterCount
-from clustertune.config.values import Values, module_names, window
+from clustertune.config.values import Values, model_facts, window
 
 # --- parts of a layer --------------------------------------------------------------------------------------------------
 
@@ -464,7 +464,8 @@ def adapter_modules(architecture: Mapping[str, Any]) -> list[str]:
     kind = str(architecture["model_type"])
     if is_counted(architecture):
         return [*FAMILIES[kind].outside, *(name for name, linear in _named(architecture) if not linear.bare)]
-    found, layers = module_names(kind, str(architecture["architectures"][0])), range(int(architecture["num_hidden_layers"]))
+    found = model_facts(kind)["modules"].get(str(architecture["architectures"][0]), {})
+    layers = range(int(architecture["num_hidden_layers"]))
     return list(dict.fromkeys(name.replace(".0.", f".{layer}.", 1) for layer in layers for name in found))
 
 

@@ -47,7 +47,7 @@ def resolve(recipe: str | Path, overrides: Sequence[str] = (), *, tiny: bool = F
     layers, problems = read_layers(folder, shown, overrides)
     work = _Work(layers, tiny, ranks, problems)
     work.read_files()
-    if layers.recipe_read:
+    if layers.layers:  # recipe.yaml itself could be read
         work.check()
     if work.problems:
         raise UserError(dict.fromkeys(work.problems))  # each once, in the order found
@@ -144,18 +144,16 @@ class _Work:
         self.megatron = read_section(Megatron, self.values.get("megatron"))
         self._read_distribution(folder, shown)
         with collect_problems(self.problems):
-            own = (folder / DESCRIPTION).is_file()
-            origin = None if own else same_model(folder, self.values.get("model"))
-            file = (f"{shown}/{DESCRIPTION}", folder) if origin is None else (f"{origin.name}/{DESCRIPTION}", origin)
-            self.architecture = arch.read_architecture(file[1] / DESCRIPTION, file[0])
+            origin = None if (folder / DESCRIPTION).is_file() else same_model(folder, self.values.get("model"))
+            named = f"{shown if origin is None else origin.name}/{DESCRIPTION}"
+            self.architecture = arch.read_architecture((origin or folder) / DESCRIPTION, named)
         model = self.values.get("model")
         template = model.get("chat_template") if isinstance(model, dict) else None
         if isinstance(template, str) and _is_file_name(template):
             with collect_problems(self.problems):
-                shared = base_folder(folder) / template
-                own = (folder / template).is_file() or not shared.is_file()
-                origin = folder / template if own else shared
-                self.chat_template = read_text(origin, f"{shown}/{template}" if own else str(origin))
+                own, shared = folder / template, base_folder(folder) / template
+                is_shared = shared.is_file() and not own.is_file()
+                self.chat_template = read_text(shared, str(shared)) if is_shared else read_text(own, f"{shown}/{template}")
 
     def _read_distribution(self, folder: Path, shown: str) -> None:
         """The accelerate file and DeepSpeed's, with what the command line lays over them."""
@@ -255,11 +253,8 @@ class _Work:
             text = f"dp_replicate {copies} x tp x cp x sp is {copies * shared}, which does not divide {world} ranks"
             yield _MESH, text, f"use a multiple of {copies * shared} ranks"
         elif world == copies * shared and needs_shards:
-            yield (
-                _MESH,
-                f"its sizes take all {world} ranks: FSDP has none left to shard over",
-                "use smaller sizes or more ranks",
-            )
+            text = f"its sizes take all {world} ranks: FSDP has none left to shard over"
+            yield _MESH, text, "use smaller sizes or more ranks"
         else:
             left, shown = world // (copies * shared), " x ".join(f"{axis} {size}" for axis, size in sizes.items())
             reason = f"{world} ranks" + (f" / ({shown})" if shown else "")

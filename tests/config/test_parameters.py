@@ -18,7 +18,7 @@ from clustertune.config.parameters import (
     parameter_count,
     uncounted,
 )
-from clustertune.config.values import Values, module_names
+from clustertune.config.values import Values, model_facts
 from tests.config.architectures import ARCHITECTURES
 
 OLD_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -145,7 +145,7 @@ def test_it_scales_down_to_a_model_whose_matrices_are_the_real_ones(name: str) -
     kinds = (torch.nn.Linear, torch.nn.Embedding, Conv1D)
     built = {name for name, module in model.named_modules() if isinstance(module, kinds)}
     assert set(adapter_modules(body)) == built and head_names(body) == ["lm_head"]
-    known = module_names(body["model_type"], body["architectures"][0])  # of all choices of the configuration
+    known = model_facts(body["model_type"])["modules"][body["architectures"][0]]  # of all choices of the configuration
     assert {re.sub(r"\.\d+\.", ".0.", name, count=1) for name in built} <= set(known)
 
 

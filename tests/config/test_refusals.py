@@ -18,7 +18,7 @@ from clustertune.config.library_facts import facts
 from clustertune.config.megatron import NOT_STARTED
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
-from clustertune.config.values import parallel_plans
+from clustertune.config.values import model_facts
 from clustertune.errors import UserError
 from clustertune.training import base_model
 from tests.command import REPO, run
@@ -265,7 +265,7 @@ def test_the_styles_are_those_that_the_training_carries_out() -> None:
 
     assert set(tensor.STYLES) == checks.TP_STYLES
     assert {tensor.EXPERTS, tensor.EXPERT_WEIGHTS} == checks.EP_STYLES
-    dense, experts = parallel_plans("mixtral")
+    dense, experts = model_facts("mixtral")["tp"], model_facts("mixtral")["ep"]
     assert dense["layers.*.self_attn.q_proj"] == "colwise" and experts["layers.*.mlp.experts"] == "ep_dispatch_experts"
 
 
