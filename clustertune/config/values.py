@@ -11,7 +11,7 @@ from clustertune.config.library_facts import facts
 # --- what the pinned transformers knows about a model type -------------------------------------------------------------
 
 
-class ModelFacts(TypedDict):
+class ModelTypeFacts(TypedDict):
     """What the pinned transformers knows about a model type."""
 
     keys: list[str]
@@ -45,9 +45,9 @@ class ModelFacts(TypedDict):
     is not pinned."""
 
 
-def model_facts(kind: str) -> ModelFacts:
+def model_facts(kind: str) -> ModelTypeFacts:
     """The facts of a causal language model's type. Raises KeyError where there is no such type."""
-    found: ModelFacts = facts("transformers")["models"][kind]
+    found: ModelTypeFacts = facts("transformers")["models"][kind]
     return found
 
 
