@@ -192,7 +192,7 @@ def read_cluster(document: Document, *, name: str | None = None) -> Cluster:
     unread = {path for path, _, _ in found}  # no facts to compare
     found += [item for item in _contradictions(data, name) if item[0] not in unread]
     if problems := as_problems([(_entry(path, origin), text, fix) for path, text, fix in found], document):
-        raise UserError(sorted(problems, key=lambda one: int((re.search(r":(\d+)$", one.file or "") or "00")[1])))
+        raise UserError(sorted(problems, key=_line))
     return Cluster(**{name: getattr(facts, name) for name in ClusterFile.model_fields}, source=document.file)
 
 
@@ -201,6 +201,11 @@ def _entry(path: KeyPath, origin: Sequence[int]) -> KeyPath:
     if len(path) > 1 and path[0] == "nodes" and path[1].isdigit() and int(path[1]) < len(origin):
         return ("nodes", str(origin[int(path[1])]), *path[2:])
     return path
+
+
+def _line(problem: Problem) -> int:
+    line = (problem.file or "").rpartition(":")[2]
+    return int(line) if line.isdigit() else 0
 
 
 def _contradictions(data: dict[str, Any], name: str | None) -> Iterator[Found]:
