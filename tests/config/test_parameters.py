@@ -63,7 +63,8 @@ def changed(name: str) -> dict[str, Any]:
 
 
 EVERY = {**ARCHITECTURES, **{name: changed(name) for name in VARIANTS}}
-ONE_EACH = [*{body["model_type"]: name for name, body in ARCHITECTURES.items()}.values(), *VARIANTS]
+FAMILIES = list({body["model_type"]: name for name, body in ARCHITECTURES.items()}.values())
+ONE_EACH = [*FAMILIES, *VARIANTS]
 """One of each family, and the variants."""
 NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}, "nemotron": {"num_key_value_heads": 48}}
 """Without these transformers cannot run, or not even build, a model: their defaults are None."""
@@ -225,7 +226,7 @@ def peft_count(body: dict[str, Any], lora: dict[str, Any]) -> int | None:
 MOE = ["gate_proj", "up_proj", "down_proj"]
 FUSED = ("gate_up_proj", "down_proj")
 LORA: list[tuple[str, dict[str, Any]]] = [
-    *((name, {"target_modules": "all-linear"}) for name in ONE_EACH),
+    *((name, {"target_modules": "all-linear"}) for name in FAMILIES),
     ("meta-llama/Llama-3.1-8B-Instruct", {"target_modules": ["q_proj", "v_proj"]}),
     ("meta-llama/Llama-3.1-8B-Instruct", {"target_modules": ["mlp"]}),
     ("meta-llama/Llama-3.1-8B-Instruct", {"target_modules": ["x"]}),
