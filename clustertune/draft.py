@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from clustertune.config.accelerate_file import ALONE, SHARDED
+from clustertune.config.accelerate_file import ALONE, SHARDED, merged
 from clustertune.config.cluster import load_cluster, of_gpus
 from clustertune.config.load import read_overrides
 from clustertune.config.models import Model, size_of
@@ -60,10 +60,8 @@ def targets(architecture: Mapping[str, Any]) -> tuple[list[str] | str, str]:
     mixture = any(linear.copies > 1 for linear in linears)
     chosen = [one.name for one in linears if not one.bare and (not mixture or "attn" in one.name)]
     names = list(dict.fromkeys(name.rpartition(".")[2] for name in chosen))
-    what = (
-        "the linear modules of attention: experts and routers stay frozen" if mixture else "every linear module of the layers"
-    )
-    return names, f"LoRA on {', '.join(names)}: {what}"
+    of_attention = "the linear modules of attention: experts and routers stay frozen"
+    return names, f"LoRA on {', '.join(names)}: {of_attention if mixture else 'every linear module of the layers'}"
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def drafted(
     found: Draft | None = None
     for nodes in at.sizes:
         made = draft(model, method, data, nodes, at.gpus)
-        made = replace(made, recipe=_over(made.recipe, stated))
+        made = replace(made, recipe=merged(made.recipe, stated))
         with folder_of(made, name) as folder:
             try:
                 chosen, burdens = choose(made, folder, at.calibrated, method)
@@ -163,9 +161,8 @@ def draft(model: Model, method: str, data: MeasuredData | None, nodes: int, gpus
         recipe["activation_checkpointing"] = {"ratio": 1}
     else:
         train["activation_checkpointing"] = True
-    rates = (
-        f"learning rate, epochs{'' if method == 'full' else ' and LoRA rank'} come from the base recipe {' and '.join(base)}"
-    )
+    rates = "learning rate, epochs" + ("" if method == "full" else " and LoRA rank")
+    rates += f" come from the base recipe {' and '.join(base)}"
     kind = f"{'pairs of answers' if pairs else 'sequences'} of {train.get('max_length', 2048)} tokens"
     assumed.append(f"{batch} {kind} per step{'' if pairs else ', packed'}; {rates}")
     assumed.append("the tokenizer has a chat template, as instruct models do; for a base model set model.chat_template")
@@ -200,20 +197,11 @@ def choose(made: Draft, folder: Path, calibrated: CalibratedCluster, method: str
         raise NothingFits(f"nothing fits on {machine.name}: {why}", file="command line", key="--gpus", fix=fix)
     arguments = found.candidate.arguments(source.resolved)
     document, _, _ = read_overrides(arguments)
-    recipe = _over(made.recipe, document.data)
+    recipe = merged(made.recipe, document.data)
     accelerate = {key: value for key, value in source.changed(arguments).accelerate.items() if value is not None}
     reason = f"{found.candidate.family} is the fastest that fits on {machine.name}: {found.step_s:.3g} s a step, "
     reason += f"{found.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB"
     return Draft(recipe, accelerate, made.architecture, [*made.assumed, reason], made.lengths), found.burdens
-
-
-def _over(values: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(values)
-    for key, value in top.items():
-        merged[key] = _over(merged[key], value) if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
-        if merged[key] is None:
-            del merged[key]
-    return merged
 
 
 @contextmanager
@@ -244,13 +232,8 @@ def write(made: Draft, folder: Path) -> None:
 
 def page(made: Draft, name: str, model: Model, options: Sequence[str]) -> str:
     """``README.md`` of a new recipe: what it is, what was assumed, and the commands from here. ``words`` name the GPUs."""
-    lines = [
-        f"# {name}",
-        "",
-        f"{model.section['name']}, {size_of(made.architecture)} parameters. **Planned, not measured.** Assumed:",
-        "",
-    ]
-    lines += [f"- {one}" for one in made.assumed]
+    what = f"{model.section['name']}, {size_of(made.architecture)} parameters. **Planned, not measured.** Assumed:"
+    lines = [f"# {name}", "", what, "", *(f"- {one}" for one in made.assumed)]
     return "\n".join([*lines, "", "```sh", *commands(name, options), "```", ""])
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from clustertune.cli import app
 from clustertune.commands.submit import Submission
-from clustertune.config import cluster_show, show
+from clustertune.config import show
 from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
 from clustertune.launch.step import EXPORTED
@@ -130,7 +130,7 @@ def _leaves(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 def cluster_facts(name: str) -> str:
     """Every fact of a cluster file, in a line each."""
-    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in _leaves(cluster_show.as_json(load_cluster(name))))
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in _leaves(load_cluster(name).model_dump(mode="json")))
 
 
 @cache

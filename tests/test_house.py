@@ -184,7 +184,7 @@ def test_a_planted_key_is_found() -> None:
         assert key_faults("clustertune/plan/x.py", text) and not key_faults("clustertune/config/x.py", text)
     assert key_faults("clustertune/plan/x.py", '"pytorch_model_fsdp_0"') == []
     version = 'section.get("fsdp_version")'
-    assert key_faults("clustertune/config/strategy.py", version)
+    assert key_faults("clustertune/config/checks.py", version)
     assert not key_faults("clustertune/config/accelerate_file.py", version)
 
 

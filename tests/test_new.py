@@ -36,15 +36,13 @@ def rows(path: Path, row: dict[str, Any], count: int = 200) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_data_are_recognised_counted_and_measured(name: str, tmp_path: Path) -> None:
-    """190 of 200 are trained on; 760 bytes are 190 tokens, and two messages add five each."""
-    found = measure(str(rows(tmp_path / f"{name}.jsonl.gz", ROWS[name])))
-    assert found.section["format"] == name and found.section["expect"] == {"train": 190, "eval": 10, "mean_tokens": 200}
-    assert found.tokens == {200: 190}
-
-
-def test_data_of_no_known_format_are_named_by_their_columns(tmp_path: Path) -> None:
+def test_data_are_recognised_counted_and_measured(tmp_path: Path) -> None:
+    """190 of 200 are trained on; 760 bytes are 190 tokens, and two messages add five each. Data of no known format are named by
+    their columns."""
+    for name, row in ROWS.items():
+        found = measure(str(rows(tmp_path / f"{name}.jsonl.gz", row)))
+        assert found.section["format"] == name and found.tokens == {200: 190}
+        assert found.section["expect"] == {"train": 190, "eval": 10, "mean_tokens": 200}
     file = rows(tmp_path / "chat.jsonl", {"talk": [{"by": "human", "said": "x"}], "id": "1"})
     with pytest.raises(UserError, match="id, talk are of no format"):
         measure(str(file))
@@ -71,11 +69,8 @@ def test_a_recipe_from_a_model_and_a_file(tmp_path: Path) -> None:
     done = run(*words, "--json")
     assert done.code == 0, done.err
     document = done.json
-    assert (
-        document["files"] == ["README.md", "accelerate.yaml", "model.json", "recipe.yaml"]
-        and document["hours"]
-        and document["cost"]
-    )
+    assert document["files"] == ["README.md", "accelerate.yaml", "model.json", "recipe.yaml"]
+    assert document["hours"] and document["cost"]
     resolved = resolve(tmp_path / "my-qwen")
     assert resolved.recipe.model.revision and resolved.recipe.slurm.nodes == 2 and resolved.world_size == 16
     assert resolved.recipe.data.input == str(data.resolve()) and resolved.recipe.data.expect.train == 475  # type: ignore[union-attr]
@@ -141,16 +136,11 @@ def test_without_a_cluster_those_there_are_are_listed() -> None:
     assert done.code == 2 and "--gpus 2x8xh100-sxm" in done.err and "nebius-h100" in done.err
 
 
-@pytest.mark.parametrize(
-    ("text", "says"), [("8xh100-sxm", "NODESxGPUSxNAME"), ("2x8xh100", "h100-sxm"), ("0x8xh100-sxm", "NODES")]
-)
-def test_gpus_that_are_not_understood(text: str, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        of_gpus(text)
-
-
 def test_the_node_around_the_gpus() -> None:
     """NVLink and a port for each GPU where the GPU has it; PCI Express else; and a note that it is assumed."""
+    for text, says in (("8xh100-sxm", "NODESxGPUSxNAME"), ("2x8xh100", "h100-sxm"), ("0x8xh100-sxm", "NODES")):
+        with pytest.raises(UserError, match=says):
+            of_gpus(text)
     found, plain, one = of_gpus("4x8xh100-sxm"), of_gpus("1x2xl40s"), of_gpus("1x1xh100-sxm")
     assert (found.compute.interconnect, found.network.ports, len(found.compute_nodes)) == ("nvlink4", 8, 4)
     assert plain.compute.interconnect == "pcie4" and plain.network.kind == "ethernet" and one.compute.interconnect is None

@@ -34,7 +34,7 @@ def show_cluster(
 ) -> None:
     """Check and show a cluster file, or what this machine has."""
     from clustertune.config.cluster import load_cluster
-    from clustertune.config.cluster_show import as_json, render
+    from clustertune.config.show import render_cluster
 
     if write is not None:
         if cluster not in (None, "local"):
@@ -51,9 +51,9 @@ def show_cluster(
             say(f"still to write: {one}")
         return
     if as_document:
-        emit_json(as_json(found))
+        emit_json(found.model_dump(mode="json"))
     else:
-        render(found, console.stdout)
+        render_cluster(found, console.stdout)
 
 
 def _draft(file: Path) -> str:

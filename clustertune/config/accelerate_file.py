@@ -16,12 +16,11 @@ from clustertune.config.findings import Found
 from clustertune.config.library_facts import facts
 from clustertune.config.load import COMMAND_LINE, did_you_mean, nearest
 from clustertune.config.native_rules import is_whole, show_value
-from clustertune.config.values import layer_classes, modeling_classes
+from clustertune.config.values import model_facts
 from clustertune.config.yamlfile import Document, KeyPath, leaves, parse_json, read_text
 from clustertune.errors import Problem, UserError
 
 DISTRIBUTED_TYPES = ("FSDP", "MULTI_GPU", "DEEPSPEED", "NO")
-PRECISIONS = ("no", "bf16")
 _NO_PRECISION = {
     "fp16": ("train.fp16 is not carried, and the trainer follows train", "leave it out"),
     # transformers 5.23, training_args.py:1614: what train says is written over it.
@@ -61,16 +60,6 @@ _WORDS = {
     "fsdp_state_dict_type": "FSDP_STATE_DICT_TYPE",
 }
 """Keys that take one of the names of a list in ``accelerate/utils/constants.py``."""
-
-
-def top_keys() -> frozenset[str]:
-    """The keys that accelerate reads at the top level: the fields of its ``ClusterConfig``."""
-    return frozenset(facts("accelerate")["keys"])
-
-
-def launch_arguments() -> frozenset[str]:
-    """The names of all options of ``accelerate launch``: a section's keys become these."""
-    return frozenset(facts("accelerate")["options"])
 
 
 def section(body: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -199,19 +188,27 @@ def find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> It
     return ((("accelerate", *path), message, fix) for path, message, fix in _find_problems(body, folder, kind))
 
 
-def _find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> Iterator[Found]:
+def _find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> Iterator[Found]:  # noqa: PLR0912 - a check each
+    known = frozenset(facts("accelerate")["keys"])  # the fields of its ClusterConfig
     for key in body:
         if key in _MACHINE:
             yield (key,), "a fact of one machine or one launch", "leave it out: ranks and addresses are derived"
-        elif key not in top_keys():
-            yield (key,), "accelerate has no such key", did_you_mean(key, top_keys() - set(_MACHINE))
+        elif key not in known:
+            yield (key,), "accelerate has no such key", did_you_mean(key, known - set(_MACHINE))
     if body.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         yield ("compute_environment",), f"{show_value(body['compute_environment'])} is not LOCAL_MACHINE", None
     kind_of = body.get("distributed_type")
     if kind_of not in DISTRIBUTED_TYPES:
         message = "missing" if kind_of is None else f"{show_value(kind_of)} is not one of {', '.join(DISTRIBUTED_TYPES)}"
         yield ("distributed_type",), message, did_you_mean(str(kind_of), DISTRIBUTED_TYPES) if kind_of is not None else None
-    yield from _check_precision(body)
+    precision = body.get("mixed_precision", "no")
+    if isinstance(precision, str) and precision in _NO_PRECISION:
+        text, fix = _NO_PRECISION[precision]
+        yield ("mixed_precision",), f"{precision}: {text}", fix
+    elif precision not in ("no", "bf16", False):  # YAML 1.1 reads `no` as false, as accelerate does
+        yield ("mixed_precision",), f"{show_value(precision)} is not one of no, bf16", "leave it out"
+    if section(body, "fp8_config"):
+        yield ("fp8_config",), "has no effect: mixed_precision fp8 is none that the trainer takes", "leave it out"
     for name in ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config", "fp8_config"):
         if body.get(name) is not None and not isinstance(body[name], dict):
             yield (name,), "must hold keys and values", None
@@ -228,19 +225,8 @@ def _find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> I
         yield from _check_deepspeed(body, folder)
 
 
-def _check_precision(body: Mapping[str, Any]) -> Iterator[Found]:
-    precision = body.get("mixed_precision", "no")
-    if isinstance(precision, str) and precision in _NO_PRECISION:
-        text, fix = _NO_PRECISION[precision]
-        yield ("mixed_precision",), f"{precision}: {text}", fix
-    elif precision is not False and precision not in PRECISIONS:  # YAML 1.1 reads `no` as false, as accelerate does
-        yield ("mixed_precision",), f"{show_value(precision)} is not one of {', '.join(PRECISIONS)}", "leave it out"
-    if section(body, "fp8_config"):
-        yield ("fp8_config",), "has no effect: mixed_precision fp8 is none that the trainer takes", "leave it out"
-
-
 def _check_sections(body: Mapping[str, Any]) -> Iterator[Found]:
-    known = launch_arguments()
+    known = facts("accelerate")["options"]  # of accelerate launch: a section's keys become these
     # accelerate adds the prefix of these two where a key lacks it; a parallelism key without its own is read as nothing.
     added = {"dynamo_config": "dynamo_", "fp8_config": "fp8_"}
     for name in ("deepspeed_config", "parallelism_config", *added):
@@ -250,19 +236,20 @@ def _check_sections(body: Mapping[str, Any]) -> Iterator[Found]:
             full = key if key.startswith(prefix) else prefix + key
             if full not in inside:
                 yield (name, key), "accelerate launch has no such option", did_you_mean(key, inside)
-            elif name == "parallelism_config" and key.endswith("_size") and not is_whole(value):
+                continue
+            if name == "parallelism_config" and key.endswith("_size") and not is_whole(value):
                 yield (name, key), f"{show_value(value)} is not a whole number from 1", None
-            elif (choices := facts("accelerate")["choices"].get(full)) and not _is_one_of(value, choices):
+                continue
+            choices = facts("accelerate")["choices"].get(full)
+            # Upper and lower case are one for accelerate; YAML reads ``no`` as false.
+            if choices and ("no" if value is False else str(value).lower()) not in map(str.lower, choices):
                 yield (name, key), f"{show_value(value)} is not one of {', '.join(choices)}", did_you_mean(str(value), choices)
 
 
-def _is_one_of(value: object, choices: list[str]) -> bool:
-    """Upper and lower case are one for accelerate; YAML reads ``no`` as false."""
-    return ("no" if value is False else str(value).lower()) in map(str.lower, choices)
-
-
-def _check_fsdp(config: Mapping[str, Any], parallel: Mapping[str, Any], kind: str | None) -> Iterator[Found]:
-    known = {name for name in launch_arguments() if name.startswith("fsdp_")}
+def _check_fsdp(  # noqa: PLR0912 - a check each
+    config: Mapping[str, Any], parallel: Mapping[str, Any], kind: str | None
+) -> Iterator[Found]:
+    known = {name for name in facts("accelerate")["options"] if name.startswith("fsdp_")}
     values = {}
     for key, value in config.items():
         full = key if key.startswith("fsdp") else f"fsdp_{key}"
@@ -291,23 +278,19 @@ def _check_fsdp(config: Mapping[str, Any], parallel: Mapping[str, Any], kind: st
             yield path, f"{show_value(value)} is not a whole number from 1", None
         elif full == "fsdp_reshard_after_forward":
             yield path, "is FSDP2's key", "write fsdp_sharding_strategy"
-    yield from _check_fsdp_choices({full: value for full, (_, value) in values.items()}, version, parallel)
     yield from _check_wrap(values, kind)
-
-
-def _check_fsdp_choices(values: Mapping[str, Any], version: str, parallel: Mapping[str, Any]) -> Iterator[Found]:
-    """What accelerate or clustertune refuses for two keys together."""
-    kind = values.get("fsdp_state_dict_type")
-    if str(kind).upper() in {"FULL_STATE_DICT", "LOCAL_STATE_DICT"}:
-        yield ("fsdp_config", "fsdp_state_dict_type"), f"{kind}: checkpoints are written sharded", "write SHARDED_STATE_DICT"
+    # What accelerate or clustertune refuses for two keys together.
+    plain = {full: value for full, (_, value) in values.items()}
+    states = plain.get("fsdp_state_dict_type")
+    if str(states).upper() in {"FULL_STATE_DICT", "LOCAL_STATE_DICT"}:
+        yield ("fsdp_config", "fsdp_state_dict_type"), f"{states}: checkpoints are written sharded", "write SHARDED_STATE_DICT"
     if version == "1" and parallel:
         yield ("parallelism_config",), f"accelerate takes it only with {FSDP2}", None
-    if flag(values, "activation_checkpointing_offload") and not (version == "2" and flag(values, "activation_checkpointing")):
+    if flag(plain, "activation_checkpointing_offload") and not (version == "2" and flag(plain, "activation_checkpointing")):
         text = f"needs {FSDP2} and fsdp_activation_checkpointing: true"
         yield ("fsdp_config", "fsdp_activation_checkpointing_offload"), text, None
-    states = values.get("fsdp_sync_module_states")
-    loading = flag(values, "cpu_ram_efficient_loading")
-    if version == "1" and loading and states is not None and not flag(values, "sync_module_states"):
+    unsynced = plain.get("fsdp_sync_module_states") is not None and not flag(plain, "sync_module_states")
+    if version == "1" and flag(plain, "cpu_ram_efficient_loading") and unsynced:
         text = "false, while fsdp_cpu_ram_efficient_loading: true leaves all ranks but the first without weights"
         yield ("fsdp_config", "fsdp_sync_module_states"), text, "set both true or both false"
 
@@ -324,15 +307,15 @@ def _check_wrap(values: Mapping[str, tuple[str, Any]], kind: str | None) -> Iter
         yield path, f"{show_value(names)} is not the name of a class (several with commas between)", None
     elif kind is not None:
         for name in names.split(","):
-            if name not in modeling_classes(kind):
-                layers = layer_classes(kind)
+            if name not in (classes := model_facts(kind)["classes"]):
+                layers = model_facts(kind)["layers"]
                 close = nearest(name, layers) or (layers[0] if len(layers) == 1 else None)
-                fix = f"did you mean {close}?" if close else did_you_mean(name, modeling_classes(kind))
+                fix = f"did you mean {close}?" if close else did_you_mean(name, classes)
                 yield path, f"{kind} of the pinned transformers has no class {show_value(name)}", fix
 
 
 def _check_deepspeed(body: Mapping[str, Any], folder: Path) -> Iterator[Found]:
-    config, precision = section(body, "deepspeed_config"), body.get("mixed_precision")
+    config = section(body, "deepspeed_config")
     if not config:
         yield ("deepspeed_config",), "missing", "write deepspeed_config: {deepspeed_config_file: deepspeed.json}"
     name = config.get("deepspeed_config_file")
@@ -347,12 +330,9 @@ def _check_deepspeed(body: Mapping[str, Any], folder: Path) -> Iterator[Found]:
         yield ("deepspeed_config", "deepspeed_config_file"), f"{show_value(name)} is not a file of the recipe folder", None
     for key in _OF_DEEPSPEED_FILE & set(config):
         yield ("deepspeed_config", key), f"accelerate takes it from {show_value(name)} alone", "leave it out, or write it there"
-    if precision is not None:
-        yield (
-            ("mixed_precision",),
-            f"accelerate refuses it beside {show_value(name)}",
-            "leave it out: bf16 is the default there",
-        )
+    if body.get("mixed_precision") is not None:
+        fix = "leave it out: bf16 is the default there"
+        yield ("mixed_precision",), f"accelerate refuses it beside {show_value(name)}", fix
 
 
 # --- with what the command line lays over it; and DeepSpeed's file --------------------------------------------------
@@ -379,19 +359,18 @@ def lay_over(document: Document, overrides: Document | None) -> Document:
     """The file's values with the overrides over them; null takes a key out."""
     if overrides is None or not overrides.data:
         return document
-    data = copy.deepcopy(document.data)
-    _merge(data, overrides.data)
-    return OverriddenFile(document.file, data, document.lines, tuple(tuple(path.split(".")) for path in flat(overrides)))
+    given = tuple(tuple(path.split(".")) for path in flat(overrides))
+    return OverriddenFile(document.file, merged(document.data, overrides.data), document.lines, given)
 
 
-def _merge(values: dict[str, Any], top: Mapping[str, Any]) -> None:
+def merged(values: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with ``top`` laid over them, section by section; null takes a key out."""
+    found = dict(values)
     for key, value in top.items():
+        found[key] = merged(found[key], value) if isinstance(value, dict) and isinstance(found.get(key), dict) else value
         if value is None:
-            values.pop(key, None)
-        elif isinstance(value, dict) and isinstance(values.get(key), dict):
-            _merge(values[key], value)
-        else:
-            values[key] = copy.deepcopy(value)
+            del found[key]
+    return copy.deepcopy(found)
 
 
 def top(overrides: Document | None) -> frozenset[str]:
@@ -418,20 +397,15 @@ def read_deepspeed(
         return None, [Problem("no DeepSpeed file is in use", file=COMMAND_LINE, key=f"deepspeed.{key}", fix=fix)]
     if not isinstance(name, str) or "/" in name or "\0" in name or not (folder / name).is_file():
         return None, []  # find_problems says so
+    file = f"{shown}/{name}"
     try:
-        body = _parse(folder / name, f"{shown}/{name}")
+        body = parse_json(read_text(folder / name, file), file)
     except UserError as error:
         return None, error.problems
-    return lay_over(Document(f"{shown}/{name}", body), overrides), []
-
-
-def _parse(path: Path, shown: str) -> dict[str, Any]:
-    """A DeepSpeed configuration. Raises UserError where it is none."""
-    body = parse_json(read_text(path, shown), shown)
     if not isinstance(body, dict) or not isinstance(body.get("zero_optimization", {}), dict):
         fix = 'write {"zero_optimization": {"stage": 3}}'
-        raise UserError(Problem("must hold DeepSpeed's sections", file=shown, fix=fix))
-    return body
+        return None, [Problem("must hold DeepSpeed's sections", file=file, fix=fix)]
+    return lay_over(Document(file, body), overrides), []
 
 
 def written(accelerate: Mapping[str, Any], folder: Path, deepspeed: Path | None) -> dict[str, Any]:

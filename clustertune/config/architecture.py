@@ -11,15 +11,7 @@ from typing import Any
 from clustertune.config.load import did_you_mean
 from clustertune.config.native_rules import is_number, is_whole
 from clustertune.config.parameters import count
-from clustertune.config.values import (
-    Values,
-    config_aliases,
-    config_defaults,
-    config_fields,
-    config_types,
-    model_types,
-    modeling_classes,
-)
+from clustertune.config.values import Values, config_fields, model_facts, model_types
 from clustertune.config.yamlfile import parse_json, read_text
 from clustertune.errors import Problem, UserError, raise_if
 
@@ -83,7 +75,7 @@ def common_names(body: dict[str, Any]) -> dict[str, Any]:
     kind = body.get("model_type")
     if not isinstance(kind, str) or kind not in model_types():
         return dict(body)
-    names = {own: name for name, own in config_aliases(kind).items() if name in INTEGERS}
+    names = {own: name for name, own in model_facts(kind)["aliases"].items() if name in INTEGERS}
     return {names.get(key, key): value for key, value in body.items()}
 
 
@@ -100,7 +92,12 @@ def find_problems(body: dict[str, Any], shown: str) -> list[Problem]:
         found += [*_check_numbers(body, kind), *_check_rest(body, kind)]
         bad = {key for key, _, _ in found}
         found += [wrong for wrong in _check_types(body, kind) if wrong[0] not in bad]
-        found = found or list(_check_heads(body)) or list(_check_count(body))
+        found = found or list(_check_heads(body))
+        if not found:
+            try:
+                count(body)
+            except KeyError as error:  # what a family of KNOWN cannot be built without
+                found = [(str(error.args[0]), "missing", "take it from the model's config.json")]
     return [Problem(text, file=shown, key=key, fix=fix) for key, text, fix in found]
 
 
@@ -109,7 +106,7 @@ def _check_keys(body: dict[str, Any], kind: str) -> Iterator[Wrong]:
     for key in body:
         if key not in names | _OLD_KEYS:
             yield key, f"{kind} has no such key", did_you_mean(key, names)
-        elif (other := config_aliases(kind).get(key)) in body:
+        elif (other := model_facts(kind)["aliases"].get(key)) in body:
             yield key, f"is the same as {other}", "write one of them"
     if body.get("auto_map") is not None:
         yield "auto_map", "code from a model repository is never run", "leave it out"
@@ -154,7 +151,7 @@ def contradictions(architecture: Mapping[str, Any], config: Mapping[str, Any]) -
 def _check_types(body: dict[str, Any], kind: str) -> Iterator[Wrong]:
     """Values by the annotations of the configuration class, as far as these are plain; what is per layer must be so many."""
     for key, value in body.items():
-        annotation = "int" if key in _STEPS else config_types(kind).get(key, "")
+        annotation = "int" if key in _STEPS else model_facts(kind)["types"].get(key, "")
         kinds = set(annotation.split(" | ")) - {"None"}
         if value is None or len(kinds) != 1 or key in _TOKENS:
             continue
@@ -171,16 +168,8 @@ def _check_types(body: dict[str, Any], kind: str) -> Iterator[Wrong]:
             yield key, f"has {len(items)} entries, the model {body.get('num_hidden_layers')} layers", None
 
 
-def _check_count(body: dict[str, Any]) -> Iterator[Wrong]:
-    """What a family of :data:`clustertune.config.parameters.KNOWN` cannot be built without."""
-    try:
-        count(body)
-    except KeyError as error:
-        yield str(error.args[0]), "missing", "take it from the model's config.json"
-
-
 def _check_rest(body: dict[str, Any], kind: str) -> Iterator[Wrong]:
-    causal = sorted(name for name in modeling_classes(kind) if name.endswith(("ForCausalLM", "LMHeadModel")))
+    causal = sorted(name for name in model_facts(kind)["classes"] if name.endswith(("ForCausalLM", "LMHeadModel")))
     given = body.get("architectures")
     if not isinstance(given, list) or len(given) != 1 or given[0] not in causal:
         text = "missing" if given is None else f"{_short(given)} is not one causal language model class of {kind}"
@@ -259,8 +248,8 @@ def scale_down(body: dict[str, Any], tensor_parallel: int = 1) -> dict[str, Any]
     }
     if values.get("head_dim"):
         small["head_dim"] = TINY_HIDDEN // heads
-    other = config_aliases(values.kind)
-    fields = {key for key in config_types(values.kind) if other.get(key) not in body} | body.keys()
+    known = model_facts(values.kind)
+    fields = {key for key in known["types"] if known["aliases"].get(key) not in body} | body.keys()
     for key, most in _TINY_AT_MOST.items():
         if key in fields and int(values.get(key) or 0) > most:
             small[key] = most
@@ -275,7 +264,7 @@ def scale_down(body: dict[str, Any], tensor_parallel: int = 1) -> dict[str, Any]
     for key in _TOKENS:
         # The tokenizer of a tiny run is trained locally and sets its own; a class's default may lie outside its vocabulary.
         small.pop(key, None)
-        default = config_defaults(values.kind).get(key)
+        default = known["defaults"].get(key)
         if isinstance(default, int) and default >= small["vocab_size"]:
             small[key] = None
     return small

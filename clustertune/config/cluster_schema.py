@@ -1,6 +1,6 @@
 """The schema of a cluster file: on what is trained. Everything that launchers and administrators need is derived from it.
 
-What a person writes is checked by :mod:`clustertune.config.cluster_checks`, far beyond what the types say; a cluster that was
+What a person writes is checked by :mod:`clustertune.config.cluster`, far beyond what the types say; a cluster that was
 found by looking may lack facts that nothing on the machine tells. :func:`clustertune.config.cluster.load_cluster` is
 the way in.
 """
@@ -134,7 +134,7 @@ class Network(Section):
     """RDMA adapters (and port) to use, as mlx5_0:1; empty: all active ones."""
     environment: dict[str, Words] = Field(default_factory=dict)
     """Variables of NCCL, gloo, UCX and libfabric for every rank, instead of those that are derived from the keys above: what
-    ``nccl-check --tune`` found. :mod:`clustertune.config.cluster_checks` says which."""
+    ``nccl-check --tune`` found. :mod:`clustertune.config.cluster` says which."""
 
 
 class Brick(Section):
@@ -239,8 +239,7 @@ class SlurmFacts(Section):
     accounting: bool = False
     """Whether slurmdbd runs and ``sacct`` answers."""
     max_time: Annotated[
-        str,
-        form(r"UNLIMITED|(\d{1,4}-)?\d{1,3}(:\d{2}){0,2}", "UNLIMITED or a Slurm time such as 48:00:00 or 2-00:00:00"),
+        str, form(r"UNLIMITED|(\d{1,4}-)?\d{1,3}(:\d{2}){0,2}", "UNLIMITED or a Slurm time such as 48:00:00 or 2-00:00:00")
     ] = "UNLIMITED"
     """Longest ``--time`` of the partition, in Slurm's form."""
     version: Version | None = None
@@ -374,19 +373,15 @@ def expand_hosts(expression: str) -> list[str]:
     ``scontrol`` is not to be had (an image, a compute node without the client); python-hostlist is under the GPL.
     """
     names: list[str] = []
-    for part in _split_outside(expression):
+    for part in re.split(r",(?![^\[\]]*\])", expression):
         pieces = re.split(r"\[([^\[\]]*)\]", part)
         if not part or any("[" in piece or "]" in piece for piece in pieces[::2]):
-            raise UserError(Problem(f"{expression[:200]!r} is not a list of nodes", fix="names with ranges, as gpu[01-32]"))
+            raise UserError(f"{expression[:200]!r} is not a list of nodes", fix="names with ranges, as gpu[01-32]")
         found = [pieces[0]]
         for inside, after in zip(pieces[1::2], pieces[2::2], strict=True):
             found = [name + number + after for name in found for number in _numbers(inside, expression)]
         names += found
     return names
-
-
-def _split_outside(expression: str) -> list[str]:
-    return re.split(r",(?![^\[\]]*\])", expression)
 
 
 def _numbers(inside: str, expression: str) -> list[str]:

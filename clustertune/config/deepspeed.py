@@ -8,11 +8,11 @@ from typing import Any
 
 from clustertune.config import deepspeed_keys as keys
 from clustertune.config.deepspeed_keys import OFFLOADS, ZERO, get
-from clustertune.config.derive import DEFAULT_MICRO_BATCH
 from clustertune.config.distribution import mixed_precision
 from clustertune.config.findings import Found
+from clustertune.config.library_facts import facts
 from clustertune.config.load import COMMAND_LINE, did_you_mean
-from clustertune.config.native_rules import is_number, show_value, train_fields
+from clustertune.config.native_rules import DEFAULT_MICRO_BATCH, is_number, show_value, train_fields
 from clustertune.config.parameters import count
 from clustertune.config.resolved import Derived
 from clustertune.config.yamlfile import Document
@@ -25,18 +25,12 @@ AT_START = "filled in when the number of steps is known"
 _METRICS = "leave it out: train.report_to says where metrics go"
 _EXPORT = "leave it out: no checkpoint of it can be exported"
 _REFUSED = {
-    "tensorboard": _METRICS,
-    "wandb": _METRICS,
-    "comet": _METRICS,
-    "csv_monitor": _METRICS,
+    **dict.fromkeys(("tensorboard", "wandb", "comet", "csv_monitor"), _METRICS),
+    **dict.fromkeys(("expert_parallel", "hybrid_engine", "pipeline", f"{ZERO}.zenflow"), _EXPORT),
     "autotuning": "leave it out: clustertune plan and clustertune sweep do that",
     "data_efficiency": "leave it out: a resumed run continues at the same place in the recipe's own order",
     "activation_checkpointing": "write train.activation_checkpointing: models of transformers do not read DeepSpeed's",
-    "expert_parallel": _EXPORT,
-    "hybrid_engine": _EXPORT,
-    "pipeline": _EXPORT,
     "weight_quantization": "write train.model_init_kwargs.quantization_config",
-    f"{ZERO}.zenflow": _EXPORT,
     f"{ZERO}.cpu_offload": "write offload_optimizer: {device: cpu}",
     f"{ZERO}.cpu_offload_param": "write offload_param: {device: cpu}",
     f"{ZERO}.cpu_offload_use_pin_memory": "write pin_memory below offload_param or offload_optimizer",
@@ -54,11 +48,7 @@ _ONLY = (
     ("checkpoint.writer", None, _STORE),
     ("checkpoint.parallel_write", None, _STORE),
     ("managed_gradient_accumulation", True, "leave it out: the Trainer takes a step after gradient_accumulation_steps"),
-    (
-        "fp16.enabled",
-        False,
-        "use bf16: fp16's loss scale leaves steps out, which look like steps that are not finite",
-    ),
+    ("fp16.enabled", False, "use bf16: fp16's loss scale leaves steps out, which look like steps that are not finite"),
     ("tensor_parallel.autotp_size", 1, "use FSDP2 with parallelism_config_tp_size"),
 )
 """Keys with the one value that they may have."""
@@ -81,16 +71,25 @@ class RecipeValues:
     train: Mapping[str, Any]
     """The recipe's train section."""
     global_batch: int
-    micro_batch: int
     accumulation: int
+    world: int
     dp: int
     """Ranks that read different sequences."""
-    hidden: int | None
-    """The model's hidden_size."""
-    largest: int
-    """Elements of one rank's part of the largest weight; 0 where the architecture does not say."""
-    lora: bool = False
+    architecture: Mapping[str, Any]
+    lora: bool
     """The base is frozen."""
+
+    def size(self, key: str) -> int:
+        """A size of the model; 0 where the architecture does not say."""
+        found = self.architecture.get(key)
+        return found if isinstance(found, int) else 0
+
+    @property
+    def largest(self) -> int:
+        """Elements of one rank's part of the largest weight; 0 where the architecture does not say."""
+        counted = count(self.architecture)
+        guess = self.size("hidden_size") * max(self.size("vocab_size"), self.size("intermediate_size"))
+        return -(-(counted.largest if counted else guess) // self.world)
 
     def get(self, key: str) -> Any:
         """A training argument, with the trainer's own default where the recipe is silent."""
@@ -99,9 +98,10 @@ class RecipeValues:
 
     def values(self) -> Iterator[tuple[str, Any, str]]:
         """DeepSpeed's key, the value that the recipe means, and where it stands."""
-        batch = f"micro batch {self.micro_batch} x accumulation {self.accumulation} x {self.dp} data-parallel ranks"
+        micro = int(self.train.get("per_device_train_batch_size") or DEFAULT_MICRO_BATCH)
+        batch = f"micro batch {micro} x accumulation {self.accumulation} x {self.dp} data-parallel ranks"
         yield "train_batch_size", self.global_batch, f"train.global_batch_size: {batch}"
-        yield "train_micro_batch_size_per_gpu", self.micro_batch, "train.per_device_train_batch_size"
+        yield "train_micro_batch_size_per_gpu", micro, "train.per_device_train_batch_size"
         yield "gradient_accumulation_steps", self.accumulation, "train.gradient_accumulation_steps"
         yield "gradient_clipping", self.get("max_grad_norm"), "train.max_grad_norm"
         yield "bf16.enabled", mixed_precision(self.train) == "bf16", "train.bf16"
@@ -116,30 +116,10 @@ class RecipeValues:
 
     def sizes(self) -> Iterator[tuple[str, int, str]]:
         """What transformers makes of ``auto`` from the model's hidden size."""
-        if self.hidden is not None:
-            h = self.hidden
+        if h := self.size("hidden_size"):
             yield f"{ZERO}.reduce_bucket_size", h * h, f"hidden_size {h} squared"
             yield f"{ZERO}.stage3_prefetch_bucket_size", int(0.9 * h * h), f"0.9 x hidden_size {h} squared"
             yield f"{ZERO}.stage3_param_persistence_threshold", 10 * h, f"10 x hidden_size {h}"
-
-
-def read(
-    train: Mapping[str, Any],
-    batch: Any,
-    accumulation: int,
-    world: int,
-    dp: int,
-    architecture: Mapping[str, Any] | None,
-    *,
-    lora: bool,
-) -> RecipeValues:
-    """The recipe's own keys, ``batch`` being its global batch size."""
-    sizes = [(architecture or {}).get(key) for key in ("hidden_size", "vocab_size", "intermediate_size")]
-    hidden, vocabulary, inner = (size if isinstance(size, int) else 0 for size in sizes)
-    micro = int(train.get("per_device_train_batch_size") or DEFAULT_MICRO_BATCH)
-    counted = count(architecture or {})
-    largest = -(-(counted.largest if counted else hidden * max(vocabulary, inner)) // world)
-    return RecipeValues(train, int(batch), micro, accumulation, dp, hidden or None, largest, lora)
 
 
 Wrong = Iterator[tuple[str, str, str | None]]
@@ -151,7 +131,6 @@ def find_problems(document: Document, meant: RecipeValues) -> Iterator[Found]:
     body = document.data
     for path, message, fix in (
         *_check_names(body),
-        *_check_only(body),
         *_check_zero(body, lambda path: document.position(tuple(path.split("."))) == COMMAND_LINE),
         *_check_buffers(body, meant),
         *_check_meant(body, meant),
@@ -182,16 +161,19 @@ def filled(body: Mapping[str, Any], meant: RecipeValues) -> list[Derived]:
 
 def _check_names(body: Mapping[str, Any]) -> Wrong:
     """Keys that DeepSpeed does not know, values of another type, and ``auto`` that nothing fills in."""
+    known = frozenset(facts("deepspeed")["keys"]) - set(_REFUSED)
     for key, value in body.items():
-        yield from _check_key(
-            key, value, None, keys.top_keys() - set(_REFUSED), "DeepSpeed has no such key and would ignore it"
-        )
-    for section, known in keys.sections().items():
+        yield from _check_key(key, value, None, known, "DeepSpeed has no such key and would ignore it")
+    for path, only, fix in _ONLY:
+        value = get(body, path)
+        if value is not None and value != only and not (value == AUTO and path in keys.AUTO):
+            yield path, f"{show_value(value)}: not carried here", fix
+    for section, kinds in facts("deepspeed")["sections"].items():  # those that DeepSpeed itself checks
         found = get(body, section)
         if found is not None and not isinstance(found, Mapping):
             yield section, f"{show_value(found)} contains no keys and values", None
         for key, value in found.items() if isinstance(found, Mapping) else ():
-            yield from _check_key(f"{section}.{key}", value, known.get(key), known, "DeepSpeed has no such key")
+            yield from _check_key(f"{section}.{key}", value, kinds.get(key), kinds, "DeepSpeed has no such key")
 
 
 def _check_key(path: str, value: Any, kind: str | None, known: Collection[str], unknown: str) -> Wrong:
@@ -205,24 +187,14 @@ def _check_key(path: str, value: Any, kind: str | None, known: Collection[str], 
         yield path, unknown, did_you_mean(key, known)
     elif value == AUTO:
         if path not in keys.AUTO:
-            yield (
-                path,
-                '"auto", which nothing fills in here: DeepSpeed would take its default',
-                "leave it out, or write a value",
-            )
+            text = '"auto", which nothing fills in here: DeepSpeed would take its default'
+            yield path, text, "leave it out, or write a value"
     elif kind == "bool" and not isinstance(value, bool):
         yield path, f"{show_value(value)} is not true or false", None
     elif kind == "int" and not (is_number(value) and value == int(value) and value >= 0):
         yield path, f"{show_value(value)} is not a whole number from 0", None
     elif kind == "float" and not (is_number(value) and value >= 0):
         yield path, f"{show_value(value)} is not a number from 0", None
-
-
-def _check_only(body: Mapping[str, Any]) -> Wrong:
-    for path, only, fix in _ONLY:
-        value = get(body, path)
-        if value is not None and value != only and not (value == AUTO and path in keys.AUTO):
-            yield path, f"{show_value(value)}: not carried here", fix
 
 
 def _check_zero(body: Mapping[str, Any], from_command_line: Callable[[str], bool]) -> Wrong:
@@ -244,16 +216,12 @@ def _check_zero(body: Mapping[str, Any], from_command_line: Callable[[str], bool
         if device not in ("none", "cpu", "nvme"):
             yield f"{ZERO}.{part}.device", f"{show_value(device)} is not none, cpu or nvme", None
         elif device == "nvme" and stage == 3:
-            yield from _check_nvme(f"{ZERO}.{part}", offloads[part].get("nvme_path"), from_command_line)
-
-
-def _check_nvme(path: str, given: Any, from_command_line: Callable[[str], bool]) -> Wrong:
-    """The place is a fact of the cluster. The command line may name another one."""
-    key = f"{path}.nvme_path"
-    if given == AUTO or (from_command_line(key) and isinstance(given, str) and given.startswith("/")):
-        return
-    text = "missing" if given is None else f"{show_value(given)}, the path of one site"
-    yield key, text, 'write "auto": storage.scratch of the cluster file holds it, in a folder for each job'
+            # The place is a fact of the cluster. The command line may name another one.
+            key, given = f"{ZERO}.{part}.nvme_path", offloads[part].get("nvme_path")
+            named = isinstance(given, str) and given.startswith("/") and from_command_line(key)
+            if given != AUTO and not named:
+                text = "missing" if given is None else f"{show_value(given)}, the path of one site"
+                yield key, text, 'write "auto": storage.scratch of the cluster file holds it, in a folder for each job'
 
 
 def _check_buffers(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
@@ -287,7 +255,9 @@ def _check_meant(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
             if why:
                 text = f"missing, while {where.partition(':')[0]} is {show_value(value)}: {why}"
                 yield key, text, f'write "{key.rpartition(".")[2]}": "auto"'
-        elif given != AUTO and not _equal(given, value) and not (key == "fp16.enabled" and given is True):
+        elif given == AUTO or (key == "fp16.enabled" and given is True):
+            continue
+        elif given != value or isinstance(given, bool) != isinstance(value, bool):  # true is 1 for Python
             yield key, f"{show_value(given)}, while {where.partition(':')[0]} is {show_value(value)}", 'write "auto"'
 
 
@@ -324,8 +294,3 @@ def _check_scheduler(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
     for key in ("warmup_num_steps", "total_num_steps"):
         if get(body, f"scheduler.params.{key}") not in (None, AUTO):
             yield f"scheduler.params.{key}", "train says how many steps there are", 'write "auto"'
-
-
-def _equal(given: object, value: object) -> bool:
-    """Numbers by their value, a truth value never by a number's."""
-    return given == value and isinstance(given, bool) == isinstance(value, bool)

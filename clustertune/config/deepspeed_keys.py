@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from clustertune.config.library_facts import facts
-
 ZERO = "zero_optimization"
 ALIGNMENT = f"{ZERO}.parameter_alignment"
 OFFLOADS = ("offload_param", "offload_optimizer")
@@ -20,17 +18,16 @@ REMOVED = {
     "nebula": "checkpoints are written through the run's own store",
     "compression_training": "DeepSpeed has none any more: the model would train uncompressed",
     "amp": "write bf16",
-    "quantize_training": "DeepSpeed has none any more",
-    "sparse_gradients": "DeepSpeed has none any more",
-    "eigenvalue": "DeepSpeed has none any more",
     "sparse_attention": "write train.model_init_kwargs.attn_implementation",
     "elasticity": "the recipe's ranks are fixed for a run; leave it out",
-    "graph_harvesting": "DeepSpeed has none any more",
     "curriculum_learning": "the order of the data is the recipe's",
-    "progressive_layer_drop": "DeepSpeed has none any more",
-    "zero_optimization.mics_shard_size": "MiCS is gone: FSDP2 with parallelism_config_dp_replicate_size shards inside a node",
-    "zero_optimization.mics_hierarchical_params_gather": "MiCS is gone",
-    "zero_optimization.zeropp_loco_param": "leave it out: zero_quantized_gradients without error feedback",
+    **dict.fromkeys(
+        ("quantize_training", "sparse_gradients", "eigenvalue", "graph_harvesting", "progressive_layer_drop"),
+        "DeepSpeed has none any more",
+    ),
+    f"{ZERO}.mics_shard_size": "MiCS is gone: FSDP2 with parallelism_config_dp_replicate_size shards inside a node",
+    f"{ZERO}.mics_hierarchical_params_gather": "MiCS is gone",
+    f"{ZERO}.zeropp_loco_param": "leave it out: zero_quantized_gradients without error feedback",
 }
 """Keys that DeepSpeed refuses since they were removed (runtime/config.py, _REMOVED_TOP_LEVEL_CONFIG_KEYS and
 _REMOVED_ZERO_CONFIG_KEYS), with what takes their place."""
@@ -108,13 +105,3 @@ def keep_own_optimizer(body: dict[str, Any]) -> bool:
     if own:
         body["zero_force_ds_cpu_optimizer"] = False
     return own
-
-
-def top_keys() -> frozenset[str]:
-    """The keys of the top level."""
-    return frozenset(facts("deepspeed")["keys"])
-
-
-def sections() -> Mapping[str, Mapping[str, str]]:
-    """The sections that DeepSpeed itself checks: each key with what its value is: bool, int, float, or other."""
-    return facts("deepspeed")["sections"]  # type: ignore[no-any-return]

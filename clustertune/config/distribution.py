@@ -291,10 +291,7 @@ def why_whole(quantized: Mapping[str, Any] | None) -> str | None:
 
 
 def _deepspeed(
-    found: Distribution,
-    accelerate: Mapping[str, Any],
-    deepspeed: Mapping[str, Any] | None,
-    quantized: Mapping[str, Any] | None,
+    found: Distribution, accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, quantized: Mapping[str, Any] | None
 ) -> Distribution:
     body = deepspeed or {}
     secondary = ds.secondary_partition(body)

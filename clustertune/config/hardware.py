@@ -140,14 +140,8 @@ def load_hardware(path: Path = HARDWARE) -> dict[str, GpuModel]:
     return read_hardware(path).gpus
 
 
-def _find_problems(hardware: HardwareFile) -> Iterator[Found]:
+def _find_problems(hardware: HardwareFile) -> Iterator[Found]:  # noqa: PLR0912 - a branch for each thing that can be wrong
     """Figures without a source or against each other, names that two models claim, and links that are missing."""
-    yield from (*_sources(hardware), *_missing(hardware), *_names(hardware.gpus))
-    for name, gpu in hardware.gpus.items():
-        yield from ((("gpus", name, key), message, fix) for key, message, fix in _gpu(gpu))
-
-
-def _sources(hardware: HardwareFile) -> Iterator[Found]:
     entries: list[tuple[tuple[str, ...], Sourced]] = [(("storage",), hardware.storage)]
     for kind in ("gpus", "links", "host_links", "networks", "nodes"):
         entries += [((kind, name), entry) for name, entry in getattr(hardware, kind).items()]
@@ -161,16 +155,12 @@ def _sources(hardware: HardwareFile) -> Iterator[Found]:
             message = "the figure is not given" if key in figures else "there is no such figure"
             yield (*path, "sources", key), message, "take it away"
 
-
-def _missing(hardware: HardwareFile) -> Iterator[Found]:
-    """A cluster file may name every one of them: a plan must not find nothing."""
-    hosts = sorted({gpu.host_link for gpu in hardware.gpus.values()})
-    networks = [name for name in NETWORKS if name not in ("none", "unknown")]
+    # A cluster file may name every one of these: a plan must not find nothing.
     for section, wanted in (
         ("nodes", sorted({f"nvlink{gpu.nvlink}" if gpu.nvlink else "pcie" for gpu in hardware.gpus.values()})),
         ("links", [name for name in INTERCONNECTS if name != "none"]),
-        ("host_links", hosts),
-        ("networks", networks),
+        ("host_links", sorted({gpu.host_link for gpu in hardware.gpus.values()})),
+        ("networks", [name for name in NETWORKS if name not in ("none", "unknown")]),
     ):
         table = getattr(hardware, section)
         for name in wanted:
@@ -178,6 +168,14 @@ def _missing(hardware: HardwareFile) -> Iterator[Found]:
                 yield (section, name), "missing: cluster files name it", None
             elif section == "links" and table[name].latency_us is None:
                 yield (section, name, "latency_us"), "missing", None
+    owners: dict[str, str] = {}
+    for name, gpu in hardware.gpus.items():
+        for key in ("names", "types"):
+            for word in getattr(gpu, key):
+                owner = owners.setdefault(plain(word), name)
+                if owner != name:
+                    yield ("gpus", name, key), f"{word!r} is also {owner}: what is found would fit both", "keep one"
+        yield from ((("gpus", name, key), message, fix) for key, message, fix in _gpu(gpu))
 
 
 def _gpu(gpu: GpuModel) -> Iterator[tuple[str, str, str | None]]:
@@ -195,17 +193,6 @@ def _gpu(gpu: GpuModel) -> Iterator[tuple[str, str, str | None]]:
     elif gpu.fp8_tflops is not None and gpu.bf16_tflops is not None and not 1.9 <= gpu.fp8_tflops / gpu.bf16_tflops <= 2.1:
         message = f"{gpu.fp8_tflops:g} is not twice the {gpu.bf16_tflops:g} of bf16"
         yield "fp8_tflops", message, "give both without sparsity, with fp32 accumulation"
-
-
-def _names(gpus: dict[str, GpuModel]) -> Iterator[Found]:
-    owners: dict[str, str] = {}
-    for name, gpu in gpus.items():
-        for key in ("names", "types"):
-            for word in getattr(gpu, key):
-                owner = owners.setdefault(plain(word), name)
-                if owner != name:
-                    message = f"{word!r} is also {owner}: what is found would fit both"
-                    yield ("gpus", name, key), message, "keep one"
 
 
 def plain(word: str) -> str:

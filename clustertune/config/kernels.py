@@ -10,7 +10,7 @@ from clustertune.config.distribution import Distribution, mixed_precision
 from clustertune.config.findings import Found
 from clustertune.config.parameters import count
 from clustertune.config.resolved import Derived
-from clustertune.config.values import Values, attention_takes, has_sdpa
+from clustertune.config.values import Values, model_facts
 
 PACKED = "packed_varlen"
 """The attention of packed conversations, each for itself: ``clustertune/training/packing.py``."""
@@ -41,7 +41,7 @@ def packs(train: Mapping[str, Any]) -> bool:
 def cannot_pack(architecture: Mapping[str, Any]) -> str | None:  # noqa: PLR0911 - a reason each
     """Why ``packed_varlen`` does not compute the attention of a model; None where it does."""
     values, kind = Values(architecture), str(architecture["model_type"])
-    taken = attention_takes(kind)
+    taken = model_facts(kind)["attention"]
     if taken is None or {"s_aux", "position_bias"} & set(taken):
         what = "sinks or a position bias" if taken else "code of its own"
         return f"the attention of {kind} has {what} in transformers"
@@ -72,7 +72,7 @@ def attention(train: Mapping[str, Any], architecture: Mapping[str, Any] | None) 
     if packs(train) and not cannot_pack(architecture):
         reason = "packed: each conversation attends to itself alone, by torch's variable-length attention; "
         return Derived(f"train.{_KEY}", PACKED, reason + "sdpa would need a mask")
-    if has_sdpa(kind := str(architecture["model_type"])):
+    if model_facts(kind := str(architecture["model_type"]))["sdpa"]:
         return None
     return Derived(f"train.{_KEY}", "eager", f"transformers has no scaled_dot_product_attention for {kind}")
 
@@ -105,17 +105,15 @@ def find_problems(
     if train.get("use_liger_kernel") and kind and kind not in LIGER_MODELS:
         yield ("train", "use_liger_kernel"), f"Liger has no kernels for {kind}", "leave it out"
     if isinstance(given := train.get("liger_kernel_config"), dict) and given.get("fused_linear_cross_entropy"):
-        text = (
-            "fused_linear_cross_entropy: true takes the place of the model's forward pass, in which TRL has its own fused loss"
-        )
-        yield ("train", "liger_kernel_config"), text, "leave it out: TRL computes the loss in tiles"
+        text = "fused_linear_cross_entropy: true takes the place of the model's forward pass, in which TRL has its own "
+        yield ("train", "liger_kernel_config"), f"{text}fused loss", "leave it out: TRL computes the loss in tiles"
     named = attention_of(train)
     if named.startswith("flash_attention") and mixed_precision(train) == "no":
-        text = f"{named} computes in 16 bits only, and bf16 is false"
-        yield attention, text, "use sdpa, or train.bf16=true"
+        yield attention, f"{named} computes in 16 bits only, and bf16 is false", "use sdpa, or train.bf16=true"
     if named == PACKED and architecture is not None and (why := cannot_pack(architecture)):
         yield attention, f"{PACKED}: {why}", "leave it out: sdpa is taken"
-    if kind and (train.get("model_init_kwargs") or {}).get("attn_implementation") == "sdpa" and not has_sdpa(kind):
+    stated = (train.get("model_init_kwargs") or {}).get("attn_implementation")
+    if kind and stated == "sdpa" and not model_facts(kind)["sdpa"]:
         yield attention, f"transformers has no sdpa for {kind}", "leave it out: eager is taken"
     # The Trainer hands its own backend to accelerate, which then does not look at the file's (transformers/trainer.py:796).
     dynamo = acc.section(accelerate, "dynamo_config")

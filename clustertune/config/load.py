@@ -43,11 +43,6 @@ class Layers:
     file_overrides: dict[str, Document] = field(default_factory=dict)
     """Overrides of the accelerate and DeepSpeed files, by their prefix: ``accelerate``, ``deepspeed``."""
 
-    @property
-    def recipe_read(self) -> bool:
-        """Whether recipe.yaml itself could be read."""
-        return any(layer.origin == "recipe" for layer in self.layers)
-
     def merged(self) -> tuple[dict[str, Any], dict[KeyPath, Layer]]:
         """The values on top, and for each leaf the layer that gave it."""
         values: dict[str, Any] = {}

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from clustertune.config.cluster_schema import HOST, Cluster, Compute, Host, Network, SlurmFacts, same_host
 from clustertune.config.hardware import recognise
@@ -95,11 +95,6 @@ def _gpu_numa(gpus: str, probe: Probe) -> dict[int, int]:
     return {index: node for index, node in nodes.items() if node is not None}
 
 
-def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    return int(found[1]) if found else 0
-
-
 # --- judging -----------------------------------------------------------------------------------------------------------
 
 
@@ -149,8 +144,7 @@ def gpus_of(gres: str) -> tuple[int, list[str]]:
     return count, list(dict.fromkeys(types))
 
 
-@dataclass(frozen=True)
-class _Shape:
+class _Shape(NamedTuple):
     """What makes two nodes equal."""
 
     gpus: int
@@ -230,7 +224,8 @@ def _partition(text: str, notes: list[str]) -> dict[str, str] | None:
 
 def _shape(node: dict[str, str]) -> _Shape:
     def number(key: str, otherwise: int = 1) -> int:
-        return _number(r"^(\d+)", node.get(key, "")) or otherwise
+        found = re.match(r"\d+", node.get(key, ""))
+        return int(found[0]) if found and int(found[0]) else otherwise
 
     sockets, each, threads = number("Sockets"), number("CoresPerSocket"), number("ThreadsPerCore")
     cores, total = sockets * each, number("CPUTot", sockets * each * threads)
@@ -249,18 +244,13 @@ def _hosts(workers: list[tuple[str, str]], seen: LocalMachine) -> list[Host]:
     roles: dict[str, list[str]] = {name: ["compute"] for name, _ in workers}
     addresses = dict(workers)
     control = re.search(r"^(?:SlurmctldHost\[0\]|ControlMachine)\s*=\s*([^\s(]+)(?:\(([^)]*)\))?", seen.config, re.MULTILINE)
-    for name, address, role in ((control[1], control[2], "slurmctld"),) if control else ():
-        _add_role(roles, addresses, name, address or name, role)
-    if seen.hostname:
-        _add_role(roles, addresses, seen.hostname, seen.hostname, "login")
+    others = [(control[1], control[2], "slurmctld")] if control else []
+    for name, address, role in [*others, (seen.hostname, "", "login")]:
+        known = same_host(name, roles) or name
+        if re.fullmatch(HOST, known):
+            roles.setdefault(known, []).append(role)
+            addresses.setdefault(known, address or name)
     return [Host(name=name, address=addresses[name], roles=tuple(roles_of)) for name, roles_of in roles.items()]
-
-
-def _add_role(roles: dict[str, list[str]], addresses: dict[str, str], name: str, address: str, role: str) -> None:
-    known = same_host(name, roles) or name
-    if re.fullmatch(HOST, known):
-        roles.setdefault(known, []).append(role)
-        addresses.setdefault(known, address)
 
 
 def _of_this_node(seen: LocalMachine, workers: list[str], gpus: int) -> dict[str, Any]:

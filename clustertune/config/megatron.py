@@ -18,6 +18,11 @@ def experts(architecture: Mapping[str, Any]) -> int:
     return next((int(architecture[key]) for key in EXPERTS if architecture.get(key)), 0)
 
 
+def data_parallel(m: Megatron, world: int) -> int:
+    """The ranks of ``world`` that read different sequences."""
+    return max(1, world // (m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size))
+
+
 def find_problems(
     m: Megatron, world: int, architecture: Mapping[str, Any] | None, train: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from clustertune.config.load import DESCRIPTION, RECIPES, find_folder, read_laye
 from clustertune.config.parameters import parameter_count
 from clustertune.config.resolved import Resolved
 from clustertune.config.schema import NAME, HubCommit, HubName, Positive, Section
-from clustertune.config.values import Values, config_fields, modeling_classes
+from clustertune.config.values import Values, config_fields, model_facts
 from clustertune.config.yamlfile import parse_json, read_text, read_yaml
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.tree import ROOT
@@ -78,17 +79,12 @@ def _find_problems(models: ModelFile) -> Iterator[Found]:
 
 def known_models() -> list[str]:
     """The Hub ids of the list and of the recipes."""
-    named = [
-        folder.data.get("model") for file in RECIPES.glob(f"*/{DESCRIPTION}") if (folder := _recipe(file.parent)) is not None
-    ]
-    return sorted({*read_models(), *(str(model["name"]) for model in named if isinstance(model, dict) and "name" in model)})
-
-
-def _recipe(folder: Path) -> Any:
-    try:
-        return read_yaml(folder / "recipe.yaml", str(folder / "recipe.yaml"))
-    except UserError:
-        return None
+    found = set(read_models())
+    for file in RECIPES.glob(f"*/{DESCRIPTION}"):
+        with contextlib.suppress(UserError):
+            model = read_yaml(file.parent / "recipe.yaml", str(file.parent / "recipe.yaml")).data.get("model")
+            found |= {str(model["name"])} if isinstance(model, dict) and "name" in model else set()
+    return sorted(found)
 
 
 def find_model(given: str) -> Model:
@@ -100,17 +96,14 @@ def find_model(given: str) -> Model:
     file = path / CONFIG if path.is_dir() and not (path / "recipe.yaml").is_file() else path
     if file.suffix == ".json" and file.is_file():
         return _of_config(file.resolve())
-    if given in read_models():
-        return _listed(given, read_models()[given])
+    if (entry := read_models().get(given)) is not None:
+        notes = tuple(_obstacles(given, entry))
+        return Model({"name": given, "revision": entry.revision}, entry.config, entry.pad_token, notes)
     if (folder := same_model(RECIPES / "_", {"name": given})) is not None:
         return _of_recipe(folder)
     if re.fullmatch(f"{NAME}/{NAME}", given):
         return _of_config(_from_the_hub(given), given)
     return _of_recipe(given)
-
-
-def _listed(name: str, entry: KnownModel) -> Model:
-    return Model({"name": name, "revision": entry.revision}, entry.config, entry.pad_token, tuple(_obstacles(name, entry)))
 
 
 def _obstacles(name: str, entry: KnownModel) -> Iterator[str]:
@@ -155,16 +148,15 @@ def _from_the_hub(name: str) -> Path:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         near = difflib.get_close_matches(name, known_models(), n=3, cutoff=0.3)
         fix = f"give its {CONFIG} as --model FILE, or a known model{': ' * bool(near)}{', '.join(near)}"
-        raise UserError(
-            Problem(f"{name} was not found locally, and the Hub did not deliver it: {why}", key="--model", fix=fix)
-        ) from None
+        text = f"{name} was not found locally, and the Hub did not deliver it: {why}"
+        raise UserError(text, key="--model", fix=fix) from None
 
 
 def _of_config(file: Path, name: str | None = None) -> Model:
     """A published ``config.json``: with ``name`` of the Hub's snapshot, whose folder is the commit; else of a local folder."""
     body = parse_json(read_text(file, str(file)), str(file))
     if not isinstance(body, dict) or not body:
-        raise UserError(Problem("contains no keys of a model", file=str(file), fix="give the config.json of a model"))
+        raise UserError("contains no keys of a model", file=str(file), fix="give the config.json of a model")
     lifted, notes = lift(body)
     raise_if(arch.find_problems(lifted, str(file)))
     if name is not None:
@@ -182,10 +174,8 @@ def lift(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     inner, notes = config.get("text_config"), []
     body = dict(config)
     if isinstance(inner, dict) and inner.get("model_type"):
-        outer = {
-            key: config[key] for key in ("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id") if key in config
-        }
-        body = {**outer, **inner, "architectures": None}
+        shared = ("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
+        body = {**{key: config[key] for key in shared if key in config}, **inner, "architectures": None}
         notes.append(
             f"text_config of {config.get('model_type')} is taken: save that text model alone, and name its folder in model.path"
         )
@@ -196,7 +186,7 @@ def lift(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(kind, str):
         return body, notes
     try:
-        fields, classes = config_fields(kind), modeling_classes(kind)
+        fields, classes = config_fields(kind), model_facts(kind)["classes"]
     except KeyError:
         return body, notes  # arch.find_problems names the model type
     if body.get("architectures") is None:

@@ -50,40 +50,29 @@ class NumberRange:
         return text + "".join(f", or {value:g}" for value in self.also)
 
 
-_AT_LEAST_1 = NumberRange(1)
-_NOT_NEGATIVE = NumberRange(0)
-_STEPS = NumberRange(0, low_open=True, whole_from_one=True)
 _SHARE = NumberRange(0, 1, high_open=True)
 
+DEFAULT_MICRO_BATCH = 8
+"""``TrainingArguments``' own ``per_device_train_batch_size``."""
+
 TRAIN_RANGES = {
-    "learning_rate": NumberRange(0, 1, low_open=True, high_open=True),
-    "weight_decay": NumberRange(0, 1, high_open=True),
+    **dict.fromkeys(("learning_rate", "adam_epsilon"), NumberRange(0, 1, low_open=True, high_open=True)),
+    **dict.fromkeys(("weight_decay", "adam_beta1", "adam_beta2", "label_smoothing_factor"), _SHARE),
+    **dict.fromkeys(("logging_steps", "eval_steps", "save_steps"), NumberRange(0, low_open=True, whole_from_one=True)),
+    **dict.fromkeys(("neftune_noise_alpha", "num_train_epochs"), NumberRange(0, low_open=True)),
+    **dict.fromkeys(("max_grad_norm", "eval_delay", "dataloader_num_workers"), NumberRange(0)),
+    **dict.fromkeys(
+        (
+            *("per_device_train_batch_size", "per_device_eval_batch_size", "eval_accumulation_steps", "save_total_limit"),
+            *("torch_empty_cache_steps", "pad_to_multiple_of", "dataloader_prefetch_factor", "ddp_timeout"),
+        ),
+        NumberRange(1),
+    ),
+    # numpy, which set_seed seeds too, takes 32 bits.
+    **dict.fromkeys(("seed", "data_seed"), NumberRange(0, 2**32 - 1)),
     "warmup_steps": NumberRange(0, whole_from_one=True),
-    "adam_beta1": _SHARE,
-    "adam_beta2": _SHARE,
-    "adam_epsilon": NumberRange(0, 1, low_open=True, high_open=True),
-    "max_grad_norm": _NOT_NEGATIVE,
-    "label_smoothing_factor": _SHARE,
-    "neftune_noise_alpha": NumberRange(0, low_open=True),
-    "num_train_epochs": NumberRange(0, low_open=True),
     "max_steps": NumberRange(1, also=(-1,)),
     "max_length": NumberRange(8),
-    "per_device_train_batch_size": _AT_LEAST_1,
-    "per_device_eval_batch_size": _AT_LEAST_1,
-    "eval_accumulation_steps": _AT_LEAST_1,
-    "eval_delay": _NOT_NEGATIVE,
-    "logging_steps": _STEPS,
-    "eval_steps": _STEPS,
-    "save_steps": _STEPS,
-    "save_total_limit": _AT_LEAST_1,
-    "torch_empty_cache_steps": _AT_LEAST_1,
-    "pad_to_multiple_of": _AT_LEAST_1,
-    "dataloader_num_workers": _NOT_NEGATIVE,
-    "dataloader_prefetch_factor": _AT_LEAST_1,
-    "ddp_timeout": _AT_LEAST_1,
-    # numpy, which set_seed seeds too, takes 32 bits.
-    "seed": NumberRange(0, 2**32 - 1),
-    "data_seed": NumberRange(0, 2**32 - 1),
 }
 
 DPO_RANGES = {
@@ -93,24 +82,30 @@ DPO_RANGES = {
     "discopop_tau": NumberRange(0, low_open=True),
 }
 
-LORA_RANGES = {
-    "r": NumberRange(1, 65536),
-    "lora_alpha": NumberRange(0, low_open=True),
-    "lora_dropout": _SHARE,
-}
+LORA_RANGES = {"r": NumberRange(1, 65536), "lora_alpha": NumberRange(0, low_open=True), "lora_dropout": _SHARE}
 
-_LAUNCHER = "the launcher says so for each machine"
-_RUN = "the run folder decides it"
-_DISTRIBUTION = "the distribution is in the recipe's accelerate.yaml"
-_HUB = "a run publishes nothing"
-_PREPARED = "prepare makes the rows before the job, on all of its cores"
 _RESUME = "a run resumes by itself from its newest whole checkpoint"
 
 TRAIN_OWNED = {
+    **dict.fromkeys(("output_dir", "run_name", "logging_dir"), "the run folder decides it"),
+    **dict.fromkeys(("use_cpu", "no_cuda", "local_rank", "ddp_backend"), "the launcher says so for each machine"),
+    **dict.fromkeys(
+        ("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "accelerator_config"),
+        "the distribution is in the recipe's accelerate.yaml",
+    ),
+    **dict.fromkeys(
+        ("dataset_num_proc", "dataset_kwargs", "dataset_text_field", "remove_unused_columns"),
+        "prepare makes the rows before the job, on all of its cores",
+    ),
+    **dict.fromkeys(
+        (
+            *("push_to_hub", "push_to_hub_model_id", "push_to_hub_organization", "hub_model_id", "hub_private_repo"),
+            *("hub_strategy", "hub_always_push", "hub_revision"),
+            *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+        ),
+        "a run publishes nothing",
+    ),
     "hub_token": "a recipe contains no secrets",
-    "output_dir": _RUN,
-    "run_name": _RUN,
-    "logging_dir": _RUN,
     "overwrite_output_dir": "nothing published is ever overwritten",
     "gradient_accumulation_steps": "it is derived from global_batch_size: set that",
     "resume_from_checkpoint": _RESUME,
@@ -120,32 +115,8 @@ TRAIN_OWNED = {
     "auto_find_batch_size": "it changes the global batch size without a message",
     "enable_jit_checkpoint": "the run saves on SIGTERM and SIGUSR1 by itself, all ranks at one step",
     "save_on_each_node": "checkpoints are sharded over all ranks in one folder",
-    "use_cpu": _LAUNCHER,
-    "no_cuda": _LAUNCHER,
-    "local_rank": _LAUNCHER,
-    "ddp_backend": _LAUNCHER,
-    "fsdp": _DISTRIBUTION,
-    "fsdp_config": _DISTRIBUTION,
-    "deepspeed": _DISTRIBUTION,
-    "parallelism_config": _DISTRIBUTION,
-    "accelerator_config": _DISTRIBUTION,
     "trust_remote_code": "code from a model repository is never run",
     "chat_template_path": "write model.chat_template",
-    "dataset_num_proc": _PREPARED,
-    "dataset_kwargs": _PREPARED,
-    "dataset_text_field": _PREPARED,
-    "remove_unused_columns": _PREPARED,
-    "push_to_hub": _HUB,
-    "push_to_hub_model_id": _HUB,
-    "push_to_hub_organization": _HUB,
-    "hub_model_id": _HUB,
-    "hub_private_repo": _HUB,
-    "hub_strategy": _HUB,
-    "hub_always_push": _HUB,
-    "hub_revision": _HUB,
-    "trackio_space_id": _HUB,
-    "trackio_bucket_id": _HUB,
-    "trackio_static_space_id": _HUB,
     "do_train": "the command decides it",
     "do_eval": "eval_strategy decides it",
     "do_predict": "the command decides it",
@@ -207,12 +178,11 @@ LORA_PLAIN_INIT = (True, False, "gaussian", "orthogonal")
 """Initializations that leave the base weights as they are (PiSSA, OLoRA, CorDA, LoftQ and others change them)."""
 
 TRAIN_REMOVED = {
+    **dict.fromkeys(("dataset_batch_size", "num_of_sequences", "chars_per_token"), "leave it out"),
+    **dict.fromkeys(("use_mps_device", "fp16_backend", "half_precision_backend"), "leave it out"),
     "warmup_ratio": "write warmup_steps: a number below 1 is a share of all steps",
     "evaluation_strategy": "write eval_strategy",
     "max_seq_length": "write max_length",
-    "dataset_batch_size": "leave it out",
-    "num_of_sequences": "leave it out",
-    "chars_per_token": "leave it out",
     "group_by_length": "write train_sampling_strategy: group_by_length",
     "per_gpu_train_batch_size": "write per_device_train_batch_size",
     "per_gpu_eval_batch_size": "write per_device_eval_batch_size",
@@ -222,11 +192,8 @@ TRAIN_REMOVED = {
     "batch_size": "write global_batch_size",
     "torch_dtype": "write model_init_kwargs: {dtype: bfloat16}",
     "attn_implementation": "write model_init_kwargs: {attn_implementation: sdpa}",
-    "use_mps_device": "leave it out",
     "torchdynamo": "write torch_compile",
     "include_tokens_per_second": "tokens per second are always measured",
-    "fp16_backend": "leave it out",
-    "half_precision_backend": "leave it out",
     "save_safetensors": "leave it out: safetensors is the only format",
 }
 """Keys of former releases and of other trainers, with what takes their place in the pinned stack."""
@@ -324,22 +291,6 @@ def _fields(found: dict[str, Any]) -> dict[str, NativeField]:
         name: NativeField(name, item.get("default", UNKNOWN), item["kinds"], item["expected"], tuple(item["choices"]))
         for name, item in found.items()
     }
-
-
-def reporters() -> tuple[str, ...]:
-    """What ``report_to`` can name: the keys of transformers' table of integrations."""
-    return tuple(facts("trl")["reporters"])
-
-
-def schedule_arguments(name: str) -> list[str]:
-    """What ``lr_scheduler_kwargs`` may hold for a schedule of transformers."""
-    return list(facts("trl")["schedulers"][name])
-
-
-def optimizer_arguments(name: str) -> list[str] | None:
-    """The keys that transformers reads from ``optim_args`` for an optimizer; None where it passes all of them on."""
-    found = facts("trl")["optimizers"].get(name)
-    return None if found is None else list(found)
 
 
 def check_value(field: NativeField, value: Any) -> Any:

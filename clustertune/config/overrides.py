@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config import quantization
@@ -61,16 +62,12 @@ class RecipeSource:
     def all(self, arguments: Sequence[str]) -> list[str]:
         """The overrides given before, but those that ``arguments`` replace, and ``arguments``."""
         keys = [argument.partition("=")[0] for argument in arguments]
-        others = [text for text in self.given if not any(_covers(key, text.partition("=")[0]) for key in keys)]
+        others = [text for text in self.given if not any(f"{text.partition('=')[0]}.".startswith(f"{key}.") for key in keys)]
         return [*others, *arguments]
 
     def changed(self, arguments: Sequence[str]) -> Resolved:
         """The recipe with more overrides. Raises UserError where it is refused with them."""
         return resolve(self.resolved.folder, self.all(arguments), tiny=self.resolved.tiny)
-
-
-def _covers(key: str, other: str) -> bool:
-    return key == other or other.startswith(key + ".")
 
 
 def distribution(resolved: Resolved, layout: RequestedLayout) -> list[str]:
@@ -167,22 +164,21 @@ def _megatron(resolved: Resolved, layout: RequestedLayout) -> list[str]:
         "sequence_parallel": layout.tp > 1,
         "use_distributed_optimizer": True,
     }
-    found = [f"megatron.{key}={_word(value)}" for key, value in wanted.items() if value != getattr(known, key)]
-    if found or resolved.recipe.megatron is not None:
-        return found
-    return [f"megatron.tensor_model_parallel_size={layout.tp}"]
+    found = _changes("megatron", known.model_dump(), wanted)
+    needs_one = not found and resolved.recipe.megatron is None
+    return [f"megatron.tensor_model_parallel_size={layout.tp}"] if needs_one else found
 
 
-def _word(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+def _changes(section: str, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """The overrides that give keys of a section the values that are wanted; none of a key that has its own."""
+    words = {key: "null" if value is None else str(value) for key, value in wanted.items() if known.get(key) != value}
+    return [f"{section}.{key}={word.lower() if isinstance(wanted[key], bool) else word}" for key, word in words.items()]
 
 
 def _fsdp(resolved: Resolved, layout: RequestedLayout) -> list[str]:
     """FSDP2's own keys; FSDP1's mean nothing under version 2 and are refused there."""
     config = acc.section(resolved.accelerate, "fsdp_config")
-    found = []
-    if not config or resolved.distribution.kind != "FSDP2":
-        found.append(f"accelerate.{acc.key_of('version')}=2")
+    found = [f"accelerate.{acc.key_of('version')}=2"] if not config or resolved.distribution.kind != "FSDP2" else []
     if not config:
         # Without a policy the whole model is one unit, which is gathered at once.
         found.append(f"accelerate.{acc.key_of('auto_wrap_policy')}=TRANSFORMER_BASED_WRAP")
@@ -206,26 +202,20 @@ def _axes(resolved: Resolved, layout: RequestedLayout) -> list[str]:
     world = layout.nodes * resolved.recipe.slurm.gpus_per_node
     if layout.replicas * layout.tp * layout.cp == 1:
         return ["accelerate.parallelism_config=null"] if known else []
-    others = {"dp_replicate": layout.replicas, "tp": layout.tp, "cp": layout.cp, "sp": 1}
-    wanted = others | {"dp_shard": world // (layout.replicas * layout.tp * layout.cp)}
-    found = []
-    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
-        key = acc.key_of(axis)
-        if wanted[axis] != known.get(key.rpartition(".")[2], 1):
-            found.append(f"accelerate.{key}={wanted[axis]}")
-    return found
+    shards = world // (layout.replicas * layout.tp * layout.cp)
+    sizes = {"dp_replicate": layout.replicas, "dp_shard": shards, "tp": layout.tp, "cp": layout.cp, "sp": 1}
+    wanted = {acc.key_of(axis).rpartition(".")[2]: size for axis, size in sizes.items()}
+    return _changes(f"accelerate.{acc.MESH}", dict.fromkeys(wanted, 1) | known, wanted)
 
 
 def _zero(resolved: Resolved, layout: RequestedLayout) -> list[str]:
     """DeepSpeed through accelerate's own keys; a file of the recipe would be the only one that is read."""
     config = acc.section(resolved.accelerate, "deepspeed_config")
-    wanted: dict[str, object] = {"zero_stage": int(layout.kind.removeprefix("ZeRO-"))}
-    if config.get("deepspeed_config_file") is not None:
-        wanted["deepspeed_config_file"] = None
+    wanted: dict[str, Any] = {"zero_stage": int(layout.kind.removeprefix("ZeRO-")), "deepspeed_config_file": None}
+    known: dict[str, Any] = {key: value for key, value in config.items() if value is not None}
     for name, device in (("param", layout.offload_params), ("optimizer", layout.offload_optimizer)):
-        if device != (config.get(f"offload_{name}_device") or "none"):
-            wanted[f"offload_{name}_device"] = device
-        if device == "nvme" and not config.get(f"offload_{name}_nvme_path"):
-            wanted[f"offload_{name}_nvme_path"] = NVME
-    same = {key for key, value in wanted.items() if value is not None and config.get(key) == value}
-    return [f"accelerate.deepspeed_config.{key}={_word(value)}" for key, value in wanted.items() if key not in same]
+        known.setdefault(f"offload_{name}_device", "none")
+        wanted[f"offload_{name}_device"] = device
+        if device == "nvme":
+            wanted[f"offload_{name}_nvme_path"] = known.get(f"offload_{name}_nvme_path") or NVME
+    return _changes("accelerate.deepspeed_config", known, wanted)

@@ -124,37 +124,22 @@ def read(config: Mapping[str, Any], hidden: int) -> Quantized:
     """The size of a checked ``quantization_config``; ``hidden`` is the row length that a scale per row is spread over."""
     named = method(config)
     if named == "bitsandbytes" and config.get("load_in_4bit"):
-        return _four_bits(config)
+        splits = str(config.get("bnb_4bit_quant_storage", "uint8")) != "uint8"
+        if config.get("bnb_4bit_use_double_quant"):
+            scales = 1 / BLOCK + 4 / (BLOCK * OUTER)
+            return Quantized(named, 0.5, scales, f"0.5 + 1/{BLOCK} + 4/({BLOCK} x {OUTER})", splits)
+        return Quantized(named, 0.5, 4 / BLOCK, f"0.5 + 4/{BLOCK}", splits)
     if named == "mxfp4":  # https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf: blocks of 32
         return Quantized(named, 0.5, 1 / 32, "0.5 + 1/32", splits=False)
-    bits, group = _bits(config, named), config.get("group_size", 128)
+    bits, group = config.get("bits"), config.get("group_size", 128)
+    bits = bits if isinstance(bits, int) and 2 <= bits <= 8 else 4
     group = group if isinstance(group, int) and group > 0 else hidden
-    if bits == 8:
-        scaled = _fp8_block(config) if named == "fp8" else hidden
+    if named == "torchao":
+        bits = 4 if "int4" in json.dumps(config.get("quant_type"), default=str).lower() else 8
+    if bits == 8 or named in ("bitsandbytes", "fp8", "fbgemm_fp8"):
+        block, scaled = config.get("weight_block_size"), FP8_BLOCK if named == "fp8" else hidden
+        whole = isinstance(block, list) and len(block) == 2 and all(isinstance(side, int) and side > 0 for side in block)
+        scaled = int(block[0] * block[1]) if named == "fp8" and whole else scaled  # type: ignore[index]
         return Quantized(named, 1.0, 4 / scaled, f"1 + 4/{scaled}", splits=named in ("fp8", "fbgemm_fp8", "torchao"))
     # A scale of 2 bytes and a zero point of as many bits as a weight for each group.
     return Quantized(named, bits / 8, (2 + bits / 8) / group, f"{bits}/8 + (2 + {bits}/8)/{group}", splits=False)
-
-
-def _four_bits(config: Mapping[str, Any]) -> Quantized:
-    splits = str(config.get("bnb_4bit_quant_storage", "uint8")) != "uint8"
-    if config.get("bnb_4bit_use_double_quant"):
-        scales = 1 / BLOCK + 4 / (BLOCK * OUTER)
-        return Quantized("bitsandbytes", 0.5, scales, f"0.5 + 1/{BLOCK} + 4/({BLOCK} x {OUTER})", splits)
-    return Quantized("bitsandbytes", 0.5, 4 / BLOCK, f"0.5 + 4/{BLOCK}", splits)
-
-
-def _fp8_block(config: Mapping[str, Any]) -> int:
-    block = config.get("weight_block_size")
-    if isinstance(block, list) and len(block) == 2 and all(isinstance(side, int) and side > 0 for side in block):
-        return int(block[0] * block[1])
-    return FP8_BLOCK
-
-
-def _bits(config: Mapping[str, Any], named: str) -> int:
-    if named == "torchao":
-        return 4 if "int4" in json.dumps(config.get("quant_type"), default=str).lower() else 8
-    if named in ("bitsandbytes", "fp8", "fbgemm_fp8"):
-        return 8
-    bits = config.get("bits")
-    return bits if isinstance(bits, int) and 2 <= bits <= 8 else 4

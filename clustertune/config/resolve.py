@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config import architecture as arch
-from clustertune.config import checks, deepspeed, derive, kernels, megatron, quantization, strategy
+from clustertune.config import checks, deepspeed, kernels, megatron, quantization
 from clustertune.config import distribution as distributions
 from clustertune.config.distribution import mixed_precision, recomputed_layers
 from clustertune.config.findings import Found
 from clustertune.config.load import COMMAND_LINE, DESCRIPTION, Layer, Layers, base_folder, find_folder, read_layers, same_model
+from clustertune.config.native_rules import DEFAULT_MICRO_BATCH, show_value, usable
 from clustertune.config.parameters import adapted_experts, expert_parameters, parameter_count
 from clustertune.config.resolved import Derived, Resolved, is_there
 from clustertune.config.schema import NAME, ActivationCheckpointing, Megatron, Recipe, read_section
@@ -25,6 +27,11 @@ from clustertune.errors import Problem, UserError, collect_problems
 
 MAX_RANKS = 10**6
 _SAVING = ("save_strategy", "save_steps")
+_MESH = ("accelerate", "parallelism_config")
+_SECTION = "activation_checkpointing"
+_ALIASES = (_SECTION, "gradient_checkpointing")
+"""The key of ``train``, which is also a section of the recipe, and its deprecated name."""
+_FEW = "the gradients of adapters are few: to sum them in float32 costs next to nothing"
 
 
 def resolve(recipe: str | Path, overrides: Sequence[str] = (), *, tiny: bool = False, ranks: int | None = None) -> Resolved:
@@ -40,22 +47,52 @@ def resolve(recipe: str | Path, overrides: Sequence[str] = (), *, tiny: bool = F
     layers, problems = read_layers(folder, shown, overrides)
     work = _Work(layers, tiny, ranks, problems)
     work.read_files()
-    if layers.recipe_read:
+    if layers.layers:  # recipe.yaml itself could be read
         work.check()
     if work.problems:
-        raise UserError(_once(work.problems))
+        raise UserError(dict.fromkeys(work.problems))  # each once, in the order found
     return work.result()
 
 
 def asked_size(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, int]:
     """``slurm.nodes`` and ``slurm.gpus_per_node`` of a recipe, 1 for what cannot be one; :func:`resolve` says what is wrong."""
     layers, _ = read_layers(*find_folder(recipe), overrides)
-    return derive.size(layers.merged()[0])
+    return _size(layers.merged()[0])
 
 
-def _once(problems: list[Problem]) -> list[Problem]:
-    """Each problem once, in the order found."""
-    return list(dict.fromkeys(problems))
+def _size(values: Mapping[str, Any]) -> dict[str, int]:
+    slurm = values.get("slurm")
+    slurm = slurm if isinstance(slurm, dict) else {}
+    return {f"slurm.{key}": min(usable(slurm.get(key), 1), 10_000) for key in ("nodes", "gpus_per_node")}
+
+
+def accumulation(train: Mapping[str, Any], world: int, dp: int) -> tuple[Derived | None, list[Found]]:
+    """``gradient_accumulation_steps`` = global batch / (micro batch x data-parallel ranks), or what would divide."""
+    path = ("train", "global_batch_size")
+    batch = train.get("global_batch_size")
+    if batch is None:
+        fix = "write how many sequences one optimizer step takes over all ranks, such as 32"
+        return None, [(path, "missing", fix)]
+    if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= 10**7:
+        text = f"{show_value(batch)} is not a whole number from 1"
+        return None, [(path, text, "write how many sequences one step takes")]
+    micro = int(train.get("per_device_train_batch_size") or DEFAULT_MICRO_BATCH)
+    per_pass = micro * dp
+    if batch % per_pass == 0:
+        reason = f"global batch {batch} / (micro batch {micro} x {dp} data-parallel ranks)"
+        return Derived("train.gradient_accumulation_steps", batch // per_pass, reason), []
+    below, above = batch // per_pass * per_pass, (batch // per_pass + 1) * per_pass
+    batches = " or ".join(str(size) for size in (below, above) if size)
+    shared = max(1, world // dp)
+    fitting = [ranks * shared for ranks in range(1, min(batch // micro, 10**5) + 1) if batch % (micro * ranks) == 0]
+    near = [ranks for ranks in fitting if ranks < world][-1:] + [ranks for ranks in fitting if ranks > world][:1]
+    fix = f"write {batches}"
+    if near:
+        fix += f", or use {' or '.join(map(str, near))} ranks"
+    elif batch % micro:
+        fix += f", or a per_device_train_batch_size that divides {batch}"
+    text = f"{batch} is not a multiple of {per_pass} = per_device_train_batch_size {micro} x {dp} data-parallel ranks"
+    return None, [(path, text, fix)]
 
 
 @dataclass
@@ -107,18 +144,16 @@ class _Work:
         self.megatron = read_section(Megatron, self.values.get("megatron"))
         self._read_distribution(folder, shown)
         with collect_problems(self.problems):
-            own = (folder / DESCRIPTION).is_file()
-            origin = None if own else same_model(folder, self.values.get("model"))
-            file = (f"{shown}/{DESCRIPTION}", folder) if origin is None else (f"{origin.name}/{DESCRIPTION}", origin)
-            self.architecture = arch.read_architecture(file[1] / DESCRIPTION, file[0])
+            origin = None if (folder / DESCRIPTION).is_file() else same_model(folder, self.values.get("model"))
+            named = f"{shown if origin is None else origin.name}/{DESCRIPTION}"
+            self.architecture = arch.read_architecture((origin or folder) / DESCRIPTION, named)
         model = self.values.get("model")
         template = model.get("chat_template") if isinstance(model, dict) else None
         if isinstance(template, str) and _is_file_name(template):
             with collect_problems(self.problems):
-                shared = base_folder(folder) / template
-                own = (folder / template).is_file() or not shared.is_file()
-                origin = folder / template if own else shared
-                self.chat_template = read_text(origin, f"{shown}/{template}" if own else str(origin))
+                own, shared = folder / template, base_folder(folder) / template
+                is_shared = shared.is_file() and not own.is_file()
+                self.chat_template = read_text(shared, str(shared)) if is_shared else read_text(own, f"{shown}/{template}")
 
     def _read_distribution(self, folder: Path, shown: str) -> None:
         """The accelerate file and DeepSpeed's, with what the command line lays over them."""
@@ -149,8 +184,10 @@ class _Work:
         kind = str(self.architecture["model_type"]) if self.architecture else None
         if self.accelerate and (self.accelerate.data or self.megatron is None):
             self.report(acc.find_problems(self.accelerate.data, self.layers.folder, kind))
-        self.world, reason = derive.world_size(self.values, self.ranks)
-        self.derived.append(Derived("world_size", self.world, reason))
+        nodes, gpus = _size(self.values).values()
+        self.world = nodes * gpus if self.ranks is None else self.ranks
+        counted = f"slurm.nodes {nodes} x slurm.gpus_per_node {gpus}"
+        self.derived.append(Derived("world_size", self.world, counted if self.ranks is None else "given for this machine"))
         if self.tiny and self.accelerate:
             distribution = self._scale_distribution(self.accelerate)
         self._spread(distribution)
@@ -173,20 +210,58 @@ class _Work:
         return self.accelerate.data if self.accelerate else {}
 
     def _spread(self, distribution: dict[str, Any]) -> None:
-        """The data-parallel ranks, and what FSDP2 shards over where only the other sizes are given."""
-        if self.megatron is not None:
-            self.dp, derived = derive.megatron_parallel(self.megatron, self.world)
-            self.derived.append(derived)
+        """The ranks that read different sequences: all, but for those that share a sequence or a layer."""
+        if (m := self.megatron) is not None:
+            named, self.dp = "tp x pp x cp", megatron.data_parallel(m, self.world)
+            shared = m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
+        else:
+            sizes = acc.parallel_sizes(distribution)
+            named, shared = "tp x cp x sp", math.prod(sizes.get(axis, 1) for axis in ("tp", "cp", "sp"))
+            self.dp = max(1, self.world // shared)
+        reason = f"{self.world} ranks" + (f" / {shared} ({named})" if shared > 1 else "")
+        self.derived.append(Derived("data_parallel_size", self.dp, reason))
+        if self.megatron is None:
+            self.report(self._check_mesh(distribution, sizes, shared))
+            if distribution.get("distributed_type") == "NO" and self.world > 1:
+                fix = "write MULTI_GPU (the whole model on every rank) or FSDP, or use slurm.nodes=1 slurm.gpus_per_node=1"
+                text = f"NO starts one process; there are {self.world} ranks"  # each would train a model of its own
+                self.report([(("accelerate", "distributed_type"), text, fix)])
+
+    def _check_mesh(self, distribution: dict[str, Any], sizes: Mapping[str, int], shared: int) -> Iterator[Found]:
+        """The sizes of the mesh against the ranks; and ``dp_shard`` of FSDP2 where the file gives other sizes and not this one:
+        the ranks that are left to shard over.
+
+        accelerate would take 1 and refuse: the product of its sizes must be the number of ranks (parallelism_config.py:372),
+        and something must be left to shard over (parallelism_config.py:325 and 381: a KeyError or a ValueError of every rank).
+        """
+        world, section, fsdp = self.world, acc.section(distribution, acc.MESH), distribution.get("distributed_type") == "FSDP"
+        stated = fsdp and section.get(acc.SHARD_SIZE) is not None
+        copies, shards = sizes.get("dp_replicate", 1), sizes.get("dp_shard", 1)
+        replicas = 1 if fsdp and not stated else copies * shards
+        needs_shards = world > 1 and ("cp" not in sizes or "dp_replicate" in sizes)
+        if world % shared:
+            yield _MESH, f"tp x cp x sp is {shared}, which does not divide {world} ranks", f"use a multiple of {shared} ranks"
+        elif (replicas > 1 or stated) and replicas * shared != world:
+            fix = f"let dp_replicate x dp_shard x tp x cp x sp be {world}, or leave {acc.SHARD_SIZE} out: it is derived"
+            yield _MESH, f"its sizes make {replicas * shared} ranks; there are {world}", fix
+        elif stated and shards == 1 and needs_shards:
+            fix = f"use smaller sizes, and leave {acc.SHARD_SIZE} out"
+            yield _MESH, f"{acc.SHARD_SIZE} is 1: FSDP has no ranks to shard over", fix
+        elif not fsdp or stated or not section or world == 1 or self.accelerate is None:
             return
-        self.dp, derived, found = derive.data_parallel(distribution, self.world)
-        self.derived.append(derived)
-        shards, more = derive.shard_size(distribution, self.world)
-        self.report([*found, *more, *derive.alone(distribution, self.world)])
-        if shards is not None and self.accelerate is not None:
-            self.derived.append(shards)
+        elif world % (copies * shared):
+            text = f"dp_replicate {copies} x tp x cp x sp is {copies * shared}, which does not divide {world} ranks"
+            yield _MESH, text, f"use a multiple of {copies * shared} ranks"
+        elif world == copies * shared and needs_shards:
+            text = f"its sizes take all {world} ranks: FSDP has none left to shard over"
+            yield _MESH, text, "use smaller sizes or more ranks"
+        else:
+            left, shown = world // (copies * shared), " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+            reason = f"{world} ranks" + (f" / ({shown})" if shown else "")
+            self.derived.append(Derived(f"accelerate.{acc.MESH}.{acc.SHARD_SIZE}", left, reason))
             # The mapping may be the file's own: what is derived from the ranks goes into a copy.
-            section = {**distribution["parallelism_config"], acc.SHARD_SIZE: shards.value}
-            self.accelerate = replace(self.accelerate, data={**distribution, "parallelism_config": section})
+            body = {**distribution, acc.MESH: {**section, acc.SHARD_SIZE: left}}
+            self.accelerate = replace(self.accelerate, data=body)
 
     def _check_beneath_tiny(self) -> None:
         """What is wrong in values that ``--tiny`` is about to replace; whether they divide or fit does not matter then."""
@@ -196,7 +271,7 @@ class _Work:
             self.report(checks.check_native(checks.train_section(self.trainer), given)[1])
             batch = {"global_batch_size": given.get("global_batch_size"), "per_device_train_batch_size": 1}
             if self.complete:
-                self.report(derive.accumulation(batch, 1, 1)[1])
+                self.report(accumulation(batch, 1, 1)[1])
 
     def _lay_tiny(self, distribution: dict[str, Any]) -> None:
         self._check_beneath_tiny()
@@ -228,22 +303,31 @@ class _Work:
             text = f"{length} tokens, the model has {positions} positions (max_position_embeddings)"
             self.report([(("train", "max_length"), text, None)])
         batch = {"global_batch_size": given.get("global_batch_size")}
-        accumulated, more = derive.accumulation(batch | self.train, self.world, self.dp)
+        accumulated, more = accumulation(batch | self.train, self.world, self.dp)
         if self.complete and ("per_device_train_batch_size" in self.train or "per_device_train_batch_size" not in given):
             self.report(more)
-        checkpointing = self._recomputation(distribution)
+        self.derived += [accumulated] if accumulated is not None else []
+        self._recomputation(distribution)
         lora, deep = self.values.get("lora"), self.deepspeed
-        self.report(derive.check_precision(self.train, distribution))
-        self.report(checks.check_quantization(self.train, lora))
+        named, wanted = distribution.get("mixed_precision"), mixed_precision(self.train)
+        if named in ("no", "bf16", False) and (named or "no") != wanted:
+            text = f"{named or 'no'}, while the recipe's train section means {wanted} (TRL's default is bf16)"
+            self.report([(("accelerate", "mixed_precision"), text, "leave it out, or change train.bf16")])
         self.report(kernels.find_problems(self.train, self.architecture, distribution, accelerate_shown))
         if self.megatron is None:
             zeros = distribution.get("distributed_type") == "DEEPSPEED"
             zero = acc.zero_stage(distribution, deep.data if deep else None) if zeros else None
-            self.report(strategy.find_problems(self.train, lora, distribution, self.architecture, zero=zero))
+            self.report(checks.check_strategy(self.train, lora, distribution, self.architecture, zero=zero))
         stated = self.values.get("reduce_dtype")
-        reduced, more = derive.reduce_dtype(stated, self.train, distribution, lora=lora is not None)
-        self.report(more)
-        self.derived += [item for item in (accumulated, checkpointing, reduced) if item is not None]
+        if distribution.get("distributed_type") == "FSDP" and wanted != "no":
+            # accelerate 1.15 takes bfloat16 for all (utils/dataclasses.py:2137).
+            reason = "accelerate's; float32 is exact, and doubles their traffic and what micro batches accumulate"
+            value, reason = ("float32", _FEW) if lora is not None else ("bfloat16", reason)
+            self.derived += [Derived("reduce_dtype", value, reason)] if stated is None else []
+        elif stated is not None:
+            text = f"{stated}, which only FSDP under mixed precision reads: elsewhere gradients are summed in the type that "
+            fix = "leave it out; under DeepSpeed write communication_data_type in its own file"
+            self.report([(("reduce_dtype",), f"{text}they have", fix)])
         if self.megatron is None and (attention := kernels.attention(self.train, self.architecture)):
             self.derived.append(attention)
         if deep is not None and accumulated is not None:
@@ -260,28 +344,82 @@ class _Work:
 
     def _fill_deepspeed(self, document: Document, batch: Any, accumulation: int, *, lora: bool) -> None:
         """DeepSpeed's file against the train section, and what stands in the place of its ``auto``."""
-        described = deepspeed.read(self.train, batch, accumulation, self.world, self.dp, self.architecture, lora=lora)
+        known, world, dp = self.architecture or {}, self.world, self.dp
+        described = deepspeed.RecipeValues(self.train, int(batch), accumulation, world, dp, known, lora)
         self.report(deepspeed.find_problems(document, described))
         if lora and mixed_precision(self.train) != "no" and document.data.get(deepspeed.REDUCED_IN) is None:
             self.deepspeed = document = replace(document, data={**document.data, deepspeed.REDUCED_IN: "fp32"})
             self.deepspeed_overrides = {deepspeed.REDUCED_IN: "fp32", **self.deepspeed_overrides}
-            self.derived.append(Derived(f"deepspeed.{deepspeed.REDUCED_IN}", "fp32", derive.FEW))
+            self.derived.append(Derived(f"deepspeed.{deepspeed.REDUCED_IN}", "fp32", _FEW))
         self.derived += deepspeed.filled(document.data, described)
 
-    def _recomputation(self, distribution: dict[str, Any]) -> Derived:
-        """Which of the model, FSDP, the ratio and Megatron recompute activations."""
-        key = "train.activation_checkpointing"
-        section = read_section(ActivationCheckpointing, self.values.get("activation_checkpointing"))
+    def _recomputation(self, distribution: dict[str, Any]) -> None:
+        """Which of the model, FSDP, the ratio and Megatron recompute activations: one of them alone.
+
+        Both together recompute every layer twice and gather its weights again (huggingface/transformers#30404); TRL's default
+        is true, so that the recipe that says nothing would get both.
+        """
+        section = read_section(ActivationCheckpointing, self.values.get(_SECTION))
+        stated = next((key for key in _ALIASES if self.train.get(key) is not None), None)
+        file, wrapped = self.accelerate_file, acc.recomputes(distribution)
         if self.megatron is not None:
             self.report(self._check_megatron(self.megatron, section.ratio if section else None))
-            return Derived(key, False, "left to megatron.recompute_granularity")
-        if section is None:
-            derived, found = derive.checkpointing(self.train, distribution, self.accelerate_file)
-            self.report(found)
-            return derived
-        self.report(derive.find_problems(section, self.train, distribution, self.accelerate_file))
-        layers = int((self.architecture or {}).get("num_hidden_layers", 1))
-        return Derived(key, bool(recomputed_layers(section.ratio, layers)), derive.reason(section, layers))
+            value, reason = False, "left to megatron.recompute_granularity"
+        elif section is not None:
+            self.report(self._check_section(section, wrapped))
+            layers = int((self.architecture or {}).get("num_hidden_layers", 1))
+            count = len(recomputed_layers(section.ratio, layers))
+            saved = f"; of them {', '.join(section.save)} kept" if section.save else ""
+            value, reason = bool(count), f"{_SECTION}.ratio {section.ratio:g}: {count} of {layers} layers{saved}"
+        elif wrapped:
+            value, reason = False, f"FSDP checkpoints them ({file}); once is enough"
+            if stated is not None and self.train[stated]:
+                text = f"true, and {file} has fsdp_activation_checkpointing: true: activations would be checkpointed twice"
+                self.report([(("train", stated), text, "keep one of the two (FSDP's)")])
+        elif stated is not None:
+            value, reason = bool(self.train[stated]), f"train.{stated}"
+        else:
+            value, reason = True, f"TRL's default; {file} does not checkpoint activations"
+        self.derived.append(Derived(f"train.{_SECTION}", value, reason))
+
+    def _check_section(self, section: ActivationCheckpointing, wrapped: bool) -> Iterator[Found]:
+        """What is wrong with the section, and what else says which layers are recomputed, or what of them is kept: each is a
+        second home. ``wrapped``: the accelerate file says it."""
+        if not section.model_fields_set & {"ratio", "save"}:
+            yield (
+                (_SECTION,),
+                "says neither ratio nor save",
+                f"write {_SECTION}.ratio=1 for all layers, or {_SECTION}.save=[attention]",
+            )
+        saved, save = section.save or [], (_SECTION, "save")
+        if len(set(saved)) < len(saved):
+            yield save, f"[{', '.join(saved)}] names one twice", "name each once"
+        if {"matmul", "every_second_matmul"} <= set(saved):
+            yield save, "matmul keeps every product, every_second_matmul each second one", "keep one of the two"
+        if saved and section.ratio == 0:
+            yield save, "given, and ratio 0 recomputes nothing that could be kept", "leave one of the two out"
+        if "attention" in saved and (self.train.get("model_init_kwargs") or {}).get("attn_implementation") == "eager":
+            text = "attention, and eager attention is not a single operation whose result could be kept"
+            yield save, text, "use attn_implementation: sdpa or flash_attention_2, or leave attention out"
+        key_of_section = "ratio" if "ratio" in section.model_fields_set or not section.save else "save"
+        own, fix = f"{_SECTION}.{key_of_section}", "keep one of the two"
+        for key in _ALIASES:
+            if self.train.get(key) is not None:
+                text = f"{self.train[key]}, and {own} says which layers are recomputed: that is given twice"
+                yield ("train", key), text, fix
+            named = ("train", f"{key}_kwargs")
+            arguments = given if isinstance(given := self.train.get(named[1]), dict) else {}
+            if "every_n_layers" in arguments:
+                yield (*named, "every_n_layers"), f"{own} says which layers are recomputed: that is given twice", fix
+            if section.save and arguments.get("selective"):
+                yield (*named, "selective"), f"TRL's name for {_SECTION}.save=[attention], which is given too", fix
+            if section.save and arguments.get("use_reentrant"):
+                text = f"reentrant checkpointing keeps no results, and {_SECTION}.save asks for some"
+                yield (*named, "use_reentrant"), text, "leave it out"
+        if wrapped:
+            text = f"given, and {self.accelerate_file} has fsdp_activation_checkpointing: true, for all layers: given twice"
+            fix = "accelerate.fsdp_config.fsdp_activation_checkpointing=false, or leave the section out"
+            yield (_SECTION, key_of_section), text, fix
 
     def _check_megatron(self, section: Megatron, ratio: float | None) -> Iterator[Found]:
         if self.tiny:
@@ -397,6 +535,6 @@ def _warnings(resolved: Resolved) -> list[str]:
         )
     found += kernels.warnings(resolved.distribution)
     if resolved.recipe.megatron is None:
-        micro_batch = int(resolved.train_args.get("per_device_train_batch_size") or derive.DEFAULT_MICRO_BATCH)
+        micro_batch = int(resolved.train_args.get("per_device_train_batch_size") or DEFAULT_MICRO_BATCH)
         found += kernels.mask_warnings(resolved.train_args, resolved.architecture, micro_batch)
     return found

@@ -256,9 +256,7 @@ class Slurm(Section):
     nodes: Annotated[Positive, Field(le=10_000)] = 1
     gpus_per_node: Annotated[Positive, Field(le=1_000)] = 1
     time: Annotated[
-        str,
-        form(r"(\d+-)?\d{1,3}(:\d{2}){0,2}", "a Slurm time such as 48:00:00 or 2-00:00:00"),
-        AfterValidator(check_time),
+        str, form(r"(\d+-)?\d{1,3}(:\d{2}){0,2}", "a Slurm time such as 48:00:00 or 2-00:00:00"), AfterValidator(check_time)
     ] = "24:00:00"
     """Wall time limit in Slurm's form."""
     stall_seconds: Annotated[Number, Field(ge=1)] | None = None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.config import accelerate_file as acc
+from clustertune.config import deepspeed_keys as ds
 from clustertune.config.load import RECIPES
 from clustertune.config.native_rules import usable
 from clustertune.config.resolved import Derived
@@ -26,7 +27,6 @@ MAX_ACCUMULATION = 2
 MAX_NEW_TOKENS = 32
 RANKS = 2
 """Ranks of a tiny run on one machine without GPUs."""
-_SECTION, _PREFIX = "parallelism_config", "parallelism_config_"
 _AXES = ("tp", "cp", "sp", "dp_replicate")
 """Axes of the mesh beside the one that FSDP splits over; with too few ranks the last goes first."""
 
@@ -42,21 +42,21 @@ def scale_mesh(document: Document, world: int) -> tuple[Document, list[Derived]]
 
     An axis for which there are too few ranks is left out, and that is reported.
     """
-    given = acc.section(document.data, _SECTION)
+    given = acc.section(document.data, acc.MESH)
     sizes = acc.parallel_sizes(document.data)
     if not set(sizes) & set(_AXES):
         return document, []
     axes = _mesh(document.data, world)
     own = {key: value for key, value in given.items() if not key.endswith("_size")}
-    section = {**own, **{f"{_PREFIX}{axis}_size": size for axis, size in axes.items()}} if axes else None
-    body = {key: value for key, value in document.data.items() if key != _SECTION}
+    section = {**own, **{f"{acc.MESH}_{axis}_size": size for axis, size in axes.items()}} if axes else None
+    body = {key: value for key, value in document.data.items() if key != acc.MESH}
     shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     reason = f"{shown}, scaled down to {world} ranks"
     if left := [axis for axis in _AXES if axis in sizes and axis not in axes]:
         reason += f": too few for {' and '.join(left)}"
     value = " x ".join(f"{axis} {size}" for axis, size in axes.items()) or "none"
-    return replace(document, data={**body, _SECTION: section} if section else body), [
-        Derived(f"accelerate.{_SECTION}", value, reason)
+    return replace(document, data={**body, acc.MESH: section} if section else body), [
+        Derived(f"accelerate.{acc.MESH}", value, reason)
     ]
 
 
@@ -65,18 +65,12 @@ def scale_deepspeed(body: Mapping[str, Any]) -> dict[str, Any]:
 
     DeepSpeed compiles its Adam for CPUs for minutes when it is first used, and reads NVMe by libaio alone.
     """
-    zero = body.get("zero_optimization")
-    parts = {name: part for name in ("offload_optimizer", "offload_param") if (part := _offload(zero, name))}
-    if not parts:
+    devices = {part: ds.get(body, f"{ds.ZERO}.{part}.device") for part in ds.OFFLOADS}
+    if not {"cpu", "nvme"} & {device for device in devices.values() if isinstance(device, str)}:
         return {}
-    moved = {name: {"device": "cpu", "nvme_path": None} for name, part in parts.items() if part.get("device") == "nvme"}
+    moved = {part: {"device": "cpu", "nvme_path": None} for part, device in devices.items() if device == "nvme"}
     own = {} if "zero_force_ds_cpu_optimizer" in body else {"zero_force_ds_cpu_optimizer": False}
-    return {**({"zero_optimization": moved} if moved else {}), **own}
-
-
-def _offload(zero: object, name: str) -> Mapping[str, Any]:
-    part = zero.get(name) if isinstance(zero, Mapping) else None
-    return part if isinstance(part, Mapping) and part.get("device") in ("cpu", "nvme") else {}
+    return {**({ds.ZERO: moved} if moved else {}), **own}
 
 
 def _mesh(accelerate: Mapping[str, Any], world: int) -> dict[str, int]:
@@ -115,13 +109,7 @@ def tiny_layer(values: dict[str, Any], folder: Path, data_parallel_size: int) ->
             **{key: None for key in CHOOSING if isinstance(data := values.get("data"), dict) and data.get(key) is not None},
         },
         "train": _train(train, data_parallel_size),
-        "eval": {
-            "tasks": [FIRST_TASK],
-            "max_gen_toks": MAX_NEW_TOKENS,
-            "base": False,
-            "pass_mark": {},
-            "pass_difference": {},
-        },
+        "eval": {"tasks": [FIRST_TASK], "max_gen_toks": MAX_NEW_TOKENS, "base": False, "pass_mark": {}, "pass_difference": {}},
         "expect": {},
         "push": None,
     }

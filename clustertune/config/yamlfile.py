@@ -68,12 +68,8 @@ class _Loader(_Composer, yaml.SafeLoader):
     """PyYAML's safe loader with that composer."""
 
 
-class _CoreLoader(_Loader):
-    """The core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema)."""
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own attribute)
-
-
+_LOADERS: list[Any] = [_Loader]
+"""Loaders to try in turn."""
 try:
     from yaml._yaml import CParser
 
@@ -86,27 +82,25 @@ try:
             SafeConstructor.__init__(self)
             Resolver.__init__(self)
 
-    class _FastCoreLoader(_FastLoader):
-        yaml_implicit_resolvers = _CoreLoader.yaml_implicit_resolvers
-
-    _LOADERS: dict[bool, tuple[Any, ...]] = {True: (_FastCoreLoader, _CoreLoader), False: (_FastLoader, _Loader)}
+    _LOADERS.insert(0, _FastLoader)
 except ImportError:  # PyYAML was built without libyaml
-    _LOADERS = {True: (_CoreLoader,), False: (_Loader,)}
-"""Loaders to try in turn, by whether scalars are those of the core schema."""
+    pass
 
-
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9]+", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
-        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        list("-+.0123456789"),
+_CORE = {
+    "null": (r"~|null|Null|NULL|", "~nN"),
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?[0-9]+", "-+0123456789"),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
     ),
-):
-    _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+}
+"""The core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): form of a scalar, and its first characters."""
+_CORE_RESOLVERS: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+"""As PyYAML's loaders keep them: by the first character, tags and forms."""
+for _tag, (_pattern, _first) in _CORE.items():
+    for _letter in [*_first, *([""] if _tag == "null" else [])]:
+        _CORE_RESOLVERS.setdefault(_letter, []).append((f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$")))
 
 
 def read_yaml(path: Path, shown: str, *, core: bool = True) -> Document:
@@ -197,21 +191,17 @@ def parse_yaml(text: str, shown: str, *, core: bool = True) -> Document:
 
 def _compose(text: str, core: bool) -> yaml.Node | None:
     """The nodes of a text. What libyaml refuses is read again by PyYAML's own scanner: its message names the place better."""
-    *fast, slow = _LOADERS[core]
-    for loader in fast:
+    for make in _LOADERS:
         try:
-            return _nodes(loader(text))
+            loader = make(text)
+            if core:
+                loader.yaml_implicit_resolvers = _CORE_RESOLVERS
+            node: yaml.Node | None = loader.get_single_node()
+            return node
         except (yaml.YAMLError, ValueError, RecursionError):
-            pass
-    return _nodes(slow(text))
-
-
-def _nodes(loader: Any) -> yaml.Node | None:
-    try:
-        node: yaml.Node | None = loader.get_single_node()
-        return node
-    finally:
-        loader.dispose()
+            if make is _LOADERS[-1]:
+                raise
+    raise AssertionError("the last loader returns or raises")
 
 
 def parse_value(text: str) -> Any:

@@ -12,7 +12,7 @@ from clustertune.config import accelerate_file as acc
 from clustertune.config import quantization
 from clustertune.config.distribution import how_to_load, mixed_precision
 from clustertune.config.hardware import load_hardware
-from clustertune.config.values import carries_state
+from clustertune.config.values import model_facts
 from clustertune.doctor import stack_faults
 from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.errors import UserError
@@ -445,7 +445,7 @@ def packed(context: RecipeContext) -> Iterator[Seen]:
     listed = {str(kind) for kind in kinds} if isinstance(kinds, list) else set()
     states = sorted(kind for kind in listed if "attention" not in kind or "linear" in kind)
     model = str(context.resolved.architecture.get("model_type"))
-    if context.args.get("packing") and (states or carries_state(model)):
+    if context.args.get("packing") and (states or model_facts(model)["carries_state"]):
         text = f"train.packing, and {model} has layers with a state" + (f" ({', '.join(states)})" if states else "")
         yield Seen(WARN, text)
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from clustertune.config.cluster import known_clusters
-from clustertune.config.cluster_checks import ABOVE
+from clustertune.config.cluster import ABOVE, known_clusters
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.hardware import HARDWARE, GpuModel, LinkFacts, read_hardware
 from clustertune.config.load import did_you_mean

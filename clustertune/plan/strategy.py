@@ -12,8 +12,8 @@ from typing import Any
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config import kernels, quantization
-from clustertune.config.derive import DEFAULT_MICRO_BATCH
 from clustertune.config.distribution import Distribution
+from clustertune.config.native_rules import DEFAULT_MICRO_BATCH
 from clustertune.config.quantization import Quantized
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, raise_if

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,26 +70,22 @@ NUMA = {0: "0-63,128-191", 1: "64-127,192-255"}
 def test_a_compute_node_tells_its_gpus_and_their_numa_nodes() -> None:
     """Slurm does not say which GPU lies at which socket; the kernel does, where one looks on a compute node."""
     numa = {gpu: gpu // 4 for gpu in range(8)}
-    seen = recorded("22.05", "node2")
-    found = judge(LocalMachine(**{**vars(seen), "gpus": EIGHT, "gpu_numa": numa, "numa_cpus": NUMA}))
+    node = replace(recorded("22.05", "node2"), gpus=EIGHT, gpu_numa=numa, numa_cpus=NUMA)
+    found = judge(node)
     assert found.compute.numa_gpus == ((0, 1, 2, 3), (4, 5, 6, 7)) and found.compute.numa_cpus == tuple(NUMA.values())
-    elsewhere = judge(LocalMachine(**{**vars(seen), "hostname": "ctl", "gpus": EIGHT, "gpu_numa": numa, "numa_cpus": NUMA}))
-    assert elsewhere.compute.numa_gpus == ()
+    assert judge(replace(node, hostname="ctl")).compute.numa_gpus == ()
 
 
-@pytest.mark.parametrize(
-    ("gpus", "numa"),
-    [
+def test_a_numa_map_is_whole_or_none() -> None:
+    """Half of a map binds some ranks and not others; a map of a job's GPUs is not the node's."""
+    seen = recorded("22.05", "node1")
+    for gpus, numa in (
         (EIGHT, dict.fromkeys(range(8), -1)),  # firmware that does not say
         (EIGHT, {gpu: gpu // 4 for gpu in range(7)}),
         ("\n".join(EIGHT.splitlines()[:2]), {0: 1, 1: 1}),  # in a job of two GPUs, which count from 0 there
         ("", {}),
-    ],
-)
-def test_a_numa_map_is_whole_or_none(gpus: str, numa: dict[int, int]) -> None:
-    """Half of a map binds some ranks and not others; a map of a job's GPUs is not the node's."""
-    seen = recorded("22.05", "node1")
-    assert judge(LocalMachine(**{**vars(seen), "gpus": gpus, "gpu_numa": numa, "numa_cpus": NUMA})).compute.numa_gpus == ()
+    ):
+        assert judge(replace(seen, gpus=gpus, gpu_numa=numa, numa_cpus=NUMA)).compute.numa_gpus == ()
 
 
 def test_a_machine_without_slurm() -> None:
@@ -103,45 +100,28 @@ def test_a_machine_without_slurm() -> None:
     assert unknown.compute.gpu is None and "NVIDIA T400 4GB" in unknown.notes[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("gpu:rtx_pro_6000:8(S:0-1)", (8, ["rtx_pro_6000"])),
-        ("gpu:8", (8, [])),
-        ("gpu", (1, [])),
-        ("gpu:h100", (1, ["h100"])),
-        ("gpu:a100:2(S:0),gpu:a100:2(S:1)", (4, ["a100"])),
-        ("gpu:a:1(IDX:0,2),gpu:b:3,shard:16,mps:400", (4, ["a", "b"])),
-        ("(null)", (0, [])),
-        ("", (0, [])),
-        ("license:gpu:3", (0, [])),
-    ],
-)
-def test_gres_is_counted(text: str, expected: tuple[int, list[str]]) -> None:
-    """The forms that slurm.conf and gres.conf lead to."""
-    assert gpus_of(text) == expected
-
-
-def test_values_go_on_to_the_next_key_and_the_first_counts() -> None:
+def test_gres_is_counted_and_fields_are_told_apart() -> None:
+    """The forms that slurm.conf and gres.conf lead to; a value goes on to the next key, and the first of two counts."""
+    known: dict[str, tuple[int, list[str]]] = {
+        "gpu:rtx_pro_6000:8(S:0-1)": (8, ["rtx_pro_6000"]), "gpu:8": (8, []), "gpu": (1, []), "gpu:h100": (1, ["h100"]),
+        "gpu:a100:2(S:0),gpu:a100:2(S:1)": (4, ["a100"]), "gpu:a:1(IDX:0,2),gpu:b:3,shard:16,mps:400": (4, ["a", "b"]),
+        "(null)": (0, []), "": (0, []), "license:gpu:3": (0, []),
+    }  # fmt: skip
+    assert {text: gpus_of(text) for text in known} == known
     found = fields("NodeName=a OS=Linux 6.8 #1 SMP State=IDLE MCS_label=N/A Reason=x State=DOWN NodeName=b")
     assert found == {"NodeName": "a", "OS": "Linux 6.8 #1 SMP", "State": "IDLE", "MCS_label": "N/A", "Reason": "x"}
 
 
 def test_no_default_partition_and_several_types_are_said() -> None:
     """A person must know what was guessed."""
-    nodes = (
-        "NodeName=n1 CPUTot=8 Sockets=1 CoresPerSocket=4 ThreadsPerCore=2 RealMemory=1 Gres=gpu:a:1,gpu:b:1 Partitions=p,q\n"
-    )
-    found = judge(
-        LocalMachine(hostname="n1", nodes=nodes, partitions="PartitionName=p Default=NO\nPartitionName=q Default=NO\n")
-    )
+    shape = "CoresPerSocket=4 ThreadsPerCore=2"
+    nodes = f"NodeName=n1 CPUTot=8 Sockets=1 {shape} RealMemory=1 Gres=gpu:a:1,gpu:b:1 Partitions=p,q\n"
+    partitions = "PartitionName=p Default=NO\nPartitionName=q Default=NO\n"
+    found = judge(LocalMachine(hostname="n1", nodes=nodes, partitions=partitions))
     assert found.slurm and found.slurm.partition == "p" and found.slurm.gres is None
     assert [word in " ".join(found.notes) for word in ("no default partition", "several types", "RealMemory")] == [True] * 3
-    only = judge(
-        LocalMachine(
-            nodes="NodeName=n1 CPUTot=6 Sockets=6 CoresPerSocket=4 ThreadsPerCore=2 Partitions=p", partitions="PartitionName=p"
-        )
-    )
+    nodes = f"NodeName=n1 CPUTot=6 Sockets=6 {shape} Partitions=p"
+    only = judge(LocalMachine(nodes=nodes, partitions="PartitionName=p"))
     assert (only.compute.sockets, only.compute.cores, only.compute.threads) == (1, 6, 6)
 
 
@@ -152,7 +132,7 @@ def test_no_default_partition_and_several_types_are_said() -> None:
 def test_whatever_was_said_is_judged(text: str, where: str) -> None:
     """A release that words things again must not end in a traceback."""
     seen = recorded("22.05", "node1")
-    assert judge(LocalMachine(**{**vars(seen), where: text})).name == "local"
+    assert judge(replace(seen, **{where: text})).name == "local"
 
 
 def test_looking_on_this_machine_raises_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

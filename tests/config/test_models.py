@@ -22,7 +22,8 @@ from tests.recipe_runs import WORDS
 
 CONVERSATIONS = RECIPES / "tiny-oasst2" / "conversations.jsonl"
 LISTED = sorted(read_models())
-PUBLIC = [name for name in known_models() if "/" in name]
+PUBLIC = list({find_model(name).architecture["model_type"]: name for name in known_models() if "/" in name}.values())
+"""One of each family."""
 GEMMA = {
     "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106], "dtype": "bfloat16",
     "text_config": {"model_type": "gemma3_text", "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,

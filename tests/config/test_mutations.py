@@ -60,7 +60,6 @@ def typo(word: str) -> str:
 
 FILES = [f"{recipe}/{file}" for recipe in RECIPES for file in ("recipe.yaml", "accelerate.yaml", "accelerate-fsdp1.yaml")]
 FILES += ["_base/sft-lora.yaml"]
-TYPOS = [(file, path) for file in FILES for path in leaves(read(file))]
 
 
 def options(file: str) -> tuple[str, list[str]]:
@@ -70,37 +69,23 @@ def options(file: str) -> tuple[str, list[str]]:
     return folder, [f"accelerate={name}"] if name.startswith("accelerate") else []
 
 
-@pytest.mark.parametrize(("file", "path"), TYPOS, ids=lambda value: value if isinstance(value, str) else ".".join(value))
-def test_a_typo_in_any_key(file: str, path: tuple[str, ...], recipes: Path, refused: Refuse) -> None:
-    wrong = typo(path[-1])
-    (recipes / file).write_text(yaml.safe_dump(replace(read(file), path, wrong, KEEP), sort_keys=False))
-    folder, overrides = options(file)
-    problems = refused(recipes / folder, overrides)
-    dotted = ".".join((*path[:-1], wrong))
-    named = [problem for problem in problems if problem.key == dotted]
-    assert named, problems
-    assert f"{file.split('/')[1]}:" in named[0].file, named[0].file  # the file, and the line in it
-    if len(path[-1]) > 3 and nearest(wrong, [path[-1]]):
-        assert path[-1] in (named[0].fix or ""), named[0]
+@pytest.mark.parametrize("file", FILES)
+def test_a_typo_in_any_key(file: str, recipes: Path, refused: Refuse) -> None:
+    body, (folder, overrides) = read(file), options(file)
+    for path in leaves(body):
+        wrong = typo(path[-1])
+        (recipes / file).write_text(yaml.safe_dump(replace(body, path, wrong, KEEP), sort_keys=False))
+        problems = refused(recipes / folder, overrides)
+        named = [problem for problem in problems if problem.key == ".".join((*path[:-1], wrong))]
+        assert named, problems
+        assert f"{file.split('/')[1]}:" in named[0].file, named[0].file  # the file, and the line in it
+        if len(path[-1]) > 3 and nearest(wrong, [path[-1]]):
+            assert path[-1] in (named[0].fix or ""), named[0]
 
 
 VALUES: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    0,
-    1.5,
-    float("nan"),
-    float("inf"),
-    "",
-    "x y",
-    "../../etc",
-    [],
-    [1],
-    {},
-    {"a": 1},
-    10**30,
-)
+    None, True, -1, 0, 1.5, float("nan"), float("inf"), "", "x y", "../../etc", [], [1], {}, {"a": 1}, 10**30,
+)  # fmt: skip
 """Of every kind that YAML has; not one of them is right for every key."""
 
 
@@ -135,93 +120,62 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items() for value in values])
-def test_a_wrong_value_is_named(key: str, value: Any, recipes: Path, refused: Refuse) -> None:
-    file = recipes / "tiny-oasst2" / "recipe.yaml"
+@pytest.mark.parametrize("key", BAD)
+def test_a_wrong_value_is_named(key: str, recipes: Path, refused: Refuse) -> None:
     body = read("tiny-oasst2/recipe.yaml")
-    body["train"][key] = value
-    file.write_text(yaml.safe_dump(body, sort_keys=False))
-    problems = refused(recipes / "tiny-oasst2")
-    assert [problem.key for problem in problems] == [f"train.{key}"]
-    assert "recipe.yaml:" in problems[0].file
+    for value in BAD[key]:
+        body["train"][key] = value
+        (recipes / "tiny-oasst2" / "recipe.yaml").write_text(yaml.safe_dump(body, sort_keys=False))
+        problems = refused(recipes / "tiny-oasst2")
+        assert [problem.key for problem in problems] == [f"train.{key}"]
+        assert "recipe.yaml:" in problems[0].file
 
 
 @pytest.mark.parametrize("section", ["model", "data", "train"])
-@pytest.mark.parametrize("value", [None, 3, "x", [], [1], "ABSENT"])
-def test_a_section_that_is_none(section: str, value: Any, recipes: Path, refused: Refuse) -> None:
-    body = replace(read("llama405b-oasst2/recipe.yaml"), (section,), None if value == "ABSENT" else section, value)
-    (recipes / "llama405b-oasst2" / "recipe.yaml").write_text(yaml.safe_dump(body))
+def test_a_section_that_is_none(section: str, recipes: Path, refused: Refuse) -> None:
     for base in (recipes / "_base").glob("*.yaml"):
         base.write_text("slurm: {nodes: 1}\n")
-    assert section in {str(problem.key).split(".")[0] for problem in refused(recipes / "llama405b-oasst2")}
-
-
-SYNTAX = {
-    "tabs": "model:\n\tname: x\n", "open bracket": "model: [\n", "open quote": "model: 'x\n", "two colons": "a: b: c\n",
-    "list": "- model\n", "text": "hello\n", "empty": "", "comment": "# x\n", "twice": "base: a\nbase: b\n",
-    "alias": "a: &x {b: 1}\nc: *x\n", "python": "a: !!python/name:os.system\n", "documents": "a: 1\n---\nb: 1\n",
-    "NUL": "a: \0\n", "indent": "a:\n  b: 1\n c: 2\n", "deep": "a: " + "{b: " * 400 + "1" + "}" * 400,
-    "complex": "? [a]\n: 1\n", "merge": "base: sft-lora\n<<: {a: 1}\n", "large": "a: 1\n" + "# x\n" * 100_000,
-    "directive": "%FOO\n",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("file", ["tiny-oasst2/recipe.yaml", "tiny-oasst2/accelerate.yaml", "_base/sft-lora.yaml"])
-@pytest.mark.parametrize("text", SYNTAX.values(), ids=SYNTAX)
-def test_bad_yaml_in_each_file(file: str, text: str, recipes: Path, refused: Refuse) -> None:
-    (recipes / file).write_text(text)
-    assert any(file in problem.file for problem in refused(recipes / "tiny-oasst2"))
+    for value in (None, 3, "x", [], [1], ...):
+        body = replace(read("llama405b-oasst2/recipe.yaml"), (section,), None if value is ... else section, value)
+        (recipes / "llama405b-oasst2" / "recipe.yaml").write_text(yaml.safe_dump(body))
+        assert section in {str(problem.key).split(".")[0] for problem in refused(recipes / "llama405b-oasst2")}
 
 
 @pytest.mark.parametrize("file", ["recipe.yaml", "accelerate.yaml", "model.json", "../_base/sft-lora.yaml"])
-@pytest.mark.parametrize("how", ["absent", "folder", "binary", "dangling"])
-def test_a_file_that_is_none(file: str, how: str, recipes: Path, refused: Refuse) -> None:
+def test_a_file_that_is_none(file: str, recipes: Path, refused: Refuse) -> None:
+    """tests/config/test_yamlfile.py has the texts that are no YAML."""
     path = recipes / "tiny-oasst2" / file
-    path.unlink()
-    if how == "folder":
-        path.mkdir()
-    elif how == "binary":
-        path.write_bytes(bytes(range(256)))
-    elif how == "dangling":
-        path.symlink_to("nowhere")
-    problems = refused(recipes / "tiny-oasst2")
-    assert any(path.name in problem.file or problem.key == "base" for problem in problems)
+    for content in (None, b"", b"- model\n", b"a: [\n", bytes(range(256)), "link", "folder"):
+        path.unlink(missing_ok=True)
+        if content == "folder":
+            path.mkdir()
+        elif content == "link":
+            path.symlink_to("nowhere")
+        elif content is not None:
+            path.write_bytes(content)  # type: ignore[arg-type]
+        problems = refused(recipes / "tiny-oasst2")
+        assert any(path.name in problem.file or problem.key == "base" for problem in problems), content
 
 
 HOSTILE = [
-    "../x",
-    "/etc/passwd",
-    "a;rm -rf /",
-    "$(id)",
-    "`id`",
-    "a\nb",
-    "-rf",
-    "a b",
-    "\u202ex",
-    "x" * 300,
-    "a/b/c",
-    "\x00",
-    "é",
-    "..",
-]
+    "../x", "/etc/passwd", "a;rm -rf /", "$(id)", "`id`", "a\nb", "-rf", "a b", "\u202ex", "x" * 300, "a/b/c", "\x00", "é",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 @pytest.mark.parametrize("key", ["model.name", "data.name", "base", "accelerate", "model.chat_template"])
-def test_hostile_names(key: str, name: str, recipes: Path, refused: Refuse) -> None:
-    path = tuple(key.split("."))
-    body = read("tiny-oasst2/recipe.yaml")
-    body = replace(body | {"accelerate": "x"}, path, path[-1], name) if path[-1] != "chat_template" else body
-    if path[-1] == "chat_template":
-        body["model"]["chat_template"] = name
-    (recipes / "tiny-oasst2" / "recipe.yaml").write_text(json.dumps(body))
-    assert any(problem.key in {key, None} for problem in refused(recipes / "tiny-oasst2"))
+def test_hostile_names(key: str, recipes: Path, refused: Refuse) -> None:
+    section, _, name = key.rpartition(".")
+    for hostile in HOSTILE:
+        body = read("tiny-oasst2/recipe.yaml")
+        (body[section] if section else body)[name] = hostile
+        (recipes / "tiny-oasst2" / "recipe.yaml").write_text(json.dumps(body))
+        assert any(problem.key in {key, None} for problem in refused(recipes / "tiny-oasst2"))
 
 
-@pytest.mark.parametrize("name", [*HOSTILE, "", "nothing-here"], ids=range(len(HOSTILE) + 2))
-def test_hostile_recipe_arguments(name: str, refused: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_recipe_arguments(refused: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert refused(name)
+    for name in (*HOSTILE, "", "nothing-here"):
+        assert refused(name)
 
 
 HARMLESS = [
@@ -273,17 +227,14 @@ def test_random_damage(file: str, recipes: Path) -> None:
     assert outcomes[False] > 12
 
 
-SECRETS = ["hf_" + "a1B2" * 8, "sk-" + "a1B2" * 8, "ghp_" + "a1B2" * 8]
-
-
-@pytest.mark.parametrize("secret", SECRETS)
 @pytest.mark.parametrize(
     "key", ["train.hub_token", "train.api_key", "model.token", "wandb_api_key", "train.run_name", "data.input"]
 )
-def test_a_secret_is_refused_and_never_shown(key: str, secret: str, refused: Refuse) -> None:
-    problems = refused("tiny-oasst2", [f"{key}={secret}"])
-    assert any(problem.key == key for problem in problems)
-    assert not any(secret in str(problem) for problem in problems)
+def test_a_secret_is_refused_and_never_shown(key: str, refused: Refuse) -> None:
+    for secret in ("hf_" + "a1B2" * 8, "sk-" + "a1B2" * 8, "ghp_" + "a1B2" * 8):
+        problems = refused("tiny-oasst2", [f"{key}={secret}"])
+        assert any(problem.key == key for problem in problems)
+        assert not any(secret in str(problem) for problem in problems)
 
 
 def test_a_plain_secret_under_an_unknown_key_is_not_shown(refused: Refuse) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.derive import megatron_parallel
-from clustertune.config.megatron import find_problems
+from clustertune.config.megatron import data_parallel, find_problems
 from clustertune.config.schema import Megatron
 from tests.megatron.record_verdicts import CASES, MODELS, NAMES, verdict
 
@@ -50,7 +49,7 @@ def test_what_megatron_core_refuses_is_refused_before_the_queue(case: dict[str, 
     if case["refuses"] is not None:
         assert ours(case), case["refuses"]
     else:
-        assert case["data_parallel"] == megatron_parallel(Megatron.model_validate(case["section"]), case["world"])[0]
+        assert case["data_parallel"] == data_parallel(Megatron.model_validate(case["section"]), case["world"])
 
 
 @pytest.mark.parametrize(

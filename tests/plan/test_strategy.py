@@ -169,7 +169,7 @@ def test_fsdp_offload_takes_everything() -> None:
     ],
 )
 def test_a_quantised_base(words: str, weight: float, gather: float, whole: float) -> None:
-    """Block scales count; bitsandbytes' stay whole on every rank. FSDP2 splits no uint8: config/strategy.py refuses that."""
+    """Block scales count; bitsandbytes' stay whole on every rank. FSDP2 splits no uint8: config/checks.py refuses that."""
     found = read(quantized(words))
     assert (found.weight_bytes, found.whole_bytes) == pytest.approx((weight, whole), abs=1e-4)
     check(found, gather_bytes=gather, other_bytes=2)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.config import derive
-from clustertune.config.distribution import Distribution
+from clustertune.config.distribution import Distribution, mixed_precision
 from clustertune.config.resolve import resolve
 from clustertune.data import tokenizer as tokens
 from clustertune.errors import ExitCode, UserError
@@ -197,7 +196,7 @@ def test_one_reader_of_the_precision_says_what_trl_trains_in(bf16: bool | None, 
     if bf16 and fp16:
         return  # transformers refuses both
     made = SFTConfig(output_dir="none", use_cpu=True, report_to="none", **given)
-    assert derive.mixed_precision(given) == ("bf16" if made.bf16 else "fp16" if made.fp16 else "no")
+    assert mixed_precision(given) == ("bf16" if made.bf16 else "fp16" if made.fp16 else "no")
 
 
 def test_recipes_train_in_bfloat16() -> None:
@@ -205,7 +204,7 @@ def test_recipes_train_in_bfloat16() -> None:
     for folder in sorted((REPO / "recipes").glob("*/recipe.yaml")):
         # Those of a laptop are bit for bit over any ranks.
         wanted = "no" if folder.parent.name in ("tiny-oasst2", "tiny-dpo") else "bf16"
-        assert derive.mixed_precision(resolve(folder.parent).train_args) == wanted, folder
+        assert mixed_precision(resolve(folder.parent).train_args) == wanted, folder
 
 
 def test_a_torn_line_of_a_killed_writer_stays_apart(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from clustertune.config.cluster_checks import read_cluster
+from clustertune.config.cluster import read_cluster
 from clustertune.config.distribution import Recompute
 from clustertune.config.parameters import count, lora_parameter_count
 from clustertune.config.yamlfile import Document
