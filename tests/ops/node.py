@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.ops.storage.points import set_immutable
+from clustertune.ops.storage.node import immutable
 from tests.command import REPO, Done
 
 TOOLS = ("unshare", "nsenter", "losetup", "mkfs.xfs", "mergerfs", "exportfs", "blkid", "wipefs")
@@ -42,7 +42,7 @@ ip link set lo up
 
 SERVER = """
 import contextlib, ctypes, io, json, os, sys, tempfile, traceback
-import clustertune.ops.storage.apply, clustertune.ops.storage.judge
+import clustertune.ops.storage.judge, clustertune.ops.storage.plan
 from clustertune.cli import main
 
 def enter(pid):
@@ -210,7 +210,7 @@ class Node:
             for name in names:
                 path = Path(folder, name)
                 if not path.is_symlink():
-                    set_immutable(path, on=False)
+                    immutable(path, make=False)
         shutil.rmtree(self.base)
 
 

@@ -21,12 +21,9 @@ from clustertune.host.credentials import mask_settings
 from clustertune.lock import held
 from clustertune.ops import files as files_room
 from clustertune.ops.nodes import choose_node, is_here, tool
-from clustertune.ops.slurm import applying
-from clustertune.ops.slurm.applying import apply_plan
-from clustertune.ops.slurm.judge import BLOCKING, SlurmSubject, judge
-from clustertune.ops.slurm.node import NodeFacts, PathState
-from clustertune.ops.slurm.planning import SlurmPlan, make_plan
-from clustertune.ops.slurm.reading import entries, losses
+from clustertune.ops.slurm import planning
+from clustertune.ops.slurm.judge import BLOCKING, NodeFacts, PathState, SlurmSubject, judge
+from clustertune.ops.slurm.planning import SlurmPlan, apply_plan, entries, losses, make_plan
 from clustertune.ops.slurm.texts import MUNGE_KEY, Version
 from tests.command import REPO, run
 from tests.ops.slurm_clusters import HEAD, NO_GPU, load, nodes, write
@@ -95,10 +92,7 @@ def test_each_machine_gets_what_its_roles_need(node: str, roles: str, wanted: se
     """The database's file is on the controller alone, and slurm.conf is the same everywhere."""
     made = plan(rno, tmp_path, node, accounting=True)
     assert {item.change.path.rpartition("/")[2] for item in made.files} == wanted, roles
-    assert (
-        made.seen.after["/etc/slurm/slurm.conf"]
-        == plan(rno, tmp_path, NODE, accounting=True).seen.after["/etc/slurm/slurm.conf"]
-    )
+    assert made.after["/etc/slurm/slurm.conf"] == plan(rno, tmp_path, NODE, accounting=True).after["/etc/slurm/slurm.conf"]
 
 
 def test_a_machine_that_only_exports_gets_names_alone(tmp_path: Path) -> None:
@@ -272,9 +266,9 @@ def test_another_machine_is_not_written_to() -> None:
 def test_only_root_writes_on_a_machine(rno: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so at once, together with all else that stands in the way."""
     made = plan(rno, files_room.NODE)
-    monkeypatch.setattr(applying.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(planning.os, "geteuid", lambda: 1000)
     with pytest.raises(UserError) as caught:
-        applying.require_right_to_apply(made, files_room.NODE)
+        planning.require_right_to_apply(made, files_room.NODE)
     assert [(problem.fix or "").split(":")[0] for problem in caught.value.problems][1:] == ["run it as root"]
 
 
@@ -303,10 +297,10 @@ def test_killed_at_any_step_the_next_run_completes(
             raise KeyboardInterrupt
         return put(root, change)
 
-    monkeypatch.setattr(applying, "put", dying)
+    monkeypatch.setattr(planning, "put", dying)
     with pytest.raises(KeyboardInterrupt):
         apply_plan(plan(rno, tmp_path, accounting=True), tmp_path)
-    monkeypatch.setattr(applying, "put", put)
+    monkeypatch.setattr(planning, "put", put)
     apply_plan(plan(rno, tmp_path, accounting=True), tmp_path)
     assert plan(rno, tmp_path, accounting=True).changes == 0
     (tmp_path / "other").mkdir()
@@ -501,7 +495,7 @@ def test_slurm_conf_is_everybodys_to_read_and_nobodys_to_write(mode: int, rno: C
 def test_one_apply_at_a_time(rno: Cluster, tmp_path: Path) -> None:
     """The second says who is at work; the files of two would be made under one name."""
     made = plan(rno, tmp_path)
-    with held(tmp_path / "etc" / f".{applying.LOCK}", "x", shown=tmp_path, fix="x"), pytest.raises(UserError) as caught:
+    with held(tmp_path / "etc" / f".{planning.LOCK}", "x", shown=tmp_path, fix="x"), pytest.raises(UserError) as caught:
         apply_plan(made, tmp_path)
     assert caught.value.code is ExitCode.AGAIN
     apply_plan(made, tmp_path)
@@ -543,7 +537,7 @@ def test_a_queue_elsewhere_is_moved(tmp_path: Path) -> None:
     conf = tmp_path / "root" / CONF
     conf.parent.mkdir(parents=True)
     cluster = load(tmp_path / "c")
-    new = plan(cluster, tmp_path / "root", "head").seen.after["/etc/slurm/slurm.conf"]
+    new = plan(cluster, tmp_path / "root", "head").after["/etc/slurm/slurm.conf"]
     old = new.replace("/var/lib/slurm/slurmctld", "/var/spool/slurm ctld").replace("/var/spool/slurmd", "/var/spool/d")
     conf.write_text("\n".join(line for line in old.splitlines() if ">>>" not in line and "<<<" not in line))
     lines = commands(plan(cluster, tmp_path / "root", "head", adopt=True))

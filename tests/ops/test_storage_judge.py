@@ -12,9 +12,8 @@ import pytest
 from clustertune.check.rule import FAIL, PASS, STORAGE, UNKNOWN, WARN, checks, exit_code
 from clustertune.config.cluster import load_cluster
 from clustertune.ops.storage import judge
-from clustertune.ops.storage.collect import Facts, MountState
 from clustertune.ops.storage.layout import StorageLayout, layout
-from clustertune.ops.storage.points import MountPoint
+from clustertune.ops.storage.node import Facts, MountPoint, MountState
 from tests import tree
 
 TIB = 1 << 40

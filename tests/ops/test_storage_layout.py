@@ -12,7 +12,8 @@ import pytest
 
 from clustertune.config.cluster import load_cluster
 from clustertune.errors import UserError
-from clustertune.ops.storage import etab, plan
+from clustertune.ops.storage import node as storage
+from clustertune.ops.storage import plan
 from clustertune.ops.storage.layout import StorageLayout, layout
 from tests.ops.node import cluster_file, node
 
@@ -294,10 +295,10 @@ def test_exportfs_takes_the_lines(tmp_path: Path) -> None:
         at.python(script, text)
         at.run("exportfs", "-ar")
         etab_text = at.shell("cat /var/lib/nfs/etab")
-        assert list(etab.faults(text.splitlines(), etab_text, {})) == []
-        assert list(etab.others(text.splitlines(), etab_text, {})) == []
-        assert list(etab.faults(text.splitlines(), etab_text.replace("root_squash", "no_root_squash"), {}))
-        assert list(etab.faults(["/absent 10.0.0.0/8(rw,sync)"], etab_text, {})) == [
+        assert list(storage.faults(text.splitlines(), etab_text, {})) == []
+        assert list(storage.others(text.splitlines(), etab_text, {})) == []
+        assert list(storage.faults(text.splitlines(), etab_text.replace("root_squash", "no_root_squash"), {}))
+        assert list(storage.faults(["/absent 10.0.0.0/8(rw,sync)"], etab_text, {})) == [
             ("/absent", "is not exported to 10.0.0.0/8")
         ]
         at.python(script, text.replace("sec=sys", "sec=sys,nonsense"))
@@ -317,10 +318,10 @@ def test_hosts_are_exported_by_their_full_names() -> None:
         at.shell("exportfs -ar")
         code = """
 import json, sys
-from clustertune.ops.storage import etab
-lines, text = [sys.argv[1]], etab.read()
-names = etab.canonical(lines, text, 20)
-print(json.dumps([text, names, *(list(what(lines, text, names)) for what in (etab.faults, etab.others))]))
+from clustertune.ops.storage import node as storage
+lines, text = [sys.argv[1]], storage.read_etab()
+names = storage.canonical(lines, text, 20)
+print(json.dumps([text, names, *(list(what(lines, text, names)) for what in (storage.faults, storage.others))]))
 """
         text, names, faults, others = json.loads(at.python(code, line).out)
         assert "n5.cluster.test(" in text
@@ -344,4 +345,4 @@ def test_whether_the_server_runs(tmp_path: Path, threads: str | None, counted: s
         (tmp_path / name).parent.mkdir(parents=True)
         if text is not None:
             (tmp_path / name).write_text(text)
-    assert plan.serves(tmp_path) is serves
+    assert storage.serves(tmp_path) is serves

@@ -13,7 +13,7 @@ STEPWISE = """
 import os, sys
 from pathlib import Path
 from clustertune.config.cluster import load_cluster
-from clustertune.ops.storage import apply as module
+from clustertune.ops.storage import plan as module
 from clustertune.ops.storage.plan import make_plan
 cluster, fstab, was = load_cluster(sys.argv[1]), Path("/etc/fstab"), Path("/etc/fstab").read_bytes()
 node, died = cluster.nodes[0].name, 0
@@ -71,9 +71,9 @@ def test_only_a_blank_disk_is_formatted_and_only_when_told() -> None:
         assert f"mkfs.xfs {blank}" in left.err
         assert f"{made.base}/b0 is not mounted: {made.base}/d0 is missing" in left.err  # the bare folder must not be bound
         assert made.run("blkid", "-p", blank).code == 2
-        slow = "d._SECONDS = 0.2; d._content = lambda _: time.sleep(99)"
+        slow = "d.DEVICE_SECONDS = 0.2; d._content = lambda _: time.sleep(99)"
         hung = made.python(
-            f"import time; from clustertune.ops.storage import devices as d; {slow}; print(d.look({blank!r}).state)"
+            f"import time; from clustertune.ops.storage import node as d; {slow}; print(d.look_at_device({blank!r}).state)"
         )
         assert hung.out == "silent\n", hung.err
         for device, words in ((other, "holds ext4"), ("/dev/null", "is not a device of this node")):

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from clustertune.config.cluster import load_cluster
 from clustertune.errors import UserError
 from clustertune.ops.files import NODE
-from clustertune.ops.storage.apply import apply
-from clustertune.ops.storage.fstab import elsewhere, entries
 from clustertune.ops.storage.layout import EXPORT_FILE
-from clustertune.ops.storage.plan import make_plan
+from clustertune.ops.storage.node import elsewhere, fstab_entries
+from clustertune.ops.storage.plan import apply, make_plan
 from tests.command import Done
 from tests.ops.node import served
 
@@ -229,7 +228,7 @@ def test_other_names_of_a_device_are_followed_on_the_node_itself(tmp_path: Path)
     link.symlink_to(device)
     cluster = load_cluster(CLUSTER)
     brick = cluster.storage.bricks[0].model_copy(update={"device": f"/dev/../{device}"})
-    lines = entries([(1, f"/dev/../{link} /data xfs")])
+    lines = fstab_entries(f"/dev/../{link} /data xfs".encode())
     assert elsewhere(lines, [], [brick], live=True) == {brick.device: "/data"}
     assert elsewhere(lines, [], [brick], live=False) == {}
 
