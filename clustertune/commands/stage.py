@@ -18,7 +18,7 @@ from clustertune.console import emit_json, say, show_error
 from clustertune.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
-    from clustertune.config.cluster_schema import Cluster, Staging
+    from clustertune.config.cluster_schema import Staging
     from clustertune.config.resolved import Resolved
     from clustertune.staging.worker import Bounds
 
@@ -56,7 +56,7 @@ def stage(
     A bundle is for machines without network. In an allocation every node copies. Existing copies are verified and kept; the
     least recently used are removed to make room.
     """
-    from clustertune.staging.copying import WORKERS
+    from clustertune.staging.copier import WORKERS
     from clustertune.staging.worker import STALL_SECONDS, Bounds
 
     _check_modes(to, verify, clean, eval_data)
@@ -159,7 +159,7 @@ def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds:
     from clustertune.launch import cluster_paths
     from clustertune.rundir import RunDir
     from clustertune.staging import cache, needs
-    from clustertune.staging.tree import Stager
+    from clustertune.staging.cache import Stager
     from clustertune.staging.worker import amount
 
     sources, notes = needs.sources(
@@ -217,27 +217,21 @@ def _clean(cluster: str | None, node_local: bool, dry_run: bool, as_json: bool) 
 
 
 def _collect(
-    resolved: Resolved,
-    overrides: list[str],
-    cluster: str | None,
-    out: Path,
-    rows: Path | None,
-    bounds: Bounds,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
+    resolved: Resolved, overrides: list[str], cluster: str | None, out: Path, rows: Path | None, bounds: Bounds,
+    dry_run: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Everything into one folder."""
-    from clustertune.staging import hub
-    from clustertune.staging.collect import Collector
+    from clustertune.config.cluster import load_cluster
+    from clustertune.staging.collect import Collector, as_words
     from clustertune.staging.worker import amount
 
-    collector = Collector(resolved, _machine(cluster), out, rows, bounds)
+    collector = Collector(resolved, load_cluster(cluster), out, rows, bounds)
     collector.check()
     with secrets.lent(secrets.of_the_hub()):
         parts = collector.plan()
         if dry_run:
             for part in parts:
-                say(hub.as_words(part.as_json()))
+                say(as_words(part.as_json()))
             summary: dict[str, Any] = {"dir": str(out), "notes": collector.notes, "parts": [part.as_json() for part in parts]}
         else:
             summary = collector.go(parts, overrides)
@@ -248,12 +242,6 @@ def _collect(
         say(f"next: clustertune stage --verify {out}, then carry it over and run with staged={out}")
     if as_json:
         emit_json(summary)
-
-
-def _machine(cluster: str | None) -> Cluster:
-    from clustertune.config.cluster import load_cluster
-
-    return load_cluster(cluster)
 
 
 def _verify(folder: Path, recipe: str | None, overrides: list[str], tiny: bool, bounds: Bounds, as_json: bool) -> None:

@@ -10,7 +10,7 @@ import pytest
 from clustertune import manifest
 from clustertune.errors import UserError
 from clustertune.manifest import GIT_SHA1, SHA256
-from clustertune.staging.survey import choose, survey
+from clustertune.staging.copier import choose, survey
 from tests.staging.conftest import MODEL, REVISION, fill, into_hub_cache
 
 INDEX = "model.safetensors.index.json"

@@ -17,8 +17,8 @@ import pytest
 
 from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
-from clustertune.staging import cache, copying, worker
-from clustertune.staging.tree import SourceFolder
+from clustertune.staging import cache, copier, worker
+from clustertune.staging.cache import SourceFolder
 from tests.command import REPO
 from tests.staging.conftest import MIB, MODEL, REVISION, Bench, fill, flip, into_hub_cache, same
 
@@ -85,7 +85,7 @@ def test_what_the_file_system_itself_lost_is_found_by_hashing(
     path = bench.stage(root)
     meta = json.loads((path.parent / manifest.MANIFEST).read_bytes())["meta"]["signs"]
     flip(path / "two.safetensors", 5)
-    monkeypatch.setattr("clustertune.staging.tree.signs", lambda p: tuple(meta[p.relative_to(path.parent).as_posix()]))
+    monkeypatch.setattr("clustertune.staging.cache.signs", lambda p: tuple(meta[p.relative_to(path.parent).as_posix()]))
     bench.stage(root)
     assert same(root, path)
 
@@ -157,7 +157,7 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path, bench: Bench
 @pytest.mark.parametrize("change", ["append", "truncate", "replace"])
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, change: str) -> None:
     """Half of an old file and half of a new one have the right size."""
-    from clustertune.staging.survey import survey
+    from clustertune.staging.copier import survey
 
     root = fill(tmp_path / "source", {"a.bin": 30 * MIB})
     files = survey(root, "data")
@@ -174,7 +174,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, change:
             fill(root, {"a.bin": 30 * MIB}, seed=1)
 
     with pytest.raises(UserError, match="changed while it was copied"):
-        copying.copy_files(root, tmp_path / "out", files, advance=advance, done=lambda _: None, workers=1)
+        copier.copy_files(root, tmp_path / "out", files, advance=advance, done=lambda _: None, workers=1)
 
 
 def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
