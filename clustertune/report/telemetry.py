@@ -1,4 +1,4 @@
-"""Reading ``telemetry/`` of a run folder, which :mod:`clustertune.monitor.store` writes and describes."""
+"""Reading ``telemetry/`` of a run folder, which :mod:`clustertune.monitor.sampler` writes and describes."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from clustertune.config.resolve import resolve
 from clustertune.launch.plan import AttemptPlan, Node
-from clustertune.monitor import machine, nvml
-from clustertune.monitor.store import TelemetryWriter
+from clustertune.monitor import machine
+from clustertune.monitor.sampler import TelemetryWriter
 from clustertune.report.telemetry import FOLDER, TelemetryRow
 from clustertune.rundir import SCHEMA, RunDir
 
@@ -98,7 +98,8 @@ def _sample(folder: Path, index: int, attempt: int, now: float, gpus: int, slow:
             cold = index * gpus + gpu == slow
             figures = [88 + gpu, 61.4, 690 - 4 * gpu, 61 + gpu, 1410 if cold else 1980, 32 if cold else 4, 0, None]
             figures += [700.0 * (300 - ago), 2000, 2000, 41000, 41000]
-            values.append(dict.fromkeys(nvml.COLUMNS) if gpu == lost else dict(zip(nvml.COLUMNS, figures, strict=True)))
+            row = dict(zip(machine.GPU_COLUMNS, figures, strict=True))
+            values.append(dict.fromkeys(row) if gpu == lost else row)
         node = dict(zip(machine.COLUMNS, [0.21, 9.3, 310.5, 91234.5, 1, 2, 3, 4, 5210, 5190, 0.4], strict=True))
         problems = {str(lost): "GPU is lost"} if lost is not None else {}
         writer.add(TelemetryRow(now - ago, attempt, node, tuple(values), problems))

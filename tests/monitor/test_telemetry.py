@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from clustertune.host.probe import Probe
-from clustertune.monitor import machine, nvml, store
+from clustertune.monitor import machine, sampler
 from clustertune.monitor.machine import NodeSampler
-from clustertune.monitor.store import TelemetryWriter
+from clustertune.monitor.sampler import TelemetryWriter
 from clustertune.report import telemetry
 from clustertune.report.telemetry import TelemetryRow
 
@@ -176,9 +176,8 @@ def test_the_kernel_s_counters_by_hand(tmp_path: Path) -> None:
 
 def wide_row(at: float) -> TelemetryRow:
     """As long as rows of a busy node get."""
-    gpu = dict(
-        zip(nvml.COLUMNS, [100, 79.11, 1000, 88, 1980, 72, 0, 0, 1_234_567_890, 61234, 61234, 412345, 412345], strict=True)
-    )
+    figures = [100, 79.11, 1000, 88, 1980, 72, 0, 0, 1_234_567_890, 61234, 61234, 412345, 412345]
+    gpu = dict(zip(machine.GPU_COLUMNS, figures, strict=True))
     node = dict(zip(machine.COLUMNS, [0.123, 123.4, 1234.56, 123456.7, *[12345.6] * 6, 12345.67], strict=True))
     return TelemetryRow(1.7e9 + at, 12, node, (gpu,) * 8)
 
@@ -191,7 +190,7 @@ def test_a_month_of_64_nodes_stays_below_200_mb(tmp_path: Path) -> None:
     for at in range(0, 3 * 86400, 10):
         writer.add(wide_row(at))
     sizes = {path.name: path.stat().st_size for path in tmp_path.glob("node1*")}
-    row = len(store.line(wide_row(month)))
+    row = len(sampler.line(wide_row(month)))
     assert sizes["node1.900s.jsonl"] == pytest.approx(3 * 96 * row, rel=0.02), "nothing of the whole time is thrown away"
     assert sizes["node1.10s.jsonl"] + sizes["node1.10s.old.jsonl"] < 2.1 * 180 * row
     assert sizes["node1.60s.jsonl"] + sizes["node1.60s.old.jsonl"] < 2.1 * 360 * row
@@ -243,4 +242,4 @@ def test_heads_name_the_columns(tmp_path: Path) -> None:
     """A reader of a later release knows what a row of this one holds."""
     TelemetryWriter(tmp_path, "n/../x", {"node": 0})
     head = json.loads((tmp_path / "n-..-x.900s.jsonl").read_text())
-    assert head["schema"] == store.SCHEMA and head["gpu_columns"] == list(nvml.COLUMNS)
+    assert head["schema"] == sampler.SCHEMA and head["gpu_columns"] == list(machine.GPU_COLUMNS)

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from clustertune.errors import ExitCode, UserError
-from clustertune.monitor.store import TelemetryWriter
+from clustertune.monitor.sampler import TelemetryWriter
 from clustertune.report import page as module
 from clustertune.report import plots, telemetry
 from clustertune.report.page import build
