@@ -68,22 +68,12 @@ def _steps(attempt: int, numbers: range, zero: float, slow: int | None) -> Itera
     for step in numbers:
         common = {"time": zero + step, "attempt": attempt, "step": step}
         seconds = 0.98 + 0.1 * draw.random()
-        yield {
-            **common,
-            "event": "step",
-            "loss": 1.1 + math.exp(-step / 60) + 0.05 * draw.random(),
-            "learning_rate": 2e-5 * (1 - step / 1000),
-            "grad_norm": 0.6 + 0.2 * draw.random(),
-            "tokens": step * 49000,
-            "seconds": seconds,
-            "tokens_per_second": 49000 / seconds,
-            "memory_bytes": 61 << 30,
-            "mfu": 0.4 + 0.02 * draw.random(),
-            "hfu": 0.5,
-            **{"data_seconds": 0.004, "forward_backward_seconds": 0.91, "optimizer_seconds": 0.05},
-            **{"padding": 0.021, "imbalance": 1.04},
-            **({"stragglers": {str(slow): 1.31}} if slow is not None else {}),
-        }
+        found = {**common, "event": "step", "loss": 1.1 + math.exp(-step / 60) + 0.05 * draw.random(), "tokens": step * 49000}
+        found |= {"learning_rate": 2e-5 * (1 - step / 1000), "grad_norm": 0.6 + 0.2 * draw.random(), "memory_bytes": 61 << 30}
+        found |= {"seconds": seconds, "tokens_per_second": 49000 / seconds, "mfu": 0.4 + 0.02 * draw.random(), "hfu": 0.5}
+        found |= {"data_seconds": 0.004, "forward_backward_seconds": 0.91, "optimizer_seconds": 0.05}
+        found |= {"padding": 0.021, "imbalance": 1.04}
+        yield found | ({"stragglers": {str(slow): 1.31}} if slow is not None else {})
         if step % 50 == 0:
             yield {**common, "event": "checkpoint", "bytes": 1 << 30, "status": "saved"}
 

@@ -128,16 +128,8 @@ def test_the_page_shows_it_all_and_asks_nothing_of_a_network(folder: Path) -> No
     now = time.time()
     simulated.make(folder, now, slow=11, overrides=("budget.usd=100",))
     html = page.draw(Watcher(folder).look(now), now)
-    for word in (
-        "planned",
-        "Loss",
-        "Throughput",
-        "Gradient norm",
-        "slow: rank 11",
-        "61.4",
-        "attempt 1 ended with exit code 75",
-        "of 100 usd",
-    ):
+    ended = "attempt 1 ended with exit code 75"
+    for word in ("planned", "Loss", "Throughput", "Gradient norm", "slow: rank 11", "61.4", ended, "of 100 usd"):
         assert word in html, word
     assert "<script" not in html and "src=" not in html and 'content="5"' in html
     assert html.count('class="mark save"') == 4 and "<title>(1!)" in html
