@@ -53,17 +53,11 @@ def tiles(status: RunStatus) -> Iterator[tuple[str, str, str]]:
     """The figures that come first: name, value, and what it is held against."""
     cost, rates, budget = status.cost.training, status.cost.rates, status.budget
     planned = status.planned_hours
-    yield (
-        "Step",
-        f"{number(status.step)} of {number(status.steps)}",
-        f"{duration(status.step_s)} a step" if status.step_s else "",
-    )
+    pace = f"{duration(status.step_s)} a step" if status.step_s else ""
+    yield "Step", f"{number(status.step)} of {number(status.steps)}", pace
     if status.planned_step_s and status.step_s:
-        yield (
-            "Against the plan",
-            f"{status.step_s / status.planned_step_s:.2f} x",
-            f"{duration(status.planned_step_s)} a step planned",
-        )
+        pace = f"{duration(status.planned_step_s)} a step planned"
+        yield "Against the plan", f"{status.step_s / status.planned_step_s:.2f} x", pace
     rate = f"{number(round(status.planned_tokens_per_s))} planned" if status.planned_tokens_per_s else ""
     yield "Tokens/s", number(round(status.tokens_per_s) if status.tokens_per_s is not None else None), rate
     if status.mfu is not None:
@@ -101,24 +95,20 @@ def _heat(nodes: tuple[NodeStatus, ...]) -> Iterator[dict[str, Any]]:
             continue
         values = node.row.node
         facts = [f"{number((values.get('cpu') or 0) * 100, 0)} % of the CPUs", f"load {number(values.get('load'), 1)}"]
-        facts.append(
-            f"{number(values.get('memory_gib'), 1)} GiB RAM, {number(values.get('disk_free_gib'), 0)} GiB of disk free"
-        )
+        facts += [
+            f"{number(values.get('memory_gib'), 1)} GiB RAM",
+            f"{number(values.get('disk_free_gib'), 0)} GiB of disk free",
+        ]
         cells = []
         for index, gpu in enumerate(node.row.gpus):
             used, memory, heat = (gpu.get(name) for name in ("utilisation", "memory_gib", "temperature_c"))
             text = f"GPU {index}: {number(used, 0)} %, {number(memory, 1)} GiB, {number(gpu.get('power_w'), 0)} W"
-            cells.append(
-                {
-                    "text": f"{text}, {number(heat, 0)} C, {number(gpu.get('sm_mhz'), 0)} MHz",
-                    "lost": used is None and memory is None,
-                    "used": round(used or 0.0),
-                    "memory": number(memory, 1),
-                    "full": round(100 * (memory or 0.0) / largest) if largest else 0,
-                    "hot": round(100 * min(1.0, (heat or 0.0) / HOTTEST_C)),
-                    "heat": number(heat, 0),
-                }
-            )
+            cells.append({
+                "text": f"{text}, {number(heat, 0)} C, {number(gpu.get('sm_mhz'), 0)} MHz",
+                "lost": used is None and memory is None, "used": round(used or 0.0), "memory": number(memory, 1),
+                "full": round(100 * (memory or 0.0) / largest) if largest else 0,
+                "hot": round(100 * min(1.0, (heat or 0.0) / HOTTEST_C)), "heat": number(heat, 0),
+            })  # fmt: skip
         yield {"name": node.name, "slow": node.stragglers, "cells": cells, "node": ", ".join(facts)}
 
 

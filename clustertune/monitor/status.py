@@ -105,15 +105,12 @@ class RunStatus:
     def as_dict(self) -> dict[str, Any]:
         """The document of ``watch --once --json``."""
         return {
-            **{
-                key: getattr(self, key) for key in ("state", "step", "steps", "tokens_per_s", "mfu", "planned_step_s", "step_s")
-            },
-            "eta_s": self.eta_s,
-            "usd": self.cost.training.usd,
-            "kwh": self.cost.training.kwh,
+            "state": self.state, "step": self.step, "steps": self.steps, "tokens_per_s": self.tokens_per_s, "mfu": self.mfu,
+            "planned_step_s": self.planned_step_s, "step_s": self.step_s, "eta_s": self.eta_s,
+            "usd": self.cost.training.usd, "kwh": self.cost.training.kwh,
             "nodes": [node.as_dict() for node in self.nodes],
             "alerts": [vars(alert) for alert in self.alerts],
-        }
+        }  # fmt: skip
 
     def summary(self, path: Path) -> dict[str, Any]:
         """One run of ``runs --json``."""

@@ -117,7 +117,8 @@ class _Run:
         """Everything that the template shows."""
         run, document, metrics, resolved, stages = self.run, self.document, self.metrics, self.resolved, self.stages
         restarts = [a.start_step for a in metrics.attempts[1:] if a.start_step is not None]
-        torn = metrics.unreadable_lines
+        torn, folder = metrics.unreadable_lines, run.checkpoints
+        present = {f"{folder.name}/{path.name}" for path in folder.iterdir()} if folder.is_dir() else set()
         expect = content.get(resolved, "recipe", "expect")
         return {
             "title": str(content.get(resolved, "name") or run.path.resolve().name),
@@ -142,7 +143,7 @@ class _Run:
             "attempts": content.attempt_rows(metrics),
             "startups": content.startup_rows(metrics),
             "saves": cost.saves_rows(self.saves),
-            "checkpoints": content.checkpoint_rows(metrics, _present(run)),
+            "checkpoints": content.checkpoint_rows(metrics, present),
             "details": [
                 part for part in (
                     ("Recipe", ["key", "value", "from"], content.recipe_rows(resolved)),
@@ -249,12 +250,6 @@ def read_stages(run: RunDir, metrics: Metrics) -> dict[str, dict[str, Any]]:
                 stage["seconds"] = stage["seconds"] or record.get("seconds")
     found.pop(_OWN_STAGE, None)
     return found
-
-
-def _present(run: RunDir) -> set[str]:
-    """The checkpoint folders that are there, relative to the run."""
-    folder = run.checkpoints
-    return {f"{folder.name}/{path.name}" for path in folder.iterdir()} if folder.is_dir() else set()
 
 
 def training_plots(
@@ -596,29 +591,20 @@ def cost_note(cost: Cost) -> str:
         found = f"{cost.rates.usd:g} US dollars for a GPU-hour on demand (ops/prices.yaml, {price.date})"
     by = {"counter": "the GPUs' energy counters", "power samples": "samples of the GPUs' power"}.get(str(cost.energy_from))
     part = "" if cost.all_energy else "; some of it was not measured"
-    energy = (
-        f"energy by {by}, of training and evaluation, without CPUs, network and cooling{part}"
-        if by
-        else "no energy was measured"
-    )
+    energy = f"energy by {by}, of training and evaluation, without CPUs, network and cooling{part}" if by else ""
+    energy = energy or "no energy was measured"
     factor = f"{co2:g} kg CO2 a kWh" if co2 else "no CO2 factor in the cluster file"
     return f"{found}; {energy}; {factor}. Without a GPU each process counts as one. {UNKNOWN}: not known."
 
 
 def point_rows(points: list[dict[str, Any]]) -> list[list[str]]:
     """What a point of each score took; none where no score rose."""
-    return [
-        [
-            p["task"],
-            shown(p["score"]),
-            f"{100 * p['difference']:+.2f}",
-            _hours(p["gpu_hours_per_point"]),
-            _money(p["usd_per_point"]),
-            number(p["kwh_per_point"], 3),
-        ]
-        for p in points
-        if p["gpu_hours_per_point"] is not None
-    ]
+    rows = []
+    for p in points:
+        if p["gpu_hours_per_point"] is not None:
+            spent = [_hours(p["gpu_hours_per_point"]), _money(p["usd_per_point"]), number(p["kwh_per_point"], 3)]
+            rows.append([p["task"], shown(p["score"]), f"{100 * p['difference']:+.2f}", *spent])
+    return rows
 
 
 POINT_COLUMNS = ["task", "score", "#points", "#GPU-hours a point", "#US dollars a point", "#kWh a point"]

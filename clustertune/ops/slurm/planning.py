@@ -183,19 +183,9 @@ def make_plan(
         foreign={} if adopt else lost,
         repeated=[(want.path, *line) for want in own for line in repeated(others[want.path], want.lines)],
     )
+    findings = tuple(in_order(judge(subject)))
     return SlurmPlan(
-        cluster=cluster,
-        node=node,
-        facts=seen,
-        version=version,
-        version_from=version_from,
-        accounting=with_accounting,
-        files=tuple(files),
-        modes=modes,
-        findings=tuple(in_order(judge(subject))),
-        before=texts,
-        after=after,
-        bare=bare,
+        cluster, node, seen, version, version_from, with_accounting, tuple(files), modes, findings, texts, after, bare
     )
 
 
@@ -211,9 +201,8 @@ def _version(cluster: Cluster, facts: NodeFacts) -> tuple[Version | None, str]:
     for answer in facts.versions:
         if (found := parse_version(answer)) is not None:
             return found, "installed here"
-    if cluster.slurm and cluster.slurm.version:
-        return parse_version(cluster.slurm.version), "slurm.version of the cluster file"
-    return None, "unknown"
+    stated = cluster.slurm and cluster.slurm.version
+    return (parse_version(stated), "slurm.version of the cluster file") if stated else (None, "unknown")
 
 
 def _file(

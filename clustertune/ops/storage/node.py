@@ -115,10 +115,13 @@ def collect(wanted: StorageLayout, root: Path, seconds: float, source: str = "")
     disks = {mount.target: mount.source for mount in wanted.mounts if mount.kind == "device"}
     binds = {brick.mount: brick.path for brick in wanted.own if brick.path != brick.mount}
     real = _reals({*wanted.mounted, *disks, *pool, *binds.values()}, root, now, seconds)
-    found = {path: _mount_state(path, now.get(real_path)) for path, real_path in real.items()}
+    found = {path: MountState(path) for path in real}
+    for path, state in found.items():
+        if entry := now.get(real[path]):
+            state.fstype, state.source, state.options = entry.fstype, entry.source, list(entry.options)
     facts.bricks = {brick.mount: found[brick.mount] for brick in wanted.bricks}
     for path, device in disks.items():
-        facts.disks[path] = replace(found[path], as_meant=_same_device(found[path].source, device))
+        facts.disks[path] = replace(found[path], as_meant=_same(found[path].source, device, live=True))
     for mount, path in binds.items():
         if found[path].fstype or path not in disks:
             found[mount].as_meant = _is_bind(now, real[path], real[mount])
@@ -138,21 +141,14 @@ def collect(wanted: StorageLayout, root: Path, seconds: float, source: str = "")
 
 def _reals(paths: Iterable[str], root: Path, now: Mapping[str, MountLine], seconds: float) -> dict[str, str]:
     """Where each path leads. One that is a mount point as it stands is not looked at: what is mounted there may hang."""
-    known = now if root == NODE else {}
-    answers = ask_all({path: partial(_real, root, path) for path in paths if path not in known}, seconds)
-    return {path: (answers[path].found or {}).get("path", path) if path in answers else path for path in paths}
+    works: dict[str, Work] = {path: partial(_real, root, path) for path in paths if root != NODE or path not in now}
+    return {path: path for path in paths} | {
+        path: answer.found["path"] for path, answer in ask_all(works, seconds).items() if answer.found
+    }
 
 
 def _real(root: Path, path: str) -> dict[str, str]:
     return {"path": str(inside(root, path))}
-
-
-def _mount_state(path: str, entry: MountLine | None) -> MountState:
-    return MountState(path, entry.fstype, entry.source, options=list(entry.options)) if entry else MountState(path)
-
-
-def _same_device(one: str, other: str) -> bool:
-    return one == other or (one.startswith("/dev/") and os.path.realpath(one) == os.path.realpath(other))
 
 
 def _is_bind(now: Mapping[str, MountLine], path: str, mount: str) -> bool | None:
@@ -177,7 +173,10 @@ def _first_round(wanted: StorageLayout, facts: Facts, places: list[MountState], 
     works |= {f"folder {path}": partial(_probe_folder, root, path) for path in paths}
     answers = ask_all(works, seconds + 0.5)
     for state in places:
-        _note(state, answers[f"at {state.path}"])
+        answer = answers[f"at {state.path}"]
+        state.silent, state.left = answer.silent, answer.left
+        state.errno = "" if answer.silent or not answer.errno else _outcome(answer)
+        vars(state).update(answer.found or {})
     facts.xattrs = dict((answers["xattrs"].found if "xattrs" in answers else None) or {})
     facts.servers = {address: _outcome(answers[f"to {address}"]) for address in servers}
     for path in paths:
@@ -205,8 +204,12 @@ def _second_round(wanted: StorageLayout, places: list[MountState], root: Path, s
             works[state.path] = partial(_probe_write, root, state.path, folders, gid)
     answers = ask_all(works, seconds)
     for state in places:
-        if state.path in works:
-            _note_write(state, answers[state.path])
+        answer = answers.get(state.path, Answer(found={}))
+        vars(state).update(answer.found or {})
+        if answer.found is None:
+            state.written, state.left = _outcome(answer), state.left or answer.left
+        elif state.written in ("EACCES", "EPERM") and os.geteuid() != 0:
+            state.written = "forbidden"
 
 
 def _writable(wanted: StorageLayout, mount: str) -> list[str]:
@@ -222,30 +225,10 @@ def _writable(wanted: StorageLayout, mount: str) -> list[str]:
     return []
 
 
-# --- answers -----------------------------------------------------------------------------------------------------------
-
-
 def _outcome(answer: Answer) -> str:
     if answer.silent:
         return "silent"
     return errno.errorcode.get(answer.errno, str(answer.errno)) if answer.errno else "ok"
-
-
-def _note(state: MountState, answer: Answer) -> None:
-    state.silent, state.left = answer.silent, answer.left
-    state.errno = "" if answer.silent or not answer.errno else _outcome(answer)
-    for key, value in (answer.found or {}).items():
-        setattr(state, key, value)
-
-
-def _note_write(state: MountState, answer: Answer) -> None:
-    if answer.found is None:
-        state.written, state.left = _outcome(answer), state.left or answer.left
-        return
-    for key, value in answer.found.items():
-        setattr(state, key, value)
-    if state.written in ("EACCES", "EPERM") and os.geteuid() != 0:
-        state.written = "forbidden"
 
 
 def file_changes(
@@ -378,16 +361,11 @@ def _sweep(folder: int) -> None:
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in itertools.islice(entries, _MOST):
             number = entry.name[len(mine) :].partition(".")[0]
-            if entry.name.startswith(mine) and number.isdecimal() and not _runs(number):
-                os.unlink(entry.name, dir_fd=folder)
-
-
-def _runs(number: str) -> bool:
-    """Whether a process of that number is there, and not only waiting to be reaped."""
-    try:
-        return bool(Path(f"/proc/{number}/cmdline").read_bytes())
-    except OSError:
-        return False
+            if entry.name.startswith(mine) and number.isdecimal():
+                # Whether a process of that number is there, and not only waiting to be reaped.
+                process = Path(f"/proc/{number}/cmdline")
+                if not (process.exists() and process.read_bytes()):
+                    os.unlink(entry.name, dir_fd=folder)
 
 
 def _map(fd: int, data: bytes) -> str:
@@ -434,13 +412,13 @@ def look_at_points(points: Iterable[str], root: Path, seconds: float = POINT_SEC
     found = {point: MountPoint(point, "unknown", mounted=point in mounted) for point in points}
     if os.geteuid() != 0:
         points = [point for point in points if point not in mounted]
-    for answer in _each(points, mounted, _seen, seconds):
+    for answer in _each(points, mounted, _look_at, seconds):
         for point, seen in (answer.found or {}).items():
             found[point] = MountPoint(**{**seen, "entries": tuple(seen["entries"]), "mounted": point in mounted})
     return list(found.values())
 
 
-def _seen(points: list[str]) -> dict[str, Any]:
+def _look_at(points: list[str]) -> dict[str, Any]:
     return {point: asdict(_look(point, NODE, Path(os.path.realpath(point)))) for point in points}
 
 
@@ -733,12 +711,12 @@ def elsewhere(
     result: dict[str, str] = {}
     for brick in bricks:
         for source, target in places:
-            if brick.device and brick.path.startswith(target.rstrip("/") + "/") and _same(source, brick.device, live):
+            if brick.device and brick.path.startswith(target.rstrip("/") + "/") and _same(source, brick.device, live=live):
                 result.setdefault(brick.device, target)
     return result
 
 
-def _same(one: str, other: str, live: bool) -> bool:
+def _same(one: str, other: str, *, live: bool) -> bool:
     if one == other:
         return True
     key, _, value = one.partition("=")

@@ -123,17 +123,17 @@ def make_plan(cluster: Cluster, node: str, root: Path, *, force: bool = False) -
         steps = list(_steps(wanted, mounted, changes))
         folders, more = _folders(wanted)
         notes += more + [note for mount in wanted.mounts for note in _other_mount(mount, mounted)]
-    notes += [*_below(seen), *by_hand]
-    return StoragePlan(
-        layout=wanted,
-        root=root,
-        changes=tuple(changes),
-        points=tuple(seen),
-        folders=tuple(folders),
-        steps=tuple(steps),
-        later=() if live else tuple(_later(wanted)),
-        notes=tuple(notes),
-    )
+    for point in seen:
+        if point.mounted and point.entries:
+            names = ", ".join(point.entries[:5])
+            notes.append(
+                f"below the mount at {point.path} lie {names}: written while nothing was mounted there, and hidden now"
+            )
+        if point.mounted and point.kind == "unknown":
+            notes.append(f"what lies below the mount at {point.path} is seen by root only")
+    notes += by_hand
+    later = () if live else tuple(_later(wanted))
+    return StoragePlan(wanted, root, tuple(changes), tuple(seen), tuple(folders), tuple(steps), later, tuple(notes))
 
 
 def _later(wanted: StorageLayout) -> Iterator[str]:
@@ -177,15 +177,6 @@ def look(cluster: Cluster, node: str, root: Path) -> tuple[StorageLayout, list[s
     return layout(cluster, node, elsewhere(lines, mounted, own, live=live)), by_hand
 
 
-def _below(seen: Iterable[MountPoint]) -> Iterator[str]:
-    for point in seen:
-        if point.mounted and point.entries:
-            names = ", ".join(point.entries[:5])
-            yield f"below the mount at {point.path} lie {names}: written while nothing was mounted there, and hidden now"
-        if point.mounted and point.kind == "unknown":
-            yield f"what lies below the mount at {point.path} is seen by root only"
-
-
 def as_lines(plan: StoragePlan) -> Iterator[str]:
     """A plan for a person: the differences, then the commands in their order, then what to know."""
     for change in plan.changes:
@@ -221,8 +212,14 @@ def _steps(wanted: StorageLayout, mounted: list[MountLine], changes: list[Change
         yield StorageStep(("systemctl", "daemon-reload"), "systemd makes its mount units of fstab again")
     local = [mount for mount in wanted.mounts if mount.kind in ("device", "bind") and mount.target not in where]
     yield from (_mount_step(mount) for mount in local)
-    if wanted.exports:
-        yield from _server_steps(wanted, changes[1].needed)
+    if wanted.exports and not serves() and has_systemd():
+        yield StorageStep(("systemctl", "enable", "--now", "nfs-server.service"), "the NFS server does not run")
+    elif wanted.exports and not serves():
+        yield StorageStep(("rpc.nfsd", "8"), "the NFS server does not run, nor systemd, which would start it", by_hand=True)
+    elif wanted.exports:
+        now = read_etab()
+        if changes[1].needed or list(faults(wanted.exports, now, canonical(wanted.exports, now, PROBE_SECONDS))):
+            yield StorageStep(("exportfs", "-ra"), "the server reads the exports again")
     yield from (_mount_step(mount) for mount in wanted.mounts if mount not in local and mount.target not in where)
 
 
@@ -230,18 +227,6 @@ def _mount_step(mount: FstabMount) -> StorageStep:
     # fg,retry=0: the line's own bg would have this command wait for a server that is not up yet.
     extra = ("-o", "fg,retry=0") if mount.kind == "nfs" else ()
     return StorageStep(("mount", *extra, mount.target), f"{mount.source} is not mounted", target=mount.target)
-
-
-def _server_steps(wanted: StorageLayout, changed: bool) -> Iterator[StorageStep]:
-    if not serves():
-        if has_systemd():
-            yield StorageStep(("systemctl", "enable", "--now", "nfs-server.service"), "the NFS server does not run")
-        else:
-            yield StorageStep(("rpc.nfsd", "8"), "the NFS server does not run, nor systemd, which would start it", by_hand=True)
-        return
-    now = read_etab()
-    if changed or list(faults(wanted.exports, now, canonical(wanted.exports, now, PROBE_SECONDS))):
-        yield StorageStep(("exportfs", "-ra"), "the server reads the exports again")
 
 
 def _other_mount(mount: FstabMount, mounted: list[MountLine]) -> Iterator[str]:
@@ -302,10 +287,7 @@ def own_disk(path: str) -> dict[str, bool]:
 
 # Would this fstab boot? systemd's own generator and verifier say so of a text that lies nowhere yet.
 
-GENERATOR = (
-    "/lib/systemd/system-generators/systemd-fstab-generator",
-    "/usr/lib/systemd/system-generators/systemd-fstab-generator",
-)
+GENERATOR = tuple(f"{top}/lib/systemd/system-generators/systemd-fstab-generator" for top in ("", "/usr"))
 GENERATED = Path("/run/systemd/generator")
 CLIENT, SECURITY = "nfs-client.target", "rpc-gssd.service"
 CLIENT_UNITS = {
@@ -378,13 +360,9 @@ def _ask(program: str, analyze: str, text: bytes) -> tuple[set[str], list[str]]:
             target.mkdir()
         fstab = folder / "fstab"
         fstab.write_bytes(text)
-        env = {
-            **{key: value for key, value in os.environ.items() if key in ("PATH", "LANG", "LC_ALL")},
-            "SYSTEMD_FSTAB": str(fstab),
-            "SYSTEMD_SYSROOT_FSTAB": os.devnull,
-            "SYSTEMD_LOG_TARGET": "console",
-            "SYSTEMD_LOG_LEVEL": "info",
-        }
+        env = {key: value for key, value in os.environ.items() if key in ("PATH", "LANG", "LC_ALL")}
+        env |= {"SYSTEMD_FSTAB": str(fstab), "SYSTEMD_SYSROOT_FSTAB": os.devnull}
+        env |= {"SYSTEMD_LOG_TARGET": "console", "SYSTEMD_LOG_LEVEL": "info"}
         output = _run([program, *map(str, places)], env)
         units = {path.name for path in places[0].glob("*.mount")}
         env["SYSTEMD_UNIT_PATH"] = f"{places[0]}:"
