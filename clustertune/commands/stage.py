@@ -85,9 +85,8 @@ def _check_modes(to: Path | None, verify: Path | None, clean: bool, rows: Path |
     if len(modes) > 1:
         raise UserError(f"{' and '.join(modes)} exclude each other", file="command line", fix="give one of them")
     if rows is not None and to is None:
-        raise UserError(
-            "--eval-data is for --to", file="command line", fix="clustertune stage RECIPE --to DIR --eval-data FILE"
-        )
+        fix = "clustertune stage RECIPE --to DIR --eval-data FILE"
+        raise UserError("--eval-data is for --to", file="command line", fix=fix)
 
 
 def _allocation() -> tuple[str, ...]:
@@ -119,15 +118,13 @@ def _on_all_nodes(nodes: tuple[str, ...], cluster: str | None, as_json: bool) ->
     _staging_of(cluster)
     given = [word for word in sys.argv[1:] if word != "--json"]
     command_line = [sys.executable, "-m", "clustertune", *given, "--node-local", "--json"]
-    command = step.in_step(
-        command_line, machine, binds=[Path.cwd()], nodes=len(nodes), cpus=None, gpus=False, environ=os.environ
-    )
+    shape: dict[str, Any] = {"nodes": len(nodes), "cpus": None, "gpus": False}
+    command = step.in_step(command_line, machine, binds=[Path.cwd()], environ=os.environ, **shape)
     command = [word for word in command if word != "--kill-on-bad-exit=1"]  # one that fails leaves the others their copies
     command.insert(1, "--label")
     say(f"on {', '.join(nodes)}")
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=SRUN_SECONDS, check=False
-    )
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    done = subprocess.run(command, stdin=null, stdout=pipe, text=True, timeout=SRUN_SECONDS, check=False)
     found = documents(done.stdout)
     if as_json:
         emit_json({"nodes": [{"node": nodes[at] if at < len(nodes) else str(at), **body} for at, body in found.items()]})
@@ -162,9 +159,8 @@ def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds:
     from clustertune.staging.cache import Stager
     from clustertune.staging.worker import amount
 
-    sources, notes = needs.sources(
-        resolved, RunDir(run_dir or default_run_dir(resolved, cluster_paths.runs(cluster_paths.local_cluster())))
-    )
+    run = RunDir(run_dir or default_run_dir(resolved, cluster_paths.runs(cluster_paths.local_cluster())))
+    sources, notes = needs.sources(resolved, run)
     for note in notes:
         say(f"note: {note}")
     if not sources:

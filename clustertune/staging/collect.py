@@ -96,7 +96,7 @@ class Collector:
             return []
         if model.path:
             name = Path(model.path).name
-            files = self._survey(Path(model.path), "model")
+            files = worker.survey(Path(model.path), "model", self._bounds)
             target = f"{bundle.MODEL}/{name}"
             return [BundlePart("model", model.name, target, Path(model.path), files, revision=model.revision, path=target)]
         return [self._repository("model", model.name, model.revision)]
@@ -111,7 +111,7 @@ class Collector:
         root = needs.snapshot(needs.hub_cache(), plural, name, revision)
         if root.is_dir():
             with contextlib.suppress(UserError):
-                files = self._survey(root, kind)
+                files = worker.survey(root, kind, self._bounds)
                 if kind != "model" or any(file.name.endswith((".safetensors", ".bin")) for file in files):
                     return BundlePart(what, name, target, root, files, revision=revision, path=path)
         names = list_hub_files(kind, name, revision)
@@ -132,12 +132,10 @@ class Collector:
         if source.is_relative_to(folder):  # goes with the recipe
             path = f"{bundle.RECIPES}/{folder.name}/{source.relative_to(folder).as_posix()}"
             return [BundlePart("data", data.name, f"{bundle.RECIPES}/{folder.name}", folder, path=path)]
-        if source.is_file():
-            return [
-                BundlePart("data", data.name, bundle.DATA, source.parent, [_one(source)], path=f"{bundle.DATA}/{source.name}")
-            ]
         target = f"{bundle.DATA}/{source.name}"
-        return [BundlePart("data", data.name, target, source, self._survey(source, "data"), path=target)]
+        if source.is_file():
+            return [BundlePart("data", data.name, bundle.DATA, source.parent, [_one(source)], path=target)]
+        return [BundlePart("data", data.name, target, source, worker.survey(source, "data", self._bounds), path=target)]
 
     def _benchmark(self) -> list[BundlePart]:
         if (path := self._rows) is not None:
@@ -199,21 +197,21 @@ class Collector:
         path = Path(settings.image)
         beside = path.with_name(path.name + ".sha256")
         files = [_one(path), *([_one(beside)] if beside.is_file() else [])]
-        return [
-            BundlePart("container", path.name, bundle.CONTAINER, path.parent, files, path=f"{bundle.CONTAINER}/{path.name}")
-        ]
+        target = f"{bundle.CONTAINER}/{path.name}"
+        return [BundlePart("container", path.name, bundle.CONTAINER, path.parent, files, path=target)]
 
     def _recipe(self) -> list[BundlePart]:
         folder = Path(self._resolved.folder)
-        found = [BundlePart("recipe", folder.name, f"{bundle.RECIPES}/{folder.name}", folder, self._survey(folder, "recipe"))]
+        found = [
+            BundlePart(
+                "recipe", folder.name, f"{bundle.RECIPES}/{folder.name}", folder, worker.survey(folder, "recipe", self._bounds)
+            )
+        ]
         recipe = self._resolved.recipe
         for path in find_elsewhere(folder, recipe.base or (), recipe.model.model_dump()):
             target = f"{bundle.RECIPES}/{path.parent.name}"
             found.append(BundlePart("recipe", f"{path.parent.name}/{path.name}", target, path.parent, [_one(path)]))
         return found
-
-    def _survey(self, root: Path, what: str) -> list[SourceFile]:
-        return worker.survey(root, what, self._bounds)
 
     def go(self, parts: Sequence[BundlePart], overrides: Sequence[str]) -> dict[str, Any]:
         """Fill the folder and seal it; what an earlier try has left whole is kept. Raises UserError."""
@@ -221,7 +219,10 @@ class Collector:
         try:
             self._begin_folder()
             records = self._left_over(parts)
-            self._check_room(parts, records)
+            needed = sum(f.size for part in parts for f in part.files if f"{part.target}/{f.name}" not in records)
+            if needed + SPARE > (free := shutil.disk_usage(self._out).free):
+                text = f"{worker.amount(needed)} are needed, {worker.amount(free)} are free"
+                raise UserError(text, file=str(self._out), fix="free space, or give another --to", code=ExitCode.STORAGE)
             with cache.journal(self._out, records) as add:
                 for part in parts:
                     say(as_words(part.as_json()))
@@ -274,13 +275,6 @@ class Collector:
             return wanted[name].fits(record) if name in wanted else name in loaded
 
         return cache.keep_whole(self._out, self._bounds, fits, lambda name: name in before and f"/{DOWNLOADS}/" not in name)
-
-    def _check_room(self, parts: Sequence[BundlePart], whole: dict[str, FileRecord]) -> None:
-        needed = sum(f.size for part in parts for f in part.files if f"{part.target}/{f.name}" not in whole)
-        free = shutil.disk_usage(self._out).free
-        if needed + SPARE > free:
-            text = f"{worker.amount(needed)} are needed, {worker.amount(free)} are free"
-            raise UserError(text, file=str(self._out), fix="free space, or give another --to", code=ExitCode.STORAGE)
 
     def _collect(self, part: BundlePart, records: dict[str, FileRecord], add: Callable[[str, FileRecord], None]) -> None:
         target = self._out / part.target

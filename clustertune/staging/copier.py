@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.manifest import MANIFEST, XXH3_128, FileRecord, Hasher, hub_record, new_hasher, read_manifest
+from clustertune.manifest import MANIFEST, XXH3_128, FileRecord, hub_record, new_hasher, read_manifest
 from clustertune.process import die_with_parent
 
 # --- what a folder holds, which of its files are needed, and what is known of their content --------------------------
@@ -67,12 +67,13 @@ def survey(root: Path, what: str) -> list[SourceFile]:
         raise UserError(problem, file=str(root), fix="is the storage mounted, and the name right?")
     found = dict(_walk(root))
     names = choose(found, _read_index(found)) if what == "model" else sorted(found)
-    known = _known_digests(root, found)
+    known = read_manifest(root).files if MANIFEST in found else {}
     files, problems = [], []
     for name in names:
         path = found[name]
         state = path.stat()
-        size, digest, algorithm = known.get(name) or _hub_digest(path, state.st_size)
+        record = known.get(name) or hub_record(path)
+        size, digest, algorithm = (record.size, record.digest, record.algorithm) if record else (state.st_size, None, None)
         if size != state.st_size:
             problems.append(Problem(f"{state.st_size} bytes, the folder's manifest says {size}", file=str(path)))
         files.append(SourceFile(name, state.st_size, state.st_mtime_ns, state.st_ctime_ns, digest, algorithm))
@@ -133,19 +134,6 @@ def _read_index(found: Mapping[str, Path]) -> dict[str, list[str]]:
     return indices
 
 
-def _known_digests(root: Path, found: Mapping[str, Path]) -> dict[str, tuple[int, str, str]]:
-    """Size, digest and its kind by name, where the folder was made by this project."""
-    if MANIFEST not in found:
-        return {}
-    records = read_manifest(root).files
-    return {name: (record.size, record.digest, record.algorithm) for name, record in records.items()}
-
-
-def _hub_digest(path: Path, size: int) -> tuple[int, str | None, str | None]:
-    record = hub_record(path)
-    return (size, record.digest, record.algorithm) if record else (size, None, None)
-
-
 # --- copying many files at the speed of the disks: several at once, hashed on the way --------------------------------
 
 
@@ -155,14 +143,6 @@ WORKERS = 8
 BEHIND = 8
 """Blocks after which what was written must have reached the disk: dirty pages stay few, and the last fsync short."""
 _WRITE, _WAIT_WRITE_WAIT = 2, 7  # linux/fs.h: SYNC_FILE_RANGE_WRITE; with WAIT_BEFORE and WAIT_AFTER
-
-
-def hashers(file: SourceFile, record: str) -> dict[str, Hasher]:
-    """What a file is hashed with: the digest that its copy is recorded by first, then the source's own where that is another.
-
-    A copy on a node's disk is recorded by XXH3 beside the source's SHA-256: it is hashed again and again, eight times faster.
-    """
-    return {algorithm: new_hasher(algorithm, file.size) for algorithm in (record, file.algorithm) if algorithm}
 
 
 def write_back(fd: int, offset: int, size: int, *, wait: bool) -> None:
@@ -207,7 +187,10 @@ def copy_files(
 def _copy(
     file: SourceFile, source: Path, target: Path, record: str, advance: Callable[[int], None], stop: threading.Event
 ) -> tuple[str, FileRecord]:
-    hashes, offset = hashers(file, record), 0
+    # What the copy is recorded by first, then the source's own where that is another. A copy on a node's disk is recorded by
+    # XXH3 beside the source's SHA-256: it is hashed again and again, eight times faster.
+    hashes = {algorithm: new_hasher(algorithm, file.size) for algorithm in (record, file.algorithm) if algorithm}
+    offset = 0
     with _named(target), source.open("rb", buffering=0) as src:
         _same(file, src, source)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +203,9 @@ def _copy(
                     raise changed(source)
                 for hasher in hashes.values():
                     hasher.update(block)
-                _write(dst.fileno(), block, offset)
+                done = 0
+                while done < len(block):
+                    done += os.pwrite(dst.fileno(), block[done:], offset + done)
                 write_back(dst.fileno(), offset, len(block), wait=False)
                 offset += len(block)
                 if offset > BEHIND * BLOCK:
@@ -279,12 +264,6 @@ def damaged(path: Path, algorithm: str) -> UserError:
     where = "the name that the Hub gave it" if path.is_symlink() else "the folder's manifest"
     fix = "the file is damaged where it lies: load or make it again"
     return UserError(f"its content differs from {where} ({algorithm})", file=str(path), fix=fix, code=ExitCode.FAILED)
-
-
-def _write(fd: int, view: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done:], offset + done)
 
 
 def hash_files(

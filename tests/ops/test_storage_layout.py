@@ -130,6 +130,8 @@ def test_each_file_system(tmp_path: Path, filesystem: str, fstype: str | None, e
         ({"pool": {"mount": "/pool", "min_free_gb": 200}}, 187 * GIB, None),
         ({"pool": {"mount": "/pool", "min_free_gb": 1}}, 954 << 20, "falls short of 5 GiB"),
         ({"pool": None, "shared": "/a"}, 0, None),
+        # Of a brick of 10 GB, 5 GiB would be half.
+        ({"bricks": [{**TWO[1], "tb": 0.01}]}, 477 << 20, "5 % of the smallest brick"),
     ],
 )
 def test_a_brick_keeps_free_more_than_the_largest_file(
@@ -143,14 +145,6 @@ def test_a_brick_keeps_free_more_than_the_largest_file(
     if found.pool:
         size = next(o for o in found.pool.options if o.startswith("minfreespace=")).partition("=")[2]
         assert int(size[:-1]) * {"G": GIB, "M": 1 << 20}[size[-1]] == free
-
-
-def test_small_bricks_are_not_kept_empty(tmp_path: Path) -> None:
-    """Of a brick of 10 GB, 5 GiB would be half; the note says what then does not fit."""
-    brick = {"node": "two", "path": "/y", "mount": "/b", "filesystem": "xfs", "tb": 0.01}
-    found = made(tmp_path, bricks=[brick])
-    assert found.minfreespace == 477 << 20
-    assert "5 % of the smallest brick" in found.notes[0]
 
 
 def test_addresses_versions_and_clients(tmp_path: Path) -> None:
@@ -298,9 +292,8 @@ def test_exportfs_takes_the_lines(tmp_path: Path) -> None:
         assert list(storage.faults(text.splitlines(), etab_text, {})) == []
         assert list(storage.others(text.splitlines(), etab_text, {})) == []
         assert list(storage.faults(text.splitlines(), etab_text.replace("root_squash", "no_root_squash"), {}))
-        assert list(storage.faults(["/absent 10.0.0.0/8(rw,sync)"], etab_text, {})) == [
-            ("/absent", "is not exported to 10.0.0.0/8")
-        ]
+        absent = list(storage.faults(["/absent 10.0.0.0/8(rw,sync)"], etab_text, {}))
+        assert absent == [("/absent", "is not exported to 10.0.0.0/8")]
         at.python(script, text.replace("sec=sys", "sec=sys,nonsense"))
         done = at.run("exportfs", "-ar")
         assert "nonsense" in done.err
