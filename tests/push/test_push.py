@@ -100,7 +100,7 @@ def test_what_is_refused_before_anything_is_asked(
         ({"url": "http://127.0.0.1:1"}, 75, "no answer of http://127.0.0.1:1"),
     ],
 )
-def test_what_the_hub_answers_is_told(wrong: dict[str, Any], code: int, says: str, push: Push, hub: FakeHub) -> None:
+def test_what_the_hub_answers_is_reported(wrong: dict[str, Any], code: int, says: str, push: Push, hub: FakeHub) -> None:
     token = wrong.pop("token", TOKEN)
     vars(hub).update(wrong)
     done = push("--publish", token=token)

@@ -49,7 +49,7 @@ FORMS = {"r/run.json": forms.RUN, "b.json": forms.BENCH}
 
 @pytest.mark.parametrize("at", range(6))
 @pytest.mark.parametrize("name", FORMS)
-def test_a_document_with_wrong_values_is_told(name: str, at: int, tmp_path: Path) -> None:
+def test_a_document_with_wrong_values_is_named(name: str, at: int, tmp_path: Path) -> None:
     """Every key that is read of it, those of one depth at once, with the wrong value of this number: all are named."""
     form, file, run_body = FORMS[name], tmp_path / name, recorded_run(tmp_path)
     body, path = (run_body, file.parent) if name == "r/run.json" else (document(), file)
