@@ -29,11 +29,11 @@ from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch import binding
 from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.plan import PLAN, AttemptPlan, check_fence
-from clustertune.monitor.nvml import gpu_names
+from clustertune.monitor.machine import gpu_names
 from clustertune.plan.saves import seconds_between_ends
 from clustertune.process import StopFlag, die_with_parent
 from clustertune.report import cost
-from clustertune.report.saves import failures
+from clustertune.report.cost import failures
 from clustertune.rundir import RunDir
 from clustertune.staging import bundle, needs, node, worker
 from clustertune.storage import is_full, storage_cause

@@ -24,8 +24,7 @@ from typing import Any
 from clustertune.config.cluster_schema import Staging
 from clustertune.console import emit_json, say
 from clustertune.manifest import SHA256, hash_file
-from clustertune.staging.cache import open_cache
-from clustertune.staging.tree import SourceFolder, Stager
+from clustertune.staging.cache import SourceFolder, Stager, open_cache
 from clustertune.staging.worker import Bounds
 from tools.merge_bench import evict
 

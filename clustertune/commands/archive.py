@@ -26,7 +26,7 @@ from clustertune.manifest import (
     parse,
     render,
     write_durably,
-)
+)  # fmt: skip
 from clustertune.rundir import RunDir, keep_private
 
 KIND = "archive"
@@ -77,12 +77,13 @@ def archive(
             raise _wrong("--remove: what is kept in memory ends with this command", "name a folder, or leave --remove out")
         with run.lock():
             found, written = _keep(run, destination, merged, checkpoint)
-            if remove and not any(name.split("/")[0] in _RESULTS for name in found.files):
+            kept = any(name.split("/")[0] in _RESULTS for name in found.files)
+            if remove and not kept:
                 raise _wrong(f"--remove: {_NO_RESULT}", "add --checkpoint, or let the run end first")
             if remove:
                 run.run_json.unlink()  # from here on it is not a run
                 shutil.rmtree(run.path)
-        if not any(name.split("/")[0] in _RESULTS for name in found.files):
+        if not kept:
             say(f"warning: {source}: {_NO_RESULT}; add --checkpoint, or let the run end first")
     size = sum(record.size for record in found.files.values())
     if as_json:
@@ -150,9 +151,8 @@ class Destination:
             if mode == "wb":
                 file.flush()
                 os.fsync(file.fileno())
-                os.posix_fadvise(
-                    file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
-                )  # it is read back from the disk, where that can be
+                # It is read back from the disk, where that can be.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if mode == "wb":
             fsync_path(path.parent)
 
@@ -177,9 +177,8 @@ class Destination:
     def names(self) -> set[str]:
         """All files there."""
         if self._fs is None:
-            return {
-                path.relative_to(self._root).as_posix() for path in self._root.rglob("*") if path.is_file() or path.is_symlink()
-            }
+            there = (path for path in self._root.rglob("*") if path.is_file() or path.is_symlink())
+            return {path.relative_to(self._root).as_posix() for path in there}
         with self._reached(""):
             return {str(name).removeprefix(self._path).lstrip("/") for name in self._fs.find(self._path)}
 
@@ -238,9 +237,8 @@ def copy(source: Destination, target: Destination, names: dict[str, FileRecord |
             written += 1
             if target.record(name) != mine:
                 text = "was read back with other content than was written"
-                raise UserError(
-                    text, file=f"{target.shown}/{name}", fix="is the file still being written to, or the storage broken?"
-                )
+                fix = "is the file still being written to, or the storage broken?"
+                raise UserError(text, file=f"{target.shown}/{name}", fix=fix)
         records[name] = mine
     return records, written
 
@@ -251,9 +249,8 @@ def _keep(run: RunDir, target: Destination, merged: bool, checkpoint: bool) -> t
     resolved = run.resolved()
     _demand_apart(target, run)
     if run.stage("train") is None:
-        raise UserError(
-            "its training has not ended", file=str(run.path), fix=f"clustertune run {resolved.name} first, or archive another"
-        )
+        fix = f"clustertune run {resolved.name} first, or archive another"
+        raise UserError("its training has not ended", file=str(run.path), fix=fix)
     chosen = [run.path / name for name in ALWAYS]
     if merged or not run.adapter.exists():  # a full training's result is the model
         chosen.append(run.merged)
@@ -310,9 +307,8 @@ def _restore(source: Destination, run: RunDir) -> tuple[Manifest, int]:
 
 def _demand_apart(destination: Destination, run: RunDir) -> None:
     if destination.meets(run.path):
-        raise UserError(
-            "one of run folder and archive lies inside the other", file=destination.shown, fix="name a place outside of the run"
-        )
+        text = "one of run folder and archive lies inside the other"
+        raise UserError(text, file=destination.shown, fix="name a place outside of the run")
 
 
 def _wrong(text: str, fix: str) -> UserError:

@@ -27,8 +27,7 @@ def show_cluster(
         ),
     ] = None,
     write: Annotated[
-        Path | None,
-        path_option("Draft a cluster file from Slurm and one inspected node; overwrites nothing.", metavar="FILE"),
+        Path | None, path_option("Draft a cluster file from Slurm and one inspected node; overwrites nothing.", metavar="FILE")
     ] = None,
     as_document: AsJson = False,
 ) -> None:

@@ -25,8 +25,7 @@ def add(app: typer.Typer) -> None:
 def push(
     run_dir: Annotated[Path, path_given("A run folder with an adapter.", "RUN")],
     repo: Annotated[
-        str | None,
-        typer.Option(metavar="OWNER/NAME", help="Repository. Default: HF_REPO_ID in .env.", show_default=False),
+        str | None, typer.Option(metavar="OWNER/NAME", help="Repository. Default: HF_REPO_ID in .env.", show_default=False)
     ] = None,
     publish: Annotated[bool, typer.Option("--publish", help="Upload. Without this option nothing leaves the machine.")] = False,
     public: Annotated[bool, typer.Option("--public", help="Make the repository public. Default: private.")] = False,

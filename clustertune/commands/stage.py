@@ -18,7 +18,7 @@ from clustertune.console import emit_json, say, show_error
 from clustertune.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
-    from clustertune.config.cluster_schema import Cluster, Staging
+    from clustertune.config.cluster_schema import Staging
     from clustertune.config.resolved import Resolved
     from clustertune.staging.worker import Bounds
 
@@ -56,7 +56,7 @@ def stage(
     A bundle is for machines without network. In an allocation every node copies. Existing copies are verified and kept; the
     least recently used are removed to make room.
     """
-    from clustertune.staging.copying import WORKERS
+    from clustertune.staging.copier import WORKERS
     from clustertune.staging.worker import STALL_SECONDS, Bounds
 
     _check_modes(to, verify, clean, eval_data)
@@ -85,9 +85,8 @@ def _check_modes(to: Path | None, verify: Path | None, clean: bool, rows: Path |
     if len(modes) > 1:
         raise UserError(f"{' and '.join(modes)} exclude each other", file="command line", fix="give one of them")
     if rows is not None and to is None:
-        raise UserError(
-            "--eval-data is for --to", file="command line", fix="clustertune stage RECIPE --to DIR --eval-data FILE"
-        )
+        fix = "clustertune stage RECIPE --to DIR --eval-data FILE"
+        raise UserError("--eval-data is for --to", file="command line", fix=fix)
 
 
 def _allocation() -> tuple[str, ...]:
@@ -119,15 +118,13 @@ def _on_all_nodes(nodes: tuple[str, ...], cluster: str | None, as_json: bool) ->
     _staging_of(cluster)
     given = [word for word in sys.argv[1:] if word != "--json"]
     command_line = [sys.executable, "-m", "clustertune", *given, "--node-local", "--json"]
-    command = step.in_step(
-        command_line, machine, binds=[Path.cwd()], nodes=len(nodes), cpus=None, gpus=False, environ=os.environ
-    )
+    shape: dict[str, Any] = {"nodes": len(nodes), "cpus": None, "gpus": False}
+    command = step.in_step(command_line, machine, binds=[Path.cwd()], environ=os.environ, **shape)
     command = [word for word in command if word != "--kill-on-bad-exit=1"]  # one that fails leaves the others their copies
     command.insert(1, "--label")
     say(f"on {', '.join(nodes)}")
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=SRUN_SECONDS, check=False
-    )
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    done = subprocess.run(command, stdin=null, stdout=pipe, text=True, timeout=SRUN_SECONDS, check=False)
     found = documents(done.stdout)
     if as_json:
         emit_json({"nodes": [{"node": nodes[at] if at < len(nodes) else str(at), **body} for at, body in found.items()]})
@@ -159,12 +156,11 @@ def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds:
     from clustertune.launch import cluster_paths
     from clustertune.rundir import RunDir
     from clustertune.staging import cache, needs
-    from clustertune.staging.tree import Stager
+    from clustertune.staging.cache import Stager
     from clustertune.staging.worker import amount
 
-    sources, notes = needs.sources(
-        resolved, RunDir(run_dir or default_run_dir(resolved, cluster_paths.runs(cluster_paths.local_cluster())))
-    )
+    run = RunDir(run_dir or default_run_dir(resolved, cluster_paths.runs(cluster_paths.local_cluster())))
+    sources, notes = needs.sources(resolved, run)
     for note in notes:
         say(f"note: {note}")
     if not sources:
@@ -217,27 +213,21 @@ def _clean(cluster: str | None, node_local: bool, dry_run: bool, as_json: bool) 
 
 
 def _collect(
-    resolved: Resolved,
-    overrides: list[str],
-    cluster: str | None,
-    out: Path,
-    rows: Path | None,
-    bounds: Bounds,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
+    resolved: Resolved, overrides: list[str], cluster: str | None, out: Path, rows: Path | None, bounds: Bounds,
+    dry_run: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Everything into one folder."""
-    from clustertune.staging import hub
-    from clustertune.staging.collect import Collector
+    from clustertune.config.cluster import load_cluster
+    from clustertune.staging.collect import Collector, as_words
     from clustertune.staging.worker import amount
 
-    collector = Collector(resolved, _machine(cluster), out, rows, bounds)
+    collector = Collector(resolved, load_cluster(cluster), out, rows, bounds)
     collector.check()
     with secrets.lent(secrets.of_the_hub()):
         parts = collector.plan()
         if dry_run:
             for part in parts:
-                say(hub.as_words(part.as_json()))
+                say(as_words(part.as_json()))
             summary: dict[str, Any] = {"dir": str(out), "notes": collector.notes, "parts": [part.as_json() for part in parts]}
         else:
             summary = collector.go(parts, overrides)
@@ -248,12 +238,6 @@ def _collect(
         say(f"next: clustertune stage --verify {out}, then carry it over and run with staged={out}")
     if as_json:
         emit_json(summary)
-
-
-def _machine(cluster: str | None) -> Cluster:
-    from clustertune.config.cluster import load_cluster
-
-    return load_cluster(cluster)
 
 
 def _verify(folder: Path, recipe: str | None, overrides: list[str], tiny: bool, bounds: Bounds, as_json: bool) -> None:

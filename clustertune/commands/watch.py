@@ -34,7 +34,7 @@ def watch(
     """
     from clustertune.console import emit_json, stderr
     from clustertune.errors import storage_error
-    from clustertune.monitor import openmetrics, page
+    from clustertune.monitor import page
     from clustertune.monitor.status import Watcher
 
     watcher = Watcher(_find(run))
@@ -42,7 +42,7 @@ def watch(
         status = watcher.look()
         if metrics is not None:
             try:
-                openmetrics.write(metrics, status)
+                page.write_openmetrics(metrics, status)
             except OSError as error:
                 raise storage_error(error, "cannot be written", metrics) from None
         if as_json:

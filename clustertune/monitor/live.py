@@ -10,8 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clustertune.monitor import store
-from clustertune.monitor.sampler import is_over, listen_to_parent
+from clustertune.monitor.sampler import append, is_over, listen_to_parent
 from clustertune.report.telemetry import FOLDER
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class Alerts:
         text = json.dumps(body)
         say(f"alert: {alert.kind}: {alert.text}")
         (self.run / FOLDER).mkdir(exist_ok=True)
-        store.append(self.run / FOLDER / "alerts.jsonl", text + "\n")
+        append(self.run / FOLDER / "alerts.jsonl", text + "\n")
         try:
             if self.site.command:
                 command = list(self.site.command)
@@ -64,11 +63,11 @@ class Alerts:
 def write(run: Path, status: RunStatus, site: Monitor) -> None:
     """Write the page, and the metrics file where the site wants one. Raises OSError."""
     from clustertune.manifest import write_durably
-    from clustertune.monitor import openmetrics, page
+    from clustertune.monitor import page
 
     write_durably(run / page.FILE, page.draw(status))
     if site.openmetrics:
-        openmetrics.write(Path(site.openmetrics) / f"clustertune-{status.title}.prom", status)
+        page.write_openmetrics(Path(site.openmetrics) / f"clustertune-{status.title}.prom", status)
 
 
 def refresh(run: Path) -> None:

@@ -1,12 +1,18 @@
-"""``live.html``: the page of a run that trains. One file without scripts, which a browser reads again every few seconds."""
+"""``live.html``: the page of a run that trains. One file without scripts, which a browser reads again every few seconds.
+
+And its figures in OpenMetrics' text format, for node_exporter's textfile collector, which reads the ``*.prom`` of a folder:
+https://github.com/prometheus/OpenMetrics/blob/main/specification/OpenMetrics.md
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from clustertune.manifest import write_durably
+from clustertune.monitor.machine import COLUMNS, GPU_COLUMNS
 from clustertune.monitor.status import NodeStatus, RunStatus
 from clustertune.report.content import UNKNOWN, duration, moment, number, percent, size
 from clustertune.report.cost import WARN_SHARE
@@ -47,17 +53,11 @@ def tiles(status: RunStatus) -> Iterator[tuple[str, str, str]]:
     """The figures that come first: name, value, and what it is held against."""
     cost, rates, budget = status.cost.training, status.cost.rates, status.budget
     planned = status.planned_hours
-    yield (
-        "Step",
-        f"{number(status.step)} of {number(status.steps)}",
-        f"{duration(status.step_s)} a step" if status.step_s else "",
-    )
+    pace = f"{duration(status.step_s)} a step" if status.step_s else ""
+    yield "Step", f"{number(status.step)} of {number(status.steps)}", pace
     if status.planned_step_s and status.step_s:
-        yield (
-            "Against the plan",
-            f"{status.step_s / status.planned_step_s:.2f} x",
-            f"{duration(status.planned_step_s)} a step planned",
-        )
+        pace = f"{duration(status.planned_step_s)} a step planned"
+        yield "Against the plan", f"{status.step_s / status.planned_step_s:.2f} x", pace
     rate = f"{number(round(status.planned_tokens_per_s))} planned" if status.planned_tokens_per_s else ""
     yield "Tokens/s", number(round(status.tokens_per_s) if status.tokens_per_s is not None else None), rate
     if status.mfu is not None:
@@ -95,24 +95,20 @@ def _heat(nodes: tuple[NodeStatus, ...]) -> Iterator[dict[str, Any]]:
             continue
         values = node.row.node
         facts = [f"{number((values.get('cpu') or 0) * 100, 0)} % of the CPUs", f"load {number(values.get('load'), 1)}"]
-        facts.append(
-            f"{number(values.get('memory_gib'), 1)} GiB RAM, {number(values.get('disk_free_gib'), 0)} GiB of disk free"
-        )
+        facts += [
+            f"{number(values.get('memory_gib'), 1)} GiB RAM",
+            f"{number(values.get('disk_free_gib'), 0)} GiB of disk free",
+        ]
         cells = []
         for index, gpu in enumerate(node.row.gpus):
             used, memory, heat = (gpu.get(name) for name in ("utilisation", "memory_gib", "temperature_c"))
             text = f"GPU {index}: {number(used, 0)} %, {number(memory, 1)} GiB, {number(gpu.get('power_w'), 0)} W"
-            cells.append(
-                {
-                    "text": f"{text}, {number(heat, 0)} C, {number(gpu.get('sm_mhz'), 0)} MHz",
-                    "lost": used is None and memory is None,
-                    "used": round(used or 0.0),
-                    "memory": number(memory, 1),
-                    "full": round(100 * (memory or 0.0) / largest) if largest else 0,
-                    "hot": round(100 * min(1.0, (heat or 0.0) / HOTTEST_C)),
-                    "heat": number(heat, 0),
-                }
-            )
+            cells.append({
+                "text": f"{text}, {number(heat, 0)} C, {number(gpu.get('sm_mhz'), 0)} MHz",
+                "lost": used is None and memory is None, "used": round(used or 0.0), "memory": number(memory, 1),
+                "full": round(100 * (memory or 0.0) / largest) if largest else 0,
+                "hot": round(100 * min(1.0, (heat or 0.0) / HOTTEST_C)), "heat": number(heat, 0),
+            })  # fmt: skip
         yield {"name": node.name, "slow": node.stragglers, "cells": cells, "node": ", ".join(facts)}
 
 
@@ -139,3 +135,83 @@ def text(status: RunStatus) -> str:
         lines += [f"    {cell['text']}{'  NOT READABLE' if cell['lost'] else ''}" for cell in line["cells"]]
     lines += [f"  ! {alert.kind}: {alert.text}" for alert in status.alerts]
     return "\n".join(lines)
+
+
+# --- OpenMetrics -----------------------------------------------------------------------------------------------------
+
+
+PREFIX = "clustertune"
+_RUN = {
+    "step": "Optimizer steps taken.", "steps": "Optimizer steps of the whole training.",
+    "step_seconds": "Median seconds of the recent steps.", "planned_step_seconds": "Seconds of a step that the plan predicts.",
+    "tokens_per_second": "Tokens per second over all ranks.", "mfu": "Model FLOPs utilisation, 0 to 1.",
+    "loss": "Training loss, nats per token.", "grad_norm": "Gradient norm before clipping.",
+    "eta_seconds": "Seconds to the last step.",
+    "gpu_seconds": "GPU-seconds of all attempts.", "cost_usd": "US dollars of all attempts.",
+    "energy_kwh": "kWh of all attempts.",
+    "budget_used": "Share of the budget, 0 to 1.", "alerts": "Alerts that hold now.", "training": "1 while ranks train.",
+}  # fmt: skip
+
+
+def _values(status: RunStatus) -> Mapping[str, float | None]:
+    cost, latest = status.cost.training, status.latest
+    return {
+        "step": status.step, "steps": status.steps, "step_seconds": status.step_s,
+        "planned_step_seconds": status.planned_step_s, "tokens_per_second": status.tokens_per_s, "mfu": status.mfu,
+        "loss": latest.get("loss"), "grad_norm": latest.get("grad_norm"),
+        "eta_seconds": status.eta_s, "gpu_seconds": 3600 * (cost.gpu_hours or 0.0), "cost_usd": cost.usd,
+        "energy_kwh": cost.kwh,
+        "budget_used": status.budget_used, "alerts": len(status.alerts), "training": float(status.state == "training"),
+    }  # fmt: skip
+
+
+def _based(column: str, value: float) -> tuple[str, float]:
+    """A column of telemetry in Prometheus' base units, as ``promtool check metrics`` wants them."""
+    if column.endswith("_mb_s"):
+        return column.removesuffix("_mb_s") + "_bytes_per_second", value * 1e6
+    return column + "econds" if column.endswith("_s") else column, value
+
+
+def _samples(status: RunStatus) -> Iterator[tuple[str, str, dict[str, str], float]]:
+    """Name, help, labels and value; those of one name stand together."""
+    run = {"recipe": status.recipe or "", "run": status.title}
+    values = _values(status)
+    for name, help_text in _RUN.items():
+        if (value := values[name]) is not None:
+            yield name, help_text, run, float(value)
+    measured = [(node.name, node.row) for node in status.nodes if node.row]
+    for column in COLUMNS:
+        for host, row in measured:
+            if (value := row.node.get(column)) is not None:
+                name, value = _based(column, value)
+                yield f"node_{name}", f"Telemetry of a node: {column}.", {**run, "node": host}, float(value)
+    for column in GPU_COLUMNS:
+        for host, row in measured:
+            for index, gpu in enumerate(row.gpus):
+                if (value := gpu.get(column)) is not None:
+                    labels = {**run, "node": host, "gpu": str(index)}
+                    name, value = _based(column, value)
+                    yield f"gpu_{name}", f"Telemetry of a GPU: {column}.", labels, float(value)
+
+
+def openmetrics(status: RunStatus) -> str:
+    """The whole file: gauges only, as each shows the present."""
+    lines, before = [], ""
+    for name, help_text, labels, value in _samples(status):
+        full = f"{PREFIX}_{name}"
+        if full != before:
+            lines += [f"# HELP {full} {help_text}", f"# TYPE {full} gauge"]
+            before = full
+        shown = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+        lines.append(f"{full}{{{shown}}} {value:.10g}")
+    return "\n".join([*lines, "# EOF"]) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def write_openmetrics(path: Path, status: RunStatus) -> None:
+    """Write the file whole, readable for the collector's user. Raises OSError."""
+    write_durably(path, openmetrics(status))
+    path.chmod(0o644)

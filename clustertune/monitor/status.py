@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from clustertune.errors import ExitCode
 from clustertune.evaluate import scores
 from clustertune.events import read_object
 from clustertune.launch.plan import OUTCOME, AttemptPlan, read_attempts
-from clustertune.monitor.nvml import SLOWED
+from clustertune.monitor.machine import SLOWED
 from clustertune.report import cost, telemetry
 from clustertune.report.content import get
 from clustertune.report.metrics import Metrics, MetricsReader
@@ -62,112 +62,60 @@ class NodeStatus:
         return {"name": self.name, "gpus": gpus, "stragglers": list(self.stragglers)}
 
 
-@dataclass(frozen=True)
 class RunStatus:
-    """A run at one moment. None: this machine, or this moment, cannot say."""
+    """A run at one moment, from what one look has found. None: this machine, or this moment, cannot say."""
 
-    title: str
-    recipe: str | None
-    state: str
-    """``waiting``, ``training``, ``trained``, ``finished``, ``interrupted``, ``stopped``, ``failed`` or ``lost``."""
-    step: int | None
-    steps: int | None
-    step_s: float | None
-    """Median of the recent steps."""
-    tokens_per_s: float | None
-    mfu: float | None
-    planned_step_s: float | None
-    planned_range: tuple[float, float] | None
-    """Seconds between which the plan expects four of five runs."""
-    planned_tokens_per_s: float | None
-    planned_hours: float | None
-    eta_s: float | None
-    """Seconds to the last step, at the pace of the recent ones with all that came between them."""
-    cost: cost.Cost
-    usd_at_end: float | None
-    budget: Budget | None
-    budget_used: float | None
-    score: float | None
-    nodes: tuple[NodeStatus, ...]
-    alerts: tuple[Alert, ...]
-    metrics: Metrics = field(repr=False)
-    latest: Mapping[str, Any] = field(repr=False)
-    """The last step's event."""
+    def __init__(
+        self, run: RunDir, document: Mapping[str, Any], metrics: Metrics, latest: Mapping[str, Any],
+        measured: Mapping[str, telemetry.NodeTelemetry], now: float,
+    ) -> None:  # fmt: skip
+        """``latest``: the last step's event; ``now``: Unix seconds."""
+        self.run, self.document, self.metrics, self.latest = run, document, metrics, latest
+        self._measured, self._now = measured, now
+        plans, forecast = read_attempts(run.path), document.get("forecast")
+        self.plan: AttemptPlan | None = plans[-1][1] if plans else None
+        self.outcome = read_object(plans[-1][0] / OUTCOME) if plans else {}
+        self.cost = cost.of_run(run.path, document, metrics, measured, now)
+        self.title, self.recipe = run.path.resolve().name, get(document, "recipe", "name")
+        self.state = self._state()
+        """``waiting``, ``training``, ``trained``, ``finished``, ``interrupted``, ``stopped``, ``failed`` or ``lost``."""
+        self.step: int | None = metrics.steps[-1].step if metrics.steps else None
+        self.steps = self._steps()
+        recent = [value for value in metrics.steps[-RECENT:].column("seconds") if value]
+        self.step_s = statistics.median(recent) if recent else None
+        """Median of the recent steps."""
+        self.tokens_per_s, self.mfu = latest.get("tokens_per_second"), latest.get("mfu")
+        reach = get(forecast, "step_s_range")
+        self.planned_range: tuple[float, float] | None = tuple(reach) if reach else None
+        """Seconds between which the plan expects four of five runs."""
+        keys = ("step_s", "tokens_per_s", "hours")
+        self.planned_step_s, self.planned_tokens_per_s, self.planned_hours = (get(forecast, key) for key in keys)
+        self.eta_s = self._eta(self.step, self.steps) if self.state == "training" else None
+        """Seconds to the last step, at the pace of the recent ones with all that came between them."""
+        rate, usd, ranks = self.cost.rates.usd, self.cost.training.usd, self.plan.world_size if self.plan else None
+        more = self.eta_s / 3600 * ranks * rate if self.eta_s and ranks and rate else None
+        self.usd_at_end = usd + more if usd is not None and more is not None else None
+        budget = get(document, "recipe", "recipe", "budget")
+        self.budget = Budget.model_validate(budget) if budget else None
+        self.budget_used = cost.used(self.budget, self.cost) if self.budget else None
+        self.score = self._score()
+        self.nodes = tuple(self._nodes())
+        self.alerts = tuple(self._alerts())
 
     def as_dict(self) -> dict[str, Any]:
         """The document of ``watch --once --json``."""
         return {
-            **{
-                key: getattr(self, key) for key in ("state", "step", "steps", "tokens_per_s", "mfu", "planned_step_s", "step_s")
-            },
-            "eta_s": self.eta_s,
-            "usd": self.cost.training.usd,
-            "kwh": self.cost.training.kwh,
+            "state": self.state, "step": self.step, "steps": self.steps, "tokens_per_s": self.tokens_per_s, "mfu": self.mfu,
+            "planned_step_s": self.planned_step_s, "step_s": self.step_s, "eta_s": self.eta_s,
+            "usd": self.cost.training.usd, "kwh": self.cost.training.kwh,
             "nodes": [node.as_dict() for node in self.nodes],
             "alerts": [vars(alert) for alert in self.alerts],
-        }
+        }  # fmt: skip
 
     def summary(self, path: Path) -> dict[str, Any]:
         """One run of ``runs --json``."""
         head = {"run": str(path), "recipe": self.recipe, "state": self.state, "step": self.step, "steps": self.steps}
         return {**head, "score": self.score, **{key: getattr(self.cost.training, key) for key in ("gpu_hours", "usd", "kwh")}}
-
-
-class Watcher:
-    """Looks at one run again and again; each look reads only what was written since the one before."""
-
-    def __init__(self, path: Path) -> None:
-        self.run = RunDir(path)
-        self._metrics, self._telemetry = MetricsReader(), telemetry.TelemetryReader(path / telemetry.FOLDER)
-
-    def look(self, now: float | None = None) -> RunStatus:
-        """The status now. Raises UserError where the folder is not a run."""
-        moment = time.time() if now is None else now
-        document = self.run.read()
-        with contextlib.suppress(OSError):
-            self._metrics.follow(self.run.metrics)
-        nodes, metrics = self._telemetry.read(), self._metrics.result()
-        return _Look(self.run, document, metrics, self._metrics.latest, nodes, moment).status()
-
-
-@dataclass
-class _Look:
-    """What one look has found."""
-
-    run: RunDir
-    document: Mapping[str, Any]
-    metrics: Metrics
-    latest: Mapping[str, Any]
-    measured: Mapping[str, telemetry.NodeTelemetry]
-    now: float
-
-    def __post_init__(self) -> None:
-        plans = read_attempts(self.run.path)
-        self.plan: AttemptPlan | None = plans[-1][1] if plans else None
-        self.outcome = read_object(plans[-1][0] / OUTCOME) if plans else {}
-        self.cost = cost.of_run(self.run.path, self.document, self.metrics, self.measured, self.now)
-
-    def status(self) -> RunStatus:
-        forecast = self.document.get("forecast")
-        steps, step = self._steps(), self.metrics.steps[-1].step if self.metrics.steps else None
-        recent = [value for value in self.metrics.steps[-RECENT:].column("seconds") if value]
-        state = self._state()
-        eta = self._eta(step, steps) if state == "training" else None
-        rate, reach, usd = self.cost.rates.usd, get(forecast, "step_s_range"), self.cost.training.usd
-        ranks = self.plan.world_size if self.plan else None
-        budget = get(self.document, "recipe", "recipe", "budget")
-        limit = Budget.model_validate(budget) if budget else None
-        more = eta / 3600 * ranks * rate if eta and ranks and rate else None
-        return RunStatus(
-            title=self.run.path.resolve().name, recipe=get(self.document, "recipe", "name"), state=state, step=step,
-            steps=steps,
-            step_s=statistics.median(recent) if recent else None, tokens_per_s=self.latest.get("tokens_per_second"),
-            mfu=self.latest.get("mfu"), planned_step_s=get(forecast, "step_s"), planned_range=tuple(reach) if reach else None,
-            planned_tokens_per_s=get(forecast, "tokens_per_s"), planned_hours=get(forecast, "hours"), eta_s=eta, cost=self.cost,
-            usd_at_end=usd + more if usd is not None and more is not None else None,
-            budget=limit, budget_used=cost.used(limit, self.cost) if limit else None, score=self._score(),
-            nodes=tuple(self._nodes()), alerts=tuple(self._alerts(state, limit)), metrics=self.metrics, latest=self.latest,
-        )  # fmt: skip
 
     def _steps(self) -> int | None:
         """Steps of the whole training, as the first rank counted them, or as the recipe says."""
@@ -185,14 +133,14 @@ class _Look:
         if self.plan is None:
             return "failed" if stages.get("train") == "failed" else "waiting"
         if not self.outcome:
-            seen = max((node.last.time for node in self.measured.values() if node.last), default=0.0)
-            return "lost" if min(self._silence, self.now - seen) > SILENT_SECONDS else "training"
+            seen = max((node.last.time for node in self._measured.values() if node.last), default=0.0)
+            return "lost" if min(self._silence, self._now - seen) > SILENT_SECONDS else "training"
         return _STATES.get(int(self.outcome.get("code", ExitCode.FAILED)), "failed")
 
     @property
     def _silence(self) -> float:
         """Seconds since any rank of the newest attempt wrote a heartbeat."""
-        return self.now - max((attempt.seen for attempt in self.cost.attempts[-1:]), default=0.0)
+        return self._now - max((attempt.seen for attempt in self.cost.attempts[-1:]), default=0.0)
 
     def _eta(self, step: int | None, steps: int | None) -> float | None:
         part = self.metrics.steps[-3 * RECENT :]
@@ -221,14 +169,14 @@ class _Look:
     def _nodes(self) -> Iterator[NodeStatus]:
         if self.plan is None:
             return
-        by_index = {node.about.get("node"): node for node in self.measured.values() if node.last}
+        by_index = {node.about.get("node"): node for node in self._measured.values() if node.last}
         for index, planned in enumerate(self.plan.nodes):
             found = by_index.get(index)
             name = str(found.about.get("host", planned.name)) if found and planned.name == "here" else planned.name
             mine = tuple(rank for rank in self._slow if rank in self.plan.ranks_of(index))
             yield NodeStatus(name, found.last if found else None, mine)
 
-    def _differs(self, plan: AttemptPlan, nodes: list[NodeStatus], rank: int) -> str:
+    def _differs(self, plan: AttemptPlan, nodes: Sequence[NodeStatus], rank: int) -> str:
         """What is different where a slow rank runs; empty where nothing is."""
         node = nodes[rank // plan.ranks_per_node]
         local_rank, rows = rank % plan.ranks_per_node, [node.row for node in nodes if node.row]
@@ -245,18 +193,18 @@ class _Look:
 
     # -- alerts --------------------------------------------------------------------------------------------------------
 
-    def _alerts(self, state: str, limit: Budget | None) -> Iterator[Alert]:
+    def _alerts(self) -> Iterator[Alert]:
         reason = self.metrics.attempts[-1].reason if self.metrics.attempts else None
         message = "; ".join(str(problem.get("message")) for problem in self.outcome.get("problems", []))
-        if state == "stopped" and "not finite" in f"{reason} {message}":
+        if self.state == "stopped" and "not finite" in f"{reason} {message}":
             yield Alert("not_finite", message or str(reason))
-        if state == "lost":
+        if self.state == "lost":
             yield Alert("stalled", f"no rank has written anything for {self._silence:.0f} s, and no outcome was left")
         if "hangs" in message:
             yield Alert("stalled", message)
-        if state == "training":
+        if self.state == "training":
             yield from self._of_now()
-        share = cost.used(limit, self.cost) if limit else None
+        share = self.budget_used
         if share is not None and share >= cost.WARN_SHARE:
             yield Alert("budget", f"{share:.0%} of the budget is used; the run saves and ends at 100 %")
 
@@ -265,7 +213,7 @@ class _Look:
         quiet, recent = self._silence, [value for value in self.metrics.steps[-RECENT:].column("seconds") if value]
         if recent and quiet > max(60.0, 10 * statistics.median(recent)):
             yield Alert("stalled", f"no rank has written anything for {quiet:.0f} s")
-        nodes = list(self._nodes())
+        nodes = self.nodes
         assert self.plan is not None
         for rank, times in self._slow.items():
             differs = self._differs(self.plan, nodes, rank)
@@ -281,12 +229,29 @@ class _Look:
                     yield Alert("gpu", f"{node.name}: GPU {index}: Xid {gpu['xid']:.0f}")
         yield from self._disk(nodes)
 
-    def _disk(self, nodes: list[NodeStatus]) -> Iterator[Alert]:
+    def _disk(self, nodes: Sequence[NodeStatus]) -> Iterator[Alert]:
         sizes = [record.bytes for record in self.metrics.checkpoints if record.bytes]
         needed = max(LEAST_FREE_GIB, SAVES_AHEAD * max(sizes, default=0.0) / 2**30)
         free = [value for node in nodes if node.row and (value := node.row.node.get("disk_free_gib")) is not None]
         if free and min(free) < needed:
             yield Alert("disk", f"{min(free):.1f} GiB are free where the run lies, {needed:.1f} GiB are needed")
+
+
+class Watcher:
+    """Looks at one run again and again; each look reads only what was written since the one before."""
+
+    def __init__(self, path: Path) -> None:
+        self.run = RunDir(path)
+        self._metrics, self._telemetry = MetricsReader(), telemetry.TelemetryReader(path / telemetry.FOLDER)
+
+    def look(self, now: float | None = None) -> RunStatus:
+        """The status now. Raises UserError where the folder is not a run."""
+        moment = time.time() if now is None else now
+        document = self.run.read()
+        with contextlib.suppress(OSError):
+            self._metrics.follow(self.run.metrics)
+        nodes, metrics = self._telemetry.read(), self._metrics.result()
+        return RunStatus(self.run, document, metrics, self._metrics.latest, nodes, moment)
 
 
 def _apart(word: str, mine: float | None, values: list[float | None], unit: str, much: float) -> list[str]:

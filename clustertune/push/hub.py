@@ -9,12 +9,12 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clustertune import secrets
 from clustertune.console import say, stderr
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
-from clustertune.push.upload import ALLOWED, Upload, pack, still_same
+from clustertune.push.upload import ALLOWED, File, Upload, pack, still_same
 from clustertune.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -87,27 +87,32 @@ def push(upload: Upload, target: Target, token: str, say: Callable[[str], None])
 
     Nothing appears in the repository before the commit: after a failure the same command begins again.
     """
+    from huggingface_hub import CommitOperationAdd
+
     with _message(target, token):
         api = _connect(target.endpoint, token)
+        url = f"{api.endpoint}/{target.repo}"
         info = _find(api, target.repo)
         if info is not None:
             raise_if(_conflicts(info, upload, target))
             if not _differing(info, upload):
-                return Pushed("unchanged", _url(api, target), info.sha)
+                return Pushed("unchanged", url, info.sha)
         else:
             say(f"new {'public' if target.public else 'private'} repository {target.repo}")
             api.create_repo(target.repo, private=not target.public, exist_ok=False)
             info = _find(api, target.repo)
         raise_if(still_same(upload), ExitCode.AGAIN)
-        commit = api.create_commit(
-            target.repo, _operations(upload), commit_message=MESSAGE, parent_commit=info.sha if info is not None else None
-        )
+        files = [
+            CommitOperationAdd(path_in_repo=f.name, path_or_fileobj=str(f.path) if f.path else f.data) for f in upload.files
+        ]
+        parent = info.sha if info is not None else None
+        commit = api.create_commit(target.repo, files, commit_message=MESSAGE, parent_commit=parent)
         after = _find(api, target.repo)
         if after is None or (wrong := _differing(after, upload)):
             names = ", ".join(wrong) if after is not None else "the repository"
             fix = "run the same command again; if it says so again, look at the repository"
             raise UserError(f"not there as it was sent: {names}", file=target.repo, fix=fix, code=ExitCode.AGAIN)
-        return Pushed("pushed", _url(api, target), commit.oid)
+        return Pushed("pushed", url, commit.oid)
 
 
 def _connect(endpoint: str | None, token: str) -> HfApi:
@@ -157,30 +162,14 @@ def _conflicts(info: ModelInfo, upload: Upload, target: Target) -> list[Problem]
 def _differing(info: ModelInfo, upload: Upload) -> list[str]:
     """Files that are not there, or not as they lie here."""
     there = {sibling.rfilename: sibling for sibling in info.siblings or []}
-    wrong = []
-    for file in upload.files:
+
+    def is_same(file: File) -> bool:
         sibling = there.get(file.name)
         if sibling is None:
-            wrong.append(file.name)
-        elif sibling.lfs is not None:
-            same = sibling.lfs.sha256 == file.sha256
-            wrong += [] if same else [file.name]
-        elif sibling.blob_id != file.blob_id():
-            wrong.append(file.name)
-    return wrong
+            return False
+        return sibling.lfs.sha256 == file.sha256 if sibling.lfs is not None else sibling.blob_id == file.blob_id()
 
-
-def _operations(upload: Upload) -> list[Any]:
-    from huggingface_hub import CommitOperationAdd
-
-    return [
-        CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=str(file.path) if file.path else file.data)
-        for file in upload.files
-    ]
-
-
-def _url(api: HfApi, target: Target) -> str:
-    return f"{api.endpoint}/{target.repo}"
+    return [file.name for file in upload.files if not is_same(file)]
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from clustertune.manifest import MANIFEST, Manifest, find_problems, hash_file, l
 from clustertune.report import content, forms, source
 from clustertune.report.content import get, number
 from clustertune.report.forms import is_number
-from clustertune.report.metrics import Metrics, read_metrics
+from clustertune.report.metrics import read_metrics
 from clustertune.rundir import RunDir
 from clustertune.tensorfile import read_header
 
@@ -185,28 +185,42 @@ def build_card(run: RunDir, document: Mapping[str, Any], sealed: Manifest, repo:
     recipe = get(document, "recipe", "recipe") or {}
     metrics = read_metrics(run.metrics)
     scored = _read_scores(run)
-    base, on_hub = str(get(recipe, "model", "name")), get(recipe, "model", "weights") == "hub"
-    revision, template = get(recipe, "model", "revision"), get(document, "recipe", "chat_template")
+    model, template = recipe.get("model") or {}, get(document, "recipe", "chat_template")
+    notes = content.warnings_of(document, metrics, {"meta": sealed.meta})
+    if model.get("weights") != "hub":
+        notes.append("The base model has random weights and was made by the run itself: nobody else can load this adapter.")
+    distributed = document.get("distributed") or {}
+    ranks = distributed.get("world_size") or get(document, "recipe", "world_size")
+    found = (("training loss", content.train_losses(metrics)), ("eval loss", content.eval_losses(metrics)))
+    losses = [(f"{name}, {loss[0]}", ", ".join(f"{value:.4f}" for value in loss[1])) for name, loss in found if loss]
+    # Of all tries that ended: the stage's own record has the last one only.
+    tries = next((stage.seconds for stage in metrics.stages if stage.stage == "train"), None)
+    seconds = tries or get(run.stage("train"), "seconds")
     values = {
         "metadata": _metadata(recipe, scored, licence, repo),
         "title": repo.partition("/")[2],
-        "what": f"A LoRA adapter for `{base}`, trained with the recipe `{get(document, 'recipe', 'name')}`.",
-        "notes": _notes(document, metrics, sealed, on_hub),
-        "origin": [[key, _cell(value)] for key, value in _origin(recipe, licence)],
-        "training": [[key, _cell(value)] for key, value in _training(run, document, metrics, sealed)],
+        "notes": notes,
+        "made": document,
+        "model": model,
+        "data": recipe.get("data") or {},
+        "licence": licence,
+        "distribution": format_distribution(distributed),
+        "ranks": ranks,
+        "nodes": source.nodes_of(run.path, document),
+        "gpus": _gpus(document, ranks),
+        "sealed": sealed,
+        "losses": losses,
+        "hours": f"{seconds / 3600:.2f}" if is_number(seconds) else None,
         **_scores(scored),
-        "base": base,
-        "revision_argument": f', revision="{revision}"' if revision else "",
         "repo": repo,
         "chat_template": None if template is None else _TEMPLATE_HERE,
-        "fence": _fence(str(template)),
+        # Backquotes that end nowhere in the template.
+        "fence": "`" * max([3, *(len(ticks) + 1 for ticks in re.findall(r"`+", str(template)))]),
         "recipe": _recipe_text(recipe),
-        "versions": [[key, _cell(value)] for key, value in _versions(document)],
-        "files": [[name, record.size, record.digest] for name, record in sorted(sealed.files.items())],
-        "checkpoint": get(sealed.meta, "checkpoint", "name"),
-        "checkpoint_sha": get(sealed.meta, "checkpoint", "manifest_sha256"),
+        "get": get,
     }
     environment = Environment(autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # noqa: S701
+    environment.filters["cell"] = _cell
     text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(values)
     text = re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
     return text.replace(_TEMPLATE_HERE, str(template).rstrip("\n"))  # behind the line above: its blank lines are tokens
@@ -247,43 +261,6 @@ def _benchmark_results(scored: Mapping[str, Any] | None) -> list[dict[str, Any]]
     return found
 
 
-def _notes(document: Mapping[str, Any], metrics: Metrics, sealed: Manifest, on_hub: bool) -> list[str]:
-    """What a reader must not miss."""
-    notes = content.warnings_of(document, metrics, {"meta": sealed.meta})
-    if not on_hub:
-        notes.append("The base model has random weights and was made by the run itself: nobody else can load this adapter.")
-    return notes
-
-
-def _origin(recipe: Mapping[str, Any], licence: str | None) -> Iterator[tuple[str, Any]]:
-    model, data = recipe.get("model") or {}, recipe.get("data") or {}
-    yield "base model", f"`{model.get('name')}`"
-    yield "its revision", model.get("revision")
-    yield "data", f"`{data.get('name')}`"
-    yield "its revision", data.get("revision")
-    yield "form of the rows", data.get("format")
-    yield "language", data.get("language")
-    yield "licence", licence or "that of the base model; the data has one of its own"
-
-
-def _training(run: RunDir, document: Mapping[str, Any], metrics: Metrics, sealed: Manifest) -> Iterator[tuple[str, Any]]:
-    """Distribution, hardware, steps, losses, time."""
-    distributed = document.get("distributed") or {}
-    ranks = distributed.get("world_size") or get(document, "recipe", "world_size")
-    yield "distribution", format_distribution(distributed) or ""
-    yield "ranks", ranks
-    yield "nodes", source.nodes_of(run.path, document)
-    yield "GPUs", _gpus(document, ranks)
-    yield "optimizer steps", sealed.meta.get("step")
-    yield "trained parameters", sealed.meta.get("parameters")
-    yield "adapter's types", ", ".join(map(str, sealed.meta.get("dtypes") or []))
-    for name, found in (("training loss", content.train_losses(metrics)), ("eval loss", content.eval_losses(metrics))):
-        if found is not None:
-            when, values = found
-            yield f"{name}, {when}", ", ".join(f"{value:.4f}" for value in values)
-    yield "hours of training", _hours(run, metrics)
-
-
 def _gpus(document: Mapping[str, Any], ranks: int | None) -> str | None:
     """What the ranks ran on, one GPU each: a node may have more than they took. None: the run does not say."""
     distributed = document.get("distributed")
@@ -293,13 +270,6 @@ def _gpus(document: Mapping[str, Any], ranks: int | None) -> str | None:
     if kind is None and get(distributed, "device") is None:
         return None
     return f"{ranks} x {kind or 'GPU'}" if ranks else None
-
-
-def _hours(run: RunDir, metrics: Metrics) -> str | None:
-    """Of all tries that ended: the stage's own record has the last one only."""
-    tries = next((stage.seconds for stage in metrics.stages if stage.stage == "train"), None)
-    seconds = tries or get(run.stage("train"), "seconds")
-    return f"{seconds / 3600:.2f}" if is_number(seconds) else None
 
 
 def _scores(scored: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -313,21 +283,6 @@ def _scores(scored: Mapping[str, Any] | None) -> dict[str, Any]:
     ]
     beside = {"paired": found["paired"], "paired_about": get(scored, "paired_method")}
     return {"scores": rows, "scores_of": found["subtitle"], "score_notes": found["notes"], **beside}
-
-
-def _versions(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    commit = get(document, "git", "commit")
-    if commit:
-        changed = " with uncommitted changes" if get(document, "git", "dirty") else ""
-        yield "clustertune commit", f"`{commit}`{changed}"
-    yield from (document.get("versions") or {}).items()
-    yield "image's SHA-256", get(document, "container", "sha256")
-    yield "run", get(document, "fingerprint")
-
-
-def _fence(text: str) -> str:
-    """Backquotes that end nowhere in a text."""
-    return "`" * max([3, *(len(run) + 1 for run in re.findall(r"`+", text))])
 
 
 def _recipe_text(recipe: Mapping[str, Any]) -> str:

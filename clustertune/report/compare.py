@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,7 +127,11 @@ def compare(paths: Sequence[Path]) -> Comparison:
         with collect_problems(problems):
             entries.append(read(path))
     raise_if(problems)
-    _name_apart(entries)
+    seen: Counter[str] = Counter()
+    for entry in entries:
+        seen[entry.name] += 1
+        if (number := seen[entry.name]) > 1:
+            entry.name = f"{entry.name} ({number})"
     if sum(entry.has_figures for entry in entries) < 2:
         lacking = [e for e in entries if not e.has_figures]
         fix = "let them take a step, or give others"
@@ -134,14 +139,6 @@ def compare(paths: Sequence[Path]) -> Comparison:
         raise UserError([Problem("nothing can be compared: fewer than two have a figure", file="command line"), *reasons])
     _against_the_first(entries)
     return Comparison(entries, [*(f"{e.name}: {note}" for e in entries for note in e.notes), *_differences(entries)])
-
-
-def _name_apart(entries: list[ComparedRun]) -> None:
-    seen: dict[str, int] = {}
-    for entry in entries:
-        seen[entry.name] = seen.get(entry.name, 0) + 1
-        if seen[entry.name] > 1:
-            entry.name = f"{entry.name} ({seen[entry.name]})"
 
 
 def _against_the_first(entries: list[ComparedRun]) -> None:
@@ -246,7 +243,7 @@ def _run(path: Path) -> ComparedRun:
     entry.values |= {
         "world_size": entry.values.get("world_size") or get(resolved, "world_size"),
         "recipe": get(resolved, "name"),
-        "gpu0": _gpu(run.get("distributed")),
+        "gpu0": get(run, "distributed", "gpu0") or (NO_GPU if get(run, "distributed", "device") == "cpu" else None),
         "model": get(resolved, "recipe", "model", "name"),
         "dataset": get(resolved, "recipe", "data", "name"),
         "nodes": nodes,
@@ -300,21 +297,11 @@ def _interconnect(run: Mapping[str, Any], nodes: int) -> str | None:
     return ", ".join(parts) or None
 
 
-def _gpu(gpu: Any) -> str | None:
-    """The first GPU; None where the run does not say, as one that never began."""
-    return get(gpu, "gpu0") or (NO_GPU if get(gpu, "device") == "cpu" else None)
-
-
-def _overrides(given: Any) -> str | None:
-    """What a result's recipe was changed by; None: it is of a time when that was not written down."""
-    return None if given is None else ", ".join(map(str, given)) or "none"
-
-
 def _bench(path: Path, body: Mapping[str, Any]) -> ComparedRun:
     """A result of ``clustertune bench``: its rates are steady by themselves."""
     raise_if(forms.find_problems(body, forms.BENCH, str(path), "leave it out, or measure again"))
     entry = ComparedRun(_shown(path), "bench")
-    ours = body.get("ours") or {}
+    ours, changed = body.get("ours") or {}, body.get("overrides")
     steps, warm = get(ours, "step_s", "n"), get(ours, "warmup_s") or []
     mean, rate = _figure(get(ours, "step_s", "mean")), _figure(get(ours, "computed_tokens_per_s_per_gpu"))
     wall = sum(w for w in warm if _figure(w)) + (mean or 0.0) * (steps or 0) if mean else None
@@ -323,7 +310,8 @@ def _bench(path: Path, body: Mapping[str, Any]) -> ComparedRun:
         "world_size": get(body, "hardware", "ranks"),
         "nodes": get(body, "hardware", "nodes"),
         "recipe": body.get("recipe"),
-        "overrides": _overrides(body.get("overrides")),
+        # None: it is of a time when that was not written down.
+        "overrides": None if changed is None else ", ".join(map(str, changed)) or "none",
         "gpu0": get(body, "hardware", "gpu") or NO_GPU,
         "wall_time_s": wall,
         "approx_tokens_per_rank": tokens,

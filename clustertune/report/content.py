@@ -170,13 +170,12 @@ def expected_rows(expect: Any, metrics: Metrics, stages: Mapping[str, Any], scor
     }
     rows = []
     expect = without_old_keys({"expect": expect})["expect"] if isinstance(expect, Mapping) else {}
-    scores = [
-        (f"{name}.{metric}", wanted) for name, marks in (expect.get("tasks") or {}).items() for metric, wanted in marks.items()
-    ]
-    for name, metric in ((name, metric) for name, marks in (expect.get("tasks") or {}).items() for metric in marks):
-        row = get(scored, "tasks", name) or {}
-        comparable = get(scored, "details", name, "comparable")
-        reached[f"{name}.{metric}"] = row.get(evaluation.find_metric(row, metric)) if comparable else None
+    scores = []
+    for name, marks in (expect.get("tasks") or {}).items():
+        row, comparable = get(scored, "tasks", name) or {}, get(scored, "details", name, "comparable")
+        for metric, wanted in marks.items():
+            scores.append((f"{name}.{metric}", wanted))
+            reached[f"{name}.{metric}"] = row.get(evaluation.find_metric(row, metric)) if comparable else None
     for key, wanted in [*flatten({key: value for key, value in expect.items() if key != "tasks"}), *scores]:
         found = reached.get(key)
         both = isinstance(wanted, int | float) and isinstance(found, int | float)
@@ -225,10 +224,8 @@ def forecast_note(planned: Any) -> str:
     if unknown := get(planned, "unknown"):
         return f"No plan could be made: {unknown}"
     calibrated = get(planned, "calibrated")
-    phrases = (
-        "calibrated with earlier runs" if calibrated else "not calibrated: clustertune plan --calibrate learns from this run"
-    )
-    return f"Bandwidth {get(planned, 'bandwidth_source')}; {phrases}."
+    how = "calibrated with earlier runs" if calibrated else "not calibrated: clustertune plan --calibrate learns from this run"
+    return f"Bandwidth {get(planned, 'bandwidth_source')}; {how}."
 
 
 def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[Row]:
@@ -256,16 +253,14 @@ def startup_rows(metrics: Metrics) -> list[Row]:
         [
             str(record.attempt),
             duration(record.seconds),
-            ", ".join(f"{name} {duration(seconds)}" for name, seconds in _longest(record.parts)),
+            ", ".join(
+                f"{name} {duration(seconds)}" for name, seconds in sorted(record.parts.items(), key=lambda part: -part[1])
+            ),
             size(record.read_bytes),
             size(record.host_bytes),
         ]
         for record in metrics.startups
     ]
-
-
-def _longest(parts: Mapping[str, float]) -> list[tuple[str, float]]:
-    return sorted(parts.items(), key=lambda part: -part[1])
 
 
 def checkpoint_rows(metrics: Metrics, present: Collection[str]) -> list[Row]:

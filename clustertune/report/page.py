@@ -12,15 +12,16 @@ from typing import Any
 
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
-from clustertune.evaluate.scores import read_result
+from clustertune.evaluate.paired import BETTER, SAME, WORSE
+from clustertune.evaluate.scores import read_result, shown
 from clustertune.manifest import MANIFEST, require_whole, write_durably
 from clustertune.nccl_check.check import RESULT
 from clustertune.nccl_check.prolog import FOLDER
 from clustertune.nccl_check.result import COLLECTIVES, SCHEMA, show_size
 from clustertune.nccl_check.table import nominal_of, pair_rows, result_rows
-from clustertune.report import answer, content, cost, plots, saves, telemetry
-from clustertune.report.content import duration, moment, number, percent, plain, size
-from clustertune.report.cost import AttemptCost
+from clustertune.report import content, cost, plots, telemetry
+from clustertune.report.content import UNKNOWN, duration, get, moment, number, percent, plain, size
+from clustertune.report.cost import AttemptCost, Cost, Expense
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.rundir import RunDir
 
@@ -80,14 +81,14 @@ class _Run:
         self.status = content.status_of(self.metrics, self.stages)
         require_whole(run.eval)
         self.scores = _read(read_result, run.eval)
-        self.saves = saves.as_dict(document, self.metrics, self.cost.attempts)
+        self.saves = cost.saves_as_dict(document, self.metrics, self.cost.attempts)
         self.points = cost.of_points(self.cost, content.get(self.scores, "paired"))
         self.adapter = _read_json(run.adapter / MANIFEST)
         self.data = content.get(_read_json(run.data / MANIFEST), "meta") or {}
         parameters = content.get(self.adapter, "meta", "parameters")
         self.trained = parameters or content.get(document, "distributed", "trainable_parameters")
         arguments = (document, self.metrics, self.status["text"], self.data, self.scores, self.trained, self.cost)
-        self.answer = answer.answer(*arguments)
+        self.answer = answer(*arguments)
 
     def as_dict(self) -> dict[str, Any]:
         """``report.json``; null: not known."""
@@ -116,7 +117,8 @@ class _Run:
         """Everything that the template shows."""
         run, document, metrics, resolved, stages = self.run, self.document, self.metrics, self.resolved, self.stages
         restarts = [a.start_step for a in metrics.attempts[1:] if a.start_step is not None]
-        torn = metrics.unreadable_lines
+        torn, folder = metrics.unreadable_lines, run.checkpoints
+        present = {f"{folder.name}/{path.name}" for path in folder.iterdir()} if folder.is_dir() else set()
         expect = content.get(resolved, "recipe", "expect")
         return {
             "title": str(content.get(resolved, "name") or run.path.resolve().name),
@@ -132,16 +134,16 @@ class _Run:
             "scored": self._scored(),
             "data": _data(run, self.data),
             "cost": {
-                "columns": answer.COLUMNS, "rows": answer.cost_rows(self.cost), "note": answer.cost_note(self.cost),
-                "point_columns": answer.POINT_COLUMNS, "points": answer.point_rows(self.points),
+                "columns": COST_COLUMNS, "rows": cost_rows(self.cost), "note": cost_note(self.cost),
+                "point_columns": POINT_COLUMNS, "points": point_rows(self.points),
             },
             "axis": time_axis(metrics, self.cost.attempts),
             "nccl": section(run.path, document.get("cluster")),
             "stages": content.stage_rows(stages),
             "attempts": content.attempt_rows(metrics),
             "startups": content.startup_rows(metrics),
-            "saves": saves.rows(self.saves),
-            "checkpoints": content.checkpoint_rows(metrics, _present(run)),
+            "saves": cost.saves_rows(self.saves),
+            "checkpoints": content.checkpoint_rows(metrics, present),
             "details": [
                 part for part in (
                     ("Recipe", ["key", "value", "from"], content.recipe_rows(resolved)),
@@ -248,12 +250,6 @@ def read_stages(run: RunDir, metrics: Metrics) -> dict[str, dict[str, Any]]:
                 stage["seconds"] = stage["seconds"] or record.get("seconds")
     found.pop(_OWN_STAGE, None)
     return found
-
-
-def _present(run: RunDir) -> set[str]:
-    """The checkpoint folders that are there, relative to the run."""
-    folder = run.checkpoints
-    return {f"{folder.name}/{path.name}" for path in folder.iterdir()} if folder.is_dir() else set()
 
 
 def training_plots(
@@ -487,3 +483,136 @@ def time_axis(metrics: Metrics, attempts: Sequence[AttemptCost], now: float | No
         "faults": [f"{text}, {moment(at)}" for at, text in sorted(faults)],
         "saves": len(saves),
     }
+
+
+# --- what somebody who pays asks first: what was trained, did it get better, and what did it take --------------------
+
+
+FINISHED = ("finished", "trained")
+"""Words of :func:`clustertune.report.content.status_of` for a training that took its last step."""
+
+
+def answer(
+    run: Mapping[str, Any], metrics: Metrics, status: str, data: Mapping[str, Any], scored: Any, trained: Any, cost: Cost
+) -> list[str]:
+    """Two sentences. ``data``: the manifest's facts of the conversations; ``trained``: the number of trainable parameters."""
+    return [
+        _what(run, metrics, status, data, trained) + _better(metrics, scored),
+        _took(run, cost, "It" if status in FINISHED else "So far it"),
+    ]
+
+
+def _what(run: Mapping[str, Any], metrics: Metrics, status: str, data: Mapping[str, Any], trained: Any) -> str:
+    recipe = get(run, "recipe", "recipe")
+    every = get(run, "distributed", "total_parameters")
+    share = f" ({content.percent(trained / every)} of its parameters)" if trained and every and get(recipe, "lora") else ""
+    how = f"with LoRA{share}" if get(recipe, "lora") else "in all its parameters"
+    many = get(data, "train", "conversations")
+    rows = f"{number(many)} conversations of " if many is not None else ""
+    steps = metrics.steps[-1].step if metrics.steps else 0
+    planned_steps = get(run, "distributed", "steps")
+    whole = status in FINISHED or steps == planned_steps
+    of_all = f" of {number(planned_steps)}" if planned_steps else ""
+    took = f"{number(steps)} steps" if whole else f"{number(steps)}{of_all} steps so far ({status})"
+    name, source = get(recipe, "model", "name") or "A model", get(recipe, "data", "name") or "its data"
+    return f"{name} was fine-tuned {how} on {rows}{source} for {took}"
+
+
+def _better(metrics: Metrics, scored: Any) -> str:
+    rows = [(task, key, row) for task, found in (get(scored, "paired") or {}).items() for key, row in found.items()]
+    if not rows:
+        loss = content.eval_losses(metrics)
+        if loss is None or len(loss[1]) < 2:
+            return "; whether it got better was not measured."
+        when, (before, after) = loss
+        change = "fell" if after < before else "did not fall"
+        text = f"; its loss on conversations held out {change} from {number(before, 3)} to {number(after, 3)} ({when})"
+        return f"{text}, and without scores of the base there is no interval for that."
+    task, key, row = rows[0]
+    low, high = (f"{100 * edge:+.1f}" for edge in row["ci95"])
+    change = f"{task} {shown(key)} went from {content.score(row['base'])} to {content.score(row['tuned'])}"
+    change += f", a difference of {100 * row['difference']:+.1f} points with a 95 % interval from {low} to {high}"
+    sentence = {BETTER: "; it got better than its base", WORSE: "; it got worse than its base"}
+    text = sentence.get(row["verdict"], "; that it got better than its base is not shown")
+    counts = [f"{sum(r['verdict'] == verdict for _, _, r in rows)} {verdict}" for verdict in (BETTER, WORSE, SAME)]
+    others = f" (of {len(rows)} scores: {', '.join(counts)})" if len(rows) > 1 else ""
+    return f"{text}: {change}{others}."
+
+
+def _took(run: Mapping[str, Any], cost: Cost, it: str) -> str:
+    total = cost.total
+    if total.seconds is None:
+        return "What it took is not known yet."
+    ranks = cost.attempts[-1].ranks if cost.attempts else None
+    gpu = get(run, "distributed", "gpu0")
+    hours = total.gpu_hours
+    if gpu is None and not get(run, "host", "gpus"):
+        where = f" on {ranks} process{'es' if ranks != 1 else ''} without a GPU" if ranks else ""
+        parts = [f"{_hours(hours)} process-hours"] if hours is not None else []
+    else:
+        where = f" on {ranks} GPU{'s' if ranks != 1 else ''}{f' ({gpu})' if gpu else ''}" if ranks else ""
+        parts = [f"{_hours(hours)} GPU-hours"] if hours is not None else []
+    least = "" if cost.all_energy else "at least "
+    parts.append("no price is known" if total.usd is None else f"{total.usd:,.2f} US dollars")
+    parts.append("its energy was not measured" if total.kwh is None else f"{least}{total.kwh:,.3g} kWh")
+    parts += [f"{least}{total.co2_kg:,.3g} kg of CO2"] if total.co2_kg is not None else []
+    attempts = len(cost.attempts)
+    lost = f"; {attempts - 1} restart{'s' if attempts > 2 else ''}" if attempts > 1 else ""
+    if cost.lost.gpu_hours and hours:
+        lost += f" and {content.percent(cost.lost.gpu_hours / hours)} of the hours went to work that was lost"
+    return f"{it} took {duration(total.seconds)}{where}: {', '.join(parts)}{lost}."
+
+
+COST_COLUMNS = ["", "#time", "#GPU-hours", "#US dollars", "#kWh", "#kg CO2"]
+
+
+def cost_rows(cost: Cost) -> list[list[str]]:
+    """Of each stage, each attempt at training, and of all; what was lost last."""
+
+    def row(name: str, spent: Expense) -> list[str]:
+        values = (_hours(spent.gpu_hours), _money(spent.usd), number(spent.kwh, 3), number(spent.co2_kg, 3))
+        return [name, duration(spent.seconds), *values]
+
+    rows = []
+    for name, spent in cost.stages.items():
+        rows.append(row(name, spent))
+        if name == "train" and len(cost.attempts) > 1:
+            parts = zip(cost.attempts, cost.by_attempt, strict=True)
+            rows += [row(f"- attempt {one.attempt}, {one.ranks} ranks", part) for one, part in parts]
+    rows.append(row("all stages", cost.total))
+    return [*rows, row("of it lost: steps done again", cost.lost)] if cost.lost.seconds else rows
+
+
+def cost_note(cost: Cost) -> str:
+    """What the figures rest on."""
+    price, co2 = cost.rates.price, cost.rates.co2
+    found = "No price of this GPU stands in ops/prices.yaml"
+    if cost.rates.usd is not None and price is not None:
+        found = f"{cost.rates.usd:g} US dollars for a GPU-hour on demand (ops/prices.yaml, {price.date})"
+    by = {"counter": "the GPUs' energy counters", "power samples": "samples of the GPUs' power"}.get(str(cost.energy_from))
+    part = "" if cost.all_energy else "; some of it was not measured"
+    energy = f"energy by {by}, of training and evaluation, without CPUs, network and cooling{part}" if by else ""
+    energy = energy or "no energy was measured"
+    factor = f"{co2:g} kg CO2 a kWh" if co2 else "no CO2 factor in the cluster file"
+    return f"{found}; {energy}; {factor}. Without a GPU each process counts as one. {UNKNOWN}: not known."
+
+
+def point_rows(points: list[dict[str, Any]]) -> list[list[str]]:
+    """What a point of each score took; none where no score rose."""
+    rows = []
+    for p in points:
+        if p["gpu_hours_per_point"] is not None:
+            spent = [_hours(p["gpu_hours_per_point"]), _money(p["usd_per_point"]), number(p["kwh_per_point"], 3)]
+            rows.append([p["task"], shown(p["score"]), f"{100 * p['difference']:+.2f}", *spent])
+    return rows
+
+
+POINT_COLUMNS = ["task", "score", "#points", "#GPU-hours a point", "#US dollars a point", "#kWh a point"]
+
+
+def _hours(value: float | None) -> str:
+    return UNKNOWN if value is None else "< 0.01" if 0 < value < 0.005 else f"{value:,.2f}"
+
+
+def _money(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:,.2f}"

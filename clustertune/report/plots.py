@@ -17,43 +17,18 @@ INK, FAINT, FIRST, SECOND = "#010203", "#010204", "#010205", "#010206"
 WARN, STRONG, GOOD = "#010207", "#010208", "#010209"
 """Stand-ins that matplotlib writes and :func:`_to_svg` turns into variables."""
 _VARIABLES = {
-    INK: "--muted",
-    FAINT: "--line",
-    FIRST: "--first",
-    SECOND: "--second",
-    WARN: "--warn",
-    STRONG: "--ink",
-    GOOD: "--good",
-}
+    INK: "--muted", FAINT: "--line", FIRST: "--first", SECOND: "--second", WARN: "--warn", STRONG: "--ink", GOOD: "--good",
+}  # fmt: skip
 
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # real text: small, searchable, in the page's own font
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "axes.formatter.useoffset": False,
-    "grid.color": FAINT,
-    "grid.linewidth": 0.7,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
-    "ytick.major.size": 0,
-    "axes.labelsize": 9,
-    "legend.fontsize": 9,
-    "legend.frameon": False,
-    "legend.labelcolor": INK,
-    "text.color": INK,
-    "lines.linewidth": 1.7,
-    "lines.solid_capstyle": "round",
-    "path.simplify": True,
-}
+    "axes.edgecolor": FAINT, "axes.labelcolor": INK, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "axes.formatter.useoffset": False,
+    "grid.color": FAINT, "grid.linewidth": 0.7, "xtick.color": FAINT, "ytick.color": FAINT, "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK, "xtick.labelsize": 9, "ytick.labelsize": 9, "ytick.major.size": 0, "axes.labelsize": 9,
+    "legend.fontsize": 9, "legend.frameon": False, "legend.labelcolor": INK, "text.color": INK, "lines.linewidth": 1.7,
+    "lines.solid_capstyle": "round", "path.simplify": True,
+}  # fmt: skip
 
 
 WIDTH = 4.8
@@ -213,15 +188,8 @@ def bars(
             handles, names = axes.get_legend_handles_labels()
             shown = dict(zip(names, handles, strict=True))
             columns = 3 if max(map(len, shown)) < 12 else 1
-            axes.legend(
-                shown.values(),
-                shown,
-                loc="lower right",
-                bbox_to_anchor=(1, 1),
-                ncols=columns,
-                borderaxespad=0,
-                handlelength=1.2,
-            )
+            place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0, "handlelength": 1.2}
+            axes.legend(shown.values(), shown, ncols=columns, **place)
         svg = _to_svg(figure, title)
     rows = [[label, *(form(values[at]) for values in groups.values())] for at, label in enumerate(labels)]
     heads = [head, *(f"#{name}" for name in groups)]

@@ -22,17 +22,9 @@ from clustertune.report.metrics import Metrics, Steps, read_metrics
 
 FILE = "metrics.json"
 FIELDS = (
-    "wall_time_s",
-    "approx_tokens_per_rank",
-    "approx_tokens_per_s_per_rank",
-    "world_size",
-    "gpu0",
-    "torch",
-    "model",
-    "dataset",
-    "fsdp",
-    "bf16",
-)
+    "wall_time_s", "approx_tokens_per_rank", "approx_tokens_per_s_per_rank", "world_size", "gpu0", "torch", "model", "dataset",
+    "fsdp", "bf16",
+)  # fmt: skip
 """The source's, in its order."""
 STEADY = "steady_tokens_per_s_per_rank"
 

@@ -1,4 +1,4 @@
-"""Reading ``telemetry/`` of a run folder, which :mod:`clustertune.monitor.store` writes and describes."""
+"""Reading ``telemetry/`` of a run folder, which :mod:`clustertune.monitor.sampler` writes and describes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class TelemetryReader:
             if inode == found.st_ino and offset >= found.st_size:
                 return
             lines.seek(offset if inode == found.st_ino else 0)
-            node = self.nodes.setdefault(_node_of(path), NodeTelemetry())
+            node = self.nodes.setdefault(re.sub(r"\.\d+s(\.old)?\.jsonl$", "", path.name), NodeTelemetry())
             for row in parse(lines, node.about):
                 self._take(node, row)
             self._places[path] = (found.st_ino, lines.tell())
@@ -118,10 +118,6 @@ class TelemetryReader:
         known = [joules for gpu in row.gpus if (joules := gpu.get("energy_j")) is not None]
         if known:
             node.joules[row.attempt] = max(node.joules.get(row.attempt, 0.0), sum(known))
-
-
-def _node_of(path: Path) -> str:
-    return re.sub(r"\.\d+s(\.old)?\.jsonl$", "", path.name)
 
 
 def read_rows(paths: Sequence[Path]) -> Iterator[TelemetryRow]:

@@ -155,12 +155,7 @@ def _as_text(found: dict[str, Any]) -> str:
 
 def variables(folder: Path) -> dict[str, str]:
     """The environment in which every library finds what it needs in a bundle, and asks no server."""
-    return {
-        "HF_HUB_CACHE": str(folder / HUB),
-        "HF_HUB_OFFLINE": "1",
-        "NLTK_DATA": str(folder / NLTK),
-        "WANDB_MODE": "offline",
-    }
+    return {"HF_HUB_CACHE": str(folder / HUB), "HF_HUB_OFFLINE": "1", "NLTK_DATA": str(folder / NLTK), "WANDB_MODE": "offline"}
 
 
 def enter(resolved: Resolved, environ: MutableMapping[str, str] = os.environ) -> None:

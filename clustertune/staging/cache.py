@@ -8,21 +8,27 @@ lock with its process, so that a killed job uses nothing; the file's time says w
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from clustertune import lock
 from clustertune.config.cluster_schema import Staging
+from clustertune.console import say
 from clustertune.errors import ExitCode, UserError, storage_error
-from clustertune.manifest import MANIFEST, FileRecord, fsync_path, list_files, parse_record, read_manifest, write_durably
+from clustertune.manifest import MANIFEST, FileRecord, fsync_path, list_files, parse_record, read_manifest, seal, write_durably
 from clustertune.staging import worker
+from clustertune.staging.copier import SourceFile
 from clustertune.staging.worker import Bounds, amount
 
 KIND = "staged"
@@ -74,19 +80,22 @@ class StagingCache:
 
     def shared(self, key: str, *, wait: Callable[[str], None]) -> TreeLock:
         """Share a tree with all who read from it. ``wait``: called once with who fills or removes it."""
-        taken = _take(self.lock_file(key), fcntl.LOCK_SH, wait)
-        assert taken is not None
-        return taken
+        fd = lock.take(self.lock_file(key), fcntl.LOCK_SH, wait, in_cache=True)
+        assert not isinstance(fd, str)
+        return TreeLock(self.lock_file(key), fd)
 
     @contextlib.contextmanager
     def alone(self, key: str, *, wait: Callable[[str], None] | None) -> Iterator[TreeLock | None]:
         """Hold a tree alone. ``wait``: called once with who holds it; None: gives None at once where it is held."""
-        taken = _take(self.lock_file(key), fcntl.LOCK_EX, wait)
+        fd = lock.take(self.lock_file(key), fcntl.LOCK_EX, wait, in_cache=True)
+        if isinstance(fd, str):
+            yield None
+            return
+        taken = TreeLock(self.lock_file(key), fd)
         try:
             yield taken
         finally:
-            if taken is not None:
-                taken.close()
+            taken.close()
 
     def make_room(self, key: str, size: int, say: Callable[[str], None]) -> list[CachedTree]:
         """Promise ``size`` bytes to a tree; what was used longest ago goes. Returns what went.
@@ -116,15 +125,13 @@ class StagingCache:
                     removed.append(tree)
                     used -= tree.bytes
             if (lack := lacking()) > 0:
-                raise self._no_room(size, lack, len(others) - len(removed))
+                in_use = len(others) - len(removed)
+                text = f"no room for {amount(size)}: {amount(lack)} are lacking"
+                text += f", and {in_use} trees there are in use" if in_use else ""
+                fix = "free space there, or slurm.staging=false reads from the shared storage"
+                raise UserError(text, file=str(self.root), fix=fix, code=ExitCode.STORAGE)
             write_durably(self.folder(key) / PLANNED, str(size))
         return removed
-
-    def _no_room(self, size: int, lack: int, in_use: int) -> UserError:
-        text = f"no room for {amount(size)}: {amount(lack)} are lacking"
-        text += f", and {in_use} trees there are in use" if in_use else ""
-        fix = "free space there, or slurm.staging=false reads from the shared storage"
-        return UserError(text, file=str(self.root), fix=fix, code=ExitCode.STORAGE)
 
     def remove(self, key: str, tree: CachedTree, say: Callable[[str], None], why: str) -> bool:
         """Remove a tree that is not in use; False where it is. The manifest goes first: half a tree is never whole."""
@@ -218,12 +225,6 @@ def ago(used: float) -> str:
     return "just now"
 
 
-def _take(path: Path, how: int, wait: Callable[[str], None] | None) -> TreeLock | None:
-    """Lock a file that is made where it is absent; None where it is locked and nothing waits. Raises OSError."""
-    fd = lock.take(path, how, wait, in_cache=True)
-    return None if isinstance(fd, str) else TreeLock(path, fd)
-
-
 def _journal_line(name: str, record: FileRecord) -> str:
     return json.dumps({"name": name, **record.as_json()}) + "\n"
 
@@ -281,3 +282,189 @@ def find_differing(folder: Path, records: Mapping[str, FileRecord], bounds: Boun
         answers = worker.hash_files(paths, bounds, advance)
     found = zip(records.items(), answers, strict=True)
     return [name for (name, record), answer in found if answer != (record.size, record.digest)]
+
+
+# --- one tree: known by what the source holds, filled, verified, and leased while it is read -------------------------
+
+
+@dataclass(frozen=True)
+class SourceFolder:
+    """A folder that a recipe needs."""
+
+    what: str
+    """``model`` or ``data``."""
+    name: str
+    """The folder's name in the copy: a model's is what the adapter will say about its base."""
+    root: Path
+    """The folder on the shared storage."""
+    revision: str | None = None
+
+
+@dataclass
+class StagedTree:
+    """A tree that is whole, and leased until :meth:`release`."""
+
+    source: SourceFolder
+    path: Path
+    """The folder to read from."""
+    bytes: int
+    files: int
+    copied: int
+    """Bytes that were copied now; 0 where the tree was there."""
+    seconds: float
+    """What copying and verifying took."""
+    removed: list[str] = field(default_factory=list)
+    lease: TreeLock | None = None
+
+    def release(self) -> None:
+        """Let the tree be removed again."""
+        if self.lease is not None:
+            self.lease.close()
+            self.lease = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json`` and a run's records."""
+        source, speed = self.source, self.copied / max(self.seconds, 1e-9) / 1e9
+        return {
+            "what": source.what, "name": source.name, "revision": source.revision, "from": str(source.root),
+            "path": str(self.path), "bytes": self.bytes, "files": self.files, "copied": self.copied, "reused": self.copied == 0,
+            "seconds": round(self.seconds, 3), "gb_s": round(speed, 3) if self.copied else None, "removed": self.removed,
+        }  # fmt: skip
+
+
+def key_of(source: SourceFolder, files: Sequence[SourceFile]) -> str:
+    """A tree's name: another one for another content. A file without a known digest counts with its time."""
+    body = [[file.name, file.size, file.digest or [str(source.root.absolute()), file.mtime_ns]] for file in files]
+    digest = hashlib.sha256(json.dumps([source.what, source.name, body]).encode()).hexdigest()[:16]
+    return f"{source.what}-{re.sub(r'[^A-Za-z0-9._-]+', '-', source.name)[:60].strip('.-') or 'tree'}-{digest}"
+
+
+class Stager:
+    """Copies trees into a staging cache."""
+
+    def __init__(self, on: StagingCache, bounds: Bounds, *, deep: bool = True, tell: Callable[[str], None] = say) -> None:
+        """``deep``: hash a tree that is there, byte for byte; else look only whether it was written to since."""
+        self._cache, self._bounds, self._deep, self._tell = on, bounds, deep, tell
+
+    def plan(self, source: SourceFolder) -> dict[str, Any]:
+        """What :meth:`stage` would do. Raises UserError."""
+        files = worker.survey(source.root, source.what, self._bounds)
+        folder = self._cache.folder(key_of(source, files))
+        return {
+            "what": source.what, "name": source.name, "from": str(source.root), "path": str(folder / source.name),
+            "bytes": sum(file.size for file in files), "files": len(files), "there": (folder / MANIFEST).exists(),
+        }  # fmt: skip
+
+    def stage(self, source: SourceFolder) -> StagedTree:
+        """The tree of ``source``: as it is there, or copied now. Waits where another process is copying it.
+
+        Raises UserError: the source is not whole, changes, or hangs; no room, or the disk is full (exit 73). Nothing that
+        is not whole counts as whole, and what is whole of an interrupted copy is kept for the next try.
+        """
+
+        def waits(holder: str) -> None:
+            self._tell(f"waits for {holder}, which uses or fills {folder}")
+
+        began = time.perf_counter()
+        files = worker.survey(source.root, source.what, self._bounds)
+        key, size = key_of(source, files), sum(file.size for file in files)
+        folder = self._cache.folder(key)
+        copied, removed, deep = 0, list[str](), self._deep
+        try:
+            while True:
+                lease = self._cache.shared(key, wait=waits)
+                wrong = self._find_wrong(folder, source, files, deep=deep)
+                if wrong == []:
+                    lease.touch()
+                    seconds = time.perf_counter() - began
+                    return StagedTree(source, folder / source.name, size, len(files), copied, seconds, removed, lease)
+                lease.close()
+                with self._cache.alone(key, wait=None if wrong else waits) as lock:
+                    if lock is None:
+                        fix = "the shared storage is read until that job has ended"
+                        raise UserError("is damaged, and another job reads from it", file=str(folder), fix=fix)
+                    if wrong or self._find_wrong(folder, source, files, deep=False) != []:
+                        self._spoil(folder, wrong or [])
+                        folder.mkdir(mode=0o700, exist_ok=True)
+                        removed += [str(self._cache.folder(t.key)) for t in self._cache.make_room(key, size, self._tell)]
+                        copied += self._fill(folder, source, files)
+                        deep = False  # what was just hashed on its way is not hashed again
+        except OSError as error:
+            raise storage_error(error, "cannot hold the copy", error.filename or folder) from error
+
+    def _find_wrong(self, folder: Path, source: SourceFolder, files: Sequence[SourceFile], *, deep: bool) -> list[str] | None:
+        """The files of a tree that are not as they were sealed; None where there is no tree. Changes nothing."""
+        if not (folder / MANIFEST).exists():
+            return None
+        try:
+            found = read_manifest(folder, KIND)
+        except UserError as error:
+            self._tell(f"warning: {error.problems[0]}")
+            return [MANIFEST]
+        recorded = found.meta.get("signs", {})
+        records = {f"{source.name}/{file.name}" for file in files}
+        # What is none of the copy's: transformers would read some files by their names. Hidden folders are the libraries' own
+        # (datasets keeps its tables in .cache beside the data).
+        there = {name for name in list_files(folder) if not any(part.startswith(".") for part in name.split("/"))}
+        wrong = sorted(there ^ records)
+        states = {name: signs(folder / name) for name in sorted(records & found.files.keys())}
+        suspects = [name for name, state in states.items() if state and (deep or list(state) != recorded.get(name))]
+        wrong += find_differing(folder, {name: found.files[name] for name in suspects}, self._bounds)
+        if wrong:
+            shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+            self._tell(f"warning: {folder}: damaged, missing or foreign: {shown}")
+        return wrong
+
+    def _spoil(self, folder: Path, wrong: Sequence[str]) -> None:
+        """Take the seal off a tree, and keep what is whole of it."""
+        if not (folder / MANIFEST).exists():
+            return
+        with contextlib.suppress(UserError):
+            files = read_manifest(folder, KIND).files
+            write_journal(folder, {name: record for name, record in files.items() if name not in wrong})
+        (folder / MANIFEST).unlink()
+
+    def _fill(self, folder: Path, source: SourceFolder, files: Sequence[SourceFile]) -> int:
+        """Copy what is missing, and seal the tree. Returns the bytes that were copied."""
+        expected = {f"{source.name}/{file.name}": file for file in files}
+
+        def fits(name: str, record: FileRecord) -> bool:
+            return name in expected and expected[name].fits(record)
+
+        whole = keep_whole(folder, self._bounds, fits, lambda _name: True)
+        wanted = [file for file in files if f"{source.name}/{file.name}" not in whole]
+        size = sum(file.size for file in wanted)
+        if whole:
+            self._tell(f"{len(whole)} files of an earlier copy are whole and kept")
+        self._tell(f"copies {source.name}: {len(wanted)} files, {worker.amount(size)}, {source.root} -> {folder / source.name}")
+        try:
+            with journal(folder, whole) as add, worker.shown(f"copying {source.name}", size) as advance:
+
+                def keep(name: str, record: FileRecord) -> None:
+                    add(f"{source.name}/{name}", record)
+
+                worker.copy(source.root, folder / source.name, wanted, self._bounds, done=keep, advance=advance)
+            # The source is now what it was before the first byte: nothing was added, replaced or removed meanwhile.
+            if worker.survey(source.root, source.what, self._bounds) != list(files):
+                fix = "run the same command again when nothing writes there any more"
+                raise UserError("changed while it was copied", file=str(source.root), fix=fix, code=ExitCode.AGAIN)
+            meta = {"source": str(source.root), "revision": source.revision, "host": os.uname().nodename}
+            for name in (JOURNAL, PLANNED):
+                (folder / name).unlink(missing_ok=True)
+            seal(folder, KIND, {**meta, "signs": {name: signs(folder / name) for name in whole}}, whole)
+        except (UserError, OSError) as error:
+            # The whole files of a copy that failed stay, unless the disk is full, which harms all who use the node.
+            if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
+                with contextlib.suppress(OSError):
+                    discard(folder)
+            raise
+        return size
+
+
+def signs(path: Path) -> tuple[int, int, int] | None:
+    """Inode, mtime and ctime: a file whose signs are the same was not written to through the file system. None: not there."""
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return state.st_ino, state.st_mtime_ns, state.st_ctime_ns

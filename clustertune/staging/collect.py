@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 import os
 import shutil
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clustertune import manifest
+from clustertune import console, manifest
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.load import find_elsewhere
 from clustertune.config.resolved import Resolved
@@ -26,10 +29,10 @@ from clustertune.evaluate.tasks import snapshot as cached_data
 from clustertune.launch import image as images
 from clustertune.launch.container import enroot_name
 from clustertune.manifest import GIT_SHA1, SHA256, FileRecord
-from clustertune.staging import bundle, cache, hub, needs, worker
+from clustertune.staging import bundle, cache, needs, worker
 from clustertune.staging.cache import JOURNAL, SPARE
-from clustertune.staging.survey import SourceFile
-from clustertune.staging.worker import Bounds
+from clustertune.staging.copier import INDEX, SourceFile, choose
+from clustertune.staging.worker import Bounds, amount
 
 ROWS = "--eval-data"
 """The option of ``stage`` that names a file of rows."""
@@ -93,7 +96,7 @@ class Collector:
             return []
         if model.path:
             name = Path(model.path).name
-            files = self._survey(Path(model.path), "model")
+            files = worker.survey(Path(model.path), "model", self._bounds)
             target = f"{bundle.MODEL}/{name}"
             return [BundlePart("model", model.name, target, Path(model.path), files, revision=model.revision, path=target)]
         return [self._repository("model", model.name, model.revision)]
@@ -108,11 +111,11 @@ class Collector:
         root = needs.snapshot(needs.hub_cache(), plural, name, revision)
         if root.is_dir():
             with contextlib.suppress(UserError):
-                files = self._survey(root, kind)
+                files = worker.survey(root, kind, self._bounds)
                 if kind != "model" or any(file.name.endswith((".safetensors", ".bin")) for file in files):
                     return BundlePart(what, name, target, root, files, revision=revision, path=path)
-        names = hub.list_files(kind, name, revision)
-        fetch = partial(hub.download, kind, name, revision, names)
+        names = list_hub_files(kind, name, revision)
+        fetch = partial(download, kind, name, revision, names)
         return BundlePart(what, name, target, names=names, revision=revision, path=path, fetch=fetch)
 
     def _data(self) -> list[BundlePart]:
@@ -129,12 +132,10 @@ class Collector:
         if source.is_relative_to(folder):  # goes with the recipe
             path = f"{bundle.RECIPES}/{folder.name}/{source.relative_to(folder).as_posix()}"
             return [BundlePart("data", data.name, f"{bundle.RECIPES}/{folder.name}", folder, path=path)]
-        if source.is_file():
-            return [
-                BundlePart("data", data.name, bundle.DATA, source.parent, [_one(source)], path=f"{bundle.DATA}/{source.name}")
-            ]
         target = f"{bundle.DATA}/{source.name}"
-        return [BundlePart("data", data.name, target, source, self._survey(source, "data"), path=target)]
+        if source.is_file():
+            return [BundlePart("data", data.name, bundle.DATA, source.parent, [_one(source)], path=target)]
+        return [BundlePart("data", data.name, target, source, worker.survey(source, "data", self._bounds), path=target)]
 
     def _benchmark(self) -> list[BundlePart]:
         if (path := self._rows) is not None:
@@ -174,7 +175,7 @@ class Collector:
             return [BundlePart("nltk", "punkt_tab", target, root, files)]
 
         def fetch(_out: Path) -> None:
-            if not hub.fetch_punkt(self._out / bundle.NLTK):
+            if not fetch_punkt(self._out / bundle.NLTK):
                 text = "NLTK's punkt_tab is not available: answers will be scored with a splitter trained here"
                 self.notes.append(f"warning: {text} -> NLTK_DATA=DIR names a folder that has it")
 
@@ -196,21 +197,21 @@ class Collector:
         path = Path(settings.image)
         beside = path.with_name(path.name + ".sha256")
         files = [_one(path), *([_one(beside)] if beside.is_file() else [])]
-        return [
-            BundlePart("container", path.name, bundle.CONTAINER, path.parent, files, path=f"{bundle.CONTAINER}/{path.name}")
-        ]
+        target = f"{bundle.CONTAINER}/{path.name}"
+        return [BundlePart("container", path.name, bundle.CONTAINER, path.parent, files, path=target)]
 
     def _recipe(self) -> list[BundlePart]:
         folder = Path(self._resolved.folder)
-        found = [BundlePart("recipe", folder.name, f"{bundle.RECIPES}/{folder.name}", folder, self._survey(folder, "recipe"))]
+        found = [
+            BundlePart(
+                "recipe", folder.name, f"{bundle.RECIPES}/{folder.name}", folder, worker.survey(folder, "recipe", self._bounds)
+            )
+        ]
         recipe = self._resolved.recipe
         for path in find_elsewhere(folder, recipe.base or (), recipe.model.model_dump()):
             target = f"{bundle.RECIPES}/{path.parent.name}"
             found.append(BundlePart("recipe", f"{path.parent.name}/{path.name}", target, path.parent, [_one(path)]))
         return found
-
-    def _survey(self, root: Path, what: str) -> list[SourceFile]:
-        return worker.survey(root, what, self._bounds)
 
     def go(self, parts: Sequence[BundlePart], overrides: Sequence[str]) -> dict[str, Any]:
         """Fill the folder and seal it; what an earlier try has left whole is kept. Raises UserError."""
@@ -218,10 +219,13 @@ class Collector:
         try:
             self._begin_folder()
             records = self._left_over(parts)
-            self._check_room(parts, records)
+            needed = sum(f.size for part in parts for f in part.files if f"{part.target}/{f.name}" not in records)
+            if needed + SPARE > (free := shutil.disk_usage(self._out).free):
+                text = f"{worker.amount(needed)} are needed, {worker.amount(free)} are free"
+                raise UserError(text, file=str(self._out), fix="free space, or give another --to", code=ExitCode.STORAGE)
             with cache.journal(self._out, records) as add:
                 for part in parts:
-                    say(hub.as_words(part.as_json()))
+                    say(as_words(part.as_json()))
                     self._collect(part, records, add)
             self._seal(parts, records, overrides)
         except OSError as error:
@@ -270,14 +274,7 @@ class Collector:
         def fits(name: str, record: FileRecord) -> bool:
             return wanted[name].fits(record) if name in wanted else name in loaded
 
-        return cache.keep_whole(self._out, self._bounds, fits, lambda name: name in before and f"/{hub.DOWNLOADS}/" not in name)
-
-    def _check_room(self, parts: Sequence[BundlePart], whole: dict[str, FileRecord]) -> None:
-        needed = sum(f.size for part in parts for f in part.files if f"{part.target}/{f.name}" not in whole)
-        free = shutil.disk_usage(self._out).free
-        if needed + SPARE > free:
-            text = f"{worker.amount(needed)} are needed, {worker.amount(free)} are free"
-            raise UserError(text, file=str(self._out), fix="free space, or give another --to", code=ExitCode.STORAGE)
+        return cache.keep_whole(self._out, self._bounds, fits, lambda name: name in before and f"/{DOWNLOADS}/" not in name)
 
     def _collect(self, part: BundlePart, records: dict[str, FileRecord], add: Callable[[str, FileRecord], None]) -> None:
         target = self._out / part.target
@@ -294,7 +291,7 @@ class Collector:
             self._load(part, target, records, add)
         if part.revision and part.target.startswith(bundle.HUB):
             kind = "models" if part.what == "model" else "datasets"
-            hub.note_revision(self._out / bundle.HUB, kind, part.name, part.revision)
+            note_revision(self._out / bundle.HUB, kind, part.name, part.revision)
 
     def _load(
         self, part: BundlePart, target: Path, records: dict[str, FileRecord], add: Callable[[str, FileRecord], None]
@@ -303,7 +300,7 @@ class Collector:
         missing = [name for name in part.names if f"{part.target}/{name}" not in records]
         if missing and part.fetch is not None:
             part.fetch(target)
-        digests = hub.digests(target)
+        digests = hub_digests(target)
         names = [name for name in missing if (target / name).is_file()]
         answers = worker.hash_files([(target / name, SHA256) for name in names], self._bounds)
         for name, answer in zip(names, answers, strict=True):
@@ -318,7 +315,7 @@ class Collector:
                 text = f"came from the network as {found[:12]}, the Hub says {expected[:12]}"
                 raise UserError(text, file=str(target / name), fix="run the same command again", code=ExitCode.AGAIN)
             add(f"{part.target}/{name}", FileRecord(answer[0], answer[1]))
-        hub.tidy(target)
+        tidy(target)
 
     def _seal(self, parts: Sequence[BundlePart], records: dict[str, FileRecord], overrides: Sequence[str]) -> None:
         """What lies there and is none of the parts', as NLTK's other languages, goes with them; then sums and manifest."""
@@ -347,3 +344,100 @@ def _one(path: Path) -> SourceFile:
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", file=str(path)) from None
     return SourceFile(path.name, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+
+
+# --- the Hub, and NLTK's data ----------------------------------------------------------------------------------------
+
+
+DOWNLOADS = ".cache"
+"""Where huggingface_hub keeps what it knows of a folder that it fills."""
+ANSWER_SECONDS = 10.0
+
+
+def list_hub_files(kind: str, name: str, revision: str | None) -> list[str]:
+    """The files of a commit that are needed. ``kind``: ``model`` or ``dataset``. Raises UserError where nothing answers."""
+    import huggingface_hub
+
+    with _asking(kind, name):
+        api = huggingface_hub.HfApi()
+        info = api.repo_info(name, revision=revision, repo_type=kind, timeout=ANSWER_SECONDS)
+        names = [entry.rfilename for entry in getattr(info, "siblings", None) or [] if not entry.rfilename.startswith(".")]
+        if kind != "model":
+            return sorted(names)
+        indices = {}
+        for entry in names:
+            if entry.endswith(INDEX) and "/" not in entry:
+                path = huggingface_hub.hf_hub_download(name, entry, revision=revision)
+                indices[entry] = sorted(set(json.loads(Path(path).read_bytes())["weight_map"].values()))
+        return choose(names, indices)
+
+
+def download(kind: str, name: str, revision: str | None, files: list[str], out: Path) -> None:
+    """Load files of a commit into ``out``; what an earlier call has loaded is not loaded again. Raises UserError."""
+    import huggingface_hub
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not console.stderr.is_terminal:
+        disable_progress_bars()
+    with _asking(kind, name):
+        huggingface_hub.snapshot_download(name, revision=revision, repo_type=kind, local_dir=out, allow_patterns=files)
+
+
+def hub_digests(out: Path) -> dict[str, str]:
+    """The Hub's own digest of each loaded file: SHA-256, or git's SHA-1 of a small one."""
+    found = {}
+    folder = out / DOWNLOADS / "huggingface" / "download"
+    for path in folder.rglob("*.metadata"):
+        lines = path.read_text(errors="replace").splitlines()
+        if len(lines) > 1:
+            found[path.relative_to(folder).as_posix().removesuffix(".metadata")] = lines[1].strip()
+    return found
+
+
+def tidy(out: Path) -> None:
+    """Remove what only a further download would need."""
+    shutil.rmtree(out / DOWNLOADS, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _asking(kind: str, name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the exceptions of the Hub's clients have no common base
+        of_the_disk = isinstance(error, OSError) and error.errno is not None and error.filename
+        if isinstance(error, UserError) or of_the_disk:
+            raise
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        fix = "run this on a machine with network; a gated model needs HF_TOKEN in .env; or name a local copy"
+        key = "model.path=DIR" if kind == "model" else "data.input=PATH"
+        raise UserError(f"{name} is not available from the Hub: {message}", fix=f"{fix}: {key}") from None
+
+
+def fetch_punkt(out: Path) -> bool:
+    """Load NLTK's ``punkt_tab`` into an NLTK data folder; False where its site does not answer."""
+    import nltk
+
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(ANSWER_SECONDS)
+    try:
+        output = io.StringIO()  # takes the text of its errors; the caller says what failed
+        return bool(nltk.download("punkt_tab", download_dir=str(out), quiet=True, print_error_to=output))
+    except (OSError, ValueError):
+        return False
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def note_revision(cache: Path, kind: str, name: str, revision: str) -> None:
+    """Have a cache answer for ``main`` too: programs that name no revision find the one that is there."""
+    refs = cache / f"{kind}--{name.replace('/', '--')}" / "refs"
+    refs.mkdir(parents=True, exist_ok=True)
+    (refs / "main").write_text(revision)
+
+
+def as_words(part: dict[str, Any]) -> str:
+    """``model org/name, 12.3 GB in 4 files, from PATH``."""
+    if part["bytes"] == 0 and not part["files"]:
+        return f"{part['what']} {part['name']}: in {part['from']}, with it"
+    size = f"{amount(part['bytes'])} in " if part["bytes"] is not None else ""
+    return f"{part['what']} {part['name']}: {size}{part['files']} files, from {part['from']}"

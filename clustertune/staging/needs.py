@@ -12,7 +12,7 @@ from clustertune.launch import cluster_paths
 from clustertune.manifest import MANIFEST
 from clustertune.rundir import RunDir
 from clustertune.staging import bundle
-from clustertune.staging.tree import SourceFolder
+from clustertune.staging.cache import SourceFolder
 
 
 def hub_cache(environ: Mapping[str, str] = os.environ) -> Path:

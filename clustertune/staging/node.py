@@ -25,7 +25,7 @@ from clustertune.launch.plan import AttemptPlan, newest_attempt
 from clustertune.manifest import write_durably
 from clustertune.rundir import RunDir
 from clustertune.staging import cache, needs, worker
-from clustertune.staging.tree import SourceFolder, StagedTree, Stager
+from clustertune.staging.cache import SourceFolder, StagedTree, Stager
 from clustertune.staging.worker import Bounds
 
 BEAT_SECONDS = 5.0

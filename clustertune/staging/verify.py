@@ -1,4 +1,8 @@
-"""``stage --verify``: the checksums of an offline bundle, then the chain up to its first step with the network off."""
+"""``stage --verify``: the checksums of an offline bundle, then the chain up to its first step with the network off.
+
+The rehearsal is a process of its own: ``python -m clustertune.staging.verify``, an order as JSON on stdin, without a
+network and with empty caches. It answers with one JSON object a line, for each step what it found or what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,19 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from clustertune import manifest
-from clustertune.errors import Problem, UserError
+from clustertune.config.resolved import Resolved
+from clustertune.config.tasks import PUNKT
+from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import SHA256
 from clustertune.process import captured
 from clustertune.staging import bundle, netwatch, worker
@@ -27,16 +37,8 @@ _NO_NETWORK = ("unshare", "--user", "--map-root-user", "--net")
 """A network namespace of its own: nothing but loopback, whatever the program is and whether Python sees it or not."""
 _LOOPBACK = ("sh", "-c", 'ip link set lo up 2> /dev/null; exec "$@"', "sh")
 _INHERITED = (
-    "PATH",
-    "PYTHONPATH",
-    "LD_LIBRARY_PATH",
-    "LANG",
-    "LC_ALL",
-    "OMP_NUM_THREADS",
-    "VIRTUAL_ENV",
-    "TZ",
-    "CUDA_VISIBLE_DEVICES",
-)
+    "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "OMP_NUM_THREADS", "VIRTUAL_ENV", "TZ", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
 """What a rehearsal takes over from the environment: no cache, no token, no address of a hub."""
 
 
@@ -54,11 +56,8 @@ class Verification:
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``, without the problems."""
-        return {
-            "ok": not self.problems,
-            **{"files": self.files, "bytes": self.bytes},
-            **{"steps": self.steps, "attempts": self.attempts, "notes": self.notes},
-        }
+        found = {"files": self.files, "bytes": self.bytes, "steps": self.steps, "attempts": self.attempts, "notes": self.notes}
+        return {"ok": not self.problems, **found}
 
 
 def verify(
@@ -120,7 +119,7 @@ def no_namespace() -> str | None:
 def _rehearse(order: Mapping[str, Any], scratch: Path, verdict: Verification, tell: Callable[[str], None]) -> None:
     log, errors = scratch / "netwatch.jsonl", scratch / "stderr.txt"
     environment = _environment(Path(order["folder"]), scratch, log)
-    command = [sys.executable, "-m", "clustertune.staging.rehearsal"]
+    command = [sys.executable, "-m", "clustertune.staging.verify"]
     refused = no_namespace()
     if refused is None:
         command = [*_NO_NETWORK, *_LOOPBACK, *command]
@@ -129,14 +128,9 @@ def _rehearse(order: Mapping[str, Any], scratch: Path, verdict: Verification, te
         verdict.notes.append(text)
         tell(f"warning: {text}")
     with errors.open("wb") as error_log:
+        pipe = subprocess.PIPE
         child = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=error_log,
-            env=environment,
-            cwd=scratch,
-            start_new_session=True,
+            command, stdin=pipe, stdout=pipe, stderr=error_log, env=environment, cwd=scratch, start_new_session=True
         )
     try:
         assert child.stdin is not None
@@ -213,3 +207,222 @@ def _name(attempt: Mapping[str, Any]) -> Problem:
     stack = " < ".join(_shown(attempt))
     fix = f"stage what it wanted, or keep it from asking; it came from: {stack}"
     return Problem(text, file="network", key=str(attempt["event"]), fix=fix)
+
+
+# --- the rehearsal: the chain up to its first step from a bundle alone -----------------------------------------------
+
+
+FORWARD_BYTES = 4e9
+"""Weights up to this size are loaded, and take one step; of larger ones only the headers are read."""
+_SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+REHEARSED = ("recipe", "libraries", "data", "model", "tokenizer", "training", "forward", "benchmark")
+"""Methods of :class:`Rehearsal`, in order."""
+MADE_PARAMETERS = 200e6
+"""A model that the run makes itself is made up to this size."""
+
+
+class MissingInput(Exception):
+    """A step that has nothing to work on, for one before it has failed: that one is reported, and once is enough."""
+
+
+class Rehearsal:
+    """The steps, each on what those before it left."""
+
+    def __init__(self, order: Mapping[str, Any], out: TextIO) -> None:
+        self._order, self._out = order, out
+        self._folder, self._scratch = Path(order["folder"]), Path(order["scratch"])
+        self._resolved: Resolved | None = None
+        self._example: dict[str, Any] = {}
+        self._model: Path | None = None
+        self._tokenizer: Any = None
+
+    @property
+    def resolved(self) -> Resolved:
+        if self._resolved is None:
+            raise MissingInput("left out, for want of the recipe")
+        return self._resolved
+
+    def go(self) -> None:
+        """All steps; one that fails is reported, and the others continue with what there is."""
+        for name in REHEARSED:
+            os.environ[netwatch.STEP] = name
+            began = time.time()
+            problems: list[dict[str, Any]] = []
+            found = ""
+            try:
+                found = getattr(self, name)()
+            except MissingInput as error:
+                found = str(error)
+            except UserError as error:
+                problems = [asdict(problem) for problem in error.problems]
+            except Exception as error:  # whatever a library raises is what the run would meet
+                traceback.print_exc()
+                text = (str(error).splitlines() or [""])[0]
+                problems = [asdict(Problem(f"{type(error).__name__}: {text}", file=str(self._folder)))]
+            line = {"step": name, "found": found, "problems": problems, "began": began, "ended": time.time()}
+            self._out.write(json.dumps(line) + "\n")
+            self._out.flush()
+
+    def recipe(self) -> str:
+        """Resolved, and the bundle belongs to it."""
+        from clustertune.config.resolve import resolve
+
+        overrides = [*self._order["overrides"], f"{bundle.STAGED}={self._folder}"]
+        self._resolved = resolve(self._order["recipe"], overrides, tiny=self._order["tiny"])
+        bundle.enter(self._resolved)
+        return f"{self._resolved.name}, {self._resolved.world_size} ranks"
+
+    def libraries(self) -> str:
+        """Everything that a rank and the evaluation import."""
+        wanted = ["accelerate.commands.launch", "clustertune.training.session", "lm_eval.evaluator"]
+        trackers = self._resolved.train_args.get("report_to") if self._resolved else None
+        wanted += [name for name in ([trackers] if isinstance(trackers, str) else trackers or []) if find_spec(name)]
+        for name in wanted:
+            import_module(name)
+        return ", ".join(name.split(".")[0] for name in wanted)
+
+    def data(self) -> str:
+        """The conversations, prepared from the bundle."""
+        from clustertune.data.prepare import prepare
+
+        recipe = self.resolved.recipe
+        out = self._scratch / "data"
+        result = prepare(
+            recipe.data,
+            recipe_folder=Path(self.resolved.folder),
+            seed=int(self.resolved.train_args.get("seed", 42)),
+            out=out,
+            input_path=bundle.data_input(self.resolved),
+        )
+        with (out / "train.jsonl").open(encoding="utf-8") as lines:
+            self._example = json.loads(next(lines))
+        return ", ".join(f"{split}: {result[split]['conversations']} conversations" for split in ("train", "eval"))
+
+    def model(self) -> str:
+        """Configuration and the header of every shard; a model that the run makes is made."""
+        from transformers import AutoConfig
+
+        if self.resolved.recipe.model.weights == "random":
+            return self._make_model()
+        folder = bundle.model_folder(self._folder)
+        if folder is None:
+            raise UserError("contains no model", file=str(self._folder), fix="stage the recipe again")
+        from clustertune.errors import raise_if
+        from clustertune.evaluate.model import check_weights
+
+        self._model = folder
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        raise_if([*check_weights(folder), *self._differences(config.to_dict(), folder / "config.json")])
+        if self.resolved.recipe.lora is None:
+            return f"{config.model_type}, weights are whole"
+        from clustertune.merge.base import read_base
+
+        base = read_base(folder)
+        return f"{config.model_type}, {len(base.tensors)} tensors in {len(base.headers)} files"
+
+    def _differences(self, config: Mapping[str, Any], path: Path) -> list[Problem]:
+        """Where the model is another than the recipe says: its adapter would be refused after the training."""
+        fix = "name the model that the recipe's model.json describes, or correct that file"
+        return [
+            Problem(f"{config[key]}, the recipe's model.json says {wanted}", file=str(path), key=key, fix=fix)
+            for key, wanted in self.resolved.architecture.items()
+            if key in _SIZES and key in config and config[key] != wanted
+        ]
+
+    def _make_model(self) -> str:
+        from clustertune.config.parameters import parameter_count
+        from clustertune.data.local_model import conversation_texts, make_local_model
+
+        count = parameter_count(self.resolved.architecture)
+        if count is None or count > MADE_PARAMETERS:
+            return "the run makes it itself; too large to make here"
+        name = self.resolved.recipe.model.name.rsplit("/", 1)[-1]
+        texts = conversation_texts(self._scratch / "data")
+        seed = int(self.resolved.train_args.get("seed", 42))
+        self._model = make_local_model(self.resolved.architecture, texts, self._scratch / "model" / name, seed)
+        return f"made here, {count:,} parameters"
+
+    def tokenizer(self) -> str:
+        """Loaded, and the chat template renders a conversation of the data."""
+        if self._model is None:
+            raise MissingInput("left out, for want of the model")
+        from clustertune.data import shards
+        from clustertune.data.chats import messages_of
+        from clustertune.data.tokenizer import load_tokenizer
+
+        args = self.resolved.train_args
+        self._tokenizer = load_tokenizer(
+            str(self._model), None, self.resolved.chat_template, args, chats=self.resolved.recipe.data.has_chats
+        )
+        if not self._example:
+            return "loaded"
+        count, labelled = shards.look(self._example, self._tokenizer, args)
+        return f"an example of {len(messages_of(self._example)) or 1} messages is {count} tokens, {labelled} of them trained"
+
+    def training(self) -> str:
+        """The trainer's arguments."""
+        from peft import LoraConfig
+
+        from clustertune.training import build
+
+        build.check_packages(self.resolved.train_args)
+        fitted = build.fit_to_device(self.resolved.train_args, cuda=False).values
+        values = {key: value for key, value in fitted.items() if key != "pad_token"}
+        build.configuration(self.resolved)(output_dir=str(self._scratch / "run"), **values)
+        if self.resolved.recipe.lora is not None:
+            LoraConfig(**self.resolved.recipe.lora)
+        return f"{len(values)} arguments"
+
+    def forward(self) -> str:
+        """One step of a model that is small enough."""
+        if self._model is None or self._tokenizer is None:
+            return "no model here"
+        size = sum(path.stat().st_size for path in self._model.glob("*.safetensors"))
+        if not 0 < size <= FORWARD_BYTES:
+            return f"left out: {size / 1e9:.1f} GB of weights"
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(str(self._model), trust_remote_code=False)
+        ids = self._tokenizer("A batch job asks for nodes.", return_tensors="pt")["input_ids"][:, :32]
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits
+        if not bool(torch.isfinite(logits).all()):
+            raise UserError("its logits are not finite", file=str(self._model), fix="copy the model again")
+        return f"{tuple(logits.shape)} logits, finite"
+
+    def benchmark(self) -> str:
+        """lm-eval's tasks on the prompts that the chain will score, with the sentence splitter."""
+        from clustertune.evaluate import inputs, progress, punkt, tasks
+
+        wanted, published = self.resolved.recipe.eval, self.resolved.recipe.model.weights == "hub"
+        given = bundle.prompts(self.resolved)
+        found = []
+        with progress.quiet(), inputs.opened(wanted.tasks, given, published, self._scratch) as own:
+            splitter = own.splitter
+            if splitter and splitter.source != punkt.TRAINED and not splitter.path.is_relative_to(self._folder):
+                text = f"the sentence splitter came from {splitter.path}, not from the folder"
+                raise UserError(text, fix="stage the recipe where NLTK_DATA names the data")
+            loaded, _ = tasks.load(wanted.tasks, own.write_tasks(wanted, self._scratch / "task"), wanted)
+            raise_if(own.find_differences(loaded["tasks"]))
+            for rows in own.rows.values():
+                hub, source = rows.task.hub, rows.called
+                lacks = f" (the folder has no {hub.name})" if published and hub and given is None and source != hub.name else ""
+                words = f", sentence splitter: {splitter.source}" if splitter and PUNKT in rows.task.needs else ""
+                found.append(f"{len(rows.rows)} prompts of {source}{words}{lacks}")
+            others = {name: len(task.eval_docs) for name, task in loaded["tasks"].items() if name not in own.rows}
+        others_text = ", ".join(f"{count} documents of {name}" for name, count in others.items())
+        return "; ".join([*found, *([others_text] if others else [])])
+
+
+def main() -> int:
+    """Read the order, rehearse; whatever libraries print goes to stderr."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    with contextlib.redirect_stdout(sys.stderr):
+        Rehearsal(json.loads(sys.stdin.readline()), out).go()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,8 +17,7 @@ from typing import Any
 from clustertune import console
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.manifest import XXH3_128, FileRecord, parse_record
-from clustertune.staging.copying import WORKERS
-from clustertune.staging.survey import SourceFile
+from clustertune.staging.copier import WORKERS, SourceFile
 
 STALL_SECONDS = 120.0
 """How long nothing may move: longer than the fail-over of a file server, shorter than what holds up a job unnoticed."""
@@ -51,7 +50,7 @@ def locate(root: Path, bounds: Bounds) -> Path:
 
 
 def survey(root: Path, what: str, bounds: Bounds) -> list[SourceFile]:
-    """:func:`clustertune.staging.survey.survey` within bounds. Raises UserError."""
+    """:func:`clustertune.staging.copier.survey` within bounds. Raises UserError."""
     answer = _order({"do": "survey", "root": str(root), "what": what}, root, bounds)
     return [SourceFile(**values) for values in answer]
 
@@ -70,14 +69,8 @@ def copy(
 
     ``record``: the kind of digest that a copy is recorded by.
     """
-    order = {
-        "do": "copy",
-        "root": str(root),
-        "out": str(out),
-        "files": [asdict(file) for file in files],
-        "workers": bounds.workers,
-        "record": record,
-    }
+    about = {"root": str(root), "out": str(out), "workers": bounds.workers, "record": record}
+    order = {"do": "copy", "files": [asdict(file) for file in files], **about}
     _order(order, root, bounds, done, advance, target=out)
 
 
@@ -101,11 +94,12 @@ def _order(
     advance: Callable[[int], None] | None = None,
     target: Path | None = None,
 ) -> Any:
+    package = str(Path(__file__).resolve().parents[2])
     child = subprocess.Popen(
         [sys.executable, "-m", "clustertune.staging.copier"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": _with_package(os.environ.get("PYTHONPATH"))},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))},
     )
     try:
         assert child.stdin is not None and child.stdout is not None
@@ -124,7 +118,10 @@ def _order(
                 problems = [Problem(**problem) for problem in line["error"]["problems"]]
                 raise UserError(problems, ExitCode(line["error"]["exit_code"]))
             elif "os_error" in line:
-                raise _storage(line["os_error"], path, target)
+                body = line["os_error"]
+                where = body["path"] or str(path)
+                doing = "cannot be written" if target is not None and Path(where).is_relative_to(target) else "cannot be read"
+                raise storage_error(OSError(body["errno"], body["text"]), doing, where)
             elif "answer" in line:
                 return line["answer"]
         text = f"the copying process ended (exit code {child.wait()})"
@@ -136,11 +133,6 @@ def _order(
             child.wait(2)
         if child.stdout is not None:
             child.stdout.close()
-
-
-def _with_package(given: str | None) -> str:
-    root = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join([root, given]) if given else root
 
 
 def lines(child: subprocess.Popen[bytes], seconds: float, late: UserError) -> Iterator[dict[str, Any]]:
@@ -156,13 +148,6 @@ def lines(child: subprocess.Popen[bytes], seconds: float, late: UserError) -> It
         *whole, waiting = (waiting + chunk).split(b"\n")
         for line in whole:
             yield json.loads(line)
-
-
-def _storage(body: Mapping[str, Any], location: Path, target: Path | None) -> UserError:
-    number = body["errno"]
-    path = body["path"] or str(location)
-    doing = "cannot be written" if target is not None and Path(path).is_relative_to(target) else "cannot be read"
-    return storage_error(OSError(number, body["text"]), doing, path)
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from typing import Any
 
 from clustertune.config.resolve import resolve
 from clustertune.launch.plan import AttemptPlan, Node
-from clustertune.monitor import machine, nvml
-from clustertune.monitor.store import TelemetryWriter
+from clustertune.monitor import machine
+from clustertune.monitor.sampler import TelemetryWriter
 from clustertune.report.telemetry import FOLDER, TelemetryRow
 from clustertune.rundir import SCHEMA, RunDir
 
@@ -68,22 +68,12 @@ def _steps(attempt: int, numbers: range, zero: float, slow: int | None) -> Itera
     for step in numbers:
         common = {"time": zero + step, "attempt": attempt, "step": step}
         seconds = 0.98 + 0.1 * draw.random()
-        yield {
-            **common,
-            "event": "step",
-            "loss": 1.1 + math.exp(-step / 60) + 0.05 * draw.random(),
-            "learning_rate": 2e-5 * (1 - step / 1000),
-            "grad_norm": 0.6 + 0.2 * draw.random(),
-            "tokens": step * 49000,
-            "seconds": seconds,
-            "tokens_per_second": 49000 / seconds,
-            "memory_bytes": 61 << 30,
-            "mfu": 0.4 + 0.02 * draw.random(),
-            "hfu": 0.5,
-            **{"data_seconds": 0.004, "forward_backward_seconds": 0.91, "optimizer_seconds": 0.05},
-            **{"padding": 0.021, "imbalance": 1.04},
-            **({"stragglers": {str(slow): 1.31}} if slow is not None else {}),
-        }
+        found = {**common, "event": "step", "loss": 1.1 + math.exp(-step / 60) + 0.05 * draw.random(), "tokens": step * 49000}
+        found |= {"learning_rate": 2e-5 * (1 - step / 1000), "grad_norm": 0.6 + 0.2 * draw.random(), "memory_bytes": 61 << 30}
+        found |= {"seconds": seconds, "tokens_per_second": 49000 / seconds, "mfu": 0.4 + 0.02 * draw.random(), "hfu": 0.5}
+        found |= {"data_seconds": 0.004, "forward_backward_seconds": 0.91, "optimizer_seconds": 0.05}
+        found |= {"padding": 0.021, "imbalance": 1.04}
+        yield found | ({"stragglers": {str(slow): 1.31}} if slow is not None else {})
         if step % 50 == 0:
             yield {**common, "event": "checkpoint", "bytes": 1 << 30, "status": "saved"}
 
@@ -98,7 +88,8 @@ def _sample(folder: Path, index: int, attempt: int, now: float, gpus: int, slow:
             cold = index * gpus + gpu == slow
             figures = [88 + gpu, 61.4, 690 - 4 * gpu, 61 + gpu, 1410 if cold else 1980, 32 if cold else 4, 0, None]
             figures += [700.0 * (300 - ago), 2000, 2000, 41000, 41000]
-            values.append(dict.fromkeys(nvml.COLUMNS) if gpu == lost else dict(zip(nvml.COLUMNS, figures, strict=True)))
+            row = dict(zip(machine.GPU_COLUMNS, figures, strict=True))
+            values.append(dict.fromkeys(row) if gpu == lost else row)
         node = dict(zip(machine.COLUMNS, [0.21, 9.3, 310.5, 91234.5, 1, 2, 3, 4, 5210, 5190, 0.4], strict=True))
         problems = {str(lost): "GPU is lost"} if lost is not None else {}
         writer.add(TelemetryRow(now - ago, attempt, node, tuple(values), problems))

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from clustertune.host.probe import Probe
-from clustertune.monitor import machine, nvml, store
+from clustertune.monitor import machine, sampler
 from clustertune.monitor.machine import NodeSampler
-from clustertune.monitor.store import TelemetryWriter
+from clustertune.monitor.sampler import TelemetryWriter
 from clustertune.report import telemetry
 from clustertune.report.telemetry import TelemetryRow
 
@@ -29,16 +29,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("gcc") is None:
         pytest.skip("no gcc here")
     folder = tmp_path_factory.mktemp("nvml")
-    words = [
-        "gcc",
-        "-shared",
-        "-fPIC",
-        "-Wall",
-        "-Werror",
-        "-o",
-        str(folder / "libnvidia-ml.so.1"),
-        str(FOLDER / "fake_nvml.c"),
-    ]
+    words = ["gcc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", folder / "libnvidia-ml.so.1", FOLDER / "fake_nvml.c"]
     subprocess.run(words, check=True)
     return folder
 
@@ -96,22 +87,19 @@ def test_a_driver_is_read_whole(tmp_path: Path, library: Path) -> None:
     assert [gpu["energy_j"] for gpu in row.gpus] == [3000, 3000] and row.gpus[0]["throttle"] == 8
     assert [gpu["xid"] for gpu in row.gpus] == [None, 79]
     assert any((row.gpus[0]["nvlink_tx_mb_s"] or 0) > (row.gpus[0]["pcie_tx_mb_s"] or 0) > 0 for row in sampler.rows())
-    sampler.end()
-    (node,) = telemetry.TelemetryReader(tmp_path / "telemetry").read().values()
-    assert node.about["gpus"] == ["NVIDIA H100 80GB HBM3"] * 2 and node.about["energy"] == "counter"
-    assert node.joules == {3: 6000.0}
-
-
-def test_a_gpu_that_leaves_the_bus_is_named_and_the_other_is_measured(tmp_path: Path, library: Path) -> None:
-    sampler = Sampler(tmp_path, library)
-    sampler.wait(1)
-    sampler.set(lost=1)
+    sampler.set(lost=1)  # a GPU that leaves the bus is named, and the other is measured
     row = sampler.wait(2)
     assert row.problems == {"1": "GPU is lost"}
     assert row.gpus[0]["utilisation"] == 90 and row.gpus[1]["utilisation"] is None
     sampler.set(lost=-1)
+    # What Slurm sends to every process is for the ranks: they are measured while they save.
+    for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        sampler.child.send_signal(number)
     assert sampler.wait(2).problems == {}
     sampler.end()
+    (node,) = telemetry.TelemetryReader(tmp_path / "telemetry").read().values()
+    assert node.about["gpus"] == ["NVIDIA H100 80GB HBM3"] * 2 and node.about["energy"] == "counter"
+    assert node.joules == {3: 6000.0}
 
 
 def test_without_a_counter_energy_is_the_power_samples(tmp_path: Path, library: Path) -> None:
@@ -132,16 +120,6 @@ def test_a_driver_that_fails_leaves_the_rest(tmp_path: Path, library: Path) -> N
     row = sampler.wait(1)
     sampler.end()
     assert row.gpus == () and row.problems == {"nvml": "Driver Not Loaded"} and row.node["memory_gib"]
-
-
-def test_a_signal_to_every_process_is_for_the_ranks(tmp_path: Path, library: Path) -> None:
-    """Slurm sends its warning to the sampler too: it measures while the ranks save, and its last row is written at its end."""
-    sampler = Sampler(tmp_path, library)
-    sampler.wait(1)
-    for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-        sampler.child.send_signal(number)
-    sampler.wait(2)
-    sampler.end()
 
 
 def recorded(root: Path, ticks: str, rx: int, sectors: int, words: int) -> Probe:
@@ -176,9 +154,8 @@ def test_the_kernel_s_counters_by_hand(tmp_path: Path) -> None:
 
 def wide_row(at: float) -> TelemetryRow:
     """As long as rows of a busy node get."""
-    gpu = dict(
-        zip(nvml.COLUMNS, [100, 79.11, 1000, 88, 1980, 72, 0, 0, 1_234_567_890, 61234, 61234, 412345, 412345], strict=True)
-    )
+    figures = [100, 79.11, 1000, 88, 1980, 72, 0, 0, 1_234_567_890, 61234, 61234, 412345, 412345]
+    gpu = dict(zip(machine.GPU_COLUMNS, figures, strict=True))
     node = dict(zip(machine.COLUMNS, [0.123, 123.4, 1234.56, 123456.7, *[12345.6] * 6, 12345.67], strict=True))
     return TelemetryRow(1.7e9 + at, 12, node, (gpu,) * 8)
 
@@ -187,16 +164,14 @@ def test_a_month_of_64_nodes_stays_below_200_mb(tmp_path: Path) -> None:
     """One node's month, sample by sample every ten minutes and in full for the last day; what a node may keep, times 64."""
     writer = TelemetryWriter(tmp_path, "node1", {"node": 0})
     month = 30 * 86400
-    whole = TelemetryWriter(tmp_path, "whole", {"node": 1})
     for at in range(0, 3 * 86400, 10):
         writer.add(wide_row(at))
     sizes = {path.name: path.stat().st_size for path in tmp_path.glob("node1*")}
-    row = len(store.line(wide_row(month)))
+    row = len(sampler.line(wide_row(month)))
     assert sizes["node1.900s.jsonl"] == pytest.approx(3 * 96 * row, rel=0.02), "nothing of the whole time is thrown away"
     assert sizes["node1.10s.jsonl"] + sizes["node1.10s.old.jsonl"] < 2.1 * 180 * row
     assert sizes["node1.60s.jsonl"] + sizes["node1.60s.old.jsonl"] < 2.1 * 360 * row
     assert 64 * (sum(sizes.values()) + 27 * 96 * row) < 200e6
-    assert whole.folder.is_dir()
 
 
 def test_thinning_keeps_means_peaks_and_the_energy(tmp_path: Path) -> None:
@@ -216,6 +191,11 @@ def test_thinning_keeps_means_peaks_and_the_energy(tmp_path: Path) -> None:
 
 
 def test_a_reader_follows_files_that_grow_tear_and_are_replaced(tmp_path: Path) -> None:
+    writer = TelemetryWriter(tmp_path, "n/../x", {"node": 0})
+    head = json.loads((tmp_path / "n-..-x.900s.jsonl").read_text())
+    assert head["schema"] == sampler.SCHEMA and head["gpu_columns"] == list(machine.GPU_COLUMNS), (
+        "for a reader of a later release"
+    )
     writer = TelemetryWriter(tmp_path, "n", {"node": 0})
     reader = telemetry.TelemetryReader(tmp_path)
     writer.add(wide_row(0))
@@ -237,10 +217,3 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         TelemetryWriter(tmp_path / "t", "n", {}).add(wide_row(0))
     assert other.read_text() == "kept"
-
-
-def test_heads_name_the_columns(tmp_path: Path) -> None:
-    """A reader of a later release knows what a row of this one holds."""
-    TelemetryWriter(tmp_path, "n/../x", {"node": 0})
-    head = json.loads((tmp_path / "n-..-x.900s.jsonl").read_text())
-    assert head["schema"] == store.SCHEMA and head["gpu_columns"] == list(nvml.COLUMNS)

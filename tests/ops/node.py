@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.ops.storage.points import set_immutable
+from clustertune.ops.storage.node import immutable
 from tests.command import REPO, Done
 
 TOOLS = ("unshare", "nsenter", "losetup", "mkfs.xfs", "mergerfs", "exportfs", "blkid", "wipefs")
@@ -42,7 +42,7 @@ ip link set lo up
 
 SERVER = """
 import contextlib, ctypes, io, json, os, sys, tempfile, traceback
-import clustertune.ops.storage.apply, clustertune.ops.storage.judge
+import clustertune.ops.storage.judge, clustertune.ops.storage.plan
 from clustertune.cli import main
 
 def enter(pid):
@@ -210,7 +210,7 @@ class Node:
             for name in names:
                 path = Path(folder, name)
                 if not path.is_symlink():
-                    set_immutable(path, on=False)
+                    immutable(path, make=False)
         shutil.rmtree(self.base)
 
 
@@ -245,16 +245,23 @@ def cluster_file(path: Path, storage: dict[str, Any], *, nodes: list[dict[str, A
     return path
 
 
+def brick(made: Node, number: int, **more: Any) -> dict[str, Any]:
+    """A brick of this machine, from dN to bN."""
+    base, host = made.base, socket.gethostname()
+    return {"node": host, "path": f"{base}/d{number}", "mount": f"{base}/b{number}", "filesystem": "xfs", "tb": 0.001, **more}
+
+
+def pooled(made: Node, bricks: list[dict[str, Any]], *, nodes: list[dict[str, Any]] | None = None, **more: Any) -> Path:
+    """A cluster file of this machine with a pool of these bricks."""
+    pool = {"pool": {"mount": f"{made.base}/pool", "min_free_gb": 0.01}, "shared": f"{made.base}/pool"}
+    return cluster_file(made.base / "cluster.yaml", {"bricks": bricks, **pool, **more}, nodes=nodes)
+
+
 def two_bricks(made: Node, devices: list[str] | None = None, **more: Any) -> Path:
     """A cluster file of one machine with a brick on each of two disks and a pool; bricks are b0 and b1, disks d0 and d1."""
-    base, host = made.base, socket.gethostname()
     devices = devices or [made.disk("d0"), made.disk("d1")]
-    bricks = [
-        {"node": host, "path": f"{base}/d{n}", "mount": f"{base}/b{n}", "filesystem": "xfs", "tb": 0.0003, "device": device}
-        for n, device in enumerate(devices)
-    ]
-    storage = {"bricks": bricks, "pool": {"mount": f"{base}/pool", "min_free_gb": 0.04}, "shared": f"{base}/pool", **more}
-    return cluster_file(base / "cluster.yaml", storage)
+    bricks = [brick(made, n, tb=0.0003, device=device) for n, device in enumerate(devices)]
+    return pooled(made, bricks, pool={"mount": f"{made.base}/pool", "min_free_gb": 0.04}, **more)
 
 
 def checked(made: Node, cluster: Path, seconds: float = 2) -> tuple[int, dict[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,9 +11,8 @@ import pytest
 from clustertune.check.rule import FAIL, PASS, STORAGE, UNKNOWN, WARN, checks, exit_code
 from clustertune.config.cluster import load_cluster
 from clustertune.ops.storage import judge
-from clustertune.ops.storage.collect import Facts, MountState
 from clustertune.ops.storage.layout import StorageLayout, layout
-from clustertune.ops.storage.points import MountPoint
+from clustertune.ops.storage.node import Facts, MountPoint, MountState
 from tests import tree
 
 TIB = 1 << 40
@@ -24,14 +22,9 @@ ETAB = (
     "mountpoint,sec=sys)\n"
 )
 XATTRS = {
-    "version": "2.33.5",
-    "branches": "/shared/data=RW:/shared-b/data=RW",
-    "srcmounts": "/shared/data:/shared-b/data",
-    "cache.files": "auto-full",
-    "minfreespace": "103079215104",
-    "moveonenospc": "mfs",
-    "category.create": "mfs",
-}
+    "version": "2.33.5", "branches": "/shared/data=RW:/shared-b/data=RW", "srcmounts": "/shared/data:/shared-b/data",
+    "cache.files": "auto-full", "minfreespace": "103079215104", "moveonenospc": "mfs", "category.create": "mfs",
+}  # fmt: skip
 
 
 def mount_state(path: str, **more: Any) -> MountState:
@@ -94,6 +87,14 @@ def xattr(name: str, value: str) -> Callable[[Facts], None]:
     return lambda facts: facts.xattrs.update({name: value})
 
 
+def etab(text: str) -> Callable[[Facts], None]:
+    return lambda facts: setattr(facts, "etab", text)
+
+
+def point(*of: Any, **more: Any) -> Callable[[Facts], None]:
+    return lambda facts: facts.points.append(MountPoint("/x", *of, **more))
+
+
 FAULTS: list[tuple[Callable[[Facts], Any], str, str, str]] = [
     (brick(B, fstype=None, data=False), "brick-mounted", FAIL, "nothing is mounted"),
     (brick(B, fstype=None, data=False), "pool-bricks", FAIL, "/shared-b is not mounted"),
@@ -134,19 +135,9 @@ FAULTS: list[tuple[Callable[[Facts], Any], str, str, str]] = [
     (lambda facts: facts.servers.update({"10.21.133.39": "silent"}), "nfs-server-answers", FAIL, "no answer in 5 s"),
     (lambda facts: facts.servers.update({"10.21.133.39": "ECONNREFUSED"}), "nfs-server-answers", FAIL, "ECONNREFUSED"),
     (lambda facts: setattr(facts, "serves", False), "nfs-export", FAIL, "does not run"),
-    (lambda facts: setattr(facts, "etab", ""), "nfs-export", FAIL, "not exported to 10.21.133.0/24"),
-    (
-        lambda facts: setattr(facts, "etab", ETAB.replace("root_squash", "no_root_squash")),
-        "nfs-export",
-        FAIL,
-        "without root_squash",
-    ),
-    (
-        lambda facts: setattr(facts, "etab", ETAB + "/data/shared\t*(rw,no_root_squash)\n"),
-        "nfs-export",
-        WARN,
-        "also exported to *",
-    ),
+    (etab(""), "nfs-export", FAIL, "not exported to 10.21.133.0/24"),
+    (etab(ETAB.replace("root_squash", "no_root_squash")), "nfs-export", FAIL, "without root_squash"),
+    (etab(ETAB + "/data/shared\t*(rw,no_root_squash)\n"), "nfs-export", WARN, "also exported to *"),
     (pool(fstype=None), "pool-mounted", FAIL, "bare mount point"),
     (pool(fstype="ext4"), "pool-mounted", FAIL, "ext4"),
     (pool(silent=True), "pool-answers", FAIL, "no answer in 5 s"),
@@ -168,16 +159,11 @@ FAULTS: list[tuple[Callable[[Facts], Any], str, str, str]] = [
     (xattr("minfreespace", "4G"), "pool-options", WARN, "minfreespace is 4G"),
     (xattr("moveonenospc", "false"), "pool-options", WARN, "moveonenospc is false"),
     (xattr("category.create", "ff"), "pool-options", WARN, "category.create is ff"),
-    (lambda facts: facts.points.append(MountPoint("/x", "folder", (), False)), "mount-point-immutable", WARN, "root can write"),
-    (
-        lambda facts: facts.points.append(MountPoint("/x", "folder", ("a",), True, True)),
-        "mount-point-immutable",
-        WARN,
-        "hidden now",
-    ),
-    (lambda facts: facts.points.append(MountPoint("/x", "absent")), "mount-point-immutable", WARN, "absent"),
-    (lambda facts: facts.points.append(MountPoint("/x", "link", leads="/y")), "mount-point-immutable", WARN, "leads to /y"),
-    (lambda facts: facts.points.append(MountPoint("/x", "unknown")), "mount-point-immutable", UNKNOWN, "only root"),
+    (point("folder", (), False), "mount-point-immutable", WARN, "root can write"),
+    (point("folder", ("a",), True, True), "mount-point-immutable", WARN, "hidden now"),
+    (point("absent"), "mount-point-immutable", WARN, "absent"),
+    (point("link", leads="/y"), "mount-point-immutable", WARN, "leads to /y"),
+    (point("unknown"), "mount-point-immutable", UNKNOWN, "only root"),
     (lambda facts: facts.folders.update({"/pool/logs": {"mode": 0o755, "group": "root"}}), "shared-folders", WARN, "mode 0755"),
     (lambda facts: facts.folders.update({"/pool/logs": {"errno": "ENOENT"}}), "shared-folders", FAIL, "does not exist"),
     (lambda facts: facts.stale.append("/etc/fstab is not what"), "files-current", WARN, "/etc/fstab"),
@@ -198,21 +184,21 @@ def test_each_fault_is_found(break_it: Callable[[Facts], Any], rule: str, status
 def test_every_rule_has_a_fault_here() -> None:
     """A rule without one may be a rule that never speaks."""
     assert {rule for _, rule, _, _ in FAULTS} == {rule.id for rule in RULES}
+    assert not [rule.id for rule in RULES if f"`{rule.id}`" not in tree.texts()["docs/storage.md"]]
 
 
-def test_a_branch_with_a_minfreespace_of_its_own_takes_files() -> None:
-    """It stands after the mode; what is read as another mode would be a false alarm."""
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("branches", "/shared/data=RW,4G:/shared-b/data=RW"),  # a branch with a minfreespace of its own takes files
+        ("minfreespace", "96G"),  # 2.33 says bytes, 2.40 this
+        ("minfreespace", "98304M"),
+    ],
+)
+def test_mergerfs_tells_the_same_in_several_ways(name: str, value: str) -> None:
     facts = healthy()
-    facts.xattrs["branches"] = "/shared/data=RW,4G:/shared-b/data=RW"
+    facts.xattrs[name] = value
     assert {item.status for item in judge.judge(facts, wanted())} == {PASS}
-
-
-def test_newer_mergerfs_tells_sizes_in_its_own_way() -> None:
-    """2.33 says bytes, 2.40 ``96G``; both are what is meant."""
-    for text in ("103079215104", "96G", "98304M"):
-        facts = healthy()
-        facts.xattrs["minfreespace"] = text
-        assert {item.status for item in judge.judge(facts, wanted())} == {PASS}
 
 
 def test_a_hung_pool_names_the_brick() -> None:
@@ -232,12 +218,3 @@ def test_the_group_of_the_folders() -> None:
     found = [item for item in judge.judge(facts, of) if item.rule == "shared-folders"]
     assert len(found) == len(facts.folders)
     assert all("train is meant" in item.found for item in found)
-
-
-def test_rules_are_told_apart_and_have_a_place_to_read() -> None:
-    """People search and suppress the ids."""
-    ids = [rule.id for rule in RULES]
-    assert not [name for name in ids if f"`{name}`" not in tree.texts()["docs/storage.md"]]
-    assert len(set(ids)) == len(ids)
-    assert all(re.fullmatch(r"[a-z0-9-]+", name) for name in ids)
-    assert all(rule.link.startswith("https://") and rule.why and rule.title for rule in RULES)

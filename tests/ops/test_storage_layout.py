@@ -12,7 +12,8 @@ import pytest
 
 from clustertune.config.cluster import load_cluster
 from clustertune.errors import UserError
-from clustertune.ops.storage import etab, plan
+from clustertune.ops.storage import node as storage
+from clustertune.ops.storage import plan
 from clustertune.ops.storage.layout import StorageLayout, layout
 from tests.ops.node import cluster_file, node
 
@@ -129,6 +130,8 @@ def test_each_file_system(tmp_path: Path, filesystem: str, fstype: str | None, e
         ({"pool": {"mount": "/pool", "min_free_gb": 200}}, 187 * GIB, None),
         ({"pool": {"mount": "/pool", "min_free_gb": 1}}, 954 << 20, "falls short of 5 GiB"),
         ({"pool": None, "shared": "/a"}, 0, None),
+        # Of a brick of 10 GB, 5 GiB would be half.
+        ({"bricks": [{**TWO[1], "tb": 0.01}]}, 477 << 20, "5 % of the smallest brick"),
     ],
 )
 def test_a_brick_keeps_free_more_than_the_largest_file(
@@ -142,14 +145,6 @@ def test_a_brick_keeps_free_more_than_the_largest_file(
     if found.pool:
         size = next(o for o in found.pool.options if o.startswith("minfreespace=")).partition("=")[2]
         assert int(size[:-1]) * {"G": GIB, "M": 1 << 20}[size[-1]] == free
-
-
-def test_small_bricks_are_not_kept_empty(tmp_path: Path) -> None:
-    """Of a brick of 10 GB, 5 GiB would be half; the note says what then does not fit."""
-    brick = {"node": "two", "path": "/y", "mount": "/b", "filesystem": "xfs", "tb": 0.01}
-    found = made(tmp_path, bricks=[brick])
-    assert found.minfreespace == 477 << 20
-    assert "5 % of the smallest brick" in found.notes[0]
 
 
 def test_addresses_versions_and_clients(tmp_path: Path) -> None:
@@ -294,12 +289,11 @@ def test_exportfs_takes_the_lines(tmp_path: Path) -> None:
         at.python(script, text)
         at.run("exportfs", "-ar")
         etab_text = at.shell("cat /var/lib/nfs/etab")
-        assert list(etab.faults(text.splitlines(), etab_text, {})) == []
-        assert list(etab.others(text.splitlines(), etab_text, {})) == []
-        assert list(etab.faults(text.splitlines(), etab_text.replace("root_squash", "no_root_squash"), {}))
-        assert list(etab.faults(["/absent 10.0.0.0/8(rw,sync)"], etab_text, {})) == [
-            ("/absent", "is not exported to 10.0.0.0/8")
-        ]
+        assert list(storage.faults(text.splitlines(), etab_text, {})) == []
+        assert list(storage.others(text.splitlines(), etab_text, {})) == []
+        assert list(storage.faults(text.splitlines(), etab_text.replace("root_squash", "no_root_squash"), {}))
+        absent = list(storage.faults(["/absent 10.0.0.0/8(rw,sync)"], etab_text, {}))
+        assert absent == [("/absent", "is not exported to 10.0.0.0/8")]
         at.python(script, text.replace("sec=sys", "sec=sys,nonsense"))
         done = at.run("exportfs", "-ar")
         assert "nonsense" in done.err
@@ -317,10 +311,10 @@ def test_hosts_are_exported_by_their_full_names() -> None:
         at.shell("exportfs -ar")
         code = """
 import json, sys
-from clustertune.ops.storage import etab
-lines, text = [sys.argv[1]], etab.read()
-names = etab.canonical(lines, text, 20)
-print(json.dumps([text, names, *(list(what(lines, text, names)) for what in (etab.faults, etab.others))]))
+from clustertune.ops.storage import node as storage
+lines, text = [sys.argv[1]], storage.read_etab()
+names = storage.canonical(lines, text, 20)
+print(json.dumps([text, names, *(list(what(lines, text, names)) for what in (storage.faults, storage.others))]))
 """
         text, names, faults, others = json.loads(at.python(code, line).out)
         assert "n5.cluster.test(" in text
@@ -344,4 +338,4 @@ def test_whether_the_server_runs(tmp_path: Path, threads: str | None, counted: s
         (tmp_path / name).parent.mkdir(parents=True)
         if text is not None:
             (tmp_path / name).write_text(text)
-    assert plan.serves(tmp_path) is serves
+    assert storage.serves(tmp_path) is serves

@@ -203,8 +203,8 @@ def test_apply_does_not_wait_for_a_frozen_brick(shared: tuple[Node, Path]) -> No
     made.shell(f"rmdir {base}/d1/data/models; fsfreeze -f {base}/d1")
     code = """
 import sys
-from clustertune.ops.storage import apply
-apply.FOLDER_SECONDS = 1
+from clustertune.ops.storage import plan
+plan.FOLDER_SECONDS = 1
 from clustertune.cli import main
 sys.exit(main())
 """
@@ -295,9 +295,9 @@ def test_a_brick_fails_while_files_are_written(shared: tuple[Node, Path], name: 
 LOOK = """
 import json, sys
 from pathlib import Path
-from clustertune.ops.storage.points import look
+from clustertune.ops.storage.node import look_at_points
 base = sys.argv[1]
-found = look([f"{base}/{name}" for name in ("b0", "b1", "d0", "d1", "pool")], Path("/"))
+found = look_at_points([f"{base}/{name}" for name in ("b0", "b1", "d0", "d1", "pool")], Path("/"))
 assert all(point.kind == "folder" for point in found), found
 print(json.dumps({point.path: point.entries for point in found if point.entries}))
 """

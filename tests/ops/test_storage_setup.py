@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.ops.node import checked, cluster_file, node, two_bricks
+from tests.ops.node import brick, checked, cluster_file, node, pooled, two_bricks
 
 STEPWISE = """
 import os, sys
 from pathlib import Path
 from clustertune.config.cluster import load_cluster
-from clustertune.ops.storage import apply as module
+from clustertune.ops.storage import plan as module
 from clustertune.ops.storage.plan import make_plan
 cluster, fstab, was = load_cluster(sys.argv[1]), Path("/etc/fstab"), Path("/etc/fstab").read_bytes()
 node, died = cluster.nodes[0].name, 0
@@ -71,9 +70,9 @@ def test_only_a_blank_disk_is_formatted_and_only_when_told() -> None:
         assert f"mkfs.xfs {blank}" in left.err
         assert f"{made.base}/b0 is not mounted: {made.base}/d0 is missing" in left.err  # the bare folder must not be bound
         assert made.run("blkid", "-p", blank).code == 2
-        slow = "d._SECONDS = 0.2; d._content = lambda _: time.sleep(99)"
+        slow = "d.DEVICE_SECONDS = 0.2; d._content = lambda _: time.sleep(99)"
         hung = made.python(
-            f"import time; from clustertune.ops.storage import devices as d; {slow}; print(d.look({blank!r}).state)"
+            f"import time; from clustertune.ops.storage import node as d; {slow}; print(d.look_at_device({blank!r}).state)"
         )
         assert hung.out == "silent\n", hung.err
         for device, words in ((other, "holds ext4"), ("/dev/null", "is not a device of this node")):
@@ -109,12 +108,9 @@ def test_a_disk_is_not_formatted_while_something_else_is_mounted_in_its_place() 
 def test_a_disk_that_somebody_mounted_by_hand() -> None:
     """Above the exported folder it stays, and the next boot leaves it out: that is reported, until a line of fstab has it."""
     with node() as made:
-        base, host, device = made.base, socket.gethostname(), made.disk("d0")
+        base, device = made.base, made.disk("d0")
         made.shell(f"mkdir {base}/h; mount {device} {base}/h; mkdir {base}/h/export")
-        brick = {"node": host, "path": f"{base}/h/export", "mount": f"{base}/b0", "filesystem": "xfs", "tb": 0.001}
-        storage = {"bricks": [{**brick, "device": device}], "pool": {"mount": f"{base}/pool", "min_free_gb": 0.01},
-                   "shared": f"{base}/pool/team"}  # fmt: skip
-        cluster = cluster_file(base / "c.yaml", storage)
+        cluster = pooled(made, [brick(made, 0, path=f"{base}/h/export", device=device)], shared=f"{base}/pool/team")
         done = made.command("apply", "--cluster", cluster)
         assert done.code == 0, done.err
         assert f"{device} is mounted at {base}/h by hand: the next boot leaves it out" in done.err
@@ -137,19 +133,10 @@ def unit_of(path: Path) -> str:
 def test_bricks_of_ext4_without_a_pool_by_several_at_once() -> None:
     """One does it, the others have to wait; root's own umask closes no folder on the way; the same again is nothing."""
     with node() as made:
-        base, host = made.base, socket.gethostname()
+        base = made.base
         devices = [made.disk(f"d{n}", 64, make="mkfs.ext4 -q") for n in (0, 1)]
-        bricks = [
-            {
-                "node": host,
-                "path": f"{base}/way/d{n}",
-                "mount": f"{base}/b{n}",
-                "filesystem": "ext4",
-                "tb": 0.001,
-                "device": device,
-            }
-            for n, device in enumerate(devices)
-        ]
+        ext4 = [{"filesystem": "ext4", "path": f"{base}/way/d{n}", "device": device} for n, device in enumerate(devices)]
+        bricks = [brick(made, n, **facts) for n, facts in enumerate(ext4)]
         cluster = cluster_file(base / "c.yaml", {"bricks": bricks, "shared": f"{base}/b0/team"})
         command = f"umask 077; {sys.executable} -m clustertune ops storage apply --cluster {cluster}"
         several = [made.start("bash", "-c", command) for _ in range(3)]
@@ -193,9 +180,7 @@ def test_a_brick_on_the_root_disk_gets_no_folders() -> None:
         base = made.base
         # A view of the root disk that nobody can write to, should the guard be gone.
         made.shell(f"mkdir {base}/d0; mount --bind / {base}/d0; mount -o remount,bind,ro {base}/d0")
-        brick = {"node": socket.gethostname(), "path": f"{base}/d0", "mount": f"{base}/b0", "filesystem": "xfs", "tb": 0.001}
-        storage = {"bricks": [brick], "pool": {"mount": f"{base}/pool", "min_free_gb": 0.01}, "shared": f"{base}/pool"}
-        cluster = cluster_file(base / "c.yaml", storage)
+        cluster = pooled(made, [brick(made, 0)])
         done = made.command("apply", "--cluster", cluster)
         assert f"{base}/d0 is on the root disk, or is not there: mount its file system; no folders" in done.err
         assert not Path("/data/hf_cache").exists()
@@ -210,13 +195,7 @@ def test_lines_that_would_not_boot_are_not_written() -> None:
     """Somebody's local mount waits for our pool, which waits for the network, which waits for local mounts."""
     with node() as made:
         other = {"name": "other", "address": "10.9.0.7", "roles": ["compute", "nfs"]}
-        brick = {"node": "other", "path": "/data", "mount": f"{made.base}/b1", "filesystem": "xfs", "tb": 0.001}
-        storage = {
-            "bricks": [brick],
-            "pool": {"mount": f"{made.base}/pool", "min_free_gb": 0.01},
-            "shared": f"{made.base}/pool",
-        }
-        cluster = cluster_file(made.base / "c.yaml", storage, nodes=[other])
+        cluster = pooled(made, [brick(made, 1, node="other", path="/data")], nodes=[other])
         line = f"tmpfs /mnt tmpfs x-systemd.requires={made.base}/pool 0 0\n"
         made.python("import sys; open('/etc/fstab', 'w').write(sys.argv[1])", line)
         refused = made.command("apply", "--cluster", cluster)
@@ -248,17 +227,11 @@ def test_a_group_shares_what_is_made() -> None:
 
 def test_two_nodes_first_one_alone() -> None:
     """The other server is not there yet: what can be done is done, the rest is reported, and the command ends."""
-    host = socket.gethostname()
     with node() as made:
         base = made.base
-        device = made.disk("d0")
-        bricks = [
-            {"node": host, "path": f"{base}/d0", "mount": f"{base}/b0", "filesystem": "xfs", "tb": 0.001, "device": device},
-            {"node": "other", "path": "/data", "mount": f"{base}/b1", "filesystem": "xfs", "tb": 0.001},
-        ]
+        bricks = [brick(made, 0, device=made.disk("d0")), brick(made, 1, node="other", path="/data")]
         other = {"name": "other", "address": "10.9.0.7", "roles": ["compute", "nfs"]}
-        storage = {"bricks": bricks, "pool": {"mount": f"{base}/pool", "min_free_gb": 0.01}, "shared": f"{base}/pool"}
-        cluster = cluster_file(base / "c.yaml", storage, nodes=[other])
+        cluster = pooled(made, bricks, nodes=[other])
         done = made.command("apply", "--cluster", cluster, "--json")
         assert done.code == 1, done.err
         left = "\n".join(done.json["left"])

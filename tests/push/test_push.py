@@ -68,40 +68,48 @@ def test_a_dry_run_asks_nobody(push: Push, hub: FakeHub) -> None:
     assert shown.out == done.json["card"] and f"private repository {REPO}" in shown.err
 
 
-def test_without_the_word_nothing_is_sent(push: Push, hub: FakeHub) -> None:
-    done = push()
-    assert done.code == 2 and "--publish" in done.err and hub.asked == []
-
-
-def test_the_token_must_be_in_the_file(push: Push, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that a shell happens to export is nobody's decision."""
+@pytest.mark.parametrize(
+    ("words", "asked", "says"),
+    [
+        ([], {}, "--publish"),
+        (["--publish"], {"token": None}, "has no HF_TOKEN"),
+        (["--publish"], {"repo": None}, "no repository is named"),
+        (["--dry-run", "--license", "MIT\nx: y"], {}, "is not a licence identifier"),
+        *(
+            (["--publish"], {"repo": name}, "is not a repository's name")
+            for name in ("adapter", "../me/x", "me/x/y", "me/..", "me/a--b", "me/a b", "-/x", "me/x.git")
+        ),
+    ],
+)
+def test_what_is_refused_before_anything_is_asked(
+    words: list[str], asked: dict[str, Any], says: str, push: Push, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token that a shell happens to export is nobody's decision."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    done = push("--publish", token=None)
-    assert done.code == 2 and "has no HF_TOKEN" in done.err and hub.asked == []
+    done = push(*words, **asked)
+    assert done.code == 2 and says in done.err and hub.asked == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "says"),
+    [
+        ({"token": "hf_" + "Zz9" * 9}, 2, "does not accept the token (401)"),  # as the Hub says of what is not there, too
+        ({"read_only": True}, 2, "may not write to me/oasst2-adapter (403)"),
+        ({"fail": {"/commit/": 412}}, 75, "changed by somebody else"),  # the commit names what it was made on
+        ({"spoil": True}, 75, "not there as it was sent: adapter_config.json, README.md"),
+        ({"url": "http://127.0.0.1:1"}, 75, "no answer of http://127.0.0.1:1"),
+    ],
+)
+def test_what_the_hub_answers_is_reported(wrong: dict[str, Any], code: int, says: str, push: Push, hub: FakeHub) -> None:
+    token = wrong.pop("token", TOKEN)
+    vars(hub).update(wrong)
+    done = push("--publish", token=token)
+    assert (done.code, says in done.err) == (code, True), done.err
 
 
 def test_the_repository_may_stand_in_the_file(push: Push, hub: FakeHub) -> None:
-    assert push("--publish", repo=None, env="HF_REPO_ID=me/by-file").code == 0
-    assert set(hub.repos) == {"me/by-file"}
-    assert "no repository is named" in push("--publish", repo=None).err
-
-
-@pytest.mark.parametrize("name", ["adapter", "../me/x", "me/x/y", "me/..", "me/a--b", "me/a b", "-/x", "me/x.git"])
-def test_a_name_is_checked_before_anything(push: Push, hub: FakeHub, name: str) -> None:
-    done = push("--publish", repo=name)
-    assert done.code == 2 and "is not a repository's name" in done.err and hub.asked == []
-
-
-def test_a_wrong_token_is_told(push: Push, hub: FakeHub) -> None:
-    """The Hub answers 401 for a repository that is not there, too."""
-    done = push("--publish", token="hf_" + "Zz9" * 9)
-    assert done.code == 2 and "does not accept the token (401)" in done.err and not hub.repos
-
-
-def test_a_token_that_may_only_read_is_told(push: Push, hub: FakeHub) -> None:
-    hub.read_only = True
-    done = push("--publish")
-    assert done.code == 2 and "may not write to me/oasst2-adapter (403)" in done.err
+    assert push("--publish", "--public", repo=None, env="HF_REPO_ID=me/by-file").code == 0
+    assert set(hub.repos) == {"me/by-file"} and hub.repos["me/by-file"].private is False
 
 
 def test_a_public_repository_wants_the_word(push: Push, hub: FakeHub) -> None:
@@ -112,11 +120,6 @@ def test_a_public_repository_wants_the_word(push: Push, hub: FakeHub) -> None:
     assert push("--publish", "--public").code == 0
     hub.repos[REPO] = Repo(private=True)
     assert "is private, and --public was asked for" in push("--publish", "--public").err
-
-
-def test_a_new_repository_is_public_only_by_the_word(push: Push, hub: FakeHub) -> None:
-    assert push("--publish", "--public").code == 0
-    assert hub.repos[REPO].private is False
 
 
 @pytest.mark.parametrize("there", [["adapter_config.json"], ["model.safetensors"], ["adapter_config.json", "x.safetensors"]])
@@ -143,25 +146,6 @@ def test_a_failure_midway_leaves_nothing_and_the_next_call_goes_on(
     assert all(set(repo.files) == {".gitattributes"} for repo in hub.repos.values())
     hub.fail.clear()
     assert push("--publish").code == 0 and len(hub.repos[REPO].commits) == 2
-
-
-def test_a_commit_of_somebody_else_in_between_is_not_lost(push: Push, hub: FakeHub) -> None:
-    """The commit names what it was made on."""
-    hub.fail["/commit/"] = 412
-    done = push("--publish")
-    assert done.code == 75 and "changed by somebody else" in done.err
-
-
-def test_what_the_hub_stored_is_compared(push: Push, hub: FakeHub) -> None:
-    hub.spoil = True
-    done = push("--publish")
-    assert done.code == 75 and "not there as it was sent: adapter_config.json, README.md" in done.err
-
-
-def test_a_server_that_is_not_there(push: Push, hub: FakeHub) -> None:
-    hub.url = "http://127.0.0.1:1"
-    done = push("--publish")
-    assert done.code == 75 and "no answer of http://127.0.0.1:1" in done.err
 
 
 def test_a_damaged_adapter_is_not_pushed(push: Push, hub: FakeHub, trained: RunDir) -> None:
@@ -260,10 +244,6 @@ def test_a_card_of_a_small_evaluation_is_no_result(push: Push) -> None:
     head = yaml.safe_load(card.split("---\n")[1])
     assert "model-index" not in head and "base_model" not in head and "license" not in head
     assert "nobody else can load this adapter" in card and "0.1667" in card
-
-
-def test_a_licence_is_checked(push: Push) -> None:
-    assert "is not a licence identifier" in push("--dry-run", "--license", "MIT\nx: y").err
 
 
 def test_a_recipe_pushes_when_its_chain_has_ended(

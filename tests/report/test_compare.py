@@ -43,7 +43,7 @@ def made_run(path: Path, seconds: list[float], *, code: int | None = 0, **recipe
         "type": "FSDP",
         "fsdp_version": 2,
         "mesh": {"dp_shard": 4},
-        "gpu0": "NVIDIA H100 80GB HBM3",
+        "gpu0": ONE["gpu0"],
         "torch": "main",
         "device": "cuda:0",
     }
@@ -64,9 +64,8 @@ def test_the_sources_own_figures(tmp_path: Path) -> None:
     rows = {row[0]: row[1:] for row in compare.cells(found)}
     assert rows["World size"] == ["8", "16"] and rows["Tokens / sec / rank, warm-up too"] == ["1,080", "94.5"]
     assert rows["Rate of a rank against the first"] == ["100%", "9%"] and rows["Wall time of all steps"] == ["4.74 s", "54.2 s"]
-    assert sum(compare.OF_THE_SOURCE in note for note in found.notes) == 2 and not any(
-        "differs" in note for note in found.notes
-    )
+    assert sum(compare.OF_THE_SOURCE in note for note in found.notes) == 2
+    assert not any("differs" in note for note in found.notes)
     text = compare.markdown(found)
     assert text.startswith("| Metric | one | two |\n| --- | --- | --- |\n| World size | 8 | 16 |\n")
 
@@ -79,13 +78,7 @@ def test_the_metrics_of_a_run_are_the_sources_fields_and_the_steady_rate(tmp_pat
     assert tuple(found) == (*ONE, "steady_tokens_per_s_per_rank") and tuple(ONE) == source.FIELDS
     assert found["wall_time_s"] == 12.0 and found["approx_tokens_per_rank"] == 5 * 6 * 512
     assert found["approx_tokens_per_s_per_rank"] == 1280.0 and found["steady_tokens_per_s_per_rank"] == 3072.0
-    assert (found["world_size"], found["gpu0"], found["torch"], found["fsdp"], found["bf16"]) == (
-        4,
-        ONE["gpu0"],
-        "main",
-        True,
-        True,
-    )
+    assert found.items() >= {"world_size": 4, "gpu0": ONE["gpu0"], "torch": "main", "fsdp": True, "bf16": True}.items()
 
 
 def test_steps_that_are_logged_together_count_each(tmp_path: Path) -> None:
@@ -117,13 +110,8 @@ def test_runs_benchmarks_and_sources_stand_together(tmp_path: Path) -> None:
     assert killed["status"] == "killed, or still running" and killed["steady_tokens_per_s_per_rank"] == 3072.0
     assert bench["steady_tokens_per_s_per_rank"] == pytest.approx(8192) and bench["mfu"] == pytest.approx(0.404, abs=0.001)
     notes = "\n".join(found.notes)
-    for part in (
-        "is not finished (killed, or still running)",
-        "Model differs",
-        "Recipe differs",
-        "torch differs",
-        "padding as tokens",
-    ):
+    differ = ("Model differs", "Recipe differs", "torch differs", "padding as tokens")
+    for part in ("is not finished (killed, or still running)", *differ):
         assert part in notes, part
 
 
@@ -180,13 +168,6 @@ def test_nothing_to_compare_is_refused(tmp_path: Path) -> None:
     assert "nothing can be compared" in str(caught.value.problems[0]) and "no step" in str(caught.value.problems[1])
     with pytest.raises(UserError):
         compare.compare([empty])
-
-
-def test_one_without_figures_stands_beside_two_that_have_them(tmp_path: Path) -> None:
-    """Missing metrics of one run are no reason to hide the others."""
-    paths = [written(tmp_path / "a.json", ONE), written(tmp_path / "b.json", TWO), made_run(tmp_path / "none", [])]
-    found = compare.compare(paths)
-    assert len(found.entries) == 3 and any("no step" in note for note in found.notes)
 
 
 def torn(path: Path) -> None:

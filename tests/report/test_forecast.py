@@ -12,14 +12,8 @@ from clustertune.report import content
 from clustertune.report.metrics import Metrics, StepRecord, Steps
 from clustertune.report.page import build
 
-TOLD = {
-    "step_s": 2.0,
-    "tokens_per_s": 500.0,
-    "peak_gib_per_gpu": 1.5,
-    "hours": None,
-    "bandwidth_source": "nominal",
-    "calibrated": [],
-}
+TOLD: dict[str, object] = {"step_s": 2.0, "tokens_per_s": 500.0, "peak_gib_per_gpu": 1.5, "hours": None}
+TOLD |= {"bandwidth_source": "nominal", "calibrated": []}
 
 
 def steps(*seconds: float) -> Metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.report import forms
+from clustertune.errors import UserError
+from clustertune.report import compare, forms
 from clustertune.report.metrics import read_metrics
 from tests.bench.documents import document
 from tests.command import run
@@ -42,40 +44,29 @@ def recorded_run(tmp_path: Path) -> dict[str, Any]:
     return found
 
 
-def cases(form: dict[str, str]) -> list[tuple[int, int]]:
-    """The depths of keys, each with the numbers of the wrong values that one of them has."""
-    return sorted({(key.count("."), at) for key, kind in form.items() for at in range(len(WRONG[kind]))})
+FORMS = {"r/run.json": forms.RUN, "b.json": forms.BENCH}
 
 
-def check_wrong_values(form: dict[str, str], body: dict[str, Any], file: Path, compared: Path, depth: int, at: int) -> None:
-    """Every key of one depth has the wrong value of this number; ``compare``, as a person calls it, names them all."""
-    other = written(file.parent.parent / "one.json", ONE)
-    keys = {key: kind for key, kind in form.items() if key.count(".") == depth and at < len(WRONG[kind])}
-    wrong = body
-    for key, kind in keys.items():
-        wrong = put(wrong, key, WRONG[kind][at])
-    written(file, wrong)
-    done = run("compare", compared, other, "--json")
-    assert done.code == 2, done.err
-    problems = {problem["key"]: problem for problem in done.json["problems"]}
-    assert problems.keys() == keys.keys() and len(problems) == len(done.json["problems"])
-    for key, kind in keys.items():
-        assert problems[key]["file"] == str(file) and kind in problems[key]["message"] and problems[key]["fix"]
-        assert [found.key for found in forms.find_problems(put(body, key, WRONG[kind][at]), form, "x", "y")] == [key]
+@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("name", FORMS)
+def test_a_document_with_wrong_values_is_named(name: str, at: int, tmp_path: Path) -> None:
+    """Every key that is read of it, those of one depth at once, with the wrong value of this number: all are named."""
+    form, file, run_body = FORMS[name], tmp_path / name, recorded_run(tmp_path)
+    body, path = (run_body, file.parent) if name == "r/run.json" else (document(), file)
+    for depth in range(4):
+        wrong = body
+        keys = {key: of for key, of in form.items() if key.count(".") == depth and at < len(WRONG[of])}
+        for key, of in keys.items():
+            wrong = put(wrong, key, WRONG[of][at])
+            assert [found.key for found in forms.find_problems(put(body, key, WRONG[of][at]), form, "x", "y")] == [key]
+        written(file, wrong)
+        with pytest.raises(UserError) if keys else contextlib.nullcontext() as caught:
+            compare.read(path)
+        problems = {problem.key: problem for problem in caught.value.problems} if caught else {}
+        assert problems.keys() == keys.keys()
+        for key, of in keys.items():
+            assert problems[key].file == str(file) and of in problems[key].message and problems[key].fix
     assert forms.find_problems(body, form, "x", "y") == []
-
-
-@pytest.mark.parametrize(("depth", "at"), cases(forms.RUN))
-def test_a_run_with_wrong_values_is_told(depth: int, at: int, tmp_path: Path) -> None:
-    """run.json, every key that is read of it."""
-    check_wrong_values(forms.RUN, recorded_run(tmp_path), tmp_path / "r" / "run.json", tmp_path / "r", depth, at)
-
-
-@pytest.mark.parametrize(("depth", "at"), cases(forms.BENCH))
-def test_a_result_with_wrong_values_is_told(depth: int, at: int, tmp_path: Path) -> None:
-    """A benchmark's JSON, in the same way."""
-    (tmp_path / "b").mkdir()
-    check_wrong_values(forms.BENCH, document(), tmp_path / "b" / "b.json", tmp_path / "b" / "b.json", depth, at)
 
 
 @pytest.mark.parametrize("body", [[], 5, None, "x"])

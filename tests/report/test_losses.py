@@ -10,32 +10,7 @@ import pytest
 from rich.console import Console
 
 from clustertune import summary
-from clustertune.report import content
-from clustertune.report.metrics import EvalRecord, Metrics, StepRecord, Steps
 from clustertune.rundir import RunDir
-
-
-@pytest.mark.parametrize(
-    ("steps", "when"),
-    [
-        ([0, 3, 8], "before training and after step 8"),
-        ([2, 4, 36], "after steps 2 and 36"),
-        ([0], "before training"),
-        ([2], "after step 2"),
-    ],
-)
-def test_before_is_said_of_step_0_only(steps: list[int], when: str) -> None:
-    """Most recipes evaluate first after some steps: that loss is none before training."""
-    metrics = Metrics(evals=[EvalRecord(step, 1, eval_loss=9.0 - step / 10) for step in steps])
-    values = [9.0 - step / 10 for step in steps]
-    assert content.eval_losses(metrics) == (when, [values[0], values[-1]][: len(steps)])
-
-
-def test_what_was_not_taken_is_none() -> None:
-    """An evaluation without a loss, no evaluation, no step."""
-    assert content.eval_losses(Metrics(evals=[EvalRecord(2, 1)])) is None
-    assert content.train_losses(Metrics()) is None
-    assert content.train_losses(Metrics(steps=Steps([StepRecord(1, 1, loss=2.0), StepRecord(2, 1)]))) == ("after step 1", [2.0])
 
 
 @pytest.mark.parametrize(
@@ -47,6 +22,9 @@ def test_what_was_not_taken_is_none() -> None:
         ),
         ([("eval", 0, "eval_loss"), ("eval", 8, "eval_loss")], "eval loss, before training and after step 8: 0.0, 8.0"),
         ([("step", 1, "loss"), ("step", 36, "loss")], "training loss, after steps 1 and 36: 1.0, 36.0"),
+        ([("eval", 2, "eval_loss")], "eval loss, after step 2: 2.0"),
+        ([("eval", 0, "eval_loss")], "eval loss, before training: 0.0"),
+        ([("eval", 2, "seconds"), ("step", 1, "loss"), ("step", 2, "seconds")], "training loss, after step 1: 1.0"),
         ([], "run      "),
     ],
 )

@@ -78,33 +78,19 @@ def test_missing_file_is_an_empty_run(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "absent") == Metrics()
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"event":"step","step":2,"loss":1.',
-        "[]",
-        "7",
-        "null",
-        "{}",
-        '{"event": 3}',
-        '{"event": "step"}',
-        '{"event": "step", "step": "two"}',
-        '{"event": "step", "step": -1}',
-        '{"event": "step", "step": 1.5}',
-        '{"event": "step", "step": NaN}',
-        '{"event": "step", "step": true}',
-        '{"event": "stage"}',
-        "\x00\x00\x00",
-        "[" * 100_000,
-    ],
-)
+NO_EVENTS = [
+    '{"event":"step","step":2,"loss":1.', "[]", "7", "null", "{}", '{"event": 3}', '{"event": "step"}', '{"event": "stage"}',
+    *(f'{{"event": "step", "step": {value}}}' for value in ('"two"', -1, 1.5, "NaN", "true")), "\x00\x00\x00", "[" * 100_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", NO_EVENTS)
 def test_lines_that_are_no_events_are_counted_and_passed_over(line: str, tmp_path: Path) -> None:
     path = tmp_path / "m"
     path.write_text(json.dumps(step(1, loss=1.0)) + "\n" + line + "\n" + json.dumps(step(3, loss=3.0)))
     metrics = read_metrics(path)
     assert [record.loss for record in metrics.steps] == [1.0, 3.0]
-    known = json.loads(line).get("event") == 3 if line.startswith('{"event": 3') else False
-    assert metrics.unreadable_lines == (0 if known else 1)
+    assert metrics.unreadable_lines == (line != '{"event": 3}')
 
 
 def test_not_utf8_is_a_line_that_is_no_event(tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ from xml.etree import ElementTree
 import pytest
 
 from clustertune.errors import ExitCode, UserError
-from clustertune.monitor.store import TelemetryWriter
+from clustertune.monitor.sampler import TelemetryWriter
 from clustertune.report import page as module
 from clustertune.report import plots, telemetry
 from clustertune.report.page import build
 from tests.monitor import simulated
 
 RECORDED = Path(__file__).parent / "recorded"
+FAILED = {"stage": "train", "status": "failed"}
 HOSTILE = "<script>alert('x')</script>"
 
 
@@ -89,26 +90,15 @@ def test_a_whole_run_shows_everything(whole: str) -> None:
         assert heading in page.headings
     for plot in ("Loss", "Token accuracy", "Learning rate", "Gradient norm", "Throughput", "Step time", "Peak memory"):
         assert plot in page.headings
-    assert page.svgs == whole.count("<summary>Numbers</summary>") - 1 == 8, (
-        "each has its numbers; the axis of time is not a drawing"
-    )
+    # Each has its numbers; the axis of time is not a drawing.
+    assert page.svgs == whole.count("<summary>Numbers</summary>") - 1 == 8
     text = "\n".join(page.words)
     for fact in (
-        "8.325 → 8.109",  # eval loss before and after
-        "217,088",  # trainable parameters
-        "step-000008.a3",
-        "0123456789abcdef0123456789abcdef01234567",
-        "gloo",
-        "prompt_level_strict_acc",
-        "16.67 %",
-        "6.30 %",  # its standard error
-        "Not the IFEval benchmark",
-        "lora.target_modules",
-        "base sft-lora",
-        "train.gradient_accumulation_steps",
-        "interrupted, saved, continues with the same command, exit 75",
+        "8.325 → 8.109", "217,088", "step-000008.a3", "0123456789abcdef0123456789abcdef01234567", "gloo",
+        "prompt_level_strict_acc", "16.67 %", "6.30 %", "Not the IFEval benchmark", "lora.target_modules", "base sft-lora",
+        "train.gradient_accumulation_steps", "interrupted, saved, continues with the same command, exit 75",
         "1 min 18 s",  # all three tries of the training
-    ):
+    ):  # fmt: skip
         assert fact in text, fact
     assert page.words.count("kept") == 1 and page.words.count("removed") == 4
     assert len(whole) < 300_000
@@ -207,14 +197,11 @@ def test_a_run_that_has_only_begun(run_dir: Path) -> None:
     ("events", "badge"),
     [
         ([("stop", {"step": 3, "exit_code": 93, "attempt": 1})], "stopped: not finite"),
-        (
-            [("stop", {"step": 3, "exit_code": 75, "attempt": 1}), ("stage", {"stage": "train", "status": "failed"})],
-            "interrupted",
-        ),
+        ([("stop", {"step": 3, "exit_code": 75, "attempt": 1}), ("stage", FAILED)], "interrupted"),
         ([("stop", {"step": 3, "exit_code": 0, "attempt": 1})], "trained"),
         ([("stop", {"step": 3, "exit_code": 1, "attempt": 1})], "training failed, exit 1"),
         ([("stage", {"stage": "merge", "status": "failed", "seconds": 2})], "merge failed"),
-        ([("stage", {"stage": "train", "status": "failed"})], "train failed"),
+        ([("stage", FAILED)], "train failed"),
         ([("stage", {"stage": "eval", "status": "done"})], "finished"),
         ([("stage", {"stage": "eval", "status": "started"})], "unfinished"),
     ],
@@ -230,12 +217,8 @@ def test_the_badge_says_how_it_ended(events: list[tuple[str, dict[str, Any]]], b
 @pytest.mark.usefixtures("undrawn")
 def test_expected_and_reached_stand_side_by_side(run_dir: Path) -> None:
     def change(run: dict[str, Any]) -> None:
-        run["recipe"]["recipe"]["expect"] = {
-            "eval_loss": 8.0,
-            "steps": 8,
-            "trainable_parameters": 217088,
-            "tasks": {"ifeval": {"prompt_level_strict_acc": 0.7}},
-        }
+        expected = {"eval_loss": 8.0, "steps": 8, "trainable_parameters": 217088}
+        run["recipe"]["recipe"]["expect"] = {**expected, "tasks": {"ifeval": {"prompt_level_strict_acc": 0.7}}}
 
     edit(run_dir / "run.json", change)
     _, page = read(run_dir)
@@ -332,9 +315,8 @@ def test_the_answer_comes_first_and_stands_in_the_document(tmp_path: Path) -> No
     with run.metrics.open("a") as out:
         out.write(json.dumps({"event": "stage", "stage": "eval", "status": "done", "seconds": 3600}) + "\n")
     for began, joules in ((now, 1.8e6), (now + 60, 3.6e6)):  # two tries of the evaluation, each with a sampler of its own
-        writer = TelemetryWriter(
-            run.path / telemetry.FOLDER, "node0", {"host": "node0", "node": 0, "gpus": ["x"], "energy": "counter"}
-        )
+        head = {"host": "node0", "node": 0, "gpus": ["x"], "energy": "counter"}
+        writer = TelemetryWriter(run.path / telemetry.FOLDER, "node0", head)
         for share in (0.5, 1.0):
             writer.add(telemetry.TelemetryRow(began + 50 * share, -int(began), {}, ({"energy_j": joules * share},)))
     first, second = read(run.path)[1].words[4:6]

@@ -13,7 +13,7 @@ from clustertune import rank
 from clustertune.errors import ExitCode
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.plan.saves import NODE_MTBF_HOURS, best_seconds, seconds_between_ends
-from clustertune.report import cost, saves
+from clustertune.report import cost
 from clustertune.report.metrics import read_metrics
 from clustertune.rundir import RunDir
 
@@ -50,20 +50,20 @@ def run_of(folder: Path, ends: list[str], nodes: int = 2, hours: float = 3.0) ->
 @pytest.mark.parametrize("end", sorted(ENDS))
 def test_an_end_without_a_warning_is_a_failure(end: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, [end, "finished"])
-    assert saves.failures(cost.of_attempts(run.path)).count == (end in FAULTS)
+    assert cost.failures(cost.of_attempts(run.path)).count == (end in FAULTS)
 
 
 def test_what_runs_has_not_failed(tmp_path: Path) -> None:
-    assert saves.failures(cost.of_attempts(run_of(tmp_path, ["the node went"]).path)).count == 0
+    assert cost.failures(cost.of_attempts(run_of(tmp_path, ["the node went"]).path)).count == 0
 
 
 def test_the_rate_counts_the_hours_of_all_nodes(tmp_path: Path) -> None:
-    met = saves.failures(cost.of_attempts(run_of(tmp_path, ["failed", "a full disk", "finished"]).path))
+    met = cost.failures(cost.of_attempts(run_of(tmp_path, ["failed", "a full disk", "finished"]).path))
     assert met.node_hours == pytest.approx(3 * 3 * 2) and met.mtbf_hours == pytest.approx((18 + 24) / 3)
-    assert saves.Failures(1, 18.0).mtbf_hours is None, "one failure says little"
-    early = saves.Failures(2, 0.1).mtbf_hours
+    assert cost.Failures(1, 18.0).mtbf_hours is None, "one failure says little"
+    early = cost.Failures(2, 0.1).mtbf_hours
     assert early is not None and early > 5, "two within minutes are not a rate"
-    assert saves.Failures(100, 24_000).mtbf_hours == pytest.approx(240, rel=0.02)
+    assert cost.Failures(100, 24_000).mtbf_hours == pytest.approx(240, rel=0.02)
 
 
 def test_auto_takes_the_rate_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,20 +90,21 @@ def test_the_report_shows_what_saves_took(tmp_path: Path) -> None:
     lines.append({**event, "step": 7, "save_stall_s": 0.1, "save_every_s": 60, "path": "/nvme/7", "status": "local"})
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     document = {"recipe": {"recipe": {"save": {"every": "auto", "milestones": [9]}, "slurm": {"nodes": 2}}}}
-    found = saves.as_dict(document, read_metrics(run.metrics), cost.of_attempts(run.path))
+    found = cost.saves_as_dict(document, read_metrics(run.metrics), cost.of_attempts(run.path))
     assert found is not None
     assert (found["shared"], found["local"], found["every_seconds"], found["stall_seconds"]) == (2, 1, 600, 0.3)
     assert found["stall_share"] == pytest.approx(0.7 / sum(one.seconds(2e6) for one in cost.of_attempts(run.path)))
     assert (found["failures"], found["mtbf_from"]) == (2, "this run")
     assert found["auto_seconds"] == pytest.approx(best_seconds(0.3, 40.0, seconds_between_ends(2, found["mtbf_hours"], None)))
-    shown = dict(saves.rows(found))
+    shown = dict(cost.saves_rows(found))
     assert shown["saved every"] == "auto: 10 min 00 s in the end; and at 9"
     assert shown["saves"].startswith("2 on shared storage, 1 on the nodes' own disks, 1.00 GiB")
     assert shown["ends without a warning"].startswith("2 in ")
-    none = saves.as_dict(document, read_metrics(run.metrics), cost.of_attempts(run_of(tmp_path / "quiet", ["finished"]).path))
-    assert "at least 2.00 node-hours" in dict(saves.rows(none))["ends without a warning"]
+    quiet = cost.of_attempts(run_of(tmp_path / "quiet", ["finished"]).path)
+    none = cost.saves_as_dict(document, read_metrics(run.metrics), quiet)
+    assert "at least 2.00 node-hours" in dict(cost.saves_rows(none))["ends without a warning"]
 
 
 def test_a_run_without_saves_has_no_such_part(tmp_path: Path) -> None:
     run = run_of(tmp_path, ["failed"])
-    assert saves.as_dict({}, read_metrics(run.metrics), ()) is None and saves.rows(None) == []
+    assert cost.saves_as_dict({}, read_metrics(run.metrics), ()) is None and cost.saves_rows(None) == []

@@ -13,7 +13,7 @@ import pytest
 from clustertune.config.cluster_schema import Staging
 from clustertune.config.tasks import first_task
 from clustertune.staging import cache, needs
-from clustertune.staging.tree import SourceFolder, Stager
+from clustertune.staging.cache import SourceFolder, Stager
 from clustertune.staging.worker import Bounds
 from tests import command
 from tests.command import Done

@@ -17,8 +17,8 @@ import pytest
 
 from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
-from clustertune.staging import cache, copying, worker
-from clustertune.staging.tree import SourceFolder
+from clustertune.staging import cache, copier, worker
+from clustertune.staging.cache import SourceFolder
 from tests.command import REPO
 from tests.staging.conftest import MIB, MODEL, REVISION, Bench, fill, flip, into_hub_cache, same
 
@@ -64,17 +64,28 @@ def test_another_content_is_another_tree(tmp_path: Path, bench: Bench) -> None:
     assert new != old and same(root, new)
 
 
+SPOILT = {
+    "flipped": (lambda path: flip(path / "sub/one.bin", 17), SIZES["sub/one.bin"]),
+    "missing": (lambda path: (path / "config.json").unlink(), SIZES["config.json"]),
+    # transformers reads an adapter_config.json that it finds beside a model.
+    "foreign": (lambda path: (path / "adapter_config.json").write_text("{}"), 0),
+    # datasets writes its tables beside the data: that is no damage.
+    "a library's own": (lambda path: fill(path / ".cache", {"table.arrow": 100}), 0),
+}
+
+
 @pytest.mark.parametrize("deep", [True, False])
-def test_a_flipped_byte_in_the_copy_is_mended(tmp_path: Path, deep: bool) -> None:
-    """Only the damaged file is copied again; in a job what was not written to since is not read."""
-    bench = Bench(tmp_path / "local", deep=deep)
+@pytest.mark.parametrize("what", SPOILT)
+def test_only_what_is_damaged_in_the_copy_is_copied_again(tmp_path: Path, what: str, deep: bool) -> None:
+    """In a job what was not written to since is not read."""
+    bench, (spoil, copied) = Bench(tmp_path / "local", deep=deep), SPOILT[what]
     root = fill(tmp_path / "source", SIZES)
     path = bench.stage(root)
-    flip(path / "sub/one.bin", 17)
+    spoil(path)
     found = bench.stager.stage(SourceFolder("data", "source", root))
     found.release()
-    assert same(root, path) and found.copied == SIZES["sub/one.bin"]
-    assert "damaged, missing or foreign: source/sub/one.bin" in bench.words
+    assert same(root, path) and found.copied == copied
+    assert ("damaged, missing or foreign: source/" in bench.words) == (what != "a library's own")
 
 
 def test_what_the_file_system_itself_lost_is_found_by_hashing(
@@ -85,56 +96,30 @@ def test_what_the_file_system_itself_lost_is_found_by_hashing(
     path = bench.stage(root)
     meta = json.loads((path.parent / manifest.MANIFEST).read_bytes())["meta"]["signs"]
     flip(path / "two.safetensors", 5)
-    monkeypatch.setattr("clustertune.staging.tree.signs", lambda p: tuple(meta[p.relative_to(path.parent).as_posix()]))
+    monkeypatch.setattr("clustertune.staging.cache.signs", lambda p: tuple(meta[p.relative_to(path.parent).as_posix()]))
     bench.stage(root)
     assert same(root, path)
 
 
-def test_a_foreign_or_missing_file_is_mended(tmp_path: Path, bench: Bench) -> None:
-    """transformers reads an adapter_config.json that it finds beside a model."""
-    root = fill(tmp_path / "source", SIZES)
-    path = bench.stage(root)
-    (path / "adapter_config.json").write_text("{}")
-    (path / "config.json").unlink()
-    bench.stage(root)
-    assert same(root, path)
-
-
-def test_what_libraries_keep_in_hidden_folders_is_no_damage(tmp_path: Path, bench: Bench) -> None:
-    """datasets writes its tables beside the data: a tree must not be copied again for it, least of all while it is read."""
-    path = bench.stage(fill(tmp_path / "source", SIZES))
-    fill(path / ".cache", {"table.arrow": 100})
-    found = bench.stager.stage(SourceFolder("data", "source", tmp_path / "source"))
-    assert found.copied == 0
-    found.release()
-
-
-@pytest.mark.parametrize("kind", ["hub", "model", "merged"])
+@pytest.mark.parametrize("kind", ["hub", "small file of the hub", "model", "merged"])
 def test_a_flipped_byte_in_the_source_is_refused(tmp_path: Path, bench: Bench, kind: str) -> None:
-    """The folder itself says what it should hold: a damaged file on the shared storage must not spread."""
+    """The folder itself says what it should hold: a damaged file on the shared storage must not spread.
+
+    A chat template with one changed byte trains another model; git names small files by SHA-1.
+    """
     root = fill(tmp_path / "source", {"config.json": 300, "model.safetensors": 9 * MIB})
-    if kind == "hub":
+    if "hub" in kind:
         root = into_hub_cache(tmp_path / "hub", "models", MODEL, REVISION, root)
-        flip(Path(os.path.realpath(root / "model.safetensors")), 8 * MIB + 3)
+        name, at = ("model.safetensors", 8 * MIB + 3) if kind == "hub" else ("config.json", 7)
+        flip(Path(os.path.realpath(root / name)), at)
     else:
         fast = {name: manifest.hash_file(root / name, manifest.XXH3_128) for name in manifest.list_files(root)}
         manifest.seal(root, kind, {}, fast if kind == "merged" else None)
         flip(root / "model.safetensors", 8 * MIB + 3)
     with pytest.raises(UserError, match="its content differs from") as caught:
         bench.stage(root, "model")
-    assert ("xxh3_128" if kind == "merged" else "sha256") in str(caught.value)
+    assert {"merged": "xxh3_128", "small file of the hub": "git_sha1"}.get(kind, "sha256") in str(caught.value)
     assert not any((tree / manifest.MANIFEST).exists() for tree in bench.cache.root.iterdir())
-
-
-def test_a_small_file_of_the_hub_is_checked_too(tmp_path: Path, bench: Bench) -> None:
-    """A chat template with one changed byte trains another model; git names small files by SHA-1."""
-    root = fill(tmp_path / "source", {"config.json": 300})
-    root = into_hub_cache(tmp_path / "hub", "models", MODEL, REVISION, root)
-    assert same(root, bench.stage(root, "model"))
-    flip(Path(os.path.realpath(root / "config.json")), 7)
-    other = Bench(tmp_path / "other")
-    with pytest.raises(UserError, match=r"the name that the Hub gave it \(git_sha1\)"):
-        other.stage(root, "model")
 
 
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +142,7 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path, bench: Bench
 @pytest.mark.parametrize("change", ["append", "truncate", "replace"])
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, change: str) -> None:
     """Half of an old file and half of a new one have the right size."""
-    from clustertune.staging.survey import survey
+    from clustertune.staging.copier import survey
 
     root = fill(tmp_path / "source", {"a.bin": 30 * MIB})
     files = survey(root, "data")
@@ -174,7 +159,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, change:
             fill(root, {"a.bin": 30 * MIB}, seed=1)
 
     with pytest.raises(UserError, match="changed while it was copied"):
-        copying.copy_files(root, tmp_path / "out", files, advance=advance, done=lambda _: None, workers=1)
+        copier.copy_files(root, tmp_path / "out", files, advance=advance, done=lambda _: None, workers=1)
 
 
 def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
@@ -255,15 +240,8 @@ def test_room_that_is_promised_is_not_given_twice(tmp_path: Path, monkeypatch: p
             bench.cache.make_room("data-two", 20 * MIB, bench.messages.append)
 
 
-MOUNT = (
-    "unshare",
-    "--user",
-    "--map-root-user",
-    "--mount",
-    "sh",
-    "-c",
-    'mount -t tmpfs -o size=$0 tmpfs "$1" && shift && exec "$@"',
-)
+MOUNT = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
+MOUNT += ('mount -t tmpfs -o size=$0 tmpfs "$1" && shift && exec "$@"',)
 
 
 @pytest.mark.parametrize("checked", [True, False])
@@ -346,9 +324,8 @@ def test_the_copies_leave_the_memory_as_it_was(tmp_path: Path, bench: Bench) -> 
     if shutil.which("fincore") is None:
         pytest.skip("fincore is not installed (util-linux)")
     for file in (root / "a.bin", path / "a.bin"):
-        found = subprocess.run(
-            ["fincore", "--bytes", "--noheadings", "--output", "RES", str(file)], capture_output=True, text=True, check=True
-        )
+        words = ["fincore", "--bytes", "--noheadings", "--output", "RES", str(file)]
+        found = subprocess.run(words, capture_output=True, text=True, check=True)
         assert int(found.stdout) < 8 * MIB, file
 
 

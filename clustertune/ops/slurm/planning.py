@@ -1,39 +1,44 @@
-"""The difference between what a machine has of Slurm and what the cluster file asks for."""
+"""The difference between what a machine has of Slurm and what the cluster file asks for, and the steps around it."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from clustertune.check.rule import FAIL, Finding, as_json, in_order
 from clustertune.config.cluster_schema import Cluster, Host
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, storage_error
+from clustertune.host import probe
 from clustertune.host.credentials import mask_settings
-from clustertune.ops.files import NODE, Change, block, diff, foreign, read, with_block
-from clustertune.ops.nodes import is_here, tool
-from clustertune.ops.slurm import judge as rules
-from clustertune.ops.slurm import node as node_room
-from clustertune.ops.slurm.judge import SlurmSubject
-from clustertune.ops.slurm.node import NodeFacts, ask
-from clustertune.ops.slurm.reading import entries, losses, repeated
-from clustertune.ops.slurm.steps import PreviousState, SetupStep, steps
+from clustertune.ops.files import NODE, Change, block, diff, exclusive, foreign, inside, put, read, with_block
+from clustertune.ops.nodes import is_here, require_here, tool
+from clustertune.ops.slurm.judge import NodeFacts, SlurmSubject, ask, blocks, collect, judge, parser
 from clustertune.ops.slurm.texts import (
     BLOCK,
     CGROUP_CONF,
+    DATABASE,
+    DROP_IN,
     ETC,
     GRES_CONF,
     HOSTS,
+    MARIADB,
     MUNGE_KEY,
     SLURM_CONF,
-    ConfFolder,
+    SLURM_ROLES,
+    SLURMDBD_CONF,
+    STATE,
+    USER,
+    Mode,
     Version,
     WantedFile,
+    fold,
     move_conf,
     move_gres,
     parse_version,
@@ -61,18 +66,6 @@ class FileChange:
 
 
 @dataclass(frozen=True)
-class Mode:
-    """A folder that is to be made, or a file or folder whose owner or mode is to be set."""
-
-    path: str
-    owner: str
-    mode: int
-    folder: bool
-    was: str
-    """``missing``, or what it is now."""
-
-
-@dataclass(frozen=True)
 class SlurmPlan:
     """Everything about one machine."""
 
@@ -85,7 +78,9 @@ class SlurmPlan:
     files: tuple[FileChange, ...]
     modes: tuple[Mode, ...]
     findings: tuple[Finding, ...]
-    seen: PreviousState
+    before: Mapping[str, str | None]
+    """Path to text; None: there was no file."""
+    after: Mapping[str, str]
     bare: bool
     """Whether nothing was looked at: another machine, and no tree of it."""
 
@@ -97,12 +92,11 @@ class SlurmPlan:
     @property
     def blocked(self) -> list[Finding]:
         """What keeps ``apply`` from writing."""
-        return rules.blocks(self.findings)
+        return blocks(self.findings)
 
     def steps(self, *, applied: bool = False) -> list[SetupStep]:
         """What an operator does, in order."""
-        key = not self.facts.local or MUNGE_KEY in self.facts.places
-        return steps(self.cluster, self.node, self.seen, key_there=key, accounting=self.accounting, applied=applied)
+        return list(find_steps(self, applied=applied))
 
     def exit_code(self) -> int:
         """0: nothing to do; 1: something differs, or a rule failed; 2: something stands in the way."""
@@ -156,7 +150,7 @@ def make_plan(
     require_slurm(cluster)
     assert cluster.slurm
     bare = root == NODE and not is_here(cluster, node)
-    seen = facts if facts is not None else NodeFacts(False) if bare else node_room.collect(cluster, node, root)
+    seen = facts if facts is not None else NodeFacts(False) if bare else collect(cluster, node, root)
     version, version_from = _version(cluster, seen)
     with_accounting = cluster.slurm.accounting if accounting is None else accounting
     wanted = wanted_files(cluster, node, version=version, accounting=with_accounting, hybrid=seen.cgroup == "hybrid")
@@ -189,18 +183,9 @@ def make_plan(
         foreign={} if adopt else lost,
         repeated=[(want.path, *line) for want in own for line in repeated(others[want.path], want.lines)],
     )
+    findings = tuple(in_order(judge(subject)))
     return SlurmPlan(
-        cluster=cluster,
-        node=node,
-        facts=seen,
-        version=version,
-        version_from=version_from,
-        accounting=with_accounting,
-        files=tuple(files),
-        modes=modes,
-        findings=tuple(in_order(rules.judge(subject))),
-        seen=PreviousState(texts, after),
-        bare=bare,
+        cluster, node, seen, version, version_from, with_accounting, tuple(files), modes, findings, texts, after, bare
     )
 
 
@@ -216,9 +201,8 @@ def _version(cluster: Cluster, facts: NodeFacts) -> tuple[Version | None, str]:
     for answer in facts.versions:
         if (found := parse_version(answer)) is not None:
             return found, "installed here"
-    if cluster.slurm and cluster.slurm.version:
-        return parse_version(cluster.slurm.version), "slurm.version of the cluster file"
-    return None, "unknown"
+    stated = cluster.slurm and cluster.slurm.version
+    return (parse_version(stated), "slurm.version of the cluster file") if stated else (None, "unknown")
 
 
 def _file(
@@ -236,20 +220,20 @@ def _file(
 
 def _modes(node: Host, wanted: Sequence[WantedFile], facts: NodeFacts) -> tuple[Mode, ...]:
     """Folders that are missing, and owners and modes that are not as they should be."""
-    strict = [(ConfFolder(want.path, want.owner, want.mode), False) for want in wanted if want.owner != "root"]
+    strict = [Mode(want.path, want.owner, want.mode, False) for want in wanted if want.owner != "root"]
     found = []
-    for item, is_folder in [*((folder, True) for folder in wanted_folders(node)), *strict]:
+    for item in (*wanted_folders(node), *strict):
         state = facts.places.get(item.path)
         if state is None:
-            found += [Mode(item.path, item.owner, item.mode, True, "missing")] if is_folder else []
+            found += [item] if item.folder else []
             continue
         ids = (facts.users or {}).get(item.owner) if item.owner != "root" else (0, 0)
         wrong = ids is not None and state.uid != ids[0] and (facts.owns or facts.local)
-        if state.folder != is_folder:
+        if state.folder != item.folder:
             fix = "move it away"
             raise UserError(Problem(f"is {'a folder' if state.folder else 'a file'}", file=item.path, fix=fix))
         if wrong or state.mode != item.mode:
-            found.append(Mode(item.path, item.owner, item.mode, is_folder, f"owner {state.uid}, mode {state.mode:04o}"))
+            found.append(replace(item, was=f"owner {state.uid}, mode {state.mode:04o}"))
     return (*found, *_unreadable(wanted, facts))
 
 
@@ -397,6 +381,310 @@ def checked(plan: SlurmPlan) -> SlurmPlan:
     installed = parse_version(answer)
     if installed is None or (plan.version is not None and plan.version != installed):
         return plan
-    answer = parsed(plan.cluster, plan.seen.after)
-    found = rules.parser(SlurmSubject(plan.cluster, plan.node, plan.facts, plan.version, parser=answer))
+    answer = parsed(plan.cluster, plan.after)
+    found = parser(SlurmSubject(plan.cluster, plan.node, plan.facts, plan.version, parser=answer))
     return replace(plan, findings=tuple(in_order([*plan.findings, *found])))
+
+
+# --- what stands in a file of Slurm's form that others wrote, and what of it a new one lacks -------------------------
+
+
+RECORDS = ("nodename", "partitionname", "downnodes", "nodeset", "frontendname", "name")
+"""Keys that stand several times, each with a name (``Name`` in gres.conf)."""
+_PAIR = re.compile(r'(?<!\S)[\w.]+ ?[-*+/]?= ?(?:"[^"]*"|\S+)(?= |$)')
+"""One of several settings that stand in one line, as Slurm's own parser takes them."""
+
+
+@dataclass(frozen=True)
+class ConfEntry:
+    """One setting, or one record."""
+
+    line: int
+    """From 1."""
+    key: str
+    """Lower case; of a record with its name: ``partitionname=debug``."""
+    text: str
+    """The line without comment, with single blanks; secrets are hidden."""
+
+
+def entries(text: str) -> list[ConfEntry]:
+    """The settings of ``slurm.conf``, ``gres.conf``, ``cgroup.conf`` or ``slurmdbd.conf``; lines ended by ``\\`` continue."""
+    found = []
+    pending, start = list[str](), 0
+    for number, raw in enumerate(text.split("\n"), 1):
+        line = re.sub(r"(?<!\\)#.*", "", raw.rstrip("\r"))
+        start = start or number
+        pending.append(line.removesuffix("\\"))
+        if line.endswith("\\"):
+            continue
+        joined = " ".join(" ".join(pending).split())
+        found += [ConfEntry(start, _key(shown), shown) for shown in map(mask_settings, _parts(joined))]
+        pending, start = [], 0
+    return found
+
+
+def _parts(text: str) -> list[str]:
+    """The settings of one line; a record is one, and so is what is none."""
+    pairs = _PAIR.findall(text)
+    if _key(text).partition("=")[0] in RECORDS or " ".join(pairs) != text:
+        return [text] if text else []
+    return pairs
+
+
+def _key(text: str) -> str:
+    if text.lower().startswith("include "):
+        return text.lower()
+    key, _, value = text.partition("=")
+    key = key.strip().lower()
+    return f"{key}={(value.split() or [''])[0]}" if key in RECORDS else key
+
+
+def losses(before: str, after: str) -> list[str]:
+    """What of ``before`` is not in ``after``, and what has another value there; a sentence each, with the line."""
+    ours = {entry.key: entry for entry in entries(after)}
+    lines = []
+    for entry in entries(before):
+        new = ours.get(entry.key)
+        if new is None:
+            lines.append(f"line {entry.line} is lost: {entry.text}")
+        elif _same(new.text) != _same(entry.text):
+            lines.append(f"line {entry.line} changes: {entry.text} becomes {new.text}")
+    return lines
+
+
+def repeated(outside: Sequence[tuple[int, str]], block: Sequence[str]) -> list[tuple[int, str]]:
+    """Lines of an operator that set again what our block sets: Slurm takes the last one. Records of other names are no such."""
+    ours = {entry.key for entry in entries("\n".join(block))}
+    lines = []
+    for number, text in outside:
+        lines += [(number, entry.text) for entry in entries(text) if entry.key in ours]
+    return lines
+
+
+def settings(text: str) -> dict[str, str]:
+    """Key to its line, of the settings and records."""
+    return {entry.key: entry.text for entry in entries(text)}
+
+
+def _same(text: str) -> str:
+    return re.sub(r"\s*=\s*", "=", text).lower()
+
+
+# --- what an operator does around the files, in order ----------------------------------------------------------------
+
+
+LIVE = frozenset(
+    {
+        "defmempercpu", "enforcepartlimits", "jobrequeue", "killwait", "maxmempercpu", "minjobage", "preemptmode",
+        "preemptparameters", "propagateresourcelimitsexcept", "returntoservice", "slurmctldlogfile", "slurmctldparameters",
+        "slurmdlogfile", "slurmdtimeout", "unkillablesteptimeout",
+    }
+)  # fmt: skip
+"""Settings that ``scontrol reconfigure`` takes; slurm.conf(5) says about the others that daemons must be restarted, or is not
+clear. Partitions are taken too."""
+SHAPE = ("sockets", "corespersocket", "threadspercore", "realmemory", "gres", "cpus", "boards", "socketsperboard")
+"""What of a node's line is its shape: jobs that run on it were placed by the old one."""
+HOLDS_JOBS = ("slurmdspooldir", "proctracktype", "selecttype")
+"""Where and how slurmd and slurmctld find running jobs again: with another value they are lost to them."""
+OLD_STATE = "/var/spool"
+"""StateSaveLocation of a slurm.conf that names none (slurm.conf(5))."""
+
+
+@dataclass(frozen=True)
+class SetupStep:
+    """Commands for one kind of machine, and why."""
+
+    where: str
+    why: str
+    commands: tuple[str, ...]
+    """Each as a shell line, for a person to copy."""
+
+
+def find_steps(plan: SlurmPlan, *, applied: bool) -> Iterator[SetupStep]:  # noqa: PLR0912, PLR0915 - one step after the other
+    """The order of things; ``applied``: the files of this machine are in place already."""
+    cluster, slurm = plan.cluster, bool(set(plan.node.roles) & set(SLURM_ROLES))
+    changed = {path for path in plan.after if plan.after[path] != (plan.before.get(path) or "")}
+    new_key = slurm and plan.facts.local and MUNGE_KEY not in plan.facts.places
+    files = list(_files(plan, applied)) if changed else []
+    if not slurm:
+        yield from files
+    if not slurm or not (changed or new_key):
+        return
+    assert cluster.controller
+    controller, nodes = cluster.controller.name, fold([host.name for host in cluster.compute_nodes])
+    first = plan.before.get(SLURM_CONF) is None
+    old, new = settings(plan.before.get(SLURM_CONF) or ""), settings(plan.after.get(SLURM_CONF, ""))
+    keys = {key for key in {*old, *new} if old.get(key) != new.get(key)}
+    held = "" if first else ", ".join(key for key in HOLDS_JOBS if key in keys)
+    gone = plan.before.get(GRES_CONF)
+    gres = gone is not None and GRES_CONF in plan.after and settings(gone) != settings(plan.after[GRES_CONF])
+    shape = not first and bool(_shapes(old)) and (_shapes(old) != _shapes(new) or gres)
+    if shape or held:
+        why = "the shape of the nodes changes" if shape else f"{held}: jobs that run would be lost"
+        drain = f"scontrol update NodeName={nodes} State=DRAIN Reason='new slurm.conf'"
+        yield SetupStep(controller, f"{why}: let jobs end first (drained, not draining)", (drain, f"sinfo -n {nodes}"))
+    yield from files
+    if first or new_key:
+        yield from _munge(cluster, controller)
+    stop = "systemctl stop slurmctld"
+    state = old.get("statesavelocation", f"={OLD_STATE}").partition("=")[2].strip()
+    if not first and state.rstrip("/") != STATE:
+        why = "the queue moves with its folder: in an empty one slurmctld knows of no job"
+        yield SetupStep(controller, why, (stop, f"cp -a {shlex.quote(state)}/. {STATE}/"))
+    before, after = old.get("clustername"), new.get("clustername")
+    if before and after and before.lower() != after.lower():
+        why = "the cluster's name changes, and slurmctld refuses a state of another (running jobs are forgotten)"
+        yield SetupStep(controller, why, (stop, f"rm {STATE}/clustername"))
+    if plan.accounting and (changed & {SLURMDBD_CONF, MARIADB} or "accountingstoragetype" in keys):
+        sql = (
+            f"CREATE USER IF NOT EXISTS '{USER}'@'localhost' IDENTIFIED VIA unix_socket;",
+            f"GRANT ALL ON {DATABASE}.* TO '{USER}'@'localhost';",
+        )
+        commands = ("systemctl restart mariadb", *(f'mariadb -e "{line}"' for line in sql), "systemctl restart slurmdbd")
+        why = "the database, whose user is known by its socket: no password; slurmctld enters the cluster by itself"
+        yield SetupStep(controller, why, (*commands, "sacctmgr show cluster"))
+    if first or new_key:
+        yield SetupStep(controller, "the controller first", ("systemctl enable slurmctld", "systemctl restart slurmctld"))
+        commands = ("systemctl daemon-reload", "systemctl enable slurmd", "systemctl restart slurmd")
+        yield SetupStep(nodes, "then each node", commands)
+    else:
+        slow = sorted(key for key in keys if key not in LIVE and not key.startswith("partitionname"))
+        started = changed & {GRES_CONF, CGROUP_CONF, DROP_IN}
+        if slow or GRES_CONF in started:
+            what = ", ".join([*slow[:6], *(path.rpartition("/")[2] for path in sorted(started))])
+            why = f"changed, and read at a start only: {what}; the queue is kept"
+            yield SetupStep(controller, why, ("systemctl restart slurmctld",))
+        if slow or started:
+            yield SetupStep(nodes, "running jobs live on", ("systemctl daemon-reload", "systemctl restart slurmd"))
+        elif keys:
+            yield SetupStep(controller, f"changed: {', '.join(sorted(keys)[:6])}", ("scontrol reconfigure",))
+    if shape or held:
+        yield SetupStep(controller, "take the nodes back", (f"scontrol update NodeName={nodes} State=RESUME",))
+    yield SetupStep(controller, "look: all nodes idle", ("scontrol ping", "sinfo -N -l"))
+
+
+def _files(plan: SlurmPlan, applied: bool) -> Iterator[SetupStep]:
+    cluster, slurm = plan.cluster, plan.cluster.slurm
+    assert slurm
+    stated = cluster.name if cluster.source.startswith("ops/clusters/") else cluster.source
+    word = f"clustertune ops slurm apply --cluster {shlex.quote(stated)}"
+    if plan.accounting != slurm.accounting:  # one slurm.conf for all: what is changed here must be changed there
+        word += " --accounting" if plan.accounting else " --no-accounting"
+    others = [host.name for host in cluster.nodes if host.name != plan.node.name]
+    if not applied:
+        yield SetupStep(plan.node.name, "write the files of this machine", (word,))
+    if others:
+        yield SetupStep(fold(others), "the same on every other machine: Slurm wants one slurm.conf", (word,))
+
+
+def _munge(cluster: Cluster, controller: str) -> Iterator[SetupStep]:
+    others = [host.name for host in cluster.nodes if set(host.roles) & set(SLURM_ROLES) and host is not cluster.controller]
+    key, why = MUNGE_KEY, "one munge key for all machines; each package makes its own when it is installed"
+    make = f"test -s {key} || sudo -u munge mungekey --create --keyfile {key}"
+    yield SetupStep(controller, why, (make, f"chown munge: {key} && chmod 400 {key}", "systemctl restart munge"))
+    if others:
+        take = f"ssh HOST 'umask 077; cat > {key}.new && chown munge: {key}.new && chmod 400 {key}.new && mv {key}.new {key}"
+        commands = (f"{take} && systemctl restart munge' < {key}", "munge -n | ssh HOST unmunge")
+        yield SetupStep(controller, f"the same key for each HOST of {fold(others)}, and the proof", commands)
+
+
+def _shapes(conf: Mapping[str, str]) -> set[tuple[tuple[str, str], ...]]:
+    """The different shapes that the nodes of a slurm.conf have, whatever the names; DEFAULT counts for those after it."""
+    found, default = set(), dict[str, str]()
+    for key, line in conf.items():
+        if not key.startswith("nodename="):
+            continue
+        fields = dict(word.lower().split("=", 1) for word in line.split() if "=" in word)
+        shape = {name: fields[name] for name in SHAPE if name in fields}
+        if fields["nodename"] == "default":
+            default |= shape
+        else:
+            found.add(tuple(sorted({**default, **shape}.items())))
+    return found
+
+
+def shown(found: Sequence[SetupStep]) -> list[str]:
+    """The steps as lines: where and why, then the commands."""
+    lines = []
+    for number, step in enumerate(found, 1):
+        lines.append(f"{number}. {step.where}: {step.why}")
+        lines += [f"     {command}" for command in step.commands]
+    return lines
+
+
+# --- apply: folders, then files, each whole or not at all; owners and modes last. Again after a kill, it completes ---
+
+
+LOCK = "clustertune-slurm.lock"
+_RELOAD_SECONDS = 60.0
+"""For ``systemctl daemon-reload``, which runs the generators of all units."""
+
+
+@dataclass
+class Applied:
+    """What was written."""
+
+    written: list[str] = field(default_factory=list)
+    backups: list[str] = field(default_factory=list)
+    modes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def require_right_to_apply(plan: SlurmPlan, root: Path) -> None:
+    """Raises UserError where this is another machine, not root, or something stands in the way: all of it at once."""
+    problems = []
+    if root == NODE:
+        try:
+            require_here(plan.cluster, plan.node)
+        except UserError as error:
+            problems += error.problems
+        if os.geteuid() != 0:
+            problems.append(Problem("files below /etc are root's", fix="run it as root: sudo, or into a tree with --root DIR"))
+    problems += [Problem(item.found, file=item.where or None, key=item.rule, fix=item.fix) for item in plan.blocked]
+    if problems:
+        raise UserError(problems)
+
+
+def apply_plan(plan: SlurmPlan, root: Path = NODE) -> Applied:
+    """Write what the plan says. Raises UserError before anything is written, or exit 73 where storage fails on the way."""
+    require_right_to_apply(plan, root)
+    done = Applied()
+    with exclusive(root, LOCK, "sets up Slurm here"):
+        for mode in plan.modes:
+            if mode.folder:
+                done.notes += _set(plan, root, mode)
+                done.modes.append(mode.path)
+        for item in plan.files:
+            backup = put(root, item.change)
+            if backup and not item.change.mode & 0o077:
+                backup.chmod(item.change.mode)  # what others must not read stands in the old one too
+            done.written.append(item.change.path)
+            done.backups += [str(backup)] if backup else []
+            if item.owner != "root":
+                done.notes += _set(plan, root, Mode(item.change.path, item.owner, item.change.mode, False))
+        for mode in plan.modes:
+            if not mode.folder:
+                done.notes += _set(plan, root, mode)
+                done.modes += [] if mode.path in done.written else [mode.path]
+        if DROP_IN in done.written and root == NODE and plan.facts.systemd:
+            answer = probe.ask(["systemctl", "daemon-reload"], _RELOAD_SECONDS)
+            # A failure is reported; it is no reason to undo.
+            done.notes += [] if answer.good else [f"systemctl daemon-reload: {answer.fault or 'is not installed'}"]
+    return replace(done, notes=list(dict.fromkeys(done.notes)))
+
+
+def _set(plan: SlurmPlan, root: Path, mode: Mode) -> Iterable[str]:
+    """Make a folder, or set owner and mode of what is there; says what could not be."""
+    target = inside(root, mode.path)
+    ids = (0, 0) if mode.owner == "root" else (plan.facts.users or {}).get(mode.owner)
+    try:
+        if mode.folder:
+            target.mkdir(parents=True, exist_ok=True)
+        target.chmod(mode.mode)
+        if ids is not None and os.geteuid() == 0:
+            os.chown(target, *ids)
+    except OSError as error:
+        raise storage_error(error, "cannot be made as it should be", mode.path) from None
+    if ids is None or os.geteuid() != 0:
+        return [f"owners are not set in this tree: no user {mode.owner} in its /etc/passwd, or not root"]
+    return []

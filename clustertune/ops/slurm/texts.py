@@ -46,12 +46,15 @@ class WantedFile:
 
 
 @dataclass(frozen=True)
-class ConfFolder:
-    """One folder."""
+class Mode:
+    """A folder that is to be made, or a file or folder whose owner or mode is to be set."""
 
     path: str
     owner: str
     mode: int
+    folder: bool
+    was: str = "missing"
+    """What it is now."""
 
 
 def wanted_files(cluster: Cluster, node: Host, *, version: Version | None, accounting: bool, hybrid: bool) -> list[WantedFile]:
@@ -74,15 +77,15 @@ def wanted_files(cluster: Cluster, node: Host, *, version: Version | None, accou
     return files
 
 
-def wanted_folders(node: Host) -> list[ConfFolder]:
+def wanted_folders(node: Host) -> list[Mode]:
     """The folders of one machine that the daemons need."""
     folders = []
     if "slurmctld" in node.roles:
-        folders.append(ConfFolder(STATE, USER, 0o700))  # jobs, their scripts and environments
+        folders.append(Mode(STATE, USER, 0o700, True))  # jobs, their scripts and environments
     if "compute" in node.roles:
-        folders.append(ConfFolder(SPOOL, "root", 0o755))  # slurmd's credentials and the scripts of running jobs
+        folders.append(Mode(SPOOL, "root", 0o755, True))  # slurmd's credentials and the scripts of running jobs
     if set(node.roles) & {"slurmctld", "compute"}:
-        folders.append(ConfFolder(LOGS, USER, 0o755))
+        folders.append(Mode(LOGS, USER, 0o755, True))
     return folders
 
 

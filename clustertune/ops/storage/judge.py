@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from clustertune.check.rule import FAIL, PASS, STORAGE, UNKNOWN, WARN, Finding, Seen, checks, finding, in_order, rule
 from clustertune.config.cluster_schema import Brick
-from clustertune.ops.storage import etab
-from clustertune.ops.storage.collect import Facts, MountState
 from clustertune.ops.storage.layout import CACHE_FILES, DATA, StorageLayout, mode_of, size_text
+from clustertune.ops.storage.node import Facts, MountState, faults, others
 
 SKEW_WARN, SKEW_FAIL = 2.0, 300.0
 """Seconds: more than a probe may be off; munge's default time to live (munge(7), 5 minutes)."""
@@ -312,9 +311,9 @@ def export(s: StorageSubject) -> Iterator[Seen]:
     if facts.serves is False:
         yield Seen(FAIL, "the NFS server does not run", "systemctl enable --now nfs-server.service", wanted.node)
     elif facts.serves:
-        for folder, what in etab.faults(wanted.exports, facts.etab, facts.names):
+        for folder, what in faults(wanted.exports, facts.etab, facts.names):
             yield Seen(FAIL, f"{folder} {what}", "clustertune ops storage apply, or exportfs -ra", wanted.node)
-        for folder, client in etab.others(wanted.exports, facts.etab, facts.names):
+        for folder, client in others(wanted.exports, facts.etab, facts.names):
             text = f"{folder} is also exported to {client}, whom the cluster file does not name"
             yield Seen(WARN, text, f"exportfs -u {client}:{folder}, or name it in the cluster file", wanted.node)
 

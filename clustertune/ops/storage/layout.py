@@ -135,6 +135,7 @@ def layout(cluster: Cluster, node: str, elsewhere: Mapping[str, str] | None = No
     if storage.pool:
         mounts.append(_pool(cluster, free, {mount.target for mount in mounts}))
         notes += _pool_notes(cluster, own)
+    stage, group = storage.staging, storage.group
     if storage.shared is None:
         notes.append("storage.shared is not given: no folders for models, caches and checkpoints are made")
     return StorageLayout(
@@ -143,10 +144,10 @@ def layout(cluster: Cluster, node: str, elsewhere: Mapping[str, str] | None = No
         bricks=storage.bricks,
         exports=tuple(_export(cluster, brick, elsewhere) for brick in own if len(cluster.nodes) > 1),
         folders=tuple(folder for brick in own for folder in _shared_on(cluster, brick)),
-        local=tuple(_local(cluster, host)),
+        local=(SharedFolder(stage.path, mode_of(group), group),) if stage and "compute" in host.roles else (),
         shared=storage.shared,
         names=_names(cluster),
-        group=storage.group,
+        group=group,
         minfreespace=free,
         addresses=tuple(by_name[brick.node].address for brick in storage.bricks),
         notes=tuple(notes),
@@ -178,16 +179,13 @@ def _remote(cluster: Cluster, brick: Brick, owner: Host, host: Host) -> FstabMou
     options = ["rw", "hard", "proto=tcp", f"nfsvers={cluster.storage.nfs_version}", "noatime", "nosuid", "nodev"]
     # bg: systemd waits in the background, as long as it takes, for a server that boots later (systemd.mount(5)).
     options += ["bg", "nofail", "_netdev"]
+    address = f"[{owner.address}]" if ":" in owner.address else owner.address
     if ":" in owner.address:
         options[options.index("proto=tcp")] = "proto=tcp6"
     if "nfs" in host.roles:
         # Two servers that mount each other's bricks: each serves before it waits for the other.
         options.append("x-systemd.after=nfs-server.service")
-    return FstabMount("nfs", f"{_address(owner)}:{brick.path}", brick.mount, "nfs", tuple(options), 0, brick)
-
-
-def _address(host: Host) -> str:
-    return f"[{host.address}]" if ":" in host.address else host.address
+    return FstabMount("nfs", f"{address}:{brick.path}", brick.mount, "nfs", tuple(options), 0, brick)
 
 
 def _pool(cluster: Cluster, free: int, ours: Collection[str]) -> FstabMount:
@@ -313,16 +311,9 @@ def _shared_on(cluster: Cluster, brick: Brick) -> Iterator[SharedFolder]:
         return
     path = base
     for number, part in enumerate(below.parts, 1):
-        path = f"{path}/{part}"
-        last = number == len(below.parts)
+        path, last = f"{path}/{part}", number == len(below.parts)
         yield SharedFolder(path, mode_of(group) if last else 0o755, group if last else None)
     yield from (SharedFolder(f"{path}/{name}", mode_of(group), group) for name in _names(cluster))
-
-
-def _local(cluster: Cluster, host: Host) -> Iterator[SharedFolder]:
-    staging, group = cluster.storage.staging, cluster.storage.group
-    if staging and "compute" in host.roles:
-        yield SharedFolder(staging.path, mode_of(group), group)
 
 
 def _below(path: str, mount: str) -> PurePosixPath | None:

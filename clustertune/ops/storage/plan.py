@@ -1,4 +1,7 @@
-"""The difference between what a node's storage shall be and what it is."""
+"""The difference between what a node's storage shall be and what it is, and the steps that remove it.
+
+Each step leaves the node whole: any run completes another.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,24 +21,36 @@ from typing import Any
 from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import Problem, UserError
 from clustertune.host.mounts import MountLine
-from clustertune.ops.bounded import Answer, Work, ask_all, mounts
-from clustertune.ops.files import NODE, Change, diff, foreign, inside, read, with_block
-from clustertune.ops.nodes import has_systemd, tool
-from clustertune.ops.storage import devices, etab, points
-from clustertune.ops.storage.devices import StorageStep
-from clustertune.ops.storage.fstab import FSTAB, elsewhere, entries, exported, other_exports, taken
-from clustertune.ops.storage.layout import EXPORT_FILE, FstabMount, SharedFolder, StorageLayout, find_node, layout
-from clustertune.process import captured
+from clustertune.ops.bounded import Work, ask, ask_all, mount_points, mounts
+from clustertune.ops.files import NODE, Change, diff, exclusive, put, read
+from clustertune.ops.nodes import group_id, has_systemd, tool
+from clustertune.ops.storage.layout import FstabMount, SharedFolder, StorageLayout, find_node, layout
+from clustertune.ops.storage.node import (
+    FSTAB,
+    MKFS,
+    MountPoint,
+    StorageStep,
+    canonical,
+    device_steps,
+    elsewhere,
+    exported,
+    faults,
+    file_changes,
+    fstab_entries,
+    look_at_points,
+    make_points,
+    point_problems,
+    read_etab,
+    require_blank,
+    serves,
+    taken,
+    to_do_at,
+)  # fmt: skip
+from clustertune.process import captured, kill_group
 
-BLOCK = "storage"
-"""The name between the markers."""
 PROBE_SECONDS = 10.0
 _UNITS = ("/etc/systemd/system", "/usr/local/lib/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
-TOOLS = {
-    "pool": ("mergerfs", "mergerfs"),
-    "nfs": ("mount.nfs", "nfs-common"),
-    "exports": ("exportfs", "nfs-kernel-server"),
-}
+TOOLS = {"pool": ("mergerfs", "mergerfs"), "nfs": ("mount.nfs", "nfs-common"), "exports": ("exportfs", "nfs-kernel-server")}
 """What each kind of line needs: the program, and Debian's and Ubuntu's package of it."""
 
 
@@ -46,15 +61,13 @@ class StoragePlan:
     layout: StorageLayout
     root: Path
     changes: tuple[Change, ...]
-    points: tuple[points.MountPoint, ...]
+    points: tuple[MountPoint, ...]
     folders: tuple[SharedFolder, ...]
     """To be made, on bricks that are mounted, and on the node's own disk."""
     steps: tuple[StorageStep, ...]
     later: tuple[str, ...]
     """Where this is a tree: what the node itself needs once it has started, as commands."""
     notes: tuple[str, ...]
-    fstab: bytes = field(default=b"", repr=False)
-    """The new text of fstab."""
 
     @property
     def live(self) -> bool:
@@ -64,7 +77,7 @@ class StoragePlan:
     @property
     def point_words(self) -> list[str]:
         """What is to be done about mount points."""
-        return [message for point in self.points if (message := points.missing(point, live=self.live))]
+        return [message for point in self.points if (message := to_do_at(point, live=self.live))]
 
     @property
     def needed(self) -> bool:
@@ -92,39 +105,35 @@ def make_plan(cluster: Cluster, node: str, root: Path, *, force: bool = False) -
     Raises UserError with everything that stands in the way: lines of others for our mount points or exports, a block of
     ours that were edited (``force`` replaces it), mount points that hold something.
     """
-    node = find_node(cluster, node).name
     live = root == NODE
     found: list[Problem] = []
-    text = read(root, FSTAB)
-    lines = entries(foreign(text, BLOCK, shown=FSTAB))
-    mounted = mounts() if live else []
-    wanted = layout_of(cluster, node, root)
-    found += taken(lines, (mount.target for mount in wanted.mounts))
-    found += exported(_other_exports(root), (brick.path for brick in wanted.own))
-    changes = list(_changes(wanted, root, text, cluster.source, force, found))
-    seen = points.look((mount.target for mount in wanted.mounts), root)
-    found += points.problems(seen)
+    wanted, by_hand = look(cluster, node, root)
+    found += taken(fstab_entries(read(root, FSTAB)), (mount.target for mount in wanted.mounts))
+    found += exported(root, (brick.path for brick in wanted.own))
+    changes = list(file_changes(wanted, root, cluster.source, found, force=force))
+    seen = look_at_points((mount.target for mount in wanted.mounts), root)
+    found += point_problems(seen)
     if found:
         raise UserError(found)
     steps: list[StorageStep] = []
     folders: list[SharedFolder] = []
     notes = list(wanted.notes)
     if live:
+        mounted = mounts()
         steps = list(_steps(wanted, mounted, changes))
         folders, more = _folders(wanted)
         notes += more + [note for mount in wanted.mounts for note in _other_mount(mount, mounted)]
-    notes += [*_below(seen), *by_hand(cluster, node, root)]
-    return StoragePlan(
-        layout=wanted,
-        root=root,
-        changes=tuple(changes),
-        points=tuple(seen),
-        folders=tuple(folders),
-        steps=tuple(steps),
-        later=() if live else tuple(_later(wanted)),
-        notes=tuple(notes),
-        fstab=changes[0].after,
-    )
+    for point in seen:
+        if point.mounted and point.entries:
+            names = ", ".join(point.entries[:5])
+            notes.append(
+                f"below the mount at {point.path} lie {names}: written while nothing was mounted there, and hidden now"
+            )
+        if point.mounted and point.kind == "unknown":
+            notes.append(f"what lies below the mount at {point.path} is seen by root only")
+    notes += by_hand
+    later = () if live else tuple(_later(wanted))
+    return StoragePlan(wanted, root, tuple(changes), tuple(seen), tuple(folders), tuple(steps), later, tuple(notes))
 
 
 def _later(wanted: StorageLayout) -> Iterator[str]:
@@ -133,7 +142,7 @@ def _later(wanted: StorageLayout) -> Iterator[str]:
         yield f"chattr +i {mount.target}"
     for mount in wanted.mounts:
         if mount.kind == "device" and mount.brick:
-            yield f"{shlex.join(devices.MKFS[mount.brick.filesystem])} {mount.source}   # only if it is blank; apply --format"
+            yield f"{shlex.join(MKFS[mount.brick.filesystem])} {mount.source}   # only if it is blank; apply --format"
     yield "systemctl daemon-reload"
     for mount in wanted.mounts:
         if mount.kind in ("device", "bind"):
@@ -151,57 +160,21 @@ def _install(folder: SharedFolder) -> str:
     return f"install -d -m {folder.mode:04o}{group} {folder.path}"
 
 
-def by_hand(cluster: Cluster, node: str, root: Path) -> list[str]:
-    """Disks of bricks that are mounted above the exported folder now, and by nothing that the next boot knows, in message."""
-    if root != NODE:
-        return []
-    own = [brick for brick in cluster.storage.bricks if brick.node == find_node(cluster, node).name]
-    lines = entries(foreign(read(root, FSTAB), BLOCK, shown=FSTAB))
-    permanent = elsewhere(lines, [], own, live=True)
-    return [
+def look(cluster: Cluster, node: str, root: Path) -> tuple[StorageLayout, list[str]]:
+    """What ``node`` shall have, with what is mounted there by other means taken into account. Raises UserError.
+
+    Then disks of bricks that are mounted above the exported folder by nothing that the next boot knows, as messages.
+    """
+    node, live = find_node(cluster, node).name, root == NODE
+    lines, mounted = fstab_entries(read(root, FSTAB)), mounts() if live else []
+    own = [brick for brick in cluster.storage.bricks if brick.node == node]
+    permanent = elsewhere(lines, [], own, live=live)
+    by_hand = [
         f"{device} is mounted at {at} by hand: the next boot leaves it out, as no line of {FSTAB} names it"
-        for device, at in elsewhere([], mounts(), own, live=True).items()
+        for device, at in elsewhere([], mounted, own, live=live).items()
         if device not in permanent and not any((Path(folder) / unit(at)).exists() for folder in _UNITS)
     ]
-
-
-def layout_of(cluster: Cluster, node: str, root: Path) -> StorageLayout:
-    """What ``node`` shall have, with what is mounted there by other means taken into account. Raises UserError."""
-    live = root == NODE
-    lines = entries(foreign(read(root, FSTAB), BLOCK, shown=FSTAB))
-    own = [brick for brick in cluster.storage.bricks if brick.node == find_node(cluster, node).name]
-    return layout(cluster, node, elsewhere(lines, mounts() if live else [], own, live=live))
-
-
-def _below(seen: Iterable[points.MountPoint]) -> Iterator[str]:
-    for point in seen:
-        if point.mounted and point.entries:
-            names = ", ".join(point.entries[:5])
-            yield f"below the mount at {point.path} lie {names}: written while nothing was mounted there, and hidden now"
-        if point.mounted and point.kind == "unknown":
-            yield f"what lies below the mount at {point.path} is seen by root only"
-
-
-def _changes(
-    wanted: StorageLayout, root: Path, text: bytes | None, source: str, force: bool, found: list[Problem]
-) -> Iterator[Change]:
-    exports = read(root, EXPORT_FILE)
-    for path, before, lines in (
-        (FSTAB, text, [mount.line for mount in wanted.mounts]),
-        (EXPORT_FILE, exports, list(wanted.exports)),
-    ):
-        try:
-            after = with_block(before, BLOCK, lines, shown=path, origin=Path(source).name, force=force)
-        except UserError as error:
-            found += error.problems
-            after = before or b""
-        yield Change(path, before, after)
-
-
-def _other_exports(root: Path) -> dict[str, bytes]:
-    folder, _, own = EXPORT_FILE.rpartition("/")
-    paths = ["/etc/exports", *(f"{folder}/{name}" for name in other_exports(inside(root, folder), own))]
-    return {path: text for path in paths if (text := read(root, path)) is not None}
+    return layout(cluster, node, elsewhere(lines, mounted, own, live=live)), by_hand
 
 
 def as_lines(plan: StoragePlan) -> Iterator[str]:
@@ -234,13 +207,19 @@ def _steps(wanted: StorageLayout, mounted: list[MountLine], changes: list[Change
     where = {entry.point for entry in mounted}
     for mount in wanted.mounts:
         if mount.kind == "device" and mount.target not in where:
-            yield from devices.steps(mount)
+            yield from device_steps(mount)
     if has_systemd() and (changes[0].needed or outdated(wanted.mounts)):
         yield StorageStep(("systemctl", "daemon-reload"), "systemd makes its mount units of fstab again")
     local = [mount for mount in wanted.mounts if mount.kind in ("device", "bind") and mount.target not in where]
     yield from (_mount_step(mount) for mount in local)
-    if wanted.exports:
-        yield from _server_steps(wanted, changes[1].needed)
+    if wanted.exports and not serves() and has_systemd():
+        yield StorageStep(("systemctl", "enable", "--now", "nfs-server.service"), "the NFS server does not run")
+    elif wanted.exports and not serves():
+        yield StorageStep(("rpc.nfsd", "8"), "the NFS server does not run, nor systemd, which would start it", by_hand=True)
+    elif wanted.exports:
+        now = read_etab()
+        if changes[1].needed or list(faults(wanted.exports, now, canonical(wanted.exports, now, PROBE_SECONDS))):
+            yield StorageStep(("exportfs", "-ra"), "the server reads the exports again")
     yield from (_mount_step(mount) for mount in wanted.mounts if mount not in local and mount.target not in where)
 
 
@@ -248,29 +227,6 @@ def _mount_step(mount: FstabMount) -> StorageStep:
     # fg,retry=0: the line's own bg would have this command wait for a server that is not up yet.
     extra = ("-o", "fg,retry=0") if mount.kind == "nfs" else ()
     return StorageStep(("mount", *extra, mount.target), f"{mount.source} is not mounted", target=mount.target)
-
-
-def _server_steps(wanted: StorageLayout, changed: bool) -> Iterator[StorageStep]:
-    if not serves():
-        if has_systemd():
-            yield StorageStep(("systemctl", "enable", "--now", "nfs-server.service"), "the NFS server does not run")
-        else:
-            yield StorageStep(("rpc.nfsd", "8"), "the NFS server does not run, nor systemd, which would start it", by_hand=True)
-        return
-    now = etab.read()
-    if changed or list(etab.faults(wanted.exports, now, etab.canonical(wanted.exports, now, PROBE_SECONDS))):
-        yield StorageStep(("exportfs", "-ra"), "the server reads the exports again")
-
-
-def serves(proc: Path = Path("/proc")) -> bool:
-    """Whether this machine's NFS server runs: the number of its threads, which only root reads where nfsd(7) has it."""
-    with contextlib.suppress(OSError, ValueError):
-        return int((proc / "fs/nfsd/threads").read_text()) > 0
-    with contextlib.suppress(OSError):
-        for line in (proc / "net/rpc/nfsd").read_text().splitlines():
-            if (fields := line.split())[:1] == ["th"]:
-                return fields[1:2] not in ([], ["0"])
-    return False
 
 
 def _other_mount(mount: FstabMount, mounted: list[MountLine]) -> Iterator[str]:
@@ -294,31 +250,21 @@ def _as_meant(mount: FstabMount, entry: MountLine) -> bool:
 
 
 def _folders(wanted: StorageLayout) -> tuple[list[SharedFolder], list[str]]:
-    """Those that are absent on this node's bricks, which must be no part of the root disk."""
+    """Those that are absent, on bricks that are no part of the root disk; a message for each that is not as it should be."""
+    works: dict[str, Work] = {folder.path: partial(_mode, folder.path) for folder in (*wanted.folders, *wanted.local)}
+    answers = ask_all({**works, **{brick.path: partial(own_disk, brick.path) for brick in wanted.own}}, PROBE_SECONDS)
     notes: list[str] = []
-    result: list[SharedFolder] = []
+    found: list[SharedFolder] = []
     for brick in wanted.own:
         of_brick = [folder for folder in wanted.folders if folder.path.startswith(f"{brick.path}/")]
-        works: dict[str, Work] = {folder.path: partial(_mode, folder.path) for folder in of_brick}
-        answers = ask_all({**works, brick.path: partial(own_disk, brick.path)}, PROBE_SECONDS)
-        if any(answer.silent for answer in answers.values()):
+        if any(answers[path].silent for path in (brick.path, *(folder.path for folder in of_brick))):
             notes.append(f"{brick.path} does not answer: clustertune ops storage check says more")
-            continue
-        ready = wanted.at(brick.path) is not None or (answers[brick.path].found or {}).get("own")
-        if not ready:
+        elif wanted.at(brick.path) is None and not (answers[brick.path].found or {}).get("own"):
             notes.append(f"{brick.path} is on the root disk, or is not there: mount its file system; no folders are made on it")
-            continue
-        found, more = _compare(of_brick, answers)
-        result, notes = result + found, notes + more
-    answers = ask_all({folder.path: partial(_mode, folder.path) for folder in wanted.local}, PROBE_SECONDS)
-    found, more = _compare(wanted.local, answers)
-    return result + found, notes + more
-
-
-def _compare(folders: Iterable[SharedFolder], answers: Mapping[str, Answer]) -> tuple[list[SharedFolder], list[str]]:
-    """Those that are absent, and a message for each that is not as it should be."""
-    absent, notes = [], []
-    for folder in folders:
+        else:
+            found += of_brick
+    absent = []
+    for folder in (*found, *wanted.local):
         seen = (answers[folder.path].found or {}).get("mode")
         if seen is None:
             absent.append(folder)
@@ -337,19 +283,11 @@ def own_disk(path: str) -> dict[str, bool]:
     return {"own": Path(path).stat().st_dev != Path("/").stat().st_dev}
 
 
-def empty_tree() -> tempfile.TemporaryDirectory[str]:
-    """A node that has nothing: what a plan for another machine is compared with."""
-    return tempfile.TemporaryDirectory(prefix="clustertune-")
-
-
 # --- verify ---------------------------------------------------------------------------------------------------------------
 
 # Would this fstab boot? systemd's own generator and verifier say so of a text that lies nowhere yet.
 
-GENERATOR = (
-    "/lib/systemd/system-generators/systemd-fstab-generator",
-    "/usr/lib/systemd/system-generators/systemd-fstab-generator",
-)
+GENERATOR = tuple(f"{top}/lib/systemd/system-generators/systemd-fstab-generator" for top in ("", "/usr"))
 GENERATED = Path("/run/systemd/generator")
 CLIENT, SECURITY = "nfs-client.target", "rpc-gssd.service"
 CLIENT_UNITS = {
@@ -422,13 +360,9 @@ def _ask(program: str, analyze: str, text: bytes) -> tuple[set[str], list[str]]:
             target.mkdir()
         fstab = folder / "fstab"
         fstab.write_bytes(text)
-        env = {
-            **{key: value for key, value in os.environ.items() if key in ("PATH", "LANG", "LC_ALL")},
-            "SYSTEMD_FSTAB": str(fstab),
-            "SYSTEMD_SYSROOT_FSTAB": os.devnull,
-            "SYSTEMD_LOG_TARGET": "console",
-            "SYSTEMD_LOG_LEVEL": "info",
-        }
+        env = {key: value for key, value in os.environ.items() if key in ("PATH", "LANG", "LC_ALL")}
+        env |= {"SYSTEMD_FSTAB": str(fstab), "SYSTEMD_SYSROOT_FSTAB": os.devnull}
+        env |= {"SYSTEMD_LOG_TARGET": "console", "SYSTEMD_LOG_LEVEL": "info"}
         output = _run([program, *map(str, places)], env)
         units = {path.name for path in places[0].glob("*.mount")}
         env["SYSTEMD_UNIT_PATH"] = f"{places[0]}:"
@@ -445,3 +379,221 @@ def _run(argv: list[str], env: dict[str, str]) -> list[str]:
     done = captured(argv, _SECONDS, env)
     failed = [f"{Path(argv[0]).name} Failed with exit status {done.returncode}"] if done.returncode else []
     return [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()] + failed
+
+
+# --- apply -----------------------------------------------------------------------------------------------------------
+
+
+LOCK = "clustertune-storage.lock"
+COMMAND_SECONDS = 60.0
+"""For one command: systemd's own limit for a mount is 90."""
+MKFS_SECONDS = 600.0
+"""mkfs.xfs discards a whole disk first, which takes minutes on some."""
+FOLDER_SECONDS = 20.0
+"""For one folder."""
+_FRESH = ".clustertune-new"
+
+Report = Callable[[str], None]
+"""Is called before each step with what it does."""
+
+
+@dataclass
+class ApplyResult:
+    """What a run did, and what it could not do."""
+
+    did: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    """Each with what to do; the next run takes it up."""
+    backups: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def apply(
+    cluster: Cluster,
+    node: str,
+    root: Path,
+    *,
+    force: bool = False,
+    format_device: str | None = None,
+    report: Report = lambda _: None,
+) -> ApplyResult:
+    """Make the difference of :func:`make_plan` go away. The same call again does nothing, and completes one that was killed.
+
+    Order: checks and systemd's verdict on the new fstab, before anything is written; mount points; files with their backups;
+    the disk (only ``format_device``, only blank); mounts of this node; folders; exports; what other nodes serve; the pool.
+    Raises UserError: exit 2 where something stands in the way, 73 and 75 as :func:`files.put`.
+    """
+    with exclusive(root, LOCK, "sets up storage here"):
+        plan = make_plan(cluster, node, root, force=force)
+        formatted = _require(plan, format_device)
+        done = ApplyResult(notes=list(plan.notes))
+        if plan.live and plan.changes[0].needed:
+            report("ask systemd about the new fstab")
+            _verify(plan, done)
+        _write(plan, done, report)
+        if plan.live:
+            _run_steps(plan, done, report, formatted)
+        return done
+
+
+def _require(plan: StoragePlan, format_device: str | None) -> str | None:
+    """Everything that must hold before anything is touched."""
+    problems = []
+    if plan.live:
+        if packages := lacking(plan.layout):
+            fix = f"apt-get install {' '.join(packages)}"
+            problems.append(Problem(f"{' and '.join(packages)} {'is' if len(packages) == 1 else 'are'} not installed", fix=fix))
+        group = plan.layout.group
+        if group and (plan.layout.own or plan.layout.local) and group_id(group) is None:
+            fix = f"groupadd {group}, with the same number on every node, then run the same command again"
+            problems.append(Problem(f"this node has no group {group}", file="cluster file", key="storage.group", fix=fix))
+    formatted = None
+    if format_device is not None:
+        try:
+            mount = require_blank(format_device, [mount for mount in plan.layout.mounts if mount.kind == "device"])
+            formatted = mount.source
+            if plan.live and mount.target in mount_points():
+                message = f"something else is mounted at {mount.target}, where {formatted} belongs"
+                problems.append(Problem(message, file="command line", key="--format", fix=f"umount {mount.target}"))
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(problems)
+    return formatted
+
+
+def _verify(plan: StoragePlan, done: ApplyResult) -> None:
+    fstab = plan.changes[0]
+    found = complaints(fstab.before or b"", fstab.after, plan.layout.mounts)
+    if found is None:
+        done.notes.append(
+            "systemd could not be asked about the new fstab: systemd-fstab-generator or systemd-analyze is missing"
+        )
+    elif found:
+        fix = "fstab is as it was; fix the lines that systemd names, or the cluster file"
+        raise UserError(
+            [Problem(f"systemd would not boot with the new lines: {line}", file=FSTAB, fix=fix) for line in found[:10]]
+        )
+
+
+def _write(plan: StoragePlan, done: ApplyResult, report: Report) -> None:
+    wanted = [point for point in plan.points if to_do_at(point, live=plan.live)]
+    for problem in plan.point_words:
+        report(problem)
+    if wanted:
+        made, failures = make_points(wanted, plan.root)
+        done.notes += [f"{path}: {why}" for path, why in failures.items() if path in made]
+        done.left += [f"{path} {why}" for path, why in failures.items() if path not in made]
+        done.did += [to_do_at(point, live=plan.live) or "" for point in wanted if point.path in made]
+    for change in plan.changes:
+        if change.needed:
+            report(f"write {change.path}")
+            backup = put(plan.root, change)
+            done.did.append(f"wrote {change.path}")
+            done.backups += [str(backup)] if backup else []
+
+
+def _run_steps(plan: StoragePlan, done: ApplyResult, report: Report, formatted: str | None) -> None:
+    """The commands, and the folders as soon as this node's disks are mounted."""
+    local = {mount.target for mount in plan.layout.mounts if mount.kind in ("device", "bind")}
+    waiting = list(plan.steps)
+    if formatted:
+        step = next(step for step in waiting if step.argv[-1] == formatted and step.argv[0].startswith("mkfs"))
+        waiting.remove(step)
+        if not _command(step, done, report, MKFS_SECONDS):
+            return
+    for step in [
+        step for step in waiting if (step.argv[0] == "systemctl" and "daemon-reload" in step.argv) or step.target in local
+    ]:
+        waiting.remove(step)
+        _step(step, plan, done, report)
+    for brick in plan.layout.own:
+        folders = [folder for folder in plan.folders if folder.path.startswith(f"{brick.path}/")]
+        _make_folders(folders, done, report, brick.path)
+    _make_folders([folder for folder in plan.folders if folder in plan.layout.local], done, report)
+    for step in waiting:
+        _step(step, plan, done, report)
+
+
+def _step(step: StorageStep, plan: StoragePlan, done: ApplyResult, report: Report) -> None:
+    if step.by_hand:
+        done.left.append(f"{step.why}: {step}")
+    elif step.target and (reason := _not_yet(plan, step.target)):
+        done.left.append(reason)
+    else:
+        _command(step, done, report)
+
+
+def _not_yet(plan: StoragePlan, target: str) -> str | None:
+    """Why something cannot be mounted yet: a bind of a folder whose disk is absent would show the root disk in its place."""
+    mount, now = plan.layout.at(target), mount_points()
+    assert mount
+    if mount.kind == "bind":
+        disk = plan.layout.at(mount.source)
+        if disk and mount.source not in now:
+            return f"{target} is not mounted: {mount.source} is missing, {disk.source} is not mounted there"
+        answer = ask(partial(own_disk, mount.source), PROBE_SECONDS)
+        if answer.silent or answer.errno:
+            text = "does not answer" if answer.silent else os.strerror(answer.errno or 0)
+            return f"{target} is not mounted: {mount.source}: {text}; mount its file system"
+        if not (answer.found or {})["own"]:
+            return f"{target} is not mounted: {mount.source} is on the root disk; mount its file system"
+    if mount.kind == "pool":
+        absent = [brick.mount for brick in plan.layout.bricks if plan.layout.at(brick.mount) and brick.mount not in now]
+        if absent:
+            return f"the pool is not mounted: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing"
+    return None
+
+
+def _command(step: StorageStep, done: ApplyResult, report: Report, seconds: float = COMMAND_SECONDS) -> bool:
+    """Run one command. What it says against itself is kept for the report; a hung one is left behind after its limit."""
+    report(str(step))
+    program = tool(step.argv[0]) or step.argv[0]
+    argv, null = [program, *step.argv[1:]], subprocess.DEVNULL
+    child = subprocess.Popen(argv, stdin=null, stdout=null, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        _, output = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        kill_group(child)
+        done.left.append(f"{step}: no answer in {seconds:g} s; run the same command again once what it waits for is there")
+        return False
+    if child.returncode == 0:
+        done.did.append(str(step))
+        return True
+    reason = next(iter(output.decode(errors="replace").strip().splitlines()[-1:]), f"exit status {child.returncode}")
+    later = "; run the same command again once that node serves" if "fg,retry=0" in step.argv else ""
+    done.left.append(f"{step}: {reason}{later}")
+    return False
+
+
+def _make_folders(folders: list[SharedFolder], done: ApplyResult, report: Report, brick: str | None = None) -> None:
+    """Each in a child: a frozen file system would hold us for ever. On the root disk only what is not part of a ``brick``."""
+    for folder in folders:
+        report(f"make {folder.path}")
+        answer = ask(partial(_make_folder, folder, brick), FOLDER_SECONDS)
+        if (answer.found or {}).get("made"):
+            done.did.append(f"made {folder.path}, mode {folder.mode:04o}")
+        elif answer.silent:
+            done.left.append(f"{folder.path}: no answer in {FOLDER_SECONDS:g} s; clustertune ops storage check says more")
+            return
+        elif answer.errno:
+            done.left.append(f"{folder.path} cannot be made: {os.strerror(answer.errno)}")
+        else:
+            done.left.append(f"{brick} is not mounted: no folders are made on the root disk")
+            return
+
+
+def _make_folder(folder: SharedFolder, brick: str | None) -> dict[str, bool]:
+    """A folder with its mode and group, all at once: a killed run leaves none with half of them."""
+    if brick and not own_disk(brick)["own"]:
+        return {"made": False}
+    path = Path(folder.path)
+    fresh = path.with_name(f".{path.name}{_FRESH}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        fresh.rmdir()
+    fresh.mkdir(0o700)
+    os.chown(fresh, 0, group_id(folder.group) or 0)
+    fresh.chmod(folder.mode)
+    fresh.rename(path)
+    return {"made": True}
