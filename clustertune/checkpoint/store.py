@@ -27,15 +27,10 @@ _OF_RANK = re.compile(
 )
 
 
-class StoreRanks(Protocol):
+class StoreRanks(manifest.Ranks, Protocol):
     """What the store needs of the process group."""
 
-    rank: int
-    world_size: int
-
     def broadcast(self, value: Any) -> Any: ...
-
-    def gather(self, value: Any) -> list[Any]: ...
 
     def barrier(self) -> None: ...
 
@@ -151,10 +146,6 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
-def _unfenced() -> None:
-    """No other attempt can be at work: tests, and tools on a folder at rest."""
-
-
 @dataclass
 class CheckpointStore:
     """The checkpoints folder of one run, as all ranks of one attempt use it together.
@@ -170,7 +161,7 @@ class CheckpointStore:
     ranks: StoreRanks
     tell: Callable[[str], None]
     """Where a deletion is announced; called on rank 0 only."""
-    fence: Callable[[], None] = _unfenced
+    fence: Callable[[], object] = lambda: None
     milestones: Collection[int] = ()
     """Steps whose checkpoints are kept whatever the limit."""
     _read_back: Path | None = None

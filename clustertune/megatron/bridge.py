@@ -12,14 +12,14 @@ import json
 import math
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
-from clustertune.megatron.settings import Counts
+from clustertune.megatron.settings import Counts, sizes
 
 if TYPE_CHECKING:
     from clustertune.process import StopFlag
@@ -28,18 +28,6 @@ if TYPE_CHECKING:
 RELEASE = "0.5"
 """What this module was written against: names move between releases (0.6 has another builder of datasets)."""
 IMAGE_FIX = "run it in the image of containers/megatron.def: container.megatron of the cluster file"
-
-
-class LoopListener(Protocol):
-    """Who receives what NVIDIA's loop reports."""
-
-    def on_step(self, step: int, loss: float | None, rate: float | None, norm: float | None, memory: int) -> Path: ...
-
-    def on_eval(self, step: int, loss: float | None) -> None: ...
-
-    def on_saved(self, step: int) -> None: ...
-
-    def on_end(self, export: Callable[[Path], None]) -> None: ...
 
 
 class Bridge:
@@ -99,7 +87,7 @@ class Bridge:
         provider = self.hf().to_megatron_provider(load_weights=True)
         model = resolved.recipe.megatron
         assert model is not None
-        _set(provider, sizes(model.model_dump()))
+        _set(provider, sizes(model))
         provider.pipeline_dtype = provider.params_dtype = _of("torch").bfloat16
         provider.finalize()
         provider.initialize_model_parallel(seed=0)
@@ -137,7 +125,7 @@ class Bridge:
             raise UserError(Problem(text, file=str(builder.train_path)))
         return Counts(*counted)
 
-    def finetune(self, config: Mapping[str, Mapping[str, Any]], watcher: LoopListener) -> bool:
+    def finetune(self, config: Mapping[str, Mapping[str, Any]], watcher: Any) -> bool:
         """NVIDIA's training loop. Returns whether it stopped because it was asked to (it ends with SystemExit then)."""
         container = self.container(config)
         manager = _of("megatron.bridge.training.callbacks").CallbackManager()
@@ -160,39 +148,36 @@ class Bridge:
         _set(provider, config["model"])
         if provider.pipeline_model_parallel_size > 1:
             provider.pipeline_dtype = torch.bfloat16
-        precision = _of("megatron.bridge.training.mixed_precision").get_mixed_precision_config(
-            config["mixed_precision"]["recipe"]
-        )
-        _set(precision, {k: v for k, v in config["mixed_precision"].items() if k != "recipe"})
+        mixed = dict(config["mixed_precision"])
+        precision = _of("megatron.bridge.training.mixed_precision").get_mixed_precision_config(mixed.pop("recipe"))
+        _set(precision, mixed)
         data = dict(config["dataset"])
         data["packed_sequence_specs"] = self._specs(data["packed_sequence_specs"])
         train = dict(config["train"])
         train["exit_signal"] = signal.Signals[train["exit_signal"]]
-        peft = None
-        if "peft" in config:
-            peft = _of("megatron.bridge.peft.canonical_lora").CanonicalLoRA(**config["peft"])
-        return sections.ConfigContainer(
-            model=provider,
-            train=sections.TrainingConfig(**train),
-            validation=sections.ValidationConfig(**config["validation"]),
-            optimizer=sections.OptimizerConfig(**config["optimizer"]),
-            scheduler=sections.SchedulerConfig(**config["scheduler"]),
-            ddp=sections.DistributedDataParallelConfig(**config["ddp"]),
-            dataset=sections.FinetuningDatasetConfig(**data),
-            tokenizer=self._tokenizer(config),
-            checkpoint=sections.CheckpointConfig(**config["checkpoint"]),
-            logger=sections.LoggerConfig(**config["logger"]),
-            rng=sections.RNGConfig(**config["rng"]),
-            mixed_precision=precision,
-            peft=peft,
-        )
+        lora = config.get("peft")
+        peft = None if lora is None else _of("megatron.bridge.peft.canonical_lora").CanonicalLoRA(**lora)
+        kinds = {
+            "train": "TrainingConfig",
+            "validation": "ValidationConfig",
+            "optimizer": "OptimizerConfig",
+            "scheduler": "SchedulerConfig",
+            "ddp": "DistributedDataParallelConfig",
+            "dataset": "FinetuningDatasetConfig",
+            "checkpoint": "CheckpointConfig",
+            "logger": "LoggerConfig",
+            "rng": "RNGConfig",
+        }
+        given = {**config, "train": train, "dataset": data}
+        made = {name: getattr(sections, kind)(**given[name]) for name, kind in kinds.items()}
+        tokenizer = self._tokenizer(config)
+        return sections.ConfigContainer(model=provider, tokenizer=tokenizer, mixed_precision=precision, peft=peft, **made)
 
     def export(self, container: Any, model: Any, out: Path) -> None:
         """The trained part in HF's form, by all ranks together, from the parts that they hold (``save_hf_adapter``)."""
         if container.peft is not None:
-            self.hf().save_hf_adapter(
-                model, out, peft_config=container.peft, base_model_name_or_path=self._name, show_progress=False
-            )
+            named = {"peft_config": container.peft, "base_model_name_or_path": self._name}
+            self.hf().save_hf_adapter(model, out, show_progress=False, **named)
         else:
             self.hf().save_hf_pretrained(model, out, show_progress=False)
 
@@ -209,7 +194,7 @@ class Bridge:
 class _Hooks:
     """What is done at the events of NVIDIA's loop. Every rank does all of it: some parts are collective."""
 
-    def __init__(self, bridge: Bridge, container: Any, watcher: LoopListener) -> None:
+    def __init__(self, bridge: Bridge, container: Any, watcher: Any) -> None:
         self.bridge, self.container, self.watcher = bridge, container, watcher
 
     def on_train_step_end(self, context: Any) -> None:
@@ -235,12 +220,6 @@ class _Hooks:
     def on_train_end(self, context: Any) -> None:
         """The loop is through; not fired where it was asked to stop."""
         self.watcher.on_end(lambda out: self.bridge.export(self.container, context.model, out))
-
-
-def sizes(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the recipe's section that say how the model is cut into parts."""
-    names = ("parallel", "account_for")
-    return {key: value for key, value in section.items() if any(name in key for name in names)}
 
 
 def _set(target: Any, values: Mapping[str, Any]) -> None:

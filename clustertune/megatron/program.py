@@ -11,24 +11,20 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from clustertune import manifest, secrets
 from clustertune.checkpoint.store import KIND, CheckpointStore, close, find_open
-from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.megatron import inputs, settings
-from clustertune.rundir import RunDir
 from clustertune.training.events import EventLog
+from clustertune.training.heartbeat import Attempt
 
 if TYPE_CHECKING:
     from clustertune.megatron.bridge import Bridge
-    from clustertune.process import StopFlag
     from clustertune.training.collectives import Group
-    from clustertune.training.heartbeat import Heartbeat
 
 BASE_KIND = "megatron-base"
 PLAN_FILE = "megatron.json"
@@ -37,41 +33,17 @@ TIMEOUT_MINUTES = 60
 """Of collectives: the conversion of 405B reads 810 GB before the first of them ends."""
 
 
-@dataclass
-class MegatronAttempt:
-    """What the launcher's side of a rank gives to its training."""
-
-    run: RunDir
-    resolved: Resolved
-    number: int
-    stop: StopFlag
-    heartbeat: Heartbeat
-    fence: Callable[[], None]
-    out: TextIO
-    """Where people see what rank 0 says."""
-    source: tuple[str, str | None]
-    """The base model in HF's form: a folder or an id, and its revision."""
-    notes: list[str] = field(default_factory=list)
-    tokens: Mapping[str, str] = field(default_factory=dict)
-    """The user's, by the names of their variables; rank 0 alone has them."""
-
-
-def set_environment(resolved: Resolved) -> None:
-    """Before torch is imported."""
-    m = resolved.recipe.megatron
-    assert m is not None
-    if m.tensor_model_parallel_size > 1 or m.context_parallel_size > 1:
-        # Megatron-Core's order of kernels and collectives wants one hardware queue before Blackwell (its warning in
-        # tensor_parallel/layers.py); a value that the user sets stays.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
-
-def train(attempt: MegatronAttempt, bridge: Bridge | None = None) -> ExitCode:
+def train(attempt: Attempt, bridge: Bridge | None = None) -> ExitCode:
     """Train from the newest whole checkpoint, or from the base. Raises UserError; OK where nothing is left to do.
 
     ``bridge``: NVIDIA's side; None: the real one.
     """
-    set_environment(attempt.resolved)
+    m = attempt.resolved.recipe.megatron
+    assert m is not None
+    if m.tensor_model_parallel_size > 1 or m.context_parallel_size > 1:
+        # Megatron-Core's order of kernels and collectives wants one hardware queue before Blackwell (its warning in
+        # tensor_parallel/layers.py); a value that the user sets stays. Before torch is imported.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if bridge is None:
         from clustertune.megatron.bridge import Bridge
 
@@ -80,10 +52,14 @@ def train(attempt: MegatronAttempt, bridge: Bridge | None = None) -> ExitCode:
     from clustertune.training.collectives import Group
 
     group = Group()
-    store = CheckpointStore(
-        attempt.run.checkpoints, attempt.number, attempt.resolved.train_args.get("save_total_limit"), group,
-        _teller(attempt, group), attempt.fence,
-    )  # fmt: skip
+
+    def tell(text: str) -> None:
+        if group.rank == 0:
+            attempt.out.write(f"{text}\n")
+            sys.stderr.write(f"{text}\n")
+
+    limit = attempt.resolved.train_args.get("save_total_limit")
+    store = CheckpointStore(attempt.run.checkpoints, attempt.number, limit, group, tell, attempt.fence)
     latest = store.latest()
     if latest and latest[1].get("final"):
         store.tell(f"{latest[0].name} is the final checkpoint: nothing is left to train")
@@ -91,19 +67,10 @@ def train(attempt: MegatronAttempt, bridge: Bridge | None = None) -> ExitCode:
     return _Training(attempt, bridge, group, store).go(latest)
 
 
-def _teller(attempt: MegatronAttempt, group: Group) -> Callable[[str], None]:
-    def tell(text: str) -> None:
-        if group.rank == 0:
-            attempt.out.write(f"{text}\n")
-            sys.stderr.write(f"{text}\n")
-
-    return tell
-
-
 class _Training:
     """One attempt of one rank."""
 
-    def __init__(self, attempt: MegatronAttempt, bridge: Bridge, group: Group, store: CheckpointStore) -> None:
+    def __init__(self, attempt: Attempt, bridge: Bridge, group: Group, store: CheckpointStore) -> None:
         self.attempt, self.bridge, self.group, self.store = attempt, bridge, group, store
         self.log = EventLog(attempt.run.metrics, attempt.number, attempt.fence) if group.rank == 0 else None
         self.steps: int | None = None
@@ -228,8 +195,7 @@ class _Training:
 
     def path_of(self, step: int) -> Path:
         """Where a checkpoint of this step is saved: the name that :mod:`clustertune.checkpoint.store` knows."""
-        number = self.attempt.number
-        return self.store.folder / (f"step-{step:06d}" if number == 1 else f"step-{step:06d}.a{number}")
+        return self.store.path(step)
 
     # What NVIDIA's loop calls, on every rank.
 

@@ -56,13 +56,10 @@ class Turns:
     def wait(self, step: int) -> None:
         """Return once this program may take its step number ``step`` (from 0). Raises TimeoutError."""
         is_first = (step % 2 == 0) == (self.player == OURS)
-        self._wait_for(step if is_first else step + 1)
+        self.wait_for_end(step if is_first else step + 1)
 
     def wait_for_end(self, steps: int) -> None:
         """Return once the other program has taken ``steps`` steps too: what follows here would slow its last one."""
-        self._wait_for(steps)
-
-    def _wait_for(self, steps: int) -> None:
         deadline = time.monotonic() + _LONGEST_TURN
         while self._others() < steps:
             if time.monotonic() > deadline:
@@ -111,16 +108,8 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
         tokens, self._tokens = self._tokens, []
         computed, real, labelled = ([int(one[kind]) for one in tokens] for kind in range(3))
         self._taken += 1
-        self._records.append(
-            {
-                "step": self._taken,
-                "seconds": now - self._last,
-                "cpu_seconds": used,
-                "computed": sum(computed),
-                "tokens": sum(real),
-                "labelled": sum(labelled),
-            }
-        )
+        counts = {"computed": sum(computed), "tokens": sum(real), "labelled": sum(labelled)}
+        self._records.append({"step": self._taken, "seconds": now - self._last, "cpu_seconds": used, **counts})
         if self._taken == self.schedule.warmup:
             self._before = self._peaks()
             if self._cuda:

@@ -88,18 +88,6 @@ def length(spans: Iterable[tuple[float, float]]) -> float:
     return sum(end - start_ for start_, end in spans)
 
 
-def common(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> float:
-    """How long two unions of intervals overlap."""
-    result, i, j = 0.0, 0, 0
-    while i < len(one) and j < len(other):
-        result += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
-        if one[i][1] <= other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return result
-
-
 def summarise(spans: Sequence[OperationTime], steps: int, *, gpu: bool) -> dict[str, Any]:
     """Seconds a step in which ranks exchanged data, in which nothing hid that, and the operations that took longest.
 
@@ -114,7 +102,7 @@ def summarise(spans: Sequence[OperationTime], steps: int, *, gpu: bool) -> dict[
         sums[span.name][0] += span.end - span.start if span.own is None else span.own
         sums[span.name][1] += 1
     top = sorted(sums.items(), key=lambda item: -item[1][0])[:TOP]
-    exposed = length(talk) - common(talk, work)
+    exposed = length(merged([*talk, *work])) - length(work)
     each = 1e6 * max(1, steps)
     return {
         "steps": steps,

@@ -92,17 +92,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         elif state.global_step >= state.max_steps:
             control.should_save = True
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kw: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **kw: Any) -> None:  # noqa: ARG002
         """A ``step`` or ``eval`` event from the Trainer's log line."""
-        del args, control, kw
-        logs = logs or {}
         if self._log is None or self.trainer is None:
             return
         if "loss" in logs:
@@ -110,19 +101,12 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         elif "eval_loss" in logs:
             accuracy = logs.get("eval_mean_token_accuracy")
             rewards = {f"eval_{name}": logs[key] for name, own in REWARDS.items() if (key := f"eval_{own}") in logs}
-            self._log.write(
-                "eval",
-                step=state.global_step,
-                eval_loss=logs["eval_loss"],
-                eval_token_accuracy=accuracy,
-                **rewards,
-                seconds=logs.get("eval_runtime"),
-            )
+            found = {"eval_loss": logs["eval_loss"], "eval_token_accuracy": accuracy, **rewards}
+            self._log.write("eval", step=state.global_step, **found, seconds=logs.get("eval_runtime"))
             if self._console:
                 what, share = ("reward", rewards["eval_reward_accuracy"]) if rewards else ("token", accuracy or 0)
-                self._console.say(
-                    f"eval at step {state.global_step}  loss {logs['eval_loss']:.4f}  {what} accuracy {share:.3f}"
-                )
+                loss = f"loss {logs['eval_loss']:.4f}"
+                self._console.say(f"eval at step {state.global_step}  {loss}  {what} accuracy {share:.3f}")
 
     def _figures(self) -> dict[str, Any]:
         """What was measured of the steps since the last log line."""

@@ -23,7 +23,7 @@ from clustertune.megatron.bridge import Bridge
 from clustertune.process import StopFlag
 from clustertune.report.metrics import read_metrics
 from clustertune.rundir import RunDir
-from clustertune.training.heartbeat import Heartbeat
+from clustertune.training.heartbeat import Attempt, Heartbeat
 from tests.megatron.standin import Loop
 
 GIVEN = "of the user"
@@ -60,7 +60,7 @@ def go(run: RunDir, resolved: Resolved, number: int = 1, stop: StopFlag | None =
     run.attempt(number).mkdir(parents=True, exist_ok=True)
     inputs._write_data(run.data, inputs.places(run.path)["data"])
     source, tokens = ("hub/base", "c" * 40), {"HF_TOKEN": GIVEN, "WANDB_API_KEY": "w"}
-    attempt = program.MegatronAttempt(run, resolved, number, stop, Heartbeat(), lambda: None, out, source, [], tokens)
+    attempt = Attempt(run, resolved, number, stop, Heartbeat(), lambda: None, out, source, [], tokens)
     bridge = OneRank.load(attempt.source, stop, resolved.recipe.model.name)
     return program.train(attempt, bridge), out.getvalue()
 
@@ -157,7 +157,7 @@ def test_a_failed_export_costs_no_step(run: RunDir, resolved: Resolved, loop: Lo
 
 def test_another_attempt_is_never_disturbed(run: RunDir, resolved: Resolved, loop: Loop) -> None:
     """One that was cut off while it trained raises at its next save, and writes no manifest."""
-    attempt = program.MegatronAttempt(run, resolved, 1, StopFlag(), Heartbeat(), lambda: None, io.StringIO(), ("b", None))
+    attempt = Attempt(run, resolved, 1, StopFlag(), Heartbeat(), lambda: None, io.StringIO(), ("b", None))
     run.attempt(1).mkdir(parents=True)
     inputs._write_data(run.data, inputs.places(run.path)["data"])
     calls = 0

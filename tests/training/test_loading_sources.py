@@ -15,10 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from clustertune.errors import UserError
-from clustertune.training import loading_quantised
-from clustertune.training.loading_files import RowReader, survey
-from clustertune.training.loading_sources import Sources, find
-from clustertune.training.loading_storage import plain
+from clustertune.training import loading
+from clustertune.training.loading import plain
+from clustertune.training.loading_sources import ParameterSource, RowReader, Sources, find, survey
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -196,7 +195,7 @@ def test_4_bits_by_rows_are_those_of_the_whole(
     torch.manual_seed(1)
     weight = torch.randn(shape).to(torch.bfloat16)
     save_file({"w": weight}, tmp_path / FIRST)
-    source = loading_quantised.ParameterSource(torch.bfloat16, shape, [("w", "w", survey([tmp_path / FIRST])["w"])])
+    source = ParameterSource(torch.bfloat16, shape, [("w", "w", survey([tmp_path / FIRST])["w"])])
     settings = SimpleNamespace(blocksize=64, quant_type="nf4", quant_storage=torch.bfloat16, compress_statistics=double)
     whole, state = functional.quantize_4bit(
         weight, blocksize=64, compress_statistics=double, quant_type="nf4", quant_storage=torch.bfloat16
@@ -206,14 +205,14 @@ def test_4_bits_by_rows_are_those_of_the_whole(
     for rank in range(ranks):
         chunk = -(-rows // ranks)
         share = (min(rank * chunk, rows), min((rank + 1) * chunk, rows))
-        monkeypatch.setattr(loading_quantised, "span", lambda like, share=share: share)
-        elements = loading_quantised.read(source, "w", None, settings, reader, None)  # type: ignore[arg-type]
-        parts.append(loading_quantised.quantise(elements, source, None, settings))  # type: ignore[arg-type]
-    bits = torch.cat([part.values for part in parts]).view(torch.uint8)
+        monkeypatch.setattr(loading, "span", lambda like, share=share: share)
+        elements = source.elements("w", reader, None, *loading.blocks(source, None, settings))  # type: ignore[arg-type]
+        parts.append(loading.quantise(elements, source, None, settings))  # type: ignore[arg-type]
+    bits = torch.cat([values for values, _ in parts]).view(torch.uint8)
     assert torch.equal(bits, whole.view(torch.uint8))
-    scales = torch.cat([part.scales for part in parts])
-    monkeypatch.setattr(loading_quantised, "_gathered", lambda *given: scales)
-    found = loading_quantised.state_of(scales, source, None, settings)  # type: ignore[arg-type]
+    scales = torch.cat([scales for _, scales in parts])
+    monkeypatch.setattr(loading, "_gathered", lambda *given: scales)
+    found = loading.state_of(scales, source, None, settings)  # type: ignore[arg-type]
     for key, value in state.as_dict().items():
         same = found.as_dict()[key]
         assert torch.equal(same, value) if isinstance(value, torch.Tensor) else same == value, key

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.training import loading_zero
+from clustertune.training import loading
 from tests.training.benches import AUTO, CPU
 from tests.training.test_deepspeed import BREAKS
 from tests.training.test_loading import ATTENTION, BF16, Benches, benches, lossless, measured, notes, startup
@@ -142,8 +142,8 @@ def test_only_what_has_no_values_is_not_sent(monkeypatch: pytest.MonkeyPatch) ->
         def _convert_to_deepspeed_param(self, parameter: Any) -> None:
             parameter.partition = lambda: self.did.append("split")
 
-    monkeypatch.setitem(sys.modules, loading_zero._MODULE, SimpleNamespace(Init=Init))
-    undo = loading_zero.send_nothing_empty()
+    monkeypatch.setitem(sys.modules, loading._ZERO, SimpleNamespace(Init=Init))
+    undo = loading.send_nothing_empty()
     made, given = Init(), Init()
     given.module = object()
     for init in (made, given):
