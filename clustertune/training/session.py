@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import resource
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
-from transformers import PrinterCallback, TrainerCallback, set_seed
+from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
 from clustertune import manifest, secrets
 from clustertune.checkpoint.store import CheckpointStore
@@ -27,7 +29,6 @@ from clustertune.training.heartbeat import Attempt
 from clustertune.training.loading import Loading
 from clustertune.training.startup import Startup, StartupWatch
 from clustertune.training.trainer import NothingLeft, PreferenceTrainer, RankTrainer, Saving, Trainer
-from clustertune.training.watch import Watch
 
 NEVER = 10**9
 """A step that no training reaches."""
@@ -35,14 +36,125 @@ LABEL_SAMPLE = 64
 """Training rows whose labels are looked at before the first step."""
 
 
-class _BeforeFirstStep(TrainerCallback):  # type: ignore[misc]
-    """Compare what accelerate really set up with what the recipe asked for."""
+MEASURED = ("mfu", "hfu", "data_seconds", "forward_backward_seconds", "optimizer_seconds", "padding", "imbalance")
+"""Of :meth:`clustertune.training.figures.Figures.take`, in ``metrics.jsonl``."""
+REWARDS = {f"reward_{name}": f"rewards/{key}" for name, key in
+           {"accuracy": "accuracies", "margin": "margins", "chosen": "chosen", "rejected": "rejected"}.items()}  # fmt: skip
+"""What TRL says about pairs of answers, by its name in ``metrics.jsonl``; in an evaluation's event behind ``eval_``."""
+
+
+def peak_memory_bytes() -> int:
+    """Peak memory of this rank: allocated on its GPU, else the resident set of the process."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]
+    """Has the session prove what was set up, measures, writes the events, and makes all ranks agree at each step's end."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._began = time.perf_counter()
+        self._seconds, self._steps = 0.0, 0
+        self.tokens = 0.0
+        """Trained by the last log line."""
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    @property
+    def trainer(self) -> RankTrainer:
+        return self._session.trainer
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
         self._session.prove()
+        # Save as this attempt is asked to: a state that resumes from a checkpoint has the steps of the one before.
+        state.compute_steps(args, state.max_steps)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
+        self._began = time.perf_counter()
+
+    def on_pre_optimizer_step(self, *args: Any, **kw: Any) -> None:  # noqa: ARG002
+        self._optimizer = self.trainer.clock.begin()
+
+    def on_optimizer_step(self, *args: Any, **kw: Any) -> None:  # noqa: ARG002
+        self.trainer.clock.add("optimizer", self._optimizer)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """Agree on a stop; on one, save here and leave out an evaluation that would outlast the warning time.
+
+        The last step is saved behind its evaluation, which may be that of the epoch's end.
+        """
+        del kw
+        self._seconds += time.perf_counter() - self._began
+        self._steps += 1
+        is_last, epoch = state.global_step >= state.max_steps, float(state.epoch or 0)
+        at_epoch = args.eval_strategy == "epoch" and args.eval_delay <= epoch and (is_last or abs(epoch - round(epoch)) < 1e-9)
+        if is_last:
+            control.should_save = not at_epoch
+        if self.trainer.agree(peak_memory_bytes(), self.trainer.clock.take()):
+            self.trainer.eval_skipped = bool(control.should_evaluate or at_epoch)
+            control.should_evaluate = False
+            control.should_save = control.should_log = control.should_training_stop = True
+        if self.trainer.save_due:
+            control.should_save = True
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """Nothing more where all stop: the step was saved. Else the last step is saved here, behind its evaluation."""
+        del args, kw
+        if self.trainer.stopping:
+            control.should_evaluate = control.should_save = False
+        elif state.global_step >= state.max_steps:
+            control.should_save = True
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **kw: Any) -> None:  # noqa: ARG002
+        """A ``step`` or ``eval`` event from the Trainer's log line."""
+        if self._session.log is None:
+            return
+        if "loss" in logs:
+            self._write_step(state, logs)
+        elif "eval_loss" in logs:
+            accuracy = logs.get("eval_mean_token_accuracy")
+            rewards = {f"eval_{name}": logs[key] for name, own in REWARDS.items() if (key := f"eval_{own}") in logs}
+            found = {"eval_loss": logs["eval_loss"], "eval_token_accuracy": accuracy, **rewards}
+            self._session.log.write("eval", step=state.global_step, **found, seconds=logs.get("eval_runtime"))
+            if self._session.console:
+                what, share = ("reward", rewards["eval_reward_accuracy"]) if rewards else ("token", accuracy or 0)
+                loss = f"loss {logs['eval_loss']:.4f}"
+                self._session.console.say(f"eval at step {state.global_step}  {loss}  {what} accuracy {share:.3f}")
+
+    def figures(self) -> dict[str, Any]:
+        """What was measured of the steps since the last log line."""
+        trainer, seconds = self.trainer, self._seconds
+        tokens = float(trainer._total_train_tokens) - self.tokens
+        found = trainer.figures.take(seconds) if trainer.figures is not None else {}
+        return {**found, "tokens_per_second": tokens / seconds if seconds else 0.0}
+
+    def _write_step(self, state: TrainerState, logs: dict[str, Any]) -> None:
+        steps = max(self._steps, 1)
+        tokens, rate = float(logs.get("num_tokens", 0.0)), float(logs.get("tokens_per_second", 0.0))
+        stragglers = self.trainer.figures.stragglers() if self.trainer.figures is not None else {}
+        assert self._session.log is not None
+        self._session.log.write(
+            "step",
+            step=state.global_step,
+            epoch=logs.get("epoch"),
+            loss=logs["loss"],
+            token_accuracy=logs.get("mean_token_accuracy"),
+            entropy=logs.get("entropy"),
+            learning_rate=logs.get("learning_rate"),
+            grad_norm=logs.get("grad_norm"),
+            tokens=int(tokens),
+            seconds=round(self._seconds / steps, 6),
+            tokens_per_second=round(rate, 3),
+            memory_bytes=self.trainer.peak_memory_bytes,
+            **{name: logs[key] for name, key in REWARDS.items() if key in logs},
+            **{name: logs[name] for name in MEASURED if name in logs},
+            **({"stragglers": stragglers} if stragglers else {}),
+        )
+        if self._session.console:
+            shown = f"loss {logs['loss']:.4f}  lr {logs.get('learning_rate', 0):.2e}  grad {logs.get('grad_norm', 0):.3f}"
+            shown += f"  {rate:,.0f} tok/s  {self._seconds / steps:.2f} s"
+            self._session.console.step(state.global_step, shown)
+        self._seconds, self._steps, self.tokens = 0.0, 0, tokens
 
 
 class Session:
@@ -112,7 +224,7 @@ class Session:
         if held_out is None:
             self.args.eval_strategy, self.args.eval_on_start = "no", False
             self.notes.append("no evaluation: the eval split is empty")
-        self._watch = Watch(self.log, None)
+        self._watch = Watch(self)
         startup = StartupWatch(self.startup, self.group.gather, self.log.write if self.log else None, self.tell)
         init = dict(self.args.model_init_kwargs or {})
         if source[1]:
@@ -128,7 +240,7 @@ class Session:
             eval_dataset=held_out,
             processing_class=tokenizer,
             peft_config=LoraConfig(**recipe.lora) if recipe.lora is not None else None,
-            callbacks=[_BeforeFirstStep(self), self._watch, startup, *kernels.watches(self.resolved, self.tell, self.log)],
+            callbacks=[self._watch, startup, *kernels.watches(self.resolved, self.tell, self.log)],
             loading=loading,
             store=store,
             attempt=attempt,
@@ -185,7 +297,6 @@ class Session:
             for text in check_schedule_end(resolved, steps):
                 self.tell(f"warning: {text}")
             self.console = TrainingConsole(self.attempt.out, steps)  # from here on steps are shown, as a bar or as lines
-            self._watch.show_on(self.console)
             # What the model calls, before what was asked for.
             facts = {**found.as_dict(), **facts, "attention": found.attention or facts["attention"]}
             self.attempt.fence()
@@ -260,7 +371,8 @@ class Session:
                 f"the checkpoint is of {meta['world_size']} ranks, this attempt has {self.group.world_size}: the last "
                 f"step of an epoch, which has fewer rows than the global batch of {batch}, may take other rows"
             )
-        self._watch.attach(trainer)
+        self._watch.tokens = trainer._total_train_tokens
+        trainer.describe_steps = self._watch.figures if self.log else None
         if checkpoint is not None and trainer.eval_dataset is not None:
             self.args.eval_on_start = bool(meta.get("eval_skipped"))
         if self.log:

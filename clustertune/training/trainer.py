@@ -19,9 +19,17 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import accelerator
-from accelerate.utils import DeepSpeedSchedulerWrapper, load_fsdp_optimizer
-from accelerate.utils.constants import FSDP_MODEL_NAME
+from accelerate.utils import DeepSpeedSchedulerWrapper, load_fsdp_optimizer, save_fsdp_model
+from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from peft import PeftModel
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule
 from transformers import set_seed
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -48,7 +56,7 @@ from clustertune.checkpoint.store import CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.manifest import SHA256, XXH3_128, FileRecord
 from clustertune.storage import free_bytes, is_full, storage_cause
-from clustertune.training import context, deepspeed, fsdp1, tensor
+from clustertune.training import context, deepspeed, tensor
 from clustertune.training.collectives import Group
 from clustertune.training.evaluation import Base, PairMeans, TokenMeans
 from clustertune.training.figures import Clock, Figures
@@ -584,7 +592,7 @@ class RankTrainer(Base):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._is_fsdp1:
-            fsdp1.save(self.accelerator, self.model, self.optimizer, Path(output_dir))
+            _save_fsdp1(self.accelerator, self.model, self.optimizer, Path(output_dir))
         else:
             super()._save_optimizer_and_scheduler(output_dir)
         if self.group.rank == 0 and self._has_own_scheduler:
@@ -626,7 +634,7 @@ class RankTrainer(Base):  # type: ignore[misc]
         with self.startup.part("resume"), restricted.reading(resume_from_checkpoint):
             restricted.check(Path(resume_from_checkpoint))
             if self._is_fsdp1 and isinstance(self.accelerator.unwrap_model(self.model), PeftModel):
-                fsdp1.load_adapter(model or self.model, Path(resume_from_checkpoint))
+                _load_fsdp1_adapter(model or self.model, Path(resume_from_checkpoint))
             else:
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -654,7 +662,7 @@ class RankTrainer(Base):  # type: ignore[misc]
         with self.startup.part("resume"):
             with restricted.reading(checkpoint):
                 if self._is_fsdp1:
-                    fsdp1.load_optimizer(self.model, self.optimizer, Path(checkpoint))
+                    _load_fsdp1_optimizer(self.model, self.optimizer, Path(checkpoint))
                 elif self.is_fsdp_enabled:
                     plugin = self.accelerator.state.fsdp_plugin
                     load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, checkpoint, adapter_only=True)
@@ -749,3 +757,38 @@ def state_parts(model: Any, optimizer: Any) -> list[torch.Tensor]:
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = [*parameters, *(value for p in parameters for _, value in sorted(inner.state.get(p, {}).items()))]
     return [local(tensor) for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+# -- FSDP1 ----------------------------------------------------------------------------------------------------------------
+# The stock way loses the adapter and the optimizer state, without a message. Seen with accelerate 1.15, peft 0.20, torch 2.13:
+# ``set_peft_model_state_dict`` looks for keys without the prefixes of FSDP1's and activation checkpointing's wrappers, torch
+# skips what it does not find, and a resumed run starts over from a fresh adapter with exit code 0. torch's own state-dict
+# functions know these wrappers.
+
+
+def _load_fsdp1_adapter(model: Any, checkpoint: Path) -> None:
+    """Load an adapter-only sharded checkpoint into the wrapped model. The files name tensors without the adapter's name."""
+    trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    stored = {name.replace(".default.", "."): name for name in trained}
+    shards = {"model": {name: trained[own] for name, own in stored.items()}}
+    dcp.load(shards, storage_reader=dcp.FileSystemReader(checkpoint / f"{FSDP_MODEL_NAME}_0"))
+    loaded = {own: shards["model"][name] for name, own in stored.items()}
+    set_model_state_dict(model, loaded, options=StateDictOptions(strict=False))
+
+
+def _save_fsdp1(accelerator: Any, model: Any, optimizer: Any, checkpoint: Path) -> None:
+    """Write the model's shards as accelerate does, and the optimizer state by parameter name."""
+    adapter_only = isinstance(accelerator.unwrap_model(model), PeftModel)
+    save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, str(checkpoint), adapter_only=adapter_only)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    state = get_optimizer_state_dict(model, inner, options=StateDictOptions(ignore_frozen_params=True))
+    dcp.save({"optimizer": state}, storage_writer=dcp.FileSystemWriter(checkpoint / f"{OPTIMIZER_NAME}_0"))
+
+
+def _load_fsdp1_optimizer(model: Any, optimizer: Any, checkpoint: Path) -> None:
+    """Load what :func:`_save_fsdp1` wrote."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    options = StateDictOptions(ignore_frozen_params=True)
+    state = {"optimizer": get_optimizer_state_dict(model, inner, options=options)}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint / f"{OPTIMIZER_NAME}_0"))
+    set_optimizer_state_dict(model, inner, state["optimizer"], options=options)

@@ -65,8 +65,11 @@ def go(run: RunDir, resolved: Resolved, number: int = 1, stop: StopFlag | None =
     return program.train(attempt, bridge), out.getvalue()
 
 
-def test_a_run_to_its_end(run: RunDir, resolved: Resolved, loop: Loop) -> None:
-    """Converted once, saved under our names with our manifests, exported, final; metrics as every other run has them."""
+def test_a_run_to_its_end(run: RunDir, resolved: Resolved, loop: Loop, tmp_path: Path) -> None:
+    """Converted once, cut as the training is (no rank holds more than it trains), saved under our names with our manifests,
+    exported, final; metrics as every other run has them. The stage after it checks names, shapes and values of the adapter
+    against what PEFT expects of the recipe. A second attempt does nothing.
+    """
     code, output = go(run, resolved)
     assert code is ExitCode.OK, output
     found = [
@@ -85,18 +88,20 @@ def test_a_run_to_its_end(run: RunDir, resolved: Resolved, loop: Loop) -> None:
     assert metrics.steps[0].memory_bytes == 123 and metrics.steps[-1].tokens == 10 * 4 * 2048
     plan = json.loads((run.attempt(1) / program.PLAN_FILE).read_bytes())
     assert plan["sequences"] == {"train": 40, "eval": 8} and plan["configuration"]["train"]["train_iters"] == 10
-
-
-def test_what_was_exported_is_the_adapter_of_the_recipe(run: RunDir, resolved: Resolved, loop: Loop, tmp_path: Path) -> None:
-    """The stage after it checks names, shapes and values against what PEFT expects of the recipe."""
-    go(run, resolved)
+    made = loop.called("finalize")[0]
+    assert (made["tensor_model_parallel_size"], made["pipeline_model_parallel_size"]) == (8, 2)
+    assert made["params_dtype"] == made["pipeline_dtype"] and str(made["params_dtype"]) == "torch.bfloat16"
+    assert loop.called("from_hf_pretrained")[0] == (str(OneRank.fetched), {"torch_dtype": torch.bfloat16})
+    assert loop.called("destroy"), "the training makes its groups again"
+    peft = loop.config.peft
+    assert peft.target_modules == ["linear_q", "linear_k", "linear_v", "linear_proj"] and peft.dim == 32 and peft.alpha == 64
+    assert int(loop.config.train.exit_signal) == 10, "SIGUSR1, which the launcher sends"
+    assert loop.config.model.pipeline_dtype is not None and loop.config.checkpoint.pretrained_checkpoint.endswith(
+        "megatron/base"
+    )
     summary = export(inputs.exported(run.path), tmp_path / "adapter")
     assert summary["step"] == 10 and summary["tensors"] == len(loop.adapter)
     assert manifest.find_problems(tmp_path / "adapter", "adapter") == []
-
-
-def test_nothing_is_done_twice(run: RunDir, resolved: Resolved, loop: Loop) -> None:
-    go(run, resolved)
     before = len(loop.calls)
     code, output = go(run, resolved, 2)
     assert code is ExitCode.OK and "nothing is left to train" in output and len(loop.calls) == before
@@ -172,22 +177,6 @@ def test_another_attempt_is_never_disturbed(run: RunDir, resolved: Resolved, loo
     with pytest.raises(UserError, match="taken over"):
         program.train(attempt, OneRank.load(attempt.source, None, "m"))
     assert calls and not (run.checkpoints / "step-000004" / manifest.MANIFEST).exists()
-
-
-def test_the_parts_are_those_of_the_training(run: RunDir, resolved: Resolved, loop: Loop) -> None:
-    """The conversion is cut as the training is: no rank holds more than it trains."""
-    go(run, resolved)
-    made = loop.called("finalize")[0]
-    assert (made["tensor_model_parallel_size"], made["pipeline_model_parallel_size"]) == (8, 2)
-    assert made["params_dtype"] == made["pipeline_dtype"] and str(made["params_dtype"]) == "torch.bfloat16"
-    assert loop.called("from_hf_pretrained")[0] == (str(OneRank.fetched), {"torch_dtype": torch.bfloat16})
-    assert loop.called("destroy"), "the training makes its groups again"
-    peft = loop.config.peft
-    assert peft.target_modules == ["linear_q", "linear_k", "linear_v", "linear_proj"] and peft.dim == 32 and peft.alpha == 64
-    assert int(loop.config.train.exit_signal) == 10, "SIGUSR1, which the launcher sends"
-    assert loop.config.model.pipeline_dtype is not None and loop.config.checkpoint.pretrained_checkpoint.endswith(
-        "megatron/base"
-    )
 
 
 def test_the_hub_is_asked_by_rank_0_with_the_token(run: RunDir, resolved: Resolved, loop: Loop) -> None:

@@ -129,9 +129,7 @@ def test_every_row_is_trls(name: str, whole: Any, dataset: Path, tokenizer: Any,
 
 
 @pytest.mark.parametrize("whole", [True], indirect=True, ids=["answers"])
-@pytest.mark.parametrize(
-    ("name", "workers"), [("packed and shuffled", 2), ("wrapped", 0), ("padded", 0), ("eval not packed", 0)]
-)
+@pytest.mark.parametrize(("name", "workers"), [("packed and shuffled", 2), ("padded", 0)])
 def test_every_batch_and_loss_is_trls(
     name: str, workers: int, whole: Any, dataset: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
