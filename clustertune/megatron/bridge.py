@@ -22,7 +22,6 @@ from clustertune.errors import Problem, UserError
 from clustertune.megatron.settings import Counts, sizes
 
 if TYPE_CHECKING:
-    from clustertune.process import StopFlag
     from clustertune.training.heartbeat import Heartbeat
 
 RELEASE = "0.5"
@@ -33,14 +32,12 @@ IMAGE_FIX = "run it in the image of containers/megatron.def: container.megatron 
 class Bridge:
     """Megatron-Bridge on this rank."""
 
-    def __init__(self, name: str, revision: str | None, stop: StopFlag | None) -> None:
-        self.source: tuple[str, str | None] = (name, revision)
-        self.stop = stop
+    def __init__(self, source: tuple[str, str | None], name: str) -> None:
+        self.source, self._name = source, name
         self._hf: Any = None
-        self._name = name
 
     @classmethod
-    def load(cls, source: tuple[str, str | None], stop: StopFlag | None, name: str) -> Bridge:
+    def load(cls, source: tuple[str, str | None], name: str) -> Bridge:
         """Raises UserError where Megatron-Bridge is not there, or is another release than this was written for."""
         try:
             version = str(_of("megatron.bridge.package_info").__version__)
@@ -50,9 +47,7 @@ class Bridge:
         if not version.startswith(f"{RELEASE}."):
             text = f"the image has Megatron-Bridge {version}, this release of clustertune is for {RELEASE}"
             raise UserError(Problem(text, key="container.megatron", fix=IMAGE_FIX))
-        found = cls(*source, stop)
-        found._name = name
-        return found
+        return cls(source, name)
 
     def start(self, timeout: datetime.timedelta) -> None:
         """The process group, made here: the conversion and the training after it both use it (``_initialize_distributed``
@@ -125,16 +120,17 @@ class Bridge:
             raise UserError(Problem(text, file=str(builder.train_path)))
         return Counts(*counted)
 
-    def finetune(self, config: Mapping[str, Mapping[str, Any]], watcher: Any) -> bool:
-        """NVIDIA's training loop. Returns whether it stopped because it was asked to (it ends with SystemExit then)."""
-        container = self.container(config)
+    def finetune(self, config: Mapping[str, Mapping[str, Any]], listener: Any) -> bool:
+        """NVIDIA's training loop, whose events are methods of ``listener``.
+
+        Returns whether it stopped because it was asked to (it ends with SystemExit then).
+        """
         manager = _of("megatron.bridge.training.callbacks").CallbackManager()
-        hooks = _Hooks(self, container, watcher)
         for event in ("on_train_step_end", "on_eval_end", "on_checkpoint_save", "on_train_end"):
-            manager.register(event, getattr(hooks, event))
+            manager.register(event, getattr(listener, event))
         forward = _of("megatron.bridge.training.gpt_step").forward_step
         try:
-            _of("megatron.bridge.training.finetune").finetune(container, forward, callbacks=manager)
+            _of("megatron.bridge.training.finetune").finetune(self.container(config), forward, callbacks=manager)
         except SystemExit as ended:
             if ended.code not in (0, None):
                 raise RuntimeError(f"Megatron-Bridge ended with exit code {ended.code}") from None
@@ -173,10 +169,10 @@ class Bridge:
         tokenizer = self._tokenizer(config)
         return sections.ConfigContainer(model=provider, tokenizer=tokenizer, mixed_precision=precision, peft=peft, **made)
 
-    def export(self, container: Any, model: Any, out: Path) -> None:
+    def export(self, peft: Any, model: Any, out: Path) -> None:
         """The trained part in HF's form, by all ranks together, from the parts that they hold (``save_hf_adapter``)."""
-        if container.peft is not None:
-            named = {"peft_config": container.peft, "base_model_name_or_path": self._name}
+        if peft is not None:
+            named = {"peft_config": peft, "base_model_name_or_path": self._name}
             self.hf().save_hf_adapter(model, out, show_progress=False, **named)
         else:
             self.hf().save_hf_pretrained(model, out, show_progress=False)
@@ -191,37 +187,6 @@ class Bridge:
         return _of("megatron.bridge.training.tokenizers.config").TokenizerConfig(**config["tokenizer"])
 
 
-class _Hooks:
-    """What is done at the events of NVIDIA's loop. Every rank does all of it: some parts are collective."""
-
-    def __init__(self, bridge: Bridge, container: Any, watcher: Any) -> None:
-        self.bridge, self.container, self.watcher = bridge, container, watcher
-
-    def on_train_step_end(self, context: Any) -> None:
-        """Fired before the loop counts the step, and before it decides to save."""
-        step = int(context.state.train_state.step) + 1
-        loss = _from_last((context.loss_dict or {}).get("lm loss"))
-        norm = context.grad_norm
-        rate = context.optimizer.param_groups[0].get("lr") if context.optimizer is not None else None
-        path = self.watcher.on_step(step, loss, _number(rate), _number(norm), int(_of("torch").cuda.max_memory_allocated()))
-        context.state.cfg.checkpoint.save = str(path)
-        if self.bridge.stop is not None and self.bridge.stop.is_set:  # asked before Megatron had its own handler
-            context.state.signal_handler._signal_received = True
-
-    def on_eval_end(self, context: Any) -> None:
-        """The mean over the evaluation, which the last stage of the pipeline has."""
-        loss = _from_last((context.total_loss_dict or {}).get("lm loss"))
-        self.watcher.on_eval(int(context.state.train_state.step), loss)
-
-    def on_checkpoint_save(self, context: Any) -> None:
-        """All of it is on disk: saving is not asynchronous here."""
-        self.watcher.on_saved(int(context.state.train_state.step))
-
-    def on_train_end(self, context: Any) -> None:
-        """The loop is through; not fired where it was asked to stop."""
-        self.watcher.on_end(lambda out: self.bridge.export(self.container, context.model, out))
-
-
 def _set(target: Any, values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         if not hasattr(target, key):
@@ -229,7 +194,7 @@ def _set(target: Any, values: Mapping[str, Any]) -> None:
         setattr(target, key, value)
 
 
-def _from_last(value: Any) -> float | None:
+def from_last(value: Any) -> float | None:
     """A number that the last rank has, on all: the last stage of the pipeline alone computes losses. NaN stands for none."""
     torch = _of("torch")
     found = torch.tensor([float("nan") if value is None else float(value)], dtype=torch.float64, device=_device(torch))
@@ -240,10 +205,6 @@ def _from_last(value: Any) -> float | None:
 
 def _device(torch: Any) -> Any:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
 
 
 def _rows(path: Path) -> int:

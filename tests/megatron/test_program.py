@@ -48,7 +48,7 @@ class OneRank(Bridge):
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One process: what the last rank has is what this one has."""
-    monkeypatch.setattr("clustertune.megatron.bridge._from_last", lambda value: None if value is None else float(value))
+    monkeypatch.setattr("clustertune.megatron.bridge.from_last", lambda value: None if value is None else float(value))
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 123)
     monkeypatch.setattr(OneRank, "fetched", tmp_path)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
@@ -61,7 +61,7 @@ def go(run: RunDir, resolved: Resolved, number: int = 1, stop: StopFlag | None =
     inputs._write_data(run.data, inputs.places(run.path)["data"])
     source, tokens = ("hub/base", "c" * 40), {"HF_TOKEN": GIVEN, "WANDB_API_KEY": "w"}
     attempt = Attempt(run, resolved, number, stop, Heartbeat(), lambda: None, out, source, [], tokens)
-    bridge = OneRank.load(attempt.source, stop, resolved.recipe.model.name)
+    bridge = OneRank.load(attempt.source, resolved.recipe.model.name)
     return program.train(attempt, bridge), out.getvalue()
 
 
@@ -175,7 +175,7 @@ def test_another_attempt_is_never_disturbed(run: RunDir, resolved: Resolved, loo
 
     attempt.fence = fence
     with pytest.raises(UserError, match="taken over"):
-        program.train(attempt, OneRank.load(attempt.source, None, "m"))
+        program.train(attempt, OneRank.load(attempt.source, "m"))
     assert calls and not (run.checkpoints / "step-000004" / manifest.MANIFEST).exists()
 
 
@@ -233,4 +233,4 @@ def test_another_release_is_refused(loop: Loop, monkeypatch: pytest.MonkeyPatch,
     else:
         monkeypatch.setattr(sys.modules["megatron.bridge.package_info"], "__version__", version)
     with pytest.raises(UserError, match=says):
-        Bridge.load(("a", None), None, "a")
+        Bridge.load(("a", None), "a")

@@ -16,7 +16,6 @@ from clustertune.data import tokenizer as tokens
 from clustertune.errors import ExitCode, UserError
 from clustertune.training import build, packing, sharding
 from clustertune.training.events import EventLog
-from tests.command import REPO
 from tests.conftest import TINY_LLAMA
 
 
@@ -100,10 +99,6 @@ def test_a_silent_fallback_is_loud(changes: dict[str, Any], message: str) -> Non
     assert caught.value.code is ExitCode.FAILED
 
 
-def test_hsdp_shards_inside_a_replica() -> None:
-    sharding.check(found(world_size=4, mesh={"dp_replicate": 2, "dp_shard": 2}), distribution(WANTED, 4))
-
-
 def meshed(**sizes: int) -> dict[str, Any]:
     return {**WANTED, "parallelism_config": {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}}
 
@@ -166,14 +161,6 @@ def test_one_reader_of_the_precision_says_what_trl_trains_in(bf16: bool | None, 
         return  # transformers refuses both
     made = SFTConfig(output_dir="none", use_cpu=True, report_to="none", **given)
     assert derive.mixed_precision(given) == ("bf16" if made.bf16 else "fp16" if made.fp16 else "no")
-
-
-def test_recipes_train_in_bfloat16() -> None:
-    """What plans, policies and exports count with."""
-    for folder in sorted((REPO / "recipes").glob("*/recipe.yaml")):
-        # Those of a laptop are bit for bit over any ranks.
-        wanted = "no" if folder.parent.name in ("tiny-oasst2", "tiny-dpo") else "bf16"
-        assert derive.mixed_precision(resolve(folder.parent).train_args) == wanted, folder
 
 
 def test_a_torn_line_of_a_killed_writer_stays_apart(tmp_path: Path) -> None:
