@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +26,7 @@ from clustertune.training.collectives import Group, check_world
 from clustertune.training.events import EventLog, TrainingConsole
 from clustertune.training.heartbeat import Attempt
 from clustertune.training.loading import Loading
-from clustertune.training.startup import Startup, StartupWatch
+from clustertune.training.startup import Startup, StartupWatch, peak_host_bytes
 from clustertune.training.trainer import NothingLeft, PreferenceTrainer, RankTrainer, Saving, Trainer
 
 NEVER = 10**9
@@ -45,9 +44,7 @@ REWARDS = {f"reward_{name}": f"rewards/{key}" for name, key in
 
 def peak_memory_bytes() -> int:
     """Peak memory of this rank: allocated on its GPU, else the resident set of the process."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else peak_host_bytes()
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]

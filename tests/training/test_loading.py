@@ -140,19 +140,6 @@ def test_a_base_in_4_bits_is_quantised_by_rows(benches: Benches, ranks: int, siz
     assert max(startup(rows)["read_bytes"]) < 1.2 * size / sizes.get("dp_shard", ranks), output_of(rows)
 
 
-def test_a_rank_that_is_killed_loses_nothing(benches: Benches) -> None:
-    """kill -9 in the third step, while the save of the second is written: the same command again ends with the same bytes."""
-    bench, often = benches("llama"), "train.save_steps=1"
-    killed, whole = bench.make("killed", 2, fsdp(SLICES), often), bench.train("unbroken", 2, fsdp(SLICES), often)
-    codes = bench.go(killed, 2, breaks="killed", seconds=60)
-    assert codes[1] == -9 and codes[0] not in (0, -14), output_of(killed)
-    assert [e["step"] for e in events(killed, "step")] == [1, 2]
-    assert bench.go(killed, 2, attempt=2) == [0, 0], output_of(killed)
-    assert events(killed, "start")[-1]["resumed_from"] in ("step-000001", "step-000002")
-    steps, states = lossless(whole)
-    assert set(lossless(killed)[0]) == set(steps) and lossless(killed)[1][-1] == states[-1], "a step made twice is the same"
-
-
 @pytest.mark.jobs
 def test_a_run_goes_on_from_its_checkpoint(benches: Benches) -> None:
     """Values of the checkpoint come over those of the files: the digest of what was loaded is that of what was saved."""
