@@ -160,3 +160,19 @@ def distributed(path: Path) -> dict[str, Any]:
     """What the ranks found before the first step."""
     found: dict[str, Any] = json.loads((path / "run.json").read_text())["distributed"]
     return found
+
+
+def tiny_trainer(
+    kind: Any, folder: Path, train: Any, held: Any, tokenizer: Any, sizes: Mapping[str, Any], **settings: Any
+) -> Any:
+    """A trainer of TRL's (``kind``) on a random model of one layer; ``sizes``: what its configuration has otherwise."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from trl import SFTConfig
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_key_value_heads=2, **{**small, **sizes}))
+    plain = {"use_cpu": True, "bf16": False, "report_to": "none", "activation_checkpointing": False, "disable_tqdm": True}
+    args = SFTConfig(output_dir=str(folder), **{**plain, **settings})
+    return kind(model=model, args=args, train_dataset=train, eval_dataset=held, processing_class=tokenizer)

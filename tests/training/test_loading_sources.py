@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -27,24 +27,21 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 3, "num_expert
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
+def make(config: dict[str, Any]) -> Any:
+    words = {key: value for key, value in config.items() if key != "model_type"}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **words), dtype=torch.bfloat16)
+
+
 def empty(config: dict[str, Any]) -> Any:
-    kind = config["model_type"]
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"}), dtype=torch.bfloat16
-        )
+        return make(config)
 
 
 def save(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """A model of these sizes with random weights, as transformers saves it but in two files; what they hold."""
     torch.manual_seed(0)
-    kind = config["model_type"]
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"}), dtype=torch.bfloat16
-    )
+    model = make(config)
     model.save_pretrained(folder / "whole")
-    from safetensors.torch import load_file
-
     tensors = load_file(folder / "whole" / "model.safetensors")
     names = sorted(tensors)
     save_file({n: tensors[n] for n in names[: len(names) // 2]}, folder / FIRST)
@@ -105,27 +102,20 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2])
 
 
-def drop(path: Path) -> None:
-    from safetensors.torch import load_file
+NORM = "model.norm.weight"
 
-    tensors = load_file(path)
-    save_file({n: t for n, t in tensors.items() if n != "model.norm.weight"}, path)
+
+def drop(path: Path) -> None:
+    save_file({n: t for n, t in load_file(path).items() if n != NORM}, path)
 
 
 def reshape(path: Path) -> None:
-    from safetensors.torch import load_file
-
-    tensors = load_file(path)
-    save_file({n: torch.zeros(9, dtype=t.dtype) if n == "model.norm.weight" else t for n, t in tensors.items()}, path)
+    save_file({**load_file(path), NORM: torch.zeros(9, dtype=torch.bfloat16)}, path)
 
 
 def twice(path: Path) -> None:
-    from safetensors.torch import load_file
-
-    tensors = load_file(path)
     other = load_file(path.with_name(FIRST))
-    name = min(other)
-    save_file({**tensors, name: other[name]}, path)
+    save_file({**load_file(path), min(other): other[min(other)]}, path)
 
 
 @pytest.mark.parametrize(
