@@ -659,22 +659,21 @@ class RankTrainer(Base):  # type: ignore[misc]
         """The last part of a load; then prove the whole: one that matches no key leaves the start values, without a message."""
         if checkpoint is None:
             return
-        with self.startup.part("resume"):
-            with restricted.reading(checkpoint):
-                if self._is_fsdp1:
-                    _load_fsdp1_optimizer(self.model, self.optimizer, Path(checkpoint))
-                elif self.is_fsdp_enabled:
-                    plugin = self.accelerator.state.fsdp_plugin
-                    load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, checkpoint, adapter_only=True)
-                elif not self.is_deepspeed_enabled:
-                    self.optimizer.load_state_dict(self._stored(checkpoint, values.OPTIMIZER))
-                if self._has_own_scheduler:
-                    self.lr_scheduler.load_state_dict(self._stored(checkpoint, values.SCHEDULER))
-            same = self._holds_other_ranks(Path(checkpoint)) if self._is_reshaped else self._holds_what_it_held()
-            if wrong := [str(rank) for rank, ok in enumerate(self.group.gather(same)) if not ok]:
-                text = f"parameters or optimizer state of rank {', '.join(wrong)} after loading are not those that were saved"
-                fix = "resume with the versions that wrote it (run.json names them)"
-                raise UserError(Problem(text, file=checkpoint, fix=fix), ExitCode.FAILED)
+        with restricted.reading(checkpoint):
+            if self._is_fsdp1:
+                _load_fsdp1_optimizer(self.model, self.optimizer, Path(checkpoint))
+            elif self.is_fsdp_enabled:
+                plugin = self.accelerator.state.fsdp_plugin
+                load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, checkpoint, adapter_only=True)
+            elif not self.is_deepspeed_enabled:
+                self.optimizer.load_state_dict(self._stored(checkpoint, values.OPTIMIZER))
+            if self._has_own_scheduler:
+                self.lr_scheduler.load_state_dict(self._stored(checkpoint, values.SCHEDULER))
+        same = self._holds_other_ranks(Path(checkpoint)) if self._is_reshaped else self._holds_what_it_held()
+        if wrong := [str(rank) for rank, ok in enumerate(self.group.gather(same)) if not ok]:
+            text = f"parameters or optimizer state of rank {', '.join(wrong)} after loading are not those that were saved"
+            fix = "resume with the versions that wrote it (run.json names them)"
+            raise UserError(Problem(text, file=checkpoint, fix=fix), ExitCode.FAILED)
 
     @staticmethod
     def _stored(checkpoint: str, name: str) -> Any:

@@ -23,7 +23,6 @@ from clustertune.training import deepspeed
 from clustertune.training.evaluation import TokenMeans
 from clustertune.training.events import EventLog
 from clustertune.training.heartbeat import Heartbeat
-from clustertune.training.startup import Startup
 from clustertune.training.trainer import NothingLeft, Trainer, state_parts
 
 
@@ -47,7 +46,7 @@ def make(monkeypatch: pytest.MonkeyPatch, fence: Any = lambda: None, step: int =
     made: Any = object.__new__(Trainer)
     made.group, made.stop, made.heartbeat, made.fence = Ranks(), StopFlag(), Heartbeat(), fence
     made.stopping, made.eval_skipped, made.peak_memory_bytes, made.start_step = False, False, 0, start
-    made.state, made.startup = SimpleNamespace(global_step=step, max_steps=8), Startup()
+    made.state = SimpleNamespace(global_step=step, max_steps=8)
     made.control, made._metrics, made.model = SimpleNamespace(), {"eval": {}}, torch.nn.Linear(1, 1)
 
     def evaluate(self: Any, **kwargs: Any) -> Any:
