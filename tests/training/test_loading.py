@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(900)
 
 MIXTRAL = {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096,
     "max_position_embeddings": 512, "num_local_experts": 3, "num_experts_per_tok": 2,
 }  # fmt: skip
 """Three experts on two ranks: the files hold one tensor an expert, the model one for all, and the shares are not even."""
