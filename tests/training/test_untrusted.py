@@ -201,7 +201,8 @@ def no_restriction() -> None:
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("where", [SHARDED[0], SHARDED[2]])
+# A value's pickle alone is not enough: without the restriction torch does not read the index of today's checkpoints at all.
+@pytest.mark.parametrize("where", SHARDED[:1])
 def test_without_the_restriction_a_hostile_pickle_runs(where: str, bench: Bench, trained: Any, tmp_path: Path) -> None:
     path = tmp_path / "run"
     shutil.copytree(trained("fsdp2"), path)
