@@ -38,10 +38,10 @@ from clustertune.rundir import RunDir
 from clustertune.staging import bundle, needs, node, worker
 from clustertune.storage import is_full, storage_cause
 from clustertune.training import bench_schedule, tracker
-from clustertune.training.heartbeat import Heartbeat
+from clustertune.training.heartbeat import Attempt, Heartbeat
 
 if TYPE_CHECKING:
-    from clustertune.training.session import Attempt, Session
+    from clustertune.training.session import Session
 
 BUDGET = "its budget is used up"
 """Why a run was asked to stop, in the place of a signal's name."""
@@ -192,24 +192,22 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     def fence() -> None:
         check_fence(run.path, number)
 
+    attempt = Attempt(run, resolved, number, stop, heartbeat, fence, out, source, _follow_plan(plan), keys, plan)
     if of_megatron:  # NVIDIA's loop, with this rank's signals, records and checkpoints
         from clustertune.megatron import program
 
         bundle.enter(resolved)
-        notes = _follow_plan(plan)
-        return program.train(program.MegatronAttempt(run, resolved, number, stop, heartbeat, fence, out, source, notes, keys))
-    notes = [*_follow_plan(plan), *_set_environment(resolved, run, source[0], has_key="WANDB_API_KEY" in keys)]
+        return program.train(attempt)
+    attempt.notes += _set_environment(resolved, run, source[0], has_key="WANDB_API_KEY" in keys)
 
     from clustertune.checkpoint.local import LocalTier
     from clustertune.training import measure
-    from clustertune.training.session import Attempt, Session
+    from clustertune.training.session import Session
 
-    attempt: Attempt = Attempt(number, plan, stop, heartbeat, fence, out)
-    session = Session.build(run.path, resolved, attempt, notes)
-    limit = resolved.train_args.get("save_total_limit")
-    milestones = resolved.recipe.save.milestones if resolved.recipe.save is not None else ()
+    session, save = Session(attempt), resolved.recipe.save
+    limit, milestones = resolved.train_args.get("save_total_limit"), save.milestones if save is not None else ()
     store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence, milestones)
-    local = resolved.recipe.save.local if resolved.recipe.save is not None else None
+    local = save.local if save is not None else None
     with session.startup.part("digests"):
         tier = LocalTier.open(local, run.path, run.read().get("created"), store) if local is not None else None
         latest = tier.newest() if tier is not None else store.latest()
@@ -219,22 +217,18 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
             tier.clear()
         return ExitCode.OK
 
-    def report(found: Mapping[str, Any]) -> None:
-        fence()
-        run.update(distributed=dict(found))
-
     data = near.get("data", run.tokens)
     sys.stderr.write(f"base model from {source[0]}, tokens from {data}\n")
     if session.log is not None and plan is not None:
         _tell_staged(run, session, node.read_records(records, len(plan.nodes)))
-    trainer = session.make_trainer(store, source, data, lambda folder: _describe(folder, resolved), report, keys)
-    if resolved.recipe.save is not None:
-        trainer.cadence = Cadence(resolved.recipe.save, _between_ends(run, plan))
+    trainer = session.make_trainer(store, data)
+    if save is not None:
+        trainer.cadence = Cadence(save, _between_ends(run, plan))
     if (steps := bench_schedule.read(run.path)) is not None:
         measure.attach(trainer, steps, records)
     if tier is not None:
         trainer.save_to(tier, Cadence(Save(every=tier.every.every), _between_ends(run, plan)))
-    code = session.run(trainer, latest)
+    code = session.run(latest)
     if tier is not None and code is ExitCode.OK:
         tier.clear()
     return code
@@ -339,8 +333,3 @@ def _tracker_id(run: RunDir, resolved: Resolved) -> str:
     digest = hashlib.sha256(f"{body.get('fingerprint')} {body.get('created')}".encode()).hexdigest()
     # W&B refuses ids with slashes, # ? % : and those of more than 64 characters.
     return f"{re.sub('[^A-Za-z0-9_-]', '-', resolved.name)[:40]}-{digest[:12]}"
-
-
-def _describe(folder: Path, resolved: Resolved) -> None:
-    """A checkpoint carries its recipe, so that it can be exported without its run folder."""
-    (folder / "recipe.json").write_text(json.dumps(resolved.as_dict(), indent=1) + "\n")

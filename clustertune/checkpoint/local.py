@@ -92,7 +92,7 @@ class _Held(NamedTuple):
 
 @dataclass
 class LocalTier:
-    """This rank's side of the local checkpoints of an attempt: what :class:`clustertune.checkpoint.saving.Store` asks for."""
+    """This rank's side of the local checkpoints of an attempt: in the place of a store."""
 
     root: Path | None
     """None where this node has no such folder."""

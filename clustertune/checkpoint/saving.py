@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -28,7 +28,9 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from clustertune.checkpoint.local import LocalTier
 from clustertune.checkpoint.shards import Planner, ShardWriter, as_bytes, write_new
+from clustertune.checkpoint.store import CheckpointStore
 from clustertune.host.probe import Probe
 from clustertune.host.system import memory
 from clustertune.manifest import SHA256, TENSORS, XXH3_128, FileRecord, Ranks, new_hasher
@@ -83,16 +85,6 @@ class NotFinite(Exception):
         self.ranks = ranks
 
 
-class Store(Protocol):
-    """Where a checkpoint goes: :class:`clustertune.checkpoint.store.CheckpointStore`, among the ranks' threads."""
-
-    def begin(self, step: int) -> Path: ...
-
-    def commit(self, path: Path, meta: Mapping[str, Any], records: Mapping[str, FileRecord]) -> int: ...
-
-    def prune(self) -> list[Path]: ...
-
-
 def describe_error(error: BaseException) -> str:
     """What went wrong, in one line."""
     if isinstance(error, CheckpointException) and error.failures:
@@ -112,7 +104,7 @@ def digest(tensors: list[torch.Tensor], algorithm: str = XXH3_128) -> str:
 class StateWriter:
     """One rank's side of all saves of an attempt: one save at a time, in a thread, from host memory that is reused."""
 
-    def __init__(self, store: Store, ranks: Ranks, group: Any) -> None:
+    def __init__(self, store: CheckpointStore | LocalTier, ranks: Ranks, group: Any) -> None:
         """``store`` and ``ranks`` meet on ``group``, never the one of training: the collectives of two threads would cross."""
         self._store, self._ranks, self._group = store, ranks, group
         self._cuda = cuda = torch.cuda.is_available()
@@ -193,7 +185,7 @@ class StateWriter:
         state: RankState,
         meta: Mapping[str, Any],
         folder: Path | None = None,
-        store: Store | None = None,
+        store: CheckpointStore | LocalTier | None = None,
         *,
         copied: bool = False,
     ) -> Future[WrittenCheckpoint]:
@@ -228,7 +220,7 @@ class StateWriter:
         state: RankState,
         meta: Mapping[str, Any],
         folder: Path | None,
-        store: Store,
+        store: CheckpointStore | LocalTier,
         copied: bool,
         ready: Any,
     ) -> WrittenCheckpoint:

@@ -10,7 +10,7 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ class ShardWriter(FileSystemWriter):  # type: ignore[misc]
 
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
         # The widest elements first, so that each tensor is aligned; values that are not tensors are bytes.
-        entries = sorted(((_describe(item, planner), item) for item in plan.items), key=lambda e: -_width(e[0]))
+        entries = sorted(((_describe(item, planner), item) for item in plan.items), key=lambda e: -DTYPES[e[0].dtype].itemsize)
         done: Future[list[WriteResult]] = Future()
         if not entries:  # other ranks hold all of it
             done.set_result([])
@@ -104,7 +104,7 @@ class ShardWriter(FileSystemWriter):  # type: ignore[misc]
         tensors = []
         for entry, _ in entries:
             names[entry.name] = again = names.get(entry.name, -1) + 1  # one rank may hold several chunks of a tensor
-            tensors.append(Tensor(f"{entry.name}#{again}" if again else entry.name, *_rest(entry)))
+            tensors.append(replace(entry, name=f"{entry.name}#{again}") if again else entry)
         header = build_header(tensors)
         self.records[name] = write_new(Path(self.path, name), self._content(header, entries, planner), XXH3_128)
         results, at = [], len(header)
@@ -154,14 +154,6 @@ def _describe(item: Any, planner: Any) -> Tensor:
     if dtype not in NAMES:
         raise TypeError(f"{name} is of {dtype}, which safetensors has no name for")
     return Tensor(name, NAMES[dtype], shape, nowhere, 0, byte_size(NAMES[dtype], shape))
-
-
-def _width(entry: Tensor) -> int:
-    return int(DTYPES[entry.dtype].itemsize)
-
-
-def _rest(entry: Tensor) -> tuple[Any, ...]:
-    return entry.dtype, entry.shape, entry.file, entry.offset, entry.size
 
 
 def write_index(metadata: Metadata, places: dict[MetadataIndex, Any]) -> bytes:

@@ -27,15 +27,10 @@ _OF_RANK = re.compile(
 )
 
 
-class StoreRanks(Protocol):
+class StoreRanks(manifest.Ranks, Protocol):
     """What the store needs of the process group."""
 
-    rank: int
-    world_size: int
-
     def broadcast(self, value: Any) -> Any: ...
-
-    def gather(self, value: Any) -> list[Any]: ...
 
     def barrier(self) -> None: ...
 
@@ -151,10 +146,6 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
-def _unfenced() -> None:
-    """No other attempt can be at work: tests, and tools on a folder at rest."""
-
-
 @dataclass
 class CheckpointStore:
     """The checkpoints folder of one run, as all ranks of one attempt use it together.
@@ -170,7 +161,7 @@ class CheckpointStore:
     ranks: StoreRanks
     tell: Callable[[str], None]
     """Where a deletion is announced; called on rank 0 only."""
-    fence: Callable[[], None] = _unfenced
+    fence: Callable[[], object] = lambda: None
     milestones: Collection[int] = ()
     """Steps whose checkpoints are kept whatever the limit."""
     _read_back: Path | None = None
@@ -184,9 +175,7 @@ class CheckpointStore:
         """
         damaged: list[Path] = []
         while True:
-            chosen, problems = self.ranks.broadcast(self._choose(damaged) if self.ranks.rank == 0 else None)
-            if problems:
-                raise UserError(problems)
+            chosen = self._on_first(lambda: self._choose(damaged))
             if chosen is None:
                 return None
             if not (found := self._compare(chosen)):
@@ -196,8 +185,8 @@ class CheckpointStore:
             if self.ranks.rank == 0:
                 self.tell(f"checkpoint {chosen.name} is not whole and is skipped: {found[0]}")
 
-    def _choose(self, damaged: list[Path]) -> tuple[Path | None, list[Problem]]:
-        """The newest that is whole but for those known to be ``damaged``, on rank 0; what forbids to load it."""
+    def _choose(self, damaged: list[Path]) -> Path | None:
+        """The newest that is whole but for those known to be ``damaged``. Raises UserError where it must not be loaded."""
         for checkpoint in list_checkpoints(self.folder):
             if checkpoint.path in damaged:
                 continue
@@ -205,12 +194,25 @@ class CheckpointStore:
                 damaged.append(checkpoint.path)
                 self.tell(f"checkpoint {checkpoint.path.name} is not whole and is skipped: {problems[0]}")
                 continue
+            require_own(checkpoint.path)
+            return checkpoint.path
+        return None
+
+    def _on_first(self, act: Callable[[], Any]) -> Any:
+        """What rank 0 does, for all ranks: its value, or the OSError or UserError that it met, raised on each of them alike."""
+        value: Any = None
+        failure: tuple[Any, ...] | None = None
+        if self.ranks.rank == 0:
             try:
-                require_own(checkpoint.path)
+                value = act()
+            except OSError as error:
+                failure = (OSError, error.errno, error.strerror, error.filename)
             except UserError as error:
-                return None, error.problems
-            return checkpoint.path, []
-        return None, []
+                failure = (UserError, error.problems, error.code)
+        value, failure = self.ranks.broadcast((value, failure))
+        if failure is not None:
+            raise failure[0](*failure[1:])
+        return value
 
     def _compare(self, path: Path) -> list[Problem]:
         """What is wrong with the content of a checkpoint, by all ranks. None waits for another longer than a second."""
@@ -243,31 +245,25 @@ class CheckpointStore:
         """
         self.check_fence()
         path = self.path(step)
-        failure: tuple[int | None, str | None] | None = None
-        if self.ranks.rank == 0:
-            try:
-                self.folder.mkdir(exist_ok=True)  # a run folder that was deleted is not recreated, empty but for this
-                path.mkdir()
-                close(path)
-            except OSError as error:
-                failure = (error.errno, error.strerror)
-        if failure := self.ranks.broadcast(failure):
-            raise OSError(*failure, str(path))
+
+        def make() -> None:
+            self.folder.mkdir(exist_ok=True)  # a run folder that was deleted is not recreated, empty but for this
+            path.mkdir()
+            close(path)
+
+        self._on_first(make)
         return path
 
     def change(self, path: Path, **meta: Any) -> None:
-        """Change what the manifest of a whole checkpoint says about it; its files stay. Raises as :meth:`commit` does."""
+        """Change what the manifest of a whole checkpoint says; its files stay. Raises OSError or UserError on all ranks."""
         self.ranks.barrier()
         self.check_fence()
-        error = None
-        if self.ranks.rank == 0:
-            try:
-                found = manifest.read_manifest(path, KIND)
-                manifest.seal(path, KIND, {**found.meta, **meta}, found.files)
-            except (OSError, UserError) as caught:
-                error = f"rank 0: {caught}"
-        if error := self.ranks.broadcast(error):
-            raise OSError(error)
+
+        def seal() -> None:
+            found = manifest.read_manifest(path, KIND)
+            manifest.seal(path, KIND, {**found.meta, **meta}, found.files)
+
+        self._on_first(seal)
 
     def commit(self, path: Path, meta: Mapping[str, Any], records: Mapping[str, manifest.FileRecord] | None = None) -> int:
         """Make the folder whole: rank 0 writes the manifest last. Returns bytes.
@@ -301,14 +297,7 @@ class CheckpointStore:
 
     def check_fence(self) -> None:
         """Ask rank 0's fence, for all ranks."""
-        found: UserError | None = None
-        if self.ranks.rank == 0:
-            try:
-                self.fence()
-            except UserError as error:
-                found = error
-        if refusal := self.ranks.broadcast((found.problems, found.code) if found else None):
-            raise UserError(*refusal)
+        self._on_first(self.fence)
 
     def _own(self, names: list[str]) -> list[str]:
         return [name for name in names if self._owner(name) == self.ranks.rank]

@@ -301,7 +301,7 @@ def _deepspeed(
     devices = {part: acc.offload_device(accelerate, deepspeed, part) for part in ds.OFFLOADS}
     loading = "every"
     if found.zero_stage == 3 and quantized is None:  # a quantised base is parted after every rank has loaded it
-        # What loading_zero.why_not looks for in the model itself.
+        # What loading.why_not_parts looks for in the model itself.
         loading = "first" if secondary else "parts"
     return replace(
         found,

@@ -158,7 +158,7 @@ def saves_seldom(context: RecipeContext) -> Iterator[Seen]:
 def saves_often(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: time that training stands still for saves
 
-    Why: a copy may take longer than a step, and ranks stop until it is written where it does not fit or the save before still runs
+    Why: ranks stop where a copy takes longer than a step, does not fit, or comes before the last save is written
     See: https://huggingface.co/docs/accelerate/usage_guides/fsdp
     """
     every, step, save = _cadence(context) or (1, 1.0, 0.0)

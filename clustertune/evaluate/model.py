@@ -171,8 +171,7 @@ def check_tensors(folder: Path) -> list[Problem]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    from clustertune.training.loading_files import survey
-    from clustertune.training.loading_sources import Unfollowed, find
+    from clustertune.training.loading_sources import Unfollowed, find, survey
 
     try:
         config: Any = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)

@@ -12,17 +12,16 @@ import json
 import math
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
-from clustertune.megatron.settings import Counts
+from clustertune.megatron.settings import Counts, sizes
 
 if TYPE_CHECKING:
-    from clustertune.process import StopFlag
     from clustertune.training.heartbeat import Heartbeat
 
 RELEASE = "0.5"
@@ -30,29 +29,15 @@ RELEASE = "0.5"
 IMAGE_FIX = "run it in the image of containers/megatron.def: container.megatron of the cluster file"
 
 
-class LoopListener(Protocol):
-    """Who receives what NVIDIA's loop reports."""
-
-    def on_step(self, step: int, loss: float | None, rate: float | None, norm: float | None, memory: int) -> Path: ...
-
-    def on_eval(self, step: int, loss: float | None) -> None: ...
-
-    def on_saved(self, step: int) -> None: ...
-
-    def on_end(self, export: Callable[[Path], None]) -> None: ...
-
-
 class Bridge:
     """Megatron-Bridge on this rank."""
 
-    def __init__(self, name: str, revision: str | None, stop: StopFlag | None) -> None:
-        self.source: tuple[str, str | None] = (name, revision)
-        self.stop = stop
+    def __init__(self, source: tuple[str, str | None], name: str) -> None:
+        self.source, self._name = source, name
         self._hf: Any = None
-        self._name = name
 
     @classmethod
-    def load(cls, source: tuple[str, str | None], stop: StopFlag | None, name: str) -> Bridge:
+    def load(cls, source: tuple[str, str | None], name: str) -> Bridge:
         """Raises UserError where Megatron-Bridge is not there, or is another release than this was written for."""
         try:
             version = str(_of("megatron.bridge.package_info").__version__)
@@ -62,9 +47,7 @@ class Bridge:
         if not version.startswith(f"{RELEASE}."):
             text = f"the image has Megatron-Bridge {version}, this release of clustertune is for {RELEASE}"
             raise UserError(Problem(text, key="container.megatron", fix=IMAGE_FIX))
-        found = cls(*source, stop)
-        found._name = name
-        return found
+        return cls(source, name)
 
     def start(self, timeout: datetime.timedelta) -> None:
         """The process group, made here: the conversion and the training after it both use it (``_initialize_distributed``
@@ -99,7 +82,7 @@ class Bridge:
         provider = self.hf().to_megatron_provider(load_weights=True)
         model = resolved.recipe.megatron
         assert model is not None
-        _set(provider, sizes(model.model_dump()))
+        _set(provider, sizes(model))
         provider.pipeline_dtype = provider.params_dtype = _of("torch").bfloat16
         provider.finalize()
         provider.initialize_model_parallel(seed=0)
@@ -137,16 +120,17 @@ class Bridge:
             raise UserError(Problem(text, file=str(builder.train_path)))
         return Counts(*counted)
 
-    def finetune(self, config: Mapping[str, Mapping[str, Any]], watcher: LoopListener) -> bool:
-        """NVIDIA's training loop. Returns whether it stopped because it was asked to (it ends with SystemExit then)."""
-        container = self.container(config)
+    def finetune(self, config: Mapping[str, Mapping[str, Any]], listener: Any) -> bool:
+        """NVIDIA's training loop, whose events are methods of ``listener``.
+
+        Returns whether it stopped because it was asked to (it ends with SystemExit then).
+        """
         manager = _of("megatron.bridge.training.callbacks").CallbackManager()
-        hooks = _Hooks(self, container, watcher)
         for event in ("on_train_step_end", "on_eval_end", "on_checkpoint_save", "on_train_end"):
-            manager.register(event, getattr(hooks, event))
+            manager.register(event, getattr(listener, event))
         forward = _of("megatron.bridge.training.gpt_step").forward_step
         try:
-            _of("megatron.bridge.training.finetune").finetune(container, forward, callbacks=manager)
+            _of("megatron.bridge.training.finetune").finetune(self.container(config), forward, callbacks=manager)
         except SystemExit as ended:
             if ended.code not in (0, None):
                 raise RuntimeError(f"Megatron-Bridge ended with exit code {ended.code}") from None
@@ -160,39 +144,36 @@ class Bridge:
         _set(provider, config["model"])
         if provider.pipeline_model_parallel_size > 1:
             provider.pipeline_dtype = torch.bfloat16
-        precision = _of("megatron.bridge.training.mixed_precision").get_mixed_precision_config(
-            config["mixed_precision"]["recipe"]
-        )
-        _set(precision, {k: v for k, v in config["mixed_precision"].items() if k != "recipe"})
+        mixed = dict(config["mixed_precision"])
+        precision = _of("megatron.bridge.training.mixed_precision").get_mixed_precision_config(mixed.pop("recipe"))
+        _set(precision, mixed)
         data = dict(config["dataset"])
         data["packed_sequence_specs"] = self._specs(data["packed_sequence_specs"])
         train = dict(config["train"])
         train["exit_signal"] = signal.Signals[train["exit_signal"]]
-        peft = None
-        if "peft" in config:
-            peft = _of("megatron.bridge.peft.canonical_lora").CanonicalLoRA(**config["peft"])
-        return sections.ConfigContainer(
-            model=provider,
-            train=sections.TrainingConfig(**train),
-            validation=sections.ValidationConfig(**config["validation"]),
-            optimizer=sections.OptimizerConfig(**config["optimizer"]),
-            scheduler=sections.SchedulerConfig(**config["scheduler"]),
-            ddp=sections.DistributedDataParallelConfig(**config["ddp"]),
-            dataset=sections.FinetuningDatasetConfig(**data),
-            tokenizer=self._tokenizer(config),
-            checkpoint=sections.CheckpointConfig(**config["checkpoint"]),
-            logger=sections.LoggerConfig(**config["logger"]),
-            rng=sections.RNGConfig(**config["rng"]),
-            mixed_precision=precision,
-            peft=peft,
-        )
+        lora = config.get("peft")
+        peft = None if lora is None else _of("megatron.bridge.peft.canonical_lora").CanonicalLoRA(**lora)
+        kinds = {
+            "train": "TrainingConfig",
+            "validation": "ValidationConfig",
+            "optimizer": "OptimizerConfig",
+            "scheduler": "SchedulerConfig",
+            "ddp": "DistributedDataParallelConfig",
+            "dataset": "FinetuningDatasetConfig",
+            "checkpoint": "CheckpointConfig",
+            "logger": "LoggerConfig",
+            "rng": "RNGConfig",
+        }
+        given = {**config, "train": train, "dataset": data}
+        made = {name: getattr(sections, kind)(**given[name]) for name, kind in kinds.items()}
+        tokenizer = self._tokenizer(config)
+        return sections.ConfigContainer(model=provider, tokenizer=tokenizer, mixed_precision=precision, peft=peft, **made)
 
-    def export(self, container: Any, model: Any, out: Path) -> None:
+    def export(self, peft: Any, model: Any, out: Path) -> None:
         """The trained part in HF's form, by all ranks together, from the parts that they hold (``save_hf_adapter``)."""
-        if container.peft is not None:
-            self.hf().save_hf_adapter(
-                model, out, peft_config=container.peft, base_model_name_or_path=self._name, show_progress=False
-            )
+        if peft is not None:
+            named = {"peft_config": peft, "base_model_name_or_path": self._name}
+            self.hf().save_hf_adapter(model, out, show_progress=False, **named)
         else:
             self.hf().save_hf_pretrained(model, out, show_progress=False)
 
@@ -206,43 +187,6 @@ class Bridge:
         return _of("megatron.bridge.training.tokenizers.config").TokenizerConfig(**config["tokenizer"])
 
 
-class _Hooks:
-    """What is done at the events of NVIDIA's loop. Every rank does all of it: some parts are collective."""
-
-    def __init__(self, bridge: Bridge, container: Any, watcher: LoopListener) -> None:
-        self.bridge, self.container, self.watcher = bridge, container, watcher
-
-    def on_train_step_end(self, context: Any) -> None:
-        """Fired before the loop counts the step, and before it decides to save."""
-        step = int(context.state.train_state.step) + 1
-        loss = _from_last((context.loss_dict or {}).get("lm loss"))
-        norm = context.grad_norm
-        rate = context.optimizer.param_groups[0].get("lr") if context.optimizer is not None else None
-        path = self.watcher.on_step(step, loss, _number(rate), _number(norm), int(_of("torch").cuda.max_memory_allocated()))
-        context.state.cfg.checkpoint.save = str(path)
-        if self.bridge.stop is not None and self.bridge.stop.is_set:  # asked before Megatron had its own handler
-            context.state.signal_handler._signal_received = True
-
-    def on_eval_end(self, context: Any) -> None:
-        """The mean over the evaluation, which the last stage of the pipeline has."""
-        loss = _from_last((context.total_loss_dict or {}).get("lm loss"))
-        self.watcher.on_eval(int(context.state.train_state.step), loss)
-
-    def on_checkpoint_save(self, context: Any) -> None:
-        """All of it is on disk: saving is not asynchronous here."""
-        self.watcher.on_saved(int(context.state.train_state.step))
-
-    def on_train_end(self, context: Any) -> None:
-        """The loop is through; not fired where it was asked to stop."""
-        self.watcher.on_end(lambda out: self.bridge.export(self.container, context.model, out))
-
-
-def sizes(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the recipe's section that say how the model is cut into parts."""
-    names = ("parallel", "account_for")
-    return {key: value for key, value in section.items() if any(name in key for name in names)}
-
-
 def _set(target: Any, values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         if not hasattr(target, key):
@@ -250,7 +194,7 @@ def _set(target: Any, values: Mapping[str, Any]) -> None:
         setattr(target, key, value)
 
 
-def _from_last(value: Any) -> float | None:
+def from_last(value: Any) -> float | None:
     """A number that the last rank has, on all: the last stage of the pipeline alone computes losses. NaN stands for none."""
     torch = _of("torch")
     found = torch.tensor([float("nan") if value is None else float(value)], dtype=torch.float64, device=_device(torch))
@@ -261,10 +205,6 @@ def _from_last(value: Any) -> float | None:
 
 def _device(torch: Any) -> Any:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
 
 
 def _rows(path: Path) -> int:

@@ -9,26 +9,21 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from clustertune import manifest, secrets
 from clustertune.checkpoint.store import KIND, CheckpointStore, close, find_open
-from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.megatron import inputs, settings
-from clustertune.rundir import RunDir
+from clustertune.megatron import bridge, inputs, settings
 from clustertune.training.events import EventLog
+from clustertune.training.heartbeat import Attempt
 
 if TYPE_CHECKING:
-    from clustertune.megatron.bridge import Bridge
-    from clustertune.process import StopFlag
     from clustertune.training.collectives import Group
-    from clustertune.training.heartbeat import Heartbeat
 
 BASE_KIND = "megatron-base"
 PLAN_FILE = "megatron.json"
@@ -37,74 +32,42 @@ TIMEOUT_MINUTES = 60
 """Of collectives: the conversion of 405B reads 810 GB before the first of them ends."""
 
 
-@dataclass
-class MegatronAttempt:
-    """What the launcher's side of a rank gives to its training."""
+def train(attempt: Attempt, nvidia: bridge.Bridge | None = None) -> ExitCode:
+    """Train from the newest whole checkpoint, or from the base. Raises UserError; OK where nothing is left to do.
 
-    run: RunDir
-    resolved: Resolved
-    number: int
-    stop: StopFlag
-    heartbeat: Heartbeat
-    fence: Callable[[], None]
-    out: TextIO
-    """Where people see what rank 0 says."""
-    source: tuple[str, str | None]
-    """The base model in HF's form: a folder or an id, and its revision."""
-    notes: list[str] = field(default_factory=list)
-    tokens: Mapping[str, str] = field(default_factory=dict)
-    """The user's, by the names of their variables; rank 0 alone has them."""
-
-
-def set_environment(resolved: Resolved) -> None:
-    """Before torch is imported."""
-    m = resolved.recipe.megatron
+    ``nvidia``: their side; None: the real one.
+    """
+    m = attempt.resolved.recipe.megatron
     assert m is not None
     if m.tensor_model_parallel_size > 1 or m.context_parallel_size > 1:
         # Megatron-Core's order of kernels and collectives wants one hardware queue before Blackwell (its warning in
-        # tensor_parallel/layers.py); a value that the user sets stays.
+        # tensor_parallel/layers.py); a value that the user sets stays. Before torch is imported.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
-
-def train(attempt: MegatronAttempt, bridge: Bridge | None = None) -> ExitCode:
-    """Train from the newest whole checkpoint, or from the base. Raises UserError; OK where nothing is left to do.
-
-    ``bridge``: NVIDIA's side; None: the real one.
-    """
-    set_environment(attempt.resolved)
-    if bridge is None:
-        from clustertune.megatron.bridge import Bridge
-
-        bridge = Bridge.load(attempt.source, attempt.stop, attempt.resolved.recipe.model.name)
-    bridge.start(datetime.timedelta(minutes=TIMEOUT_MINUTES))
+    nvidia = nvidia or bridge.Bridge.load(attempt.source, attempt.resolved.recipe.model.name)
+    nvidia.start(datetime.timedelta(minutes=TIMEOUT_MINUTES))
     from clustertune.training.collectives import Group
 
     group = Group()
-    store = CheckpointStore(
-        attempt.run.checkpoints, attempt.number, attempt.resolved.train_args.get("save_total_limit"), group,
-        _teller(attempt, group), attempt.fence,
-    )  # fmt: skip
-    latest = store.latest()
-    if latest and latest[1].get("final"):
-        store.tell(f"{latest[0].name} is the final checkpoint: nothing is left to train")
-        return ExitCode.OK
-    return _Training(attempt, bridge, group, store).go(latest)
 
-
-def _teller(attempt: MegatronAttempt, group: Group) -> Callable[[str], None]:
     def tell(text: str) -> None:
         if group.rank == 0:
             attempt.out.write(f"{text}\n")
             sys.stderr.write(f"{text}\n")
 
-    return tell
+    limit = attempt.resolved.train_args.get("save_total_limit")
+    store = CheckpointStore(attempt.run.checkpoints, attempt.number, limit, group, tell, attempt.fence)
+    latest = store.latest()
+    if latest and latest[1].get("final"):
+        store.tell(f"{latest[0].name} is the final checkpoint: nothing is left to train")
+        return ExitCode.OK
+    return _Training(attempt, nvidia, group, store).go(latest)
 
 
 class _Training:
     """One attempt of one rank."""
 
-    def __init__(self, attempt: MegatronAttempt, bridge: Bridge, group: Group, store: CheckpointStore) -> None:
-        self.attempt, self.bridge, self.group, self.store = attempt, bridge, group, store
+    def __init__(self, attempt: Attempt, nvidia: bridge.Bridge, group: Group, store: CheckpointStore) -> None:
+        self.attempt, self.bridge, self.group, self.store = attempt, nvidia, group, store
         self.log = EventLog(attempt.run.metrics, attempt.number, attempt.fence) if group.rank == 0 else None
         self.steps: int | None = None
         self.step = 0
@@ -196,7 +159,13 @@ class _Training:
 
     def _begin_anew(self, folder: Path) -> None:
         """Make a folder empty, for all ranks. Raises UserError (exit 73) on all of them where it cannot be written."""
-        fault = _empty(folder) if self.group.rank == 0 else None
+        fault = None
+        if self.group.rank == 0:
+            try:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+            except OSError as error:
+                fault = str(error.strerror or error)
         if fault := self.group.broadcast(fault):
             raise UserError(Problem(f"cannot be written: {fault}", file=str(folder)), ExitCode.STORAGE)
 
@@ -205,7 +174,7 @@ class _Training:
         attempt, where = self.attempt, inputs.places(self.attempt.run.path)
         named: dict[str, str | None] = {
             "base": str(where["base"]), "data": str(where["data"]), "tokenizer": str(where["tokenizer"]),
-            "save": str(self.path_of(int(latest[1]["step"]) if latest else 0)), "load": str(latest[0]) if latest else None,
+            "save": str(self.store.path(int(latest[1]["step"]) if latest else 0)), "load": str(latest[0]) if latest else None,
         }  # fmt: skip
         counts: tuple[int, int, list[str]] | None = None
         if self.group.rank == 0:
@@ -226,15 +195,19 @@ class _Training:
             manifest.write_durably(folder / PLAN_FILE, json.dumps(document, indent=1) + "\n")
         return config
 
-    def path_of(self, step: int) -> Path:
-        """Where a checkpoint of this step is saved: the name that :mod:`clustertune.checkpoint.store` knows."""
-        number = self.attempt.number
-        return self.store.folder / (f"step-{step:06d}" if number == 1 else f"step-{step:06d}.a{number}")
+    # What NVIDIA's loop calls, on every rank: some parts are collective.
 
-    # What NVIDIA's loop calls, on every rank.
+    def on_train_step_end(self, context: Any) -> None:
+        """Fired before the loop counts the step, and before it decides to save. The heartbeat shows that it makes progress."""
+        from torch.cuda import max_memory_allocated
 
-    def on_step(self, step: int, loss: float | None, rate: float | None, norm: float | None, memory: int) -> Path:
-        """After each step; returns where a checkpoint of this step would go. The heartbeat shows that it makes progress."""
+        step = int(context.state.train_state.step) + 1
+        loss = bridge.from_last((context.loss_dict or {}).get("lm loss"))
+        rate = context.optimizer.param_groups[0].get("lr") if context.optimizer is not None else None
+        rate, norm = (None if value is None else float(value) for value in (rate, context.grad_norm))
+        context.state.cfg.checkpoint.save = str(self.store.path(step))
+        if self.attempt.stop.is_set:  # asked before Megatron had its own handler
+            context.state.signal_handler._signal_received = True
         seconds, self._since = time.monotonic() - self._since, time.monotonic()
         self.step = step
         self.attempt.heartbeat("train", step)
@@ -244,22 +217,24 @@ class _Training:
             self._tokens += tokens
             packed = bool(train.get("packing"))
             self.log.write(
-                "step", step=step, loss=loss, learning_rate=rate, grad_norm=norm, memory_bytes=memory,
+                "step", step=step, loss=loss, learning_rate=rate, grad_norm=norm,
+                memory_bytes=int(max_memory_allocated()),
                 seconds=round(seconds, 6),
                 # Without packing the tokens of a step are not known here: padding would count as trained.
                 **({"tokens": int(self._tokens), "tokens_per_second": round(tokens / seconds, 3)} if packed else {}),
             )  # fmt: skip
-        return self.path_of(step)
 
-    def on_eval(self, step: int, loss: float | None) -> None:
-        """After an evaluation."""
+    def on_eval_end(self, context: Any) -> None:
+        """The mean over the evaluation, which the last stage of the pipeline has."""
+        step, loss = int(context.state.train_state.step), bridge.from_last((context.total_loss_dict or {}).get("lm loss"))
         self.attempt.heartbeat("eval", step)
         if self.log and loss is not None:
             self.log.write("eval", step=step, eval_loss=loss)
 
-    def on_saved(self, step: int) -> None:
-        """A checkpoint is on disk, by all ranks: it gets the recipe and, last of all, its manifest."""
-        path = self.path_of(step)
+    def on_checkpoint_save(self, context: Any) -> None:
+        """A checkpoint is on disk, by all ranks, as saving is synchronous here: it gets the recipe and, last, its manifest."""
+        step = int(context.state.train_state.step)
+        path = self.store.path(step)
         self.attempt.heartbeat("save", step)
         began = time.monotonic()
         if self.group.rank == 0:
@@ -275,15 +250,18 @@ class _Training:
         self.store.prune()
         self.attempt.heartbeat("train", step)
 
-    def on_end(self, export: Callable[[Path], None]) -> None:
-        """The last step is done and saved: what was trained is exported, and only then is the checkpoint the final one."""
+    def on_train_end(self, context: Any) -> None:
+        """The last step is done and saved: what was trained is exported, and only then is the checkpoint the final one.
+
+        Not fired where the loop was asked to stop.
+        """
         if self.saved is None or self.step < (self.steps or 0):
             return
         self.attempt.heartbeat("save", self.step)
         self.store.tell("exporting to the form of Hugging Face")
         out = inputs.exported(self.attempt.run.path)
         self._begin_anew(out)
-        export(out)
+        self.bridge.export(context.state.cfg.peft, context.model, out)
         self.group.barrier()
         self.attempt.fence()
         if self.group.rank == 0:
@@ -293,15 +271,3 @@ class _Training:
             whole = manifest.read_manifest(self.saved, KIND)
             manifest.seal(self.saved, KIND, {**whole.meta, "final": True}, whole.files)
         self.group.barrier()
-
-
-def _empty(folder: Path) -> str | None:
-    """Make a folder again; returns the system's error where it cannot."""
-    import shutil
-
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        return str(error.strerror or error)
-    return None

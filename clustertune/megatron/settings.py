@@ -7,7 +7,7 @@ Sources, all of Megatron-Bridge 0.5.1: ``training/config.py`` (sections and thei
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +29,9 @@ TARGETS = {
 }
 """PEFT's names of a Llama's layers, and those of ``CanonicalLoRA``: one pair of matrices for each, as PEFT has it. Plain
 ``LoRA`` of Bridge has one A for query, key and value together, which is another adapter than the recipe asks for."""
-LORA_KEYS = {
-    "task_type": ("CAUSAL_LM",),
-    "bias": ("none",),
-    "init_lora_weights": (True,),
-    "r": None,
-    "lora_alpha": None,
-    "lora_dropout": None,
-    "target_modules": None,
-}
-"""Keys of ``lora`` that are carried, and the values that they must have; None: any."""
+LORA_KEYS: dict[str, Any] = {"task_type": "CAUSAL_LM", "bias": "none", "init_lora_weights": True}
+LORA_KEYS |= dict.fromkeys(("r", "lora_alpha", "lora_dropout", "target_modules"))
+"""Keys of ``lora`` that are carried, and the value that each must have; None: any."""
 CARRIED = {
     "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "num_train_epochs", "max_steps",
     "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "seed",
@@ -52,12 +45,7 @@ WITHOUT_EFFECT = {
     "ddp_timeout", "dataloader_pin_memory",
 }  # fmt: skip
 """Keys that say how TRL does it; Megatron has its own way. ``report_to``: the run's metrics.jsonl is written all the same."""
-WANTED = {
-    "bf16": (True,),
-    "save_only_model": (False,),
-    "gradient_checkpointing": (False,),
-    "activation_checkpointing": (False,),
-}
+WANTED = {"bf16": True, "save_only_model": False, "gradient_checkpointing": False, "activation_checkpointing": False}
 """Keys that have one possible value."""
 ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused")
 EXIT_SIGNAL = "SIGUSR1"
@@ -82,8 +70,8 @@ def find_problems(resolved: Resolved) -> list[Problem]:
 
     train = resolved.train_args
     for key, value in sorted(train.items()):
-        if key in WANTED and value not in (*WANTED[key], None):
-            add(f"train.{key}", f"{value!r}, and Megatron-Bridge runs with {WANTED[key][0]!r}", "leave it out")
+        if key in WANTED and value not in (WANTED[key], None):
+            add(f"train.{key}", f"{value!r}, and Megatron-Bridge runs with {WANTED[key]!r}", "leave it out")
         elif key not in (*CARRIED, *WITHOUT_EFFECT, *WANTED, "optim"):
             add(f"train.{key}", "is not carried to Megatron-Bridge", "leave it out")
     if (optim := train.get("optim", ADAM[0])) not in ADAM:
@@ -94,19 +82,14 @@ def find_problems(resolved: Resolved) -> list[Problem]:
         fix = "train.per_device_train_batch_size=1, and a longer train.max_length"
         add("train.per_device_train_batch_size", "with packing Megatron-Bridge takes one sequence at a time", fix)
     m, micro = resolved.recipe.megatron, int(train.get("gradient_accumulation_steps", 1))
-    if m and (m.virtual_pipeline_model_parallel_size or 1) > 1 and micro % m.pipeline_model_parallel_size:
+    if m and (m.virtual_pipeline_model_parallel_size or 1) > 1 and micro % (stages := m.pipeline_model_parallel_size):
         # megatron/core/pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving
-        text = (
-            f"{micro} micro batches a step, which are not a multiple of the {m.pipeline_model_parallel_size} interleaved stages"
-        )
+        text = f"{micro} micro batches a step, which are not a multiple of the {stages} interleaved stages"
         fix = "a multiple, or leave megatron.virtual_pipeline_model_parallel_size out"
         add("train.global_batch_size", text, fix)
     if other := sorted({str(part.format) for part in resolved.recipe.data.parts} & {"prompt-completion", "preference", "text"}):
-        add(
-            "data.format",
-            f"{', '.join(other)} is not carried to Megatron-Bridge",
-            "messages, or another format of conversations",
-        )
+        text = f"{', '.join(other)} is not carried to Megatron-Bridge"
+        add("data.format", text, "messages, or another format of conversations")
     if resolved.recipe.model.weights != "hub":
         add("model.weights", "random: Megatron-Bridge converts published weights", "model.weights=hub")
     return [*problems, *_lora_problems(resolved)]
@@ -116,9 +99,8 @@ def _lora_problems(resolved: Resolved) -> list[Problem]:
     found = []
     for key, value in (resolved.recipe.lora or {}).items():
         where = {"file": resolved.name, "key": f"lora.{key}"}
-        wanted = LORA_KEYS.get(key, ())
-        if wanted is not None and value not in wanted:
-            fix = f"lora.{key}={wanted[0]}" if wanted else "leave it out"
+        if key not in LORA_KEYS or LORA_KEYS[key] not in (value, None):
+            fix = f"lora.{key}={LORA_KEYS[key]}" if key in LORA_KEYS else "leave it out"
             found.append(Problem(f"{value!r} is not carried to Megatron-Bridge", fix=fix, **where))
         if key == "target_modules":
             names = [value] if isinstance(value, str) else list(value)
@@ -169,6 +151,7 @@ def build(resolved: Resolved, places: Mapping[str, str | None], counts: Counts |
     wanted = train.get("eval_strategy") == "steps" and each != 0
     evaluated = share(train.get("eval_steps"), steps) if wanted else None
     seed, length = int(train.get("seed", 42)), int(train["max_length"])
+    by_steps = train.get("save_strategy", "steps") == "steps"
     sections: dict[str, dict[str, Any]] = {
         "model": _model(m, length),
         "train": {
@@ -198,9 +181,7 @@ def build(resolved: Resolved, places: Mapping[str, str | None], counts: Counts |
             "pretrained_checkpoint": places["base"],
             "save": places["save"],
             "load": places["load"],
-            "save_interval": share(train.get("save_steps", 500), steps)
-            if train.get("save_strategy", "steps") == "steps"
-            else None,
+            "save_interval": share(train.get("save_steps", 500), steps) if by_steps else None,
             "ckpt_format": "torch_dist",
             "fully_parallel_save": True,
             "async_save": False,
@@ -223,17 +204,14 @@ def evaluated_at_once(resolved: Resolved, m: Megatron, rows: int) -> int:
     return min(global_batch(resolved), rows) // unit * unit
 
 
+def sizes(m: Megatron) -> dict[str, Any]:
+    """The keys of the recipe's section that say how the model is cut into parts: Megatron's own names."""
+    return {key: value for key, value in m.model_dump().items() if "parallel" in key or key.startswith("account_for")}
+
+
 def _model(m: Megatron, length: int) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "tensor_model_parallel_size": m.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": m.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": m.virtual_pipeline_model_parallel_size,
-        "account_for_embedding_in_pipeline_split": m.account_for_embedding_in_pipeline_split,
-        "account_for_loss_in_pipeline_split": m.account_for_loss_in_pipeline_split,
-        "context_parallel_size": m.context_parallel_size,
-        "expert_model_parallel_size": m.expert_model_parallel_size,
-        "expert_tensor_parallel_size": m.expert_tensor_parallel_size,
-        "sequence_parallel": m.sequence_parallel,
+        **sizes(m),
         "seq_length": length,
         # Demanded with context parallelism (ConfigContainer.validate), and what TRL computes: the mean over all tokens of
         # the global batch, not over its sequences.
@@ -293,9 +271,10 @@ def _dataset(m: Megatron, train: Mapping[str, Any], places: Mapping[str, str | N
 
 
 def _lora(lora: Mapping[str, Any]) -> dict[str, Any]:
-    targets: Iterable[str] = lora["target_modules"]
+    targets = lora["target_modules"]
+    names = [targets] if isinstance(targets, str) else targets
     return {
-        "target_modules": [TARGETS[name] for name in TARGETS if name in ([targets] if isinstance(targets, str) else targets)],
+        "target_modules": [own for name, own in TARGETS.items() if name in names],
         "dim": int(lora.get("r", 8)),
         "alpha": int(lora.get("lora_alpha", 8)),
         "dropout": float(lora.get("lora_dropout", 0.0)),

@@ -27,7 +27,8 @@ def document(resolved: Resolved, cluster: Cluster, run_path: Path) -> dict[str, 
     plan = AttemptPlan(1, tuple(Node(f"<node {n}>", f"<node {n}>") for n in range(shape.nodes)), shape.ranks_per_node)
     command = megatron.torchrun_command(local.rank_program(run_path, 1, quiet=False), plan, 0, ADDRESS, PORT)
     model = resolved.recipe.model
-    assert resolved.recipe.megatron is not None
+    section = resolved.recipe.megatron
+    assert section is not None
     source = {"model": model.path or model.name, "revision": model.revision}
     exported = "adapter" if resolved.recipe.lora is not None else "model"
     return {
@@ -35,17 +36,12 @@ def document(resolved: Resolved, cluster: Cluster, run_path: Path) -> dict[str, 
         "ranks_command": ["python3", *command[1:]],
         "conversion": {
             "from": source, "to": str(where["base"]), "ranks": resolved.world_size,
-            "cut": {key: value for key, value in _cut(resolved).items() if value not in (None, 1, False)},
+            "cut": {key: value for key, value in section.model_dump().items() if value not in (None, 1, False)},
             "exported": {"what": exported, "to": str(inputs.exported(run_path))},
         },
         "configuration_file": f"{run_path.absolute()}/attempts/0001/{program.PLAN_FILE}",
         "configuration": settings.build(resolved, named),
     }  # fmt: skip
-
-
-def _cut(resolved: Resolved) -> dict[str, Any]:
-    assert resolved.recipe.megatron is not None
-    return resolved.recipe.megatron.model_dump()
 
 
 def lines(resolved: Resolved, cluster: Cluster, run_path: Path) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,6 +38,7 @@ def accelerate_environment(config_file: Path, world_size: int) -> dict[str, str]
     Raises UserError where accelerate refuses the file.
     """
     from accelerate.commands import launch
+    from accelerate.utils import launch as environment
 
     arguments = ["--config_file", str(config_file), "--num_processes", str(world_size), "--num_machines", "1"]
     # One machine and any free port: neither reaches the variables, and accelerate tries to bind the port that it is given.
@@ -49,18 +49,13 @@ def accelerate_environment(config_file: Path, world_size: int) -> dict[str, str]
         if parsed.use_deepspeed:
             fields = [*(defaults.deepspeed_config if defaults else ()), *(["mixed_precision"] if precision_of_file else [])]
             parsed.deepspeed_fields_from_accelerate_config = ",".join(fields)
-        found = _prepare(parsed)
+        # By the function that ``accelerate launch`` itself would choose.
+        if parsed.use_deepspeed:
+            found = environment.prepare_deepspeed_cmd_env(parsed)[1]
+        elif parsed.use_fsdp or parsed.multi_gpu:
+            found = environment.prepare_multi_gpu_env(parsed)
+        else:
+            found = environment.prepare_simple_launcher_cmd_env(parsed)[1]
     except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
         raise UserError(Problem(f"accelerate refuses it: {error}", file=str(config_file))) from None
     return {key: str(value) for key, value in found.items() if key.startswith(PREFIXES)}
-
-
-def _prepare(parsed: Namespace) -> Mapping[str, str]:
-    """The environment of a rank, by the function that ``accelerate launch`` itself would choose."""
-    from accelerate.utils import launch
-
-    if parsed.use_deepspeed:
-        return dict(launch.prepare_deepspeed_cmd_env(parsed)[1])
-    if parsed.use_fsdp or parsed.multi_gpu:
-        return dict(launch.prepare_multi_gpu_env(parsed))
-    return dict(launch.prepare_simple_launcher_cmd_env(parsed)[1])

@@ -35,6 +35,7 @@ NVME_VARIABLES = {part: f"ACCELERATE_DEEPSPEED_{part.upper()}_NVME_PATH" for par
 """What accelerate fills ``"nvme_path": "auto"`` with (utils/dataclasses.py, DeepSpeedPlugin)."""
 ADAM_BYTES, HALF = 12, 2
 """Bytes that a trained parameter's float32 master and its two moments take; bytes of a bfloat16 number."""
+_NAME = "clustertune"
 
 
 # --- before the stack is imported ---------------------------------------------------------------------------------------
@@ -216,21 +217,6 @@ def swapped_masters(optimizer: Any) -> dict[str, str]:
     return {number: Path(info.get_swap_paths()[0]).name for number, info in found.items() if info is not None}
 
 
-def parts_of(model: Any) -> tuple[int, int, dict[str, int], dict[str, int]]:
-    """Elements that this rank holds, elements of all, elements by dtype and by place (``zero: shard`` or ``whole``)."""
-    held, total = 0, 0
-    dtypes: dict[str, int] = {}
-    places: dict[str, int] = {}
-    for parameter in model.parameters():
-        size, split = elements(parameter), hasattr(parameter, "ds_tensor")
-        held += -(-size // torch.distributed.get_world_size(parameter.ds_process_group)) if split else size
-        total += size
-        dtype, sharding = str(parameter.dtype).removeprefix("torch."), "zero: shard" if split else "whole"
-        dtypes[dtype] = dtypes.get(dtype, 0) + size
-        places[sharding] = places.get(sharding, 0) + size
-    return held, total, dtypes, places
-
-
 # --- the engine ---------------------------------------------------------------------------------------------------------
 
 
@@ -304,61 +290,33 @@ def _device_of(offload: Any) -> str:
     return str(getattr(device, "value", device) or "none")
 
 
-class Hashed:
-    """DeepSpeed's checkpoint files: written as DeepSpeed does, loaded only as they are in the manifest, and as data only.
+def take_over(engine: Any, refuse: Callable[[float | None, bool], None]) -> None:
+    """Have an engine write and load checkpoints by :func:`save_file` and :func:`load_file`, and ask before each step; once."""
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-    Stands in for ``deepspeed.runtime.checkpoint_engine.TorchCheckpointEngine``.
+    if engine.checkpoint_engine.name == _NAME:
+        return
+    files = engine.checkpoint_engine = TorchCheckpointEngine()
+    files.name = _NAME
+    files.save = lambda state_dict, path: save_file(state_dict, path, engine.optimizer)
+    files.load = lambda path, map_location=None: load_file(path)  # noqa: ARG005 - to host memory
+    follow(engine)
+    guard(engine, refuse)
+
+
+def save_file(state_dict: Any, path: str, optimizer: Any) -> None:
+    """Write one file of a checkpoint. Zip form: its tensors can be mapped instead of read."""
+    torch.save(state_dict, path)
+    if path.endswith("_optim_states.pt") and (masters := swapped_masters(optimizer)):
+        Path(path).with_suffix(".nvme.json").write_text(json.dumps(masters))
+
+
+def load_file(path: str) -> Any:
+    """Load one file whose SHA-256 is the manifest's; tensors, plain values and three of DeepSpeed's own names, no code.
+
+    Raises UserError where the file is another than the one that was saved.
     """
-
-    name = "clustertune"
-
-    def __init__(self, optimizer: Any = None) -> None:
-        self._optimizer = optimizer
-
-    def create(self, info: Any) -> None:
-        """Nothing to prepare."""
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """A folder of the checkpoint."""
-        Path(path).mkdir(parents=True, exist_ok=exist_ok)
-
-    def save(self, state_dict: Any, path: str) -> None:
-        """Write one file. Zip form: its tensors can be mapped instead of read."""
-        torch.save(state_dict, path)
-        if path.endswith("_optim_states.pt") and (masters := swapped_masters(self._optimizer)):
-            Path(path).with_suffix(".nvme.json").write_text(json.dumps(masters))
-
-    def load(self, path: str, map_location: Any = None) -> Any:  # noqa: ARG002
-        """Load one file whose SHA-256 is the manifest's; tensors, plain values and three of DeepSpeed's own names, no code.
-
-        Raises UserError where the file is another than the one that was saved.
-        """
-        return load_verified(Path(path), own_names())
-
-    def commit(self, info: Any) -> bool:  # noqa: ARG002
-        """The store's manifest is the commit."""
-        return True
-
-    def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Rank 0 writes what all ranks hold alike."""
-        return dp_rank == 0
-
-    def is_decoupled(self) -> bool:
-        """A save has ended when it returns."""
-        return False
-
-    def set_commit_info(self, info: Any) -> None:
-        """Only decoupled engines keep it."""
-
-    def get_commit_info(self) -> None:
-        """Only decoupled engines have any."""
-
-    def preserves_storage_sharing(self) -> bool:
-        """torch.save writes a storage once."""
-        return True
-
-    def cleanup(self) -> None:
-        """Nothing is left behind."""
+    return load_verified(Path(path), own_names())
 
 
 def own_names() -> list[Any]:

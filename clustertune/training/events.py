@@ -13,17 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
-def _unfenced() -> None:
-    """Events of a command that holds the run's lock."""
-
-
 class EventLog:
     """Append events to ``metrics.jsonl``; each line is whole or, after a crash, a torn last line that readers skip.
 
     ``fence`` raises where another attempt has taken over; it is asked before anything is written.
     """
 
-    def __init__(self, path: Path, attempt: int, fence: Callable[[], None] = _unfenced) -> None:
+    def __init__(self, path: Path, attempt: int, fence: Callable[[], object] = lambda: None) -> None:
         self._attempt, self._path, self._fence = attempt, path, fence
         fence()
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,8 @@ class Clock:
         self._events: list[tuple[str, Any, Any]] = []
         self._computed, self._real = 0, 0.0
 
-    def _now(self) -> Any:
+    def begin(self) -> Any:
+        """A moment for :meth:`add`."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -57,20 +58,16 @@ class Clock:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Count what runs inside as ``name``."""
-        began = self._now()
+        began = self.begin()
         yield
         self.add(name, began)
 
     def add(self, name: str, began: Any) -> None:
         """Count what ran since ``began``, of :meth:`begin`, as ``name``."""
         if self._cuda:
-            self._events.append((name, began, self._now()))
+            self._events.append((name, began, self.begin()))
         else:
             self._host[name] += time.perf_counter() - began
-
-    def begin(self) -> Any:
-        """A moment for :meth:`add`."""
-        return self._now()
 
     def batches(self, source: Iterator[Any]) -> Iterator[Any]:
         """The batches of ``source``; the time until each is there counts as ``data``."""
@@ -94,7 +91,7 @@ class Clock:
         for at in range(0, len(layers), -(-len(layers) // TIMED_LAYERS) or 1):
             began: list[Any] = [None]
             # Behind FSDP's own hook (which waits for the gather), and before the one that frees what was gathered.
-            layers[at].register_forward_pre_hook(lambda *_, began=began: began.__setitem__(0, self._now()))
+            layers[at].register_forward_pre_hook(lambda *_, began=began: began.__setitem__(0, self.begin()))
             layers[at].register_forward_hook(lambda *_, began=began: self.add("layers", began[0]), prepend=True)
 
     def take(self) -> list[float]:

@@ -1,10 +1,20 @@
-"""A rank's heartbeat: one short line in its attempt's folder, rewritten in place while the main thread makes progress."""
+"""What a rank knows of the attempt that it is part of, and its heartbeat: one short line in the attempt's folder, rewritten in
+place while the main thread makes progress.
+"""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
+
+from clustertune.config.resolved import Resolved
+from clustertune.launch.plan import AttemptPlan
+from clustertune.process import StopFlag
+from clustertune.rundir import RunDir
 
 PHASES = ("start", "model", "resume", "train", "eval", "save", "end")
 EVERY_SECONDS = 0.2
@@ -45,3 +55,25 @@ class Heartbeat:
                 os.pwrite(self._fd, line.encode(), 0)
             except OSError:  # a save meets a full disk, and reports it
                 return
+
+
+@dataclass
+class Attempt:
+    """What the launcher's side of a rank gives to its training."""
+
+    run: RunDir
+    resolved: Resolved
+    number: int
+    stop: StopFlag
+    heartbeat: Heartbeat
+    fence: Callable[[], None]
+    """Raises UserError where another attempt has taken over."""
+    out: TextIO
+    """Where people see what rank 0 says."""
+    source: tuple[str, str | None]
+    """The base model in HF's form: a folder or an id, and its revision."""
+    notes: list[str] = field(default_factory=list)
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    """The user's, by the names of their variables; rank 0 alone has them."""
+    plan: AttemptPlan | None = None
+    """None where whoever started the ranks left none."""

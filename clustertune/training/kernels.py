@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from transformers import TrainerCallback
@@ -90,15 +90,7 @@ class CompileWatch(TrainerCallback):  # type: ignore[misc]
         self._known = found
         self._tell(str(found))
         if self._write is not None:
-            self._write(
-                "compile",
-                step=state.global_step,
-                graphs=found.graphs,
-                again=found.again,
-                seconds=round(found.seconds, 3),
-                breaks=dict(found.breaks),
-                given_up=found.given_up,
-            )
+            self._write("compile", step=state.global_step, **{**asdict(found), "seconds": round(found.seconds, 3)})
 
 
 def watches(resolved: Resolved, tell: Callable[[str], None], log: EventLog | None) -> list[TrainerCallback]:

@@ -1,25 +1,124 @@
-"""Which tensors of the checkpoint make up which parameter, by transformers' own rules, before anything is read.
+"""Which tensors of the checkpoint make up which parameter, by transformers' own rules, before anything is read; and their rows.
 
 The files' names are not always the model's: transformers renames, stacks experts and splits fused tensors while it loads
 (``transformers/core_model_loading.py``). The same rules are asked here for their answer alone, on tensors without data.
+
+Rows are read plainly: only the bytes that are asked for, none of them mapped. A mapped file counts as resident memory of
+whoever touches it, and over NFS or FUSE each page is a request of its own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Mapping
+import os
+import threading
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from clustertune.errors import Problem, UserError
-from clustertune.tensorfile import Tensor
-from clustertune.training.loading_files import DTYPES, FETCH, RowReader
+from clustertune.checkpoint.shards import DTYPES
+from clustertune.errors import Problem, UserError, storage_error
+from clustertune.tensorfile import Tensor, read_header
 
 SHOWN = 3
 """Names of tensors that a note shows; an error shows all."""
+FETCH = "fetch the file again (hf download, or clustertune stage), or take it from a whole copy"
+
+
+def survey(paths: Iterable[Path], index: Mapping[str, str] | None = None) -> dict[str, Tensor]:
+    """Every tensor of the files, by name, from their headers alone.
+
+    ``index``: tensor name -> file name, of the checkpoint's own index. Raises UserError with every file that is not whole,
+    every tensor that the index names and its file lacks, and every one that stands in two files.
+    """
+    found: dict[str, Tensor] = {}
+    problems = []
+    whole = set()
+    for path in paths:
+        try:
+            tensors = read_header(path).tensors
+        except ValueError as error:
+            problems.append(Problem(f"is not a whole safetensors file: {error}", file=str(path), fix=FETCH))
+            continue
+        except OSError as error:
+            raise storage_error(error, "the base model was not read", path) from None
+        whole.add(path.name)
+        for tensor in tensors:
+            if tensor.name in found:
+                other = found[tensor.name].file.name
+                problems.append(Problem(f"stands in {other} too", file=str(path), key=tensor.name, fix=FETCH))
+            elif tensor.dtype not in DTYPES:
+                problems.append(Problem(f"has the dtype {tensor.dtype}", file=str(path), key=tensor.name, fix="another copy"))
+            found.setdefault(tensor.name, tensor)
+    for name, file in (index or {}).items():
+        if name not in found and file in whole:
+            folder = next(path for path in paths if path.name == file)
+            problems.append(Problem("the index names it, the file does not hold it", file=str(folder), key=name, fix=FETCH))
+    if problems:
+        raise UserError(problems)
+    return found
+
+
+class RowReader:
+    """Reads rows and counts bytes; files stay open until :meth:`close`. May be used by several threads."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._open: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def rows(self, tensor: Tensor, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """Rows ``begin`` to ``end`` of the first dimension (all of them by default), in the file's dtype, on the CPU.
+
+        Raises UserError where the file ends early or cannot be read.
+        """
+        row = math.prod(tensor.shape[1:])
+        end = tensor.shape[0] if end is None and tensor.shape else 1 if end is None else end
+        shape = (max(end - begin, 0), *tensor.shape[1:]) if tensor.shape else ()
+        return self.flat(tensor, begin * row, end * row).reshape(shape)
+
+    def flat(self, tensor: Tensor, begin: int, end: int) -> torch.Tensor:
+        """Elements ``begin`` to ``end``, counted through all dimensions; otherwise as :meth:`rows`."""
+        each = DTYPES[tensor.dtype].itemsize
+        raw = torch.empty(max(end - begin, 0) * each, dtype=torch.uint8)
+        if raw.numel():
+            self._fill(raw, tensor, begin * each)
+        return raw.view(DTYPES[tensor.dtype])
+
+    def _fill(self, raw: torch.Tensor, tensor: Tensor, skip: int) -> None:
+        done, size = 0, raw.numel()
+        # Not through numpy: torch never resizes the storage of a tensor that numpy has seen, and FSDP frees by resizing.
+        view = memoryview((ctypes.c_ubyte * size).from_address(raw.data_ptr())).cast("B")
+        try:
+            descriptor = self._descriptor(tensor.file)
+            while done < size:
+                count = os.preadv(descriptor, [view[done:]], tensor.offset + skip + done)
+                if not count:
+                    text = "the file ends before this tensor: it was cut since its header was read"
+                    raise UserError(Problem(text, file=str(tensor.file), key=tensor.name, fix=FETCH))
+                done += count
+        except OSError as error:
+            raise storage_error(error, "the base model was not read", tensor.file) from None
+        with self._lock:
+            self.bytes += size
+
+    def _descriptor(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._open:
+                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._open[path]
+
+    def close(self) -> None:
+        """Close the files; the count stays."""
+        with self._lock:
+            for descriptor in self._open.values():
+                os.close(descriptor)
+            self._open.clear()
 
 
 class Unfollowed(Exception):

@@ -8,7 +8,7 @@ each. transformers' sdpa computes the whole square of a micro batch under a mask
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from clustertune.config.kernels import PACKED
+
+_sdpa: Callable[..., tuple[Tensor, None]] = sdpa_attention_forward
 
 
 def attend(
@@ -49,12 +51,12 @@ def attend(
     """
     batch, _, tokens, _ = query.shape
     if attention_mask is not None or tokens != key.shape[2] or not getattr(module, "is_causal", True):
-        return _padded(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return _sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     begins = cu_seq_lens_q
     if begins is None and position_ids is not None and position_ids.ndim == 2 and tokens > 1:
         begins, max_length_q = _begins(position_ids.expand(batch, -1))
     if begins is None and (sliding_window is None or sliding_window >= tokens):
-        return _padded(module, query, key, value, None, dropout, scaling, **kwargs)
+        return _sdpa(module, query, key, value, None, dropout, scaling, **kwargs)
     if begins is None:
         begins = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device)
         max_length_q = tokens
@@ -73,20 +75,6 @@ def attend(
     else:
         found = _one_by_one(begins, *flat, scale=scaling, before=before)
     return found.unflatten(0, (batch, tokens)), None
-
-
-def _padded(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
-    return found
 
 
 def _begins(positions: Tensor) -> tuple[Tensor | None, int | None]:

@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from peft import LoraConfig
-from transformers import PrinterCallback, TrainerCallback, set_seed
+from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
 from clustertune import manifest, secrets
+from clustertune.checkpoint.store import CheckpointStore
 from clustertune.config.architecture import scale_down
 from clustertune.config.kernels import attention_of
-from clustertune.config.resolved import Resolved
 from clustertune.data import sequences
 from clustertune.data.tokenizer import check_labels, load_tokenizer
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch.plan import AttemptPlan
 from clustertune.plan.schedule import check_schedule_end
-from clustertune.process import StopFlag
-from clustertune.rundir import RunDir
 from clustertune.training import base_model, build, deepspeed, figures, kernels, packing, recompute, sharding, tracker
 from clustertune.training.collectives import Group, check_world
 from clustertune.training.events import EventLog, TrainingConsole
-from clustertune.training.heartbeat import Heartbeat
+from clustertune.training.heartbeat import Attempt
 from clustertune.training.loading import Loading
-from clustertune.training.startup import Startup, StartupWatch
-from clustertune.training.trainer import (
-    CheckpointFolders,
-    NothingLeft,
-    PreferenceTrainer,
-    RankTrainer,
-    SavedCheckpoint,
-    Trainer,
-)
-from clustertune.training.watch import Watch
+from clustertune.training.startup import Startup, StartupWatch, peak_host_bytes
+from clustertune.training.trainer import NothingLeft, PreferenceTrainer, RankTrainer, Saving, Trainer
 
 NEVER = 10**9
 """A step that no training reaches."""
@@ -45,79 +35,144 @@ LABEL_SAMPLE = 64
 """Training rows whose labels are looked at before the first step."""
 
 
-class _BeforeFirstStep(TrainerCallback):  # type: ignore[misc]
-    """Compare what accelerate really set up with what the recipe asked for."""
-
-    def __init__(self, session: Session, report: Callable[[Mapping[str, Any]], None]) -> None:
-        self._session, self._report = session, report
-        self.trainer: RankTrainer | None = None
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        assert self.trainer is not None
-        self._session.compared()
-        found = sharding.inspect(self.trainer.model_wrapped, self.trainer.accelerator, self._session.group.gather)
-        resolved = self._session.resolved
-        sharding.check(found, resolved.distribution)
-        if (engine := self.trainer.engine) is not None:
-            self._session.facts["deepspeed"] = deepspeed.check(engine, resolved)
-        self._session.facts["recomputed_layers"] = str(recompute.apply(self.trainer.model, resolved))
-        figures.attach(self.trainer, resolved, recompute.layers_of, self._session.facts["gpu0"])
-        if self._session.group.rank == 0:
-            for text in check_schedule_end(resolved, self.trainer.state.max_steps):
-                self._session.tell(f"warning: {text}")
-            self._session.open_console(self.trainer.state.max_steps)
-            facts = {**found.as_dict(), **self._session.facts}
-            facts["attention"] = found.attention or facts["attention"]  # what the model calls, before what was asked for
-            self._report({**facts, "steps": self.trainer.state.max_steps, "notes": self._session.notes})
-        if self.trainer.is_at_end and self.trainer.eval_dataset is None:
-            raise NothingLeft
-        self._session.attempt.heartbeat("train", self.trainer.state.global_step)
+MEASURED = ("mfu", "hfu", "data_seconds", "forward_backward_seconds", "optimizer_seconds", "padding", "imbalance")
+"""Of :meth:`clustertune.training.figures.Figures.take`, in ``metrics.jsonl``."""
+REWARDS = {f"reward_{name}": f"rewards/{key}" for name, key in
+           {"accuracy": "accuracies", "margin": "margins", "chosen": "chosen", "rejected": "rejected"}.items()}  # fmt: skip
+"""What TRL says about pairs of answers, by its name in ``metrics.jsonl``; in an evaluation's event behind ``eval_``."""
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """What a rank knows of the attempt that it is part of."""
-
-    number: int
-    plan: AttemptPlan | None
-    """None where whoever started the ranks left none."""
-    stop: StopFlag
-    heartbeat: Heartbeat
-    fence: Callable[[], None]
-    """Raises UserError where another attempt has taken over."""
-    out: TextIO
-    """What people see of rank 0."""
+def peak_memory_bytes() -> int:
+    """Peak memory of this rank: allocated on its GPU, else the resident set of the process."""
+    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else peak_host_bytes()
 
 
-@dataclass
+class Watch(TrainerCallback):  # type: ignore[misc]
+    """Has the session prove what was set up, measures, writes the events, and makes all ranks agree at each step's end."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._began = time.perf_counter()
+        self._seconds, self._steps = 0.0, 0
+        self.tokens = 0.0
+        """Trained by the last log line."""
+
+    @property
+    def trainer(self) -> RankTrainer:
+        return self._session.trainer
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
+        self._session.prove()
+        # Save as this attempt is asked to: a state that resumes from a checkpoint has the steps of the one before.
+        state.compute_steps(args, state.max_steps)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
+        self._began = time.perf_counter()
+
+    def on_pre_optimizer_step(self, *args: Any, **kw: Any) -> None:  # noqa: ARG002
+        self._optimizer = self.trainer.clock.begin()
+
+    def on_optimizer_step(self, *args: Any, **kw: Any) -> None:  # noqa: ARG002
+        self.trainer.clock.add("optimizer", self._optimizer)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """Agree on a stop; on one, save here and leave out an evaluation that would outlast the warning time.
+
+        The last step is saved behind its evaluation, which may be that of the epoch's end.
+        """
+        del kw
+        self._seconds += time.perf_counter() - self._began
+        self._steps += 1
+        is_last, epoch = state.global_step >= state.max_steps, float(state.epoch or 0)
+        at_epoch = args.eval_strategy == "epoch" and args.eval_delay <= epoch and (is_last or abs(epoch - round(epoch)) < 1e-9)
+        if is_last:
+            control.should_save = not at_epoch
+        if self.trainer.agree(peak_memory_bytes(), self.trainer.clock.take()):
+            self.trainer.eval_skipped = bool(control.should_evaluate or at_epoch)
+            control.should_evaluate = False
+            control.should_save = control.should_log = control.should_training_stop = True
+        if self.trainer.save_due:
+            control.should_save = True
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """Nothing more where all stop: the step was saved. Else the last step is saved here, behind its evaluation."""
+        del args, kw
+        if self.trainer.stopping:
+            control.should_evaluate = control.should_save = False
+        elif state.global_step >= state.max_steps:
+            control.should_save = True
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **kw: Any) -> None:  # noqa: ARG002
+        """A ``step`` or ``eval`` event from the Trainer's log line."""
+        if self._session.log is None:
+            return
+        if "loss" in logs:
+            self._write_step(state, logs)
+        elif "eval_loss" in logs:
+            accuracy = logs.get("eval_mean_token_accuracy")
+            rewards = {f"eval_{name}": logs[key] for name, own in REWARDS.items() if (key := f"eval_{own}") in logs}
+            found = {"eval_loss": logs["eval_loss"], "eval_token_accuracy": accuracy, **rewards}
+            self._session.log.write("eval", step=state.global_step, **found, seconds=logs.get("eval_runtime"))
+            if self._session.console:
+                what, share = ("reward", rewards["eval_reward_accuracy"]) if rewards else ("token", accuracy or 0)
+                loss = f"loss {logs['eval_loss']:.4f}"
+                self._session.console.say(f"eval at step {state.global_step}  {loss}  {what} accuracy {share:.3f}")
+
+    def figures(self) -> dict[str, Any]:
+        """What was measured of the steps since the last log line."""
+        trainer, seconds = self.trainer, self._seconds
+        tokens = float(trainer._total_train_tokens) - self.tokens
+        found = trainer.figures.take(seconds) if trainer.figures is not None else {}
+        return {**found, "tokens_per_second": tokens / seconds if seconds else 0.0}
+
+    def _write_step(self, state: TrainerState, logs: dict[str, Any]) -> None:
+        steps = max(self._steps, 1)
+        tokens, rate = float(logs.get("num_tokens", 0.0)), float(logs.get("tokens_per_second", 0.0))
+        stragglers = self.trainer.figures.stragglers() if self.trainer.figures is not None else {}
+        assert self._session.log is not None
+        self._session.log.write(
+            "step",
+            step=state.global_step,
+            epoch=logs.get("epoch"),
+            loss=logs["loss"],
+            token_accuracy=logs.get("mean_token_accuracy"),
+            entropy=logs.get("entropy"),
+            learning_rate=logs.get("learning_rate"),
+            grad_norm=logs.get("grad_norm"),
+            tokens=int(tokens),
+            seconds=round(self._seconds / steps, 6),
+            tokens_per_second=round(rate, 3),
+            memory_bytes=self.trainer.peak_memory_bytes,
+            **{name: logs[key] for name, key in REWARDS.items() if key in logs},
+            **{name: logs[name] for name in MEASURED if name in logs},
+            **({"stragglers": stragglers} if stragglers else {}),
+        )
+        if self._session.console:
+            shown = f"loss {logs['loss']:.4f}  lr {logs.get('learning_rate', 0):.2e}  grad {logs.get('grad_norm', 0):.3f}"
+            shown += f"  {rate:,.0f} tok/s  {self._seconds / steps:.2f} s"
+            self._session.console.step(state.global_step, shown)
+        self._seconds, self._steps, self.tokens = 0.0, 0, tokens
+
+
 class Session:
     """What this rank holds for the length of one attempt."""
 
-    run_path: Path
-    resolved: Resolved
-    attempt: Attempt
-    args: Any
-    """TRL's, of :func:`build.configuration`."""
-    group: Group
-    notes: list[str]
-    facts: dict[str, Any]
-    startup: Startup
+    trainer: RankTrainer
     log: EventLog | None = None
     console: TrainingConsole | None = None
     _weights: manifest.DigestComparison | None = None
 
-    @classmethod
-    def build(cls, run_path: Path, resolved: Resolved, attempt: Attempt, notes: list[str]) -> Session:
+    def __init__(self, attempt: Attempt) -> None:
         """Fit the recipe to this machine and join the process group. Raises UserError where not all ranks are there."""
-        import torch
-
-        startup = Startup()
-        startup.begin("process group")
-        notes = [*notes, *kernels.set_environment(resolved.distribution)]
-        build.check_packages(resolved.train_args, cuda=torch.cuda.is_available())
+        self.attempt, self.resolved, self.run_path = attempt, attempt.resolved, attempt.run.path
+        self.startup = Startup()
+        self.startup.begin("process group")
+        resolved, cuda = attempt.resolved, torch.cuda.is_available()
+        self.notes = attempt.notes + kernels.set_environment(resolved.distribution)
+        build.check_packages(resolved.train_args, cuda=cuda)
         deepspeed.prepare(resolved)
         packing.register()
-        fitted = build.fit_to_device(resolved.train_args, cuda=torch.cuda.is_available())
+        fitted = build.fit_to_device(resolved.train_args, cuda=cuda)
         # TRL 1.16 deprecates its own pad_token: the tokenizer carries it.
         values = {key: value for key, value in fitted.values.items() if key != "pad_token"}
         kind = build.configuration(resolved)
@@ -126,15 +181,15 @@ class Session:
             values["save_steps"] = NEVER  # but at the end: the trainer asks the section
         if values.get("padding_free") and not values.get("packing"):
             values["max_length"] = None  # TRL asks for it: the rows are cut already
-        args = kind(output_dir=str(run_path), **build.spelt(values, kind.__dataclass_fields__))
-        notes += deepspeed.fit_to_cpu(args)
-        group = Group()
-        check_world(group, resolved.world_size, attempt.plan)
-        session = cls(run_path, resolved, attempt, args, group, [*notes, *fitted.notes], {}, startup)
-        startup.end()
-        if group.rank == 0:
-            session.log = EventLog(run_path / "metrics.jsonl", attempt.number, attempt.fence)
-        return session
+        self.args = kind(output_dir=str(self.run_path), **build.spelt(values, kind.__dataclass_fields__))
+        """TRL's, of :func:`build.configuration`."""
+        self.notes += deepspeed.fit_to_cpu(self.args) + fitted.notes
+        self.group = Group()
+        check_world(self.group, resolved.world_size, attempt.plan)
+        self.facts: dict[str, Any] = {}
+        self.startup.end()
+        if self.group.rank == 0:
+            self.log = EventLog(self.run_path / "metrics.jsonl", attempt.number, attempt.fence)
 
     def tell(self, message: str) -> None:
         """Say something to the person at the console (rank 0 only)."""
@@ -144,38 +199,17 @@ class Session:
             else:
                 self.attempt.out.write(message + "\n")
 
-    def open_console(self, total_steps: int) -> None:
-        """From here on steps are shown, as a bar or as lines."""
-        self.console = TrainingConsole(self.attempt.out, total_steps)
-        self._watch.show_on(self.console)
-
-    def make_trainer(
-        self,
-        store: CheckpointFolders,
-        source: tuple[str, str | None],
-        data: Path,
-        describe: Callable[[Path], None],
-        report: Callable[[Mapping[str, Any]], None],
-        keys: Mapping[str, str],
-    ) -> RankTrainer:
-        """TRL's trainer on the prepared tokens, with tokenizer, LoRA and callbacks.
-
-        ``keys``: the user's tokens by the names of their variables. W&B starts a process, which would inherit them all.
-        """
-        self._init_tracker(keys.get("WANDB_API_KEY"))
+    def make_trainer(self, store: CheckpointStore, data: Path) -> RankTrainer:
+        """TRL's trainer on the prepared tokens in ``data``, with tokenizer, LoRA and callbacks."""
+        # W&B starts a process, which would inherit all of the user's tokens.
+        self._init_tracker(self.attempt.tokens.get("WANDB_API_KEY"))
         self.attempt.heartbeat("model")
-        with secrets.lent({name: value for name, value in keys.items() if name == "HF_TOKEN"}):
-            return self._make_trainer(store, source, data, describe, report)
+        with secrets.lent({name: value for name, value in self.attempt.tokens.items() if name == "HF_TOKEN"}):
+            self.trainer = self._make_trainer(store, data)
+        return self.trainer
 
-    def _make_trainer(
-        self,
-        store: CheckpointFolders,
-        source: tuple[str, str | None],
-        data: Path,
-        describe: Callable[[Path], None],
-        report: Callable[[Mapping[str, Any]], None],
-    ) -> RankTrainer:
-        recipe = self.resolved.recipe
+    def _make_trainer(self, store: CheckpointStore, data: Path) -> RankTrainer:
+        recipe, source, attempt = self.resolved.recipe, self.attempt.source, self.attempt
         with self.startup.part("digests"):
             self._compare(base_model.folder(*source), data)
         base_model.check(*source, self.resolved)
@@ -183,12 +217,12 @@ class Session:
             train_args = self.resolved.train_args
             chats = recipe.data.has_chats
             tokenizer = load_tokenizer(*source, self.resolved.chat_template, train_args, chats=chats)
-            train, held_out = sequences.load(data, RunDir(self.run_path).data, tokenizer, train_args)
+            train, held_out = sequences.load(data, attempt.run.data, tokenizer, train_args)
         if held_out is None:
             self.args.eval_strategy, self.args.eval_on_start = "no", False
             self.notes.append("no evaluation: the eval split is empty")
-        watch = Watch(self.log, None)
-        before = _BeforeFirstStep(self, report)
+        self._watch = Watch(self)
+        startup = StartupWatch(self.startup, self.group.gather, self.log.write if self.log else None, self.tell)
         init = dict(self.args.model_init_kwargs or {})
         if source[1]:
             init["revision"] = source[1]
@@ -203,23 +237,18 @@ class Session:
             eval_dataset=held_out,
             processing_class=tokenizer,
             peft_config=LoraConfig(**recipe.lora) if recipe.lora is not None else None,
-            callbacks=[before, watch, self._startup_watch(), *kernels.watches(self.resolved, self.tell, self.log)],
+            callbacks=[self._watch, startup, *kernels.watches(self.resolved, self.tell, self.log)],
             loading=loading,
             store=store,
-            stop=self.attempt.stop,
-            heartbeat=self.attempt.heartbeat,
-            fence=self.attempt.fence,
+            attempt=attempt,
             on_checkpoint=self._on_checkpoint,
             on_removed=self._on_removed,
-            checkpoint_extra=describe,
         )
         sharding.set_precision(trainer.accelerator, self.resolved.distribution.reduce_dtype)
         self.startup.end()
         self.notes += dict.fromkeys(loading.notes)  # a reference model's are the same
         tracker.guard(trainer.callback_handler.callbacks, self.tell)
         trainer.remove_callback(PrinterCallback)  # its dicts say what the console's lines say
-        before.trainer = trainer
-        self._watch = watch
         self._look_at(trainer, tokenizer)
         return trainer
 
@@ -228,7 +257,7 @@ class Session:
 
         Raises UserError on all ranks where one sees a damaged file. :meth:`compared` gives the verdict on the weights.
         """
-        for part in (RunDir(self.run_path).data, data):  # the conversations, and the tokens that were made of them
+        for part in (self.attempt.run.data, data):  # the conversations, and the tokens that were made of them
             manifest.require_whole(part, self.group)
         if base is None:
             return
@@ -243,16 +272,35 @@ class Session:
         if self._weights is not None:
             self._weights.start()
 
-    def compared(self) -> None:
-        """Wait until the weights are compared, before they are trained on. Raises UserError on all ranks alike."""
+    def prove(self) -> None:
+        """Before the first step: the weights are those of their digests, and the run is distributed as the recipe asks.
+
+        Raises UserError on all ranks alike, NothingLeft where no step is to be taken.
+        """
         if self._weights is not None:
             with self.startup.part("digests"):
                 manifest.agree(self._weights.finish(), self.group)
             self._weights.stop()
             self._weights = None
-
-    def _startup_watch(self) -> StartupWatch:
-        return StartupWatch(self.startup, self.group.gather, self.log.write if self.log else None, self.tell)
+        trainer, resolved, facts = self.trainer, self.resolved, self.facts
+        found = sharding.inspect(trainer.model_wrapped, trainer.accelerator, self.group.gather)
+        sharding.check(found, resolved.distribution)
+        if (engine := trainer.engine) is not None:
+            facts["deepspeed"] = deepspeed.check(engine, resolved)
+        facts["recomputed_layers"] = str(recompute.apply(trainer.model, resolved))
+        figures.attach(trainer, resolved, recompute.layers_of, facts["gpu0"])
+        steps = trainer.state.max_steps
+        if self.group.rank == 0:
+            for text in check_schedule_end(resolved, steps):
+                self.tell(f"warning: {text}")
+            self.console = TrainingConsole(self.attempt.out, steps)  # from here on steps are shown, as a bar or as lines
+            # What the model calls, before what was asked for.
+            facts = {**found.as_dict(), **facts, "attention": found.attention or facts["attention"]}
+            self.attempt.fence()
+            self.attempt.run.update(distributed={**facts, "steps": steps, "notes": self.notes})
+        if trainer.is_at_end and trainer.eval_dataset is None:
+            raise NothingLeft
+        self.attempt.heartbeat("train", trainer.state.global_step)
 
     def _look_at(self, trainer: RankTrainer, tokenizer: Any) -> None:
         """Facts of the run that are checked or reported before the first step."""
@@ -288,26 +336,29 @@ class Session:
         if not on:
             self.args.report_to = [name for name in self.args.report_to if name != "wandb"]
 
-    def _on_checkpoint(self, saved: SavedCheckpoint) -> None:
+    def _on_checkpoint(self, saved: Saving) -> None:
+        written = saved.written
+        assert written is not None
         name = str(saved.path) if saved.local else str(saved.path.relative_to(self.run_path))
         if self.log:
             self.log.write(
-                "checkpoint", step=saved.step, path=name, bytes=saved.bytes, seconds=round(saved.seconds, 4),
+                "checkpoint", step=saved.step, path=name, bytes=written.bytes, seconds=round(saved.seconds, 4),
                 status="local" if saved.local else "saved",
-                save_copy_s=round(saved.copy_seconds, 4), save_stall_s=round(saved.stall_seconds, 4),
-                save_write_s=round(saved.write_seconds, 4),
+                save_copy_s=round(written.copy_seconds, 4), save_stall_s=round(saved.stall_seconds, 4),
+                save_write_s=round(written.seconds, 4),
                 **({"save_every_s": round(saved.every_seconds, 1)} if saved.every_seconds is not None else {}),
             )  # fmt: skip
             self.log.sync()
-        self.tell(f"saved {name}  {saved.bytes / 1e6:.1f} MB  {saved.seconds:.2f} s" + ("  (final)" if saved.final else ""))
+        self.tell(f"saved {name}  {written.bytes / 1e6:.1f} MB  {saved.seconds:.2f} s" + ("  (final)" if saved.final else ""))
 
     def _on_removed(self, path: Path) -> None:
         if self.log:
             name = str(path.relative_to(self.run_path))
             self.log.write("checkpoint", step=int(path.name.split("-")[1].split(".")[0]), path=name, status="removed")
 
-    def run(self, trainer: RankTrainer, latest: tuple[Path, Mapping[str, Any]] | None) -> ExitCode:
+    def run(self, latest: tuple[Path, Mapping[str, Any]] | None) -> ExitCode:
         """Train from the beginning or from ``latest``; say how it ended."""
+        trainer = self.trainer
         checkpoint, meta = latest if latest else (None, {})
         start = int(meta.get("step", 0))
         trainer.resume_with(meta)
@@ -317,7 +368,8 @@ class Session:
                 f"the checkpoint is of {meta['world_size']} ranks, this attempt has {self.group.world_size}: the last "
                 f"step of an epoch, which has fewer rows than the global batch of {batch}, may take other rows"
             )
-        self._watch.attach(trainer)
+        self._watch.tokens = trainer._total_train_tokens
+        trainer.describe_steps = self._watch.figures if self.log else None
         if checkpoint is not None and trainer.eval_dataset is not None:
             self.args.eval_on_start = bool(meta.get("eval_skipped"))
         if self.log:

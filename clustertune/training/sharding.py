@@ -8,9 +8,14 @@ on GPUs too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config.distribution import Distribution
@@ -55,16 +60,16 @@ class FoundSharding:
         return {acc.VERSION if key == "version" else key: value for key, value in body.items()}
 
 
-@dataclass
-class _Parts:
-    """Sums over one model's parameters."""
+class _Part(NamedTuple):
+    """One parameter, or a flat one of FSDP1."""
 
-    held: int = 0
-    total: int = 0
-    mesh: dict[str, int] = field(default_factory=dict)
-    dtypes: Counter[str] = field(default_factory=Counter)
-    placements: Counter[str] = field(default_factory=Counter)
-    offloaded: int = 0
+    elements: int
+    """Over all ranks."""
+    held: int
+    """On this rank."""
+    dtype: torch.dtype
+    place: str
+    offloaded: bool = False
 
 
 def set_precision(accelerator: Any, reduce_dtype: str | None) -> None:
@@ -74,8 +79,6 @@ def set_precision(accelerator: Any, reduce_dtype: str | None) -> None:
     until FSDP2's root casts them: a loss of 8 then has steps of 0.06 a token. FSDP1 casts the inverse frequencies of rotary
     embeddings, which multiply positions of thousands. To be called before the model is prepared.
     """
-    import torch
-
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None or plugin.mixed_precision_policy is None or reduce_dtype is None:
         return
@@ -90,8 +93,6 @@ def _leave_out_what_was_not_gathered() -> None:
     TRL's fused head takes the weight of ``lm_head`` without calling it. torch 2.13 leaves such a group out where it reduces
     (_fsdp_param_group.py:621), and raises AttributeError where it only accumulates (_fsdp_param.py:807).
     """
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
     original = FSDPParam.to_accumulated_grad_if_needed
     if hasattr(original, "original"):
         return
@@ -104,43 +105,44 @@ def _leave_out_what_was_not_gathered() -> None:
     FSDPParam.to_accumulated_grad_if_needed = accumulate
 
 
-def _fsdp2_parts(model: Any) -> _Parts:
-    from torch.distributed.tensor import DTensor
-
-    parts = _Parts()
-    offloading = _offloading_parameters(model)
+def _parts(model: Any, *, zero: bool, fsdp1: bool) -> Iterator[_Part]:
+    """The parameters of a wrapped model, as this rank holds them."""
+    if fsdp1:
+        for module in FullyShardedDataParallel.fsdp_modules(model):
+            if (handle := module._handle) is not None:
+                flat = handle.flat_param
+                size = flat._unpadded_unsharded_size.numel()
+                yield _Part(size, flat.numel(), flat.dtype, "dp_shard: flat", bool(handle._offload_params))
+        return
+    offloading = set() if zero else _offloading_parameters(model)
     for parameter in model.parameters():
-        size = parameter.numel()
-        parts.total += size
-        # A DTensor may say one dtype and hold another: assigned to .data it takes over the new one's name alone.
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        parts.dtypes[str(local.dtype).removeprefix("torch.")] += size
+        size = deepspeed.elements(parameter)
         if isinstance(parameter, DTensor):
-            parts.held += local.numel()
-            # Without a parallelism_config accelerate leaves the one dimension of its mesh unnamed.
-            names = parameter.device_mesh.mesh_dim_names or ("dp_shard",)
-            parts.mesh = dict(zip(names, parameter.device_mesh.shape, strict=True))
-            parts.placements[_describe(names, parameter.placements)] += size
-            if id(parameter) in offloading and local.device.type == "cpu":
-                parts.offloaded += size
+            # A DTensor may say one dtype and hold another: assigned to .data it takes over the new one's name alone.
+            local = parameter.to_local()
+            place = _describe(_dimensions(parameter), parameter.placements)
+            offloaded = id(parameter) in offloading and local.device.type == "cpu"
+            yield _Part(size, local.numel(), local.dtype, place, offloaded)
+        elif hasattr(parameter, "ds_tensor"):
+            held = -(-size // torch.distributed.get_world_size(parameter.ds_process_group))
+            yield _Part(size, held, parameter.dtype, "zero: shard")
         else:
-            parts.held += size
-            parts.placements["whole"] += size
-    return parts
+            yield _Part(size, size, parameter.dtype, "whole")
+
+
+def _dimensions(parameter: DTensor) -> tuple[str, ...]:
+    """Names of a sharded parameter's mesh. Without a parallelism_config accelerate leaves its one dimension unnamed."""
+    return parameter.device_mesh.mesh_dim_names or ("dp_shard",)
 
 
 def _describe(names: tuple[str, ...], placements: tuple[Any, ...]) -> str:
     """``dp_shard_cp: shard 0, tp: replicate``."""
-    return ", ".join(
-        f"{name}: {f'shard {placement.dim}' if hasattr(placement, 'dim') else type(placement).__name__.lower()}"
-        for name, placement in zip(names, placements, strict=True)
-    )
+    ways = (f"shard {one.dim}" if hasattr(one, "dim") else type(one).__name__.lower() for one in placements)
+    return ", ".join(f"{name}: {way}" for name, way in zip(names, ways, strict=True))
 
 
 def _offloading_parameters(model: Any) -> set[int]:
     """The parameters of FSDP2 groups that offload: on a machine without GPUs their device alone does not tell."""
-    from torch.distributed.fsdp import FSDPModule
-
     found = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -152,29 +154,8 @@ def _offloading_parameters(model: Any) -> set[int]:
     return found
 
 
-def _fsdp1_parts(model: Any, world_size: int) -> _Parts:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    parts = _Parts(mesh={"dp_shard": world_size})
-    for module in FullyShardedDataParallel.fsdp_modules(model):
-        if (handle := module._handle) is not None:
-            size = handle.flat_param._unpadded_unsharded_size.numel()
-            parts.held, parts.total = parts.held + handle.flat_param.numel(), parts.total + size
-            parts.dtypes[str(handle.flat_param.dtype).removeprefix("torch.")] += size
-            parts.placements["dp_shard: flat"] += size
-            parts.offloaded += size if handle._offload_params else 0
-    return parts
-
-
-def _zero_parts(model: Any) -> _Parts:
-    held, total, dtypes, places = deepspeed.parts_of(model)
-    return _Parts(held=held, total=total, dtypes=Counter(dtypes), placements=Counter(places))
-
-
 def checksum(model: Any) -> list[int]:
     """One number for each parameter's bits on this rank: the same bits, the same numbers."""
-    import torch
-
     sums = []
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -192,9 +173,8 @@ def _replicas(model: Any, accelerator: Any, kind: str, gather: Any) -> str | Non
     if not twice or accelerator.num_processes == 1:
         return None
     # Ranks with the same place on every other axis hold the same part; without a mesh all do.
-    coordinates = (
-        tuple(mesh.get_local_rank(name) for name in names if name != "dp_replicate") if kind == "FSDP" and mesh else ()
-    )
+    axes = [name for name in names if name != "dp_replicate"]
+    coordinates = tuple(mesh.get_local_rank(name) for name in axes) if kind == "FSDP" and mesh is not None else ()
     groups: dict[Any, set[Any]] = {}
     for where, sums in gather((coordinates, tuple(checksum(model)))):
         groups.setdefault(where, set()).add(sums)
@@ -205,21 +185,23 @@ def inspect(model: Any, accelerator: Any, gather: Any = None) -> FoundSharding:
     """Look at the wrapped model of this rank. ``gather`` takes a value and gives every rank's (:class:`Group`'s)."""
     kind = str(accelerator.distributed_type.value)
     version = (2 if accelerator.is_fsdp2 else 1) if kind == "FSDP" else None
-    parts = _fsdp1_parts(model, accelerator.num_processes) if version == 1 else _fsdp2_parts(model)
-    if kind == "DEEPSPEED":
-        parts = _zero_parts(model)
+    parts = list(_parts(model, zero=kind == "DEEPSPEED", fsdp1=version == 1))
+    total, dtypes, placements = sum(part.elements for part in parts), Counter[str](), Counter[str]()
+    for part in parts:
+        dtypes[str(part.dtype).removeprefix("torch.")] += part.elements
+        placements[part.place] += part.elements
     config = getattr(getattr(accelerator.unwrap_model(model), "config", None), "_attn_implementation", None)
     return FoundSharding(
         type=kind,
         version=version,
         world_size=accelerator.num_processes,
-        mesh=_mesh(accelerator, kind) or parts.mesh or {"dp": accelerator.num_processes},
+        mesh=_mesh(model, accelerator, kind),
         backend=accelerator.state.backend,
         device=str(accelerator.device.type),
-        sharded_share=parts.held / parts.total if parts.total else 0.0,
-        dtypes=dict(parts.dtypes),
-        placements=dict(parts.placements),
-        offloaded=parts.offloaded / parts.total if parts.total else 0.0,
+        sharded_share=sum(part.held for part in parts) / total if total else 0.0,
+        dtypes=dict(dtypes),
+        placements=dict(placements),
+        offloaded=sum(part.elements for part in parts if part.offloaded) / total if total else 0.0,
         attention=config,
         reduce_dtype=_reduces_in(model),
         replicas=_replicas(model, accelerator, kind, gather) if gather is not None else None,
@@ -228,8 +210,6 @@ def inspect(model: Any, accelerator: Any, gather: Any = None) -> FoundSharding:
 
 def _reduces_in(model: Any) -> str | None:
     """What the wrapped model's outermost FSDP unit was given."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
     for module in model.modules():
         if isinstance(module, FSDPModule):
             policy = module._get_fsdp_state()._mp_policy
@@ -241,12 +221,15 @@ def _reduces_in(model: Any) -> str | None:
     return None
 
 
-def _mesh(accelerator: Any, kind: str) -> dict[str, int]:
-    """The axes of accelerate's mesh above size 1; empty where it has none."""
-    if kind != "FSDP" or accelerator.parallelism_config is None or (mesh := accelerator.torch_device_mesh) is None:
-        return {}
-    found = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-    return {axis: int(found[axis]) for axis in acc.AXES if found.get(axis, 1) > 1}
+def _mesh(model: Any, accelerator: Any, kind: str) -> dict[str, int]:
+    """The axes of accelerate's mesh above size 1, else the mesh that the parameters lie on."""
+    mesh = accelerator.torch_device_mesh if kind == "FSDP" and accelerator.parallelism_config is not None else None
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)) if mesh is not None else {}
+    if found := {axis: int(sizes[axis]) for axis in acc.AXES if sizes.get(axis, 1) > 1}:
+        return found
+    if (parameter := next((p for p in model.parameters() if isinstance(p, DTensor)), None)) is not None:
+        return dict(zip(_dimensions(parameter), parameter.device_mesh.shape, strict=True))
+    return {"dp_shard" if kind == "FSDP" and not accelerator.is_fsdp2 else "dp": accelerator.num_processes}
 
 
 def check(found: FoundSharding, distribution: Distribution) -> None:
@@ -254,12 +237,9 @@ def check(found: FoundSharding, distribution: Distribution) -> None:
     problems = []
     wanted, world_size = distribution.type, distribution.world_size
     if found.world_size != world_size:
-        problems.append(
-            Problem(
-                f"{found.world_size} ranks are connected, the recipe resolved to {world_size}",
-                fix="start every rank with one launcher: accelerate launch --num_processes, or srun through run.sbatch",
-            )
-        )
+        text = f"{found.world_size} ranks are connected, the recipe resolved to {world_size}"
+        fix = "start every rank with one launcher: accelerate launch --num_processes, or srun through run.sbatch"
+        problems.append(Problem(text, fix=fix))
     same = {wanted, "MULTI_CPU"} if wanted == "MULTI_GPU" and found.device == "cpu" else {wanted}
     if found.type not in same and not (world_size == 1 and found.type != "DEEPSPEED"):
         problems.append(Problem(f"the run is {found.type}, the file asks for {wanted}", key=acc.TYPE))
@@ -285,9 +265,8 @@ def _fsdp_problems(found: FoundSharding, distribution: Distribution) -> list[Pro
     whole_over_tp = sum(n for where, n in found.placements.items() if "tp: replicate" in where)
     extra = whole_over_tp / max(1, sum(found.placements.values())) * (found.mesh.get("tp", 1) - 1)
     if found.sharded_share > 1.25 * (1 + extra) / shards:  # padding of uneven shards stays far below a quarter
-        problems.append(
-            Problem(f"this rank holds {found.sharded_share:.0%} of the parameters, a shard of {shards} is {1 / shards:.0%}")
-        )
+        text = f"this rank holds {found.sharded_share:.0%} of the parameters, a shard of {shards} is {1 / shards:.0%}"
+        problems.append(Problem(text))
     offload = distribution.offload_params == "cpu"
     if found.placements and offload != (found.offloaded > 0.99) and (offload or found.offloaded > 0):
         text = f"{found.offloaded:.0%} of the parameters are kept in the CPU's memory"

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from clustertune.config import accelerate_file as acc
 from clustertune.errors import Problem, UserError
-from clustertune.training.loading_storage import empty_part, is_empty_storage
+from clustertune.training.loading import empty_part, is_empty_storage
 
 STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce")
 """The styles of transformers' plans (transformers/distributed/tensor_parallel.py) that are carried out here."""
@@ -71,10 +71,7 @@ def sum_gradient(x: torch.Tensor, group: Any) -> torch.Tensor:
     return summed
 
 
-def sum_output(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum of ``x`` over the group."""
-    total: torch.Tensor = _SumOutput.apply(x, group)
-    return total
+sum_output: Callable[[torch.Tensor, Any], torch.Tensor] = _SumOutput.apply
 
 
 @contextlib.contextmanager

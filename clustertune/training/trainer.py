@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import random
@@ -10,17 +11,25 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import accelerator
-from accelerate.utils import DeepSpeedSchedulerWrapper, load_fsdp_optimizer
-from accelerate.utils.constants import FSDP_MODEL_NAME
+from accelerate.utils import DeepSpeedSchedulerWrapper, load_fsdp_optimizer, save_fsdp_model
+from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from peft import PeftModel
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule
 from transformers import set_seed
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -43,132 +52,19 @@ from clustertune.checkpoint.saving import (
     describe_error,
     digest,
 )
+from clustertune.checkpoint.store import CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.manifest import SHA256, XXH3_128, FileRecord
-from clustertune.process import StopFlag
 from clustertune.storage import free_bytes, is_full, storage_cause
-from clustertune.training import context, deepspeed, fsdp1, tensor
+from clustertune.training import context, deepspeed, tensor
 from clustertune.training.collectives import Group
-from clustertune.training.deepspeed import Hashed
 from clustertune.training.evaluation import Base, PairMeans, TokenMeans
 from clustertune.training.figures import Clock, Figures
-from clustertune.training.heartbeat import Heartbeat
+from clustertune.training.heartbeat import Attempt
 from clustertune.training.loading import Loading
 
 _LOCAL, _SHARED = 1, 2
 """Kinds of save; the larger one is the one that all ranks take."""
-
-
-def _as_they_are(*args: Any) -> tuple[Any, ...]:
-    return args
-
-
-class MeshTrainer(Base):  # type: ignore[misc]
-    """TRL's trainer on every axis of accelerate's mesh: a model split over tp, sequences split over cp.
-
-    accelerate 1.15 makes the mesh, gives the ranks of one tp or cp group the same batch and shards over the rest. The two
-    other things that it does are replaced: ``_prepare_tp`` imports what transformers 5.23 no longer has, ``_prepare_cp`` knows
-    CUDA only.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.split_modules: dict[str, int] = {}
-        """Modules that are split over tp, by style."""
-        sizes = self.accelerator.parallelism_config
-        if sizes is None:
-            return
-        # On the instance: other trainings in the same process keep accelerate's own.
-        self.accelerator._prepare_tp = self.accelerator._prepare_cp = _as_they_are
-        mesh = self.accelerator.torch_device_mesh
-        if sizes.tp_enabled:
-            precise = self.accelerator.mixed_precision == "no"
-            self.split_modules = tensor.split(self.model, mesh["tp"], upcast=not precise)
-        if sizes.cp_enabled:
-            context.install(self.model, mesh["cp"])
-
-    @property
-    def _context(self) -> tuple[int, int]:
-        """This rank's place in its context-parallel group, and the group's size (1 without)."""
-        sizes = self.accelerator.parallelism_config
-        if sizes is None or not sizes.cp_enabled:
-            return 0, 1
-        return self.accelerator.torch_device_mesh["cp"].get_local_rank(), int(sizes.cp_size)
-
-    def my_inputs(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        rank, size = self._context
-        return inputs if size == 1 else context.share_of(inputs, rank, size, int(self.processing_class.pad_token_id))
-
-    def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> tuple[Any, Any]:  # noqa: ARG002
-        """Replaces the Trainer's, which cuts with torch's CUDA-only context."""
-        return contextlib.nullcontext, self.my_inputs(inputs)
-
-
-class TimedTrainer(MeshTrainer):
-    """TRL's trainer that fills a model which was made without weights, and counts where the time goes until it trains."""
-
-    def __init__(self, *args: Any, loading: Loading, **kwargs: Any) -> None:
-        self.loading, self.startup = loading, loading.startup
-        super().__init__(*args, **kwargs)
-
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        with self.startup.part("sharding"):
-            self.loading.upcast(self.model, self.accelerator.mixed_precision)
-            prepared = super()._prepare_for_training(*args, **kwargs)
-            self.loading.remove()
-            return prepared
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As TRL's; then the last group of layers, which FSDP2 leaves gathered for a backward pass, is parted again.
-
-        Else a save that follows meets whole parameters: the digest of a rank's part is that of the whole, and torch cannot
-        free what the digest looked at.
-        """
-        try:
-            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-            return metrics
-        finally:
-            for module in self.model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self.startup.part("resume"):
-            super()._load_from_checkpoint(*args, **kwargs)
-
-    def _load_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
-        with self.startup.part("resume"):
-            super()._load_optimizer_and_scheduler(*args, **kwargs)
-
-
-class ZeroTrainer(TimedTrainer):
-    """What DeepSpeed needs done otherwise; without DeepSpeed nothing is."""
-
-    refuse_step: Callable[[float | None, bool], None]
-    """Called on all ranks before each of DeepSpeed's optimizer steps; raises where one is not finite anywhere."""
-
-    @property
-    def engine(self) -> Any | None:
-        """DeepSpeed's engine once the model has been wrapped, else None."""
-        wrapped = getattr(self.accelerator, "deepspeed_engine_wrapped", None)
-        return wrapped.engine if wrapped is not None else None
-
-    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """The last thing that the Trainer does between making the engine and loading a checkpoint into it."""
-        made = super().create_scheduler(*args, **kwargs)
-        engine = self.engine
-        if engine is not None and not isinstance(engine.checkpoint_engine, Hashed):
-            engine.checkpoint_engine = Hashed(engine.optimizer)
-            deepspeed.follow(engine)
-            deepspeed.guard(engine, self.refuse_step)
-        return made
-
-    def check_world_of(self, saved: int, now: int) -> None:
-        """Raise UserError where a checkpoint of another number of ranks is to be loaded: ZeRO's parts do not fit."""
-        if self.is_deepspeed_enabled and saved not in (0, now):
-            text = f"the checkpoint is of {saved} ranks, this attempt has {now}: DeepSpeed cannot lay its parts out again"
-            fix = f"continue with {saved} ranks, or export it and start from that"
-            raise UserError(Problem(text, fix=fix))
 
 
 def local(parameter: Any) -> torch.Tensor:
@@ -179,46 +75,9 @@ def local(parameter: Any) -> torch.Tensor:
     return found.detach()
 
 
-class CheckpointFolders(Protocol):
-    """Where checkpoints go; implemented by :mod:`clustertune.checkpoint.store`."""
-
-    @property
-    def tell(self) -> Callable[[str], None]: ...
-
-    def on(self, ranks: Any) -> Any: ...
-
-    def path(self, step: int) -> Path: ...
-
-    def begin(self, step: int) -> Path: ...
-
-    def change(self, path: Path, **meta: Any) -> None: ...
-
-
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """A checkpoint that is whole on disk."""
-
-    step: int
-    path: Path
-    bytes: int
-    final: bool
-    seconds: float
-    """From its begin until it was whole."""
-    copy_seconds: float
-    """Of the copy to host memory, in which training continues; 0 where it waited for the whole save."""
-    stall_seconds: float
-    """Training stood still."""
-    write_seconds: float
-    """Rank 0's thread wrote and hashed."""
-    every_seconds: float | None = None
-    """From here on between two saves, where they come by time."""
-    local: bool = False
-    """On the nodes' own disks."""
-
-
 @dataclass
-class _Saving:
-    """A save under way."""
+class Saving:
+    """A save: under way, then whole on disk."""
 
     step: int
     final: bool
@@ -227,10 +86,17 @@ class _Saving:
     """Training continues meanwhile."""
     began: float
     """By time.perf_counter."""
-    stall: float
-    """Seconds that training stood still for it so far."""
+    stall_seconds: float
+    """Training stood still for it so far."""
     local: bool = False
     """On the nodes' own disks."""
+    path: Path = Path()
+    written: WrittenCheckpoint | None = None
+    """What the threads of all ranks made of it."""
+    seconds: float = 0.0
+    """From its begin until it was whole."""
+    every_seconds: float | None = None
+    """From here on between two saves, where they come by time."""
 
 
 class _EvalStopped(Exception):
@@ -242,7 +108,7 @@ class NothingLeft(Exception):
 
 
 @contextmanager
-def untouched_random_state() -> Any:
+def untouched_random_state() -> Iterator[None]:
     """Leave the random state of Python, NumPy and torch as it was: an evaluation must not move the dropout of training.
 
     A DataLoader draws its base seed from torch's global generator each time it is iterated.
@@ -257,11 +123,18 @@ def untouched_random_state() -> Any:
         np.random.set_state(numpy)
 
 
-class RankTrainer(ZeroTrainer):
-    """What a rank's trainers share. ``fence`` raises UserError where another attempt has taken over; rank 0 asks each step."""
+class RankTrainer(Base):  # type: ignore[misc]
+    """What a rank's trainers share: TRL's trainer on every axis of accelerate's mesh, and under DeepSpeed.
+
+    ``fence`` raises UserError where another attempt has taken over; rank 0 asks each step.
+
+    accelerate 1.15 makes the mesh, gives the ranks of one tp or cp group the same batch and shards over the rest. The two
+    other things that it does are replaced: ``_prepare_tp`` imports what transformers 5.23 no longer has, ``_prepare_cp`` knows
+    CUDA only.
+    """
 
     _writer: StateWriter | None = None
-    _saving: _Saving | None = None
+    _saving: Saving | None = None
     """The save that is being written; its checkpoint does not exist yet."""
     _copies = False
     """A state has been copied: the optimizer waits for copies."""
@@ -281,20 +154,21 @@ class RankTrainer(ZeroTrainer):
     def __init__(
         self,
         *args: Any,
-        store: CheckpointFolders,
-        stop: StopFlag,
-        on_checkpoint: Callable[[SavedCheckpoint], None],
+        loading: Loading,
+        store: CheckpointStore,
+        attempt: Attempt,
+        on_checkpoint: Callable[[Saving], None],
         on_removed: Callable[[Path], None],
-        checkpoint_extra: Callable[[Path], None],
-        heartbeat: Heartbeat,
-        fence: Callable[[], None],
         **kwargs: Any,
     ) -> None:
         restricted.install()
+        self.loading, self.startup = loading, loading.startup
         super().__init__(*args, **kwargs)
+        self._split()
         self.group = Group()
-        self.store, self.stop, self.heartbeat, self.fence = store, stop, heartbeat, fence
-        self.on_checkpoint, self.on_removed, self.checkpoint_extra = on_checkpoint, on_removed, checkpoint_extra
+        self.store, self.resolved, self.stop = store, attempt.resolved, attempt.stop
+        self.heartbeat, self.fence = attempt.heartbeat, attempt.fence
+        self.on_checkpoint, self.on_removed = on_checkpoint, on_removed
         self.stopping = False
         """All ranks agreed to stop after the current step."""
         self.eval_skipped = False
@@ -315,6 +189,52 @@ class RankTrainer(ZeroTrainer):
         """All ranks save behind this step."""
         self._bad_loss: float | None = None
         self._resumed: Mapping[str, Any] = {}
+
+    # -- the mesh and the engine ----------------------------------------------------------------------------------
+
+    def _split(self) -> None:
+        """Split the model over tp, and have it attend over the ranks of cp."""
+        if (sizes := self.accelerator.parallelism_config) is None:
+            return
+        # On the instance: other trainings in the same process keep accelerate's own.
+        self.accelerator._prepare_tp = self.accelerator._prepare_cp = lambda *given: given
+        mesh = self.accelerator.torch_device_mesh
+        if sizes.tp_enabled:
+            tensor.split(self.model, mesh["tp"], upcast=self.accelerator.mixed_precision != "no")
+        if sizes.cp_enabled:
+            context.install(self.model, mesh["cp"])
+
+    def my_inputs(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """This rank's part of each sequence where its group shares them."""
+        sizes = self.accelerator.parallelism_config
+        if sizes is None or not sizes.cp_enabled or sizes.cp_size == 1:
+            return inputs
+        rank = self.accelerator.torch_device_mesh["cp"].get_local_rank()
+        return context.share_of(inputs, rank, int(sizes.cp_size), int(self.processing_class.pad_token_id))
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> tuple[Any, Any]:  # noqa: ARG002
+        """Replaces the Trainer's, which cuts with torch's CUDA-only context."""
+        return contextlib.nullcontext, self.my_inputs(inputs)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        with self.startup.part("sharding"):
+            self.loading.upcast(self.model, self.accelerator.mixed_precision)
+            prepared = super()._prepare_for_training(*args, **kwargs)
+            self.loading.remove()
+            return prepared
+
+    @property
+    def engine(self) -> Any | None:
+        """DeepSpeed's engine once the model has been wrapped, else None."""
+        wrapped = getattr(self.accelerator, "deepspeed_engine_wrapped", None)
+        return wrapped.engine if wrapped is not None else None
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """The last thing that the Trainer does between making the engine and loading a checkpoint into it."""
+        made = super().create_scheduler(*args, **kwargs)
+        if (engine := self.engine) is not None:
+            deepspeed.take_over(engine, self.refuse_step)
+        return made
 
     # -- what is measured ------------------------------------------------------------------------------------------
 
@@ -345,18 +265,15 @@ class RankTrainer(ZeroTrainer):
         """The last thing that the Trainer does before the optimizer step: refuse a step that is not finite anywhere."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) if norm is not None else 0.0
-        bad = [float(self._bad_loss is not None), float(not math.isfinite(value))]
-        if any(self.group.maximum(bad)):
-            self._raise_non_finite(
-                f"loss {self._bad_loss}" if bad[0] else f"gradient norm {value}" if bad[1] else "finite here"
-            )
+        self.refuse_step(self._bad_loss, math.isfinite(value), f"gradient norm {value}")
         return norm
 
-    def refuse_step(self, loss: float | None, gradients: bool) -> None:
-        """DeepSpeed steps before the Trainer sees a gradient norm: its engine asks here."""
-        bad = [float(loss is not None), float(not gradients)]
-        if any(self.group.maximum(bad)):
-            self._raise_non_finite(f"loss {loss}" if bad[0] else "gradients" if bad[1] else "finite here")
+    def refuse_step(self, loss: float | None, finite: bool, what: str = "gradients") -> None:
+        """Raise UserError on all ranks where one has a ``loss`` that is not finite, or gradients. DeepSpeed steps before the
+        Trainer sees a gradient norm: its engine asks here.
+        """
+        if any(self.group.maximum([float(loss is not None), float(not finite)])):
+            self._raise_non_finite(f"loss {loss}" if loss is not None else "finite here" if finite else what)
 
     def _raise_non_finite(self, own: str, fix: str | None = None) -> None:
         self.finish_save()  # of a step before: it is good
@@ -379,7 +296,12 @@ class RankTrainer(ZeroTrainer):
 
         Raises UserError (exit 75), on all ranks alike, where another attempt has taken over.
         """
-        superseded = self._find_superseded()
+        superseded: UserError | None = None
+        if self.group.rank == 0:  # the others need not ask: file systems answer nodes at different times
+            try:
+                self.fence()
+            except UserError as error:
+                superseded = error
         saving = float(self._saving is not None and not self._saving.future.done())
         due = float(self._find_due()) if mine and self.group.rank == 0 else 0.0
         values = [float(self.stop.is_set), float(memory_bytes), float(superseded is not None), saving, due]
@@ -410,15 +332,6 @@ class RankTrainer(ZeroTrainer):
                 return kind
         return 0
 
-    def _find_superseded(self) -> UserError | None:
-        """What the fence says to rank 0. The others need not ask: file systems answer nodes at different times."""
-        if self.group.rank == 0:
-            try:
-                self.fence()
-            except UserError as error:
-                return error
-        return None
-
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         self.heartbeat("eval", self.state.global_step)
         if self.agree():
@@ -427,10 +340,9 @@ class RankTrainer(ZeroTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Raises NothingLeft where no step is to follow an evaluation ahead of the first step of this attempt."""
-        guard: AbstractContextManager[None] = untouched_random_state()
         metrics: dict[str, float] = {}
         try:
-            with guard:
+            with untouched_random_state():
                 metrics = super().evaluate(*args, **kwargs)
         except _EvalStopped:
             self.eval_skipped = True
@@ -440,18 +352,22 @@ class RankTrainer(ZeroTrainer):
             self.control.should_evaluate = False
             self.control.should_save = True
             self.control.should_training_stop = True
-        self._check_eval_loss(metrics.get("eval_loss", 0.0))
-        if self.state.global_step == self.start_step and (self.stopping or self.is_at_end):
-            raise NothingLeft  # the Trainer would take one step more before it looks whether it should stop
-        return metrics
-
-    def _check_eval_loss(self, loss: float) -> None:
+        finally:
+            # FSDP2 leaves the last group of layers gathered for a backward pass. A save that follows would meet whole
+            # parameters: the digest of a rank's part is that of the whole, and torch cannot free what it looked at.
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        loss = metrics.get("eval_loss", 0.0)
         if any(self.group.maximum([float(not math.isfinite(loss))])):
             fix = (
                 "look at the eval split (a conversation without a labelled token within train.max_length?), at the base "
                 "model's weights, or lower train.learning_rate"
             )
             self._raise_non_finite("finite here" if math.isfinite(loss) else f"eval loss {loss}", fix)
+        if self.state.global_step == self.start_step and (self.stopping or self.is_at_end):
+            raise NothingLeft  # the Trainer would take one step more before it looks whether it should stop
+        return metrics
 
     @property
     def is_at_end(self) -> bool:
@@ -508,7 +424,7 @@ class RankTrainer(ZeroTrainer):
             self.tier = self.tier and self.tier.on(ranks)
         return self._writer
 
-    def _start(self, folder: Path | None, meta: Mapping[str, Any], state: RankState, began: float, *, local: bool) -> _Saving:
+    def _start(self, folder: Path | None, meta: Mapping[str, Any], state: RankState, began: float, *, local: bool) -> Saving:
         """Have the state written, from a copy where training continues."""
         writer = self.writer
         for cadence in (None if local else self.cadence, self.local_cadence):
@@ -531,13 +447,13 @@ class RankTrainer(ZeroTrainer):
             self.optimizer.optimizer.register_step_pre_hook(self._wait_for_copy)
         future = writer.start(int(meta["step"]), state, meta, folder, tier, copied=copied)
         stall = time.perf_counter() - began
-        return _Saving(int(meta["step"]), bool(meta["final"]), future, behind, began, stall, local)
+        return Saving(int(meta["step"]), bool(meta["final"]), future, behind, began, stall, local)
 
     def _wait_for_copy(self, *_: Any) -> None:
         """Before each optimizer step: what is being copied must not change."""
         seconds = self.writer.wait_for_copy()
         if self._saving is not None:
-            self._saving.stall += seconds
+            self._saving.stall_seconds += seconds
 
     def finish_save(self) -> None:
         """Wait until the save under way is whole on disk; returns at once where there is none. All ranks call this together.
@@ -550,7 +466,7 @@ class RankTrainer(ZeroTrainer):
         self.heartbeat("save", self._saving.step)
         while any(self.group.maximum([float(not self._saving.future.done())])):  # no rank waits in a collective for long
             wait([self._saving.future], timeout=1.0)
-        self._saving.stall += time.perf_counter() - began
+        self._saving.stall_seconds += time.perf_counter() - began
         self._commit()
 
     def _commit(self) -> None:
@@ -559,23 +475,27 @@ class RankTrainer(ZeroTrainer):
         saving, self._saving = self._saving, None
         step = saving.step
         try:
-            written = saving.future.result()
+            saving.written = saving.future.result()
         except NotFinite as error:
             raise self._non_finite(step, [f"rank {rank}: trained parameters" for rank in error.ranks]) from None
         except (NotSaved, OSError) as error:
             what, stored = (str(error), error.stored) if isinstance(error, NotSaved) else (describe_error(error), True)
             if not saving.local:
                 raise self._not_saved(step, what, stored=stored) from error
-            self._give_up_local(step, what)  # shared storage holds the one before: no reason to stop
+            self.local_cadence = None  # of all ranks. Shared storage holds the one before: no reason to stop
+            if self.group.rank == 0:
+                text = f"warning: the local checkpoint of step {step} was not saved, and none is from here on: {what}"
+                self.store.tell(text)
+            self.heartbeat("train", self.state.global_step)
             return
         cadence = self.local_cadence if saving.local else self.cadence
         if cadence is not None:
-            cadence.measured(saving.stall, written.seconds)
+            cadence.measured(saving.stall_seconds, saving.written.seconds)
+            saving.every_seconds = cadence.seconds()
         store: Any = self.tier if saving.local else self.store
-        every = cadence.seconds() if cadence is not None else None
-        took = (time.perf_counter() - saving.began, written.copy_seconds, saving.stall, written.seconds, every, saving.local)
-        self.on_checkpoint(SavedCheckpoint(step, store.path(step), written.bytes, saving.final, *took))
-        for gone in written.removed:
+        saving.path, saving.seconds = store.path(step), time.perf_counter() - saving.began
+        self.on_checkpoint(saving)
+        for gone in saving.written.removed:
             self.on_removed(gone)
         self.heartbeat("train", self.state.global_step)
 
@@ -584,30 +504,16 @@ class RankTrainer(ZeroTrainer):
         if not tier.off:
             self.tier, self.local_cadence = tier, cadence
 
-    def _give_up_local(self, step: int, what: str) -> None:
-        """No further local saves in this attempt: all ranks know why."""
-        self.local_cadence = None
-        if self.group.rank == 0:
-            text = f"warning: the local checkpoint of step {step} was not saved, and none is from here on: {what}"
-            self.store.tell(text)
-        self.heartbeat("train", self.state.global_step)
-
     def _not_saved(self, step: int, what: str, *, stored: bool = True) -> UserError:
         folder = self.store.path(step)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         need = 3 * sum(deepspeed.elements(p) * p.element_size() for p in trained)  # the parameters and AdamW's two moments
         free = free_bytes(folder)
         room = f" ({free / 1e6:.1f} MB free, it needs about {need / 1e6:.1f} MB)" if free is not None else ""
-        return UserError(
-            Problem(
-                f"the checkpoint of step {step} was not saved: {what}{room}",
-                file=str(folder),
-                fix="free space or fix the storage, then run the same command again: it resumes from the last whole one"
-                if stored
-                else "run the same command again: it resumes from the last whole one",
-            ),
-            ExitCode.STORAGE if stored else ExitCode.FAILED,
-        )
+        fix = "run the same command again: it resumes from the last whole one"
+        fix = f"free space or fix the storage, then {fix}" if stored else fix
+        problem = Problem(f"the checkpoint of step {step} was not saved: {what}{room}", file=str(folder), fix=fix)
+        return UserError(problem, ExitCode.STORAGE if stored else ExitCode.FAILED)
 
     def _collect(self, folder: Path | None) -> RankState:
         """What this rank puts into a checkpoint. DeepSpeed writes its own part into ``folder``; small files are bytes here."""
@@ -633,7 +539,8 @@ class RankTrainer(ZeroTrainer):
                     if isinstance(callback, ExportableState):
                         self.state.stateful_callbacks[type(callback).__name__] = callback.state()
                 self.state.save_to_json(str(aside / TRAINER_STATE_NAME))
-                self.checkpoint_extra(aside)
+                # So that it can be exported without its run folder.
+                (aside / "recipe.json").write_text(json.dumps(self.resolved.as_dict(), indent=1) + "\n")
             if folder is None:
                 files = (path for path in aside.rglob("*") if path.is_file())
                 found.small = {path.relative_to(aside).as_posix(): path.read_bytes() for path in files}
@@ -669,7 +576,10 @@ class RankTrainer(ZeroTrainer):
 
     def resume_with(self, meta: Mapping[str, Any]) -> None:
         """Take what TRL does not restore (tokens seen), and what the restored state must be equal to."""
-        self.check_world_of(int(meta.get("world_size", 0)), self.group.world_size)
+        saved, now = int(meta.get("world_size", 0)), self.group.world_size
+        if self.is_deepspeed_enabled and saved not in (0, now):
+            text = f"the checkpoint is of {saved} ranks, this attempt has {now}: DeepSpeed cannot lay its parts out again"
+            raise UserError(Problem(text, fix=f"continue with {saved} ranks, or export it and start from that"))
         self.start_step = int(meta.get("step", 0))
         self._total_train_tokens = int(meta.get("tokens", 0))
         self._resumed = meta
@@ -688,7 +598,7 @@ class RankTrainer(ZeroTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._is_fsdp1:
-            fsdp1.save(self.accelerator, self.model, self.optimizer, Path(output_dir))
+            _save_fsdp1(self.accelerator, self.model, self.optimizer, Path(output_dir))
         else:
             super()._save_optimizer_and_scheduler(output_dir)
         if self.group.rank == 0 and self._has_own_scheduler:
@@ -727,19 +637,19 @@ class RankTrainer(ZeroTrainer):
         return bool(self.args.parallel_mode == ParallelMode.DISTRIBUTED)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        with restricted.reading(resume_from_checkpoint):
+        with self.startup.part("resume"), restricted.reading(resume_from_checkpoint):
             restricted.check(Path(resume_from_checkpoint))
             if self._is_fsdp1 and isinstance(self.accelerator.unwrap_model(self.model), PeftModel):
-                fsdp1.load_adapter(model or self.model, Path(resume_from_checkpoint))
+                _load_fsdp1_adapter(model or self.model, Path(resume_from_checkpoint))
             else:
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and self._is_reshaped:
+        if checkpoint is None:
+            return
+        if self._is_reshaped:
             # The states of other ranks: each draws from a seed of its own, as at the start of a run.
             set_seed((self.args.seed + self.start_step * self.group.world_size + self.group.rank) % 2**32)
-            return
-        if checkpoint is None:
             return
         with restricted.reading(checkpoint):
             states = values.load(Path(checkpoint), values.random_of(self.group.rank, self.group.world_size))
@@ -757,7 +667,7 @@ class RankTrainer(ZeroTrainer):
             return
         with restricted.reading(checkpoint):
             if self._is_fsdp1:
-                fsdp1.load_optimizer(self.model, self.optimizer, Path(checkpoint))
+                _load_fsdp1_optimizer(self.model, self.optimizer, Path(checkpoint))
             elif self.is_fsdp_enabled:
                 plugin = self.accelerator.state.fsdp_plugin
                 load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, checkpoint, adapter_only=True)
@@ -767,14 +677,9 @@ class RankTrainer(ZeroTrainer):
                 self.lr_scheduler.load_state_dict(self._stored(checkpoint, values.SCHEDULER))
         same = self._holds_other_ranks(Path(checkpoint)) if self._is_reshaped else self._holds_what_it_held()
         if wrong := [str(rank) for rank, ok in enumerate(self.group.gather(same)) if not ok]:
-            raise UserError(
-                Problem(
-                    f"parameters or optimizer state of rank {', '.join(wrong)} after loading are not those that were saved",
-                    file=checkpoint,
-                    fix="resume with the versions that wrote it (run.json names them)",
-                ),
-                ExitCode.FAILED,
-            )
+            text = f"parameters or optimizer state of rank {', '.join(wrong)} after loading are not those that were saved"
+            fix = "resume with the versions that wrote it (run.json names them)"
+            raise UserError(Problem(text, file=checkpoint, fix=fix), ExitCode.FAILED)
 
     @staticmethod
     def _stored(checkpoint: str, name: str) -> Any:
@@ -857,3 +762,38 @@ def state_parts(model: Any, optimizer: Any) -> list[torch.Tensor]:
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = [*parameters, *(value for p in parameters for _, value in sorted(inner.state.get(p, {}).items()))]
     return [local(tensor) for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+# -- FSDP1 ----------------------------------------------------------------------------------------------------------------
+# The stock way loses the adapter and the optimizer state, without a message. Seen with accelerate 1.15, peft 0.20, torch 2.13:
+# ``set_peft_model_state_dict`` looks for keys without the prefixes of FSDP1's and activation checkpointing's wrappers, torch
+# skips what it does not find, and a resumed run starts over from a fresh adapter with exit code 0. torch's own state-dict
+# functions know these wrappers.
+
+
+def _load_fsdp1_adapter(model: Any, checkpoint: Path) -> None:
+    """Load an adapter-only sharded checkpoint into the wrapped model. The files name tensors without the adapter's name."""
+    trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    stored = {name.replace(".default.", "."): name for name in trained}
+    shards = {"model": {name: trained[own] for name, own in stored.items()}}
+    dcp.load(shards, storage_reader=dcp.FileSystemReader(checkpoint / f"{FSDP_MODEL_NAME}_0"))
+    loaded = {own: shards["model"][name] for name, own in stored.items()}
+    set_model_state_dict(model, loaded, options=StateDictOptions(strict=False))
+
+
+def _save_fsdp1(accelerator: Any, model: Any, optimizer: Any, checkpoint: Path) -> None:
+    """Write the model's shards as accelerate does, and the optimizer state by parameter name."""
+    adapter_only = isinstance(accelerator.unwrap_model(model), PeftModel)
+    save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, str(checkpoint), adapter_only=adapter_only)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    state = get_optimizer_state_dict(model, inner, options=StateDictOptions(ignore_frozen_params=True))
+    dcp.save({"optimizer": state}, storage_writer=dcp.FileSystemWriter(checkpoint / f"{OPTIMIZER_NAME}_0"))
+
+
+def _load_fsdp1_optimizer(model: Any, optimizer: Any, checkpoint: Path) -> None:
+    """Load what :func:`_save_fsdp1` wrote."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    options = StateDictOptions(ignore_frozen_params=True)
+    state = {"optimizer": get_optimizer_state_dict(model, inner, options=options)}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint / f"{OPTIMIZER_NAME}_0"))
+    set_optimizer_state_dict(model, inner, state["optimizer"], options=options)

@@ -108,7 +108,7 @@ def test_waiting_for_a_turn_is_no_part_of_a_step(tmp_path: Path, monkeypatch: py
     def waited(_steps: int) -> None:
         clock.now += 100.0
 
-    monkeypatch.setattr(turns, "_wait_for", waited)
+    monkeypatch.setattr(turns, "wait_for_end", waited)
     watch = Stopwatch(BenchSchedule(warmup=1, steps=2, profiled=1), tmp_path / "r.json", turns)
     control = SimpleNamespace(should_save=True)
     for _ in range(4):

@@ -181,10 +181,7 @@ def test_a_neighbour_is_a_rank_of_the_next_node() -> None:
         (["save.local.path=/disk"], "auto beside save.local"),
         (["save.local.path=/disk", "save.every=4", "save.local.every=4"], "not below save.every=4"),
         (["save.local.path=/disk", "save.every=1h", "save.local.every=90m"], "not below save.every=1h"),
-        (
-            ["save.local.path=/disk", "save.every=4", "accelerate.distributed_type=MULTI_GPU"],
-            "are for FSDP2, this is MULTI_GPU",
-        ),
+        (["save.local.path=/x", "save.every=4", "accelerate.distributed_type=MULTI_GPU"], "are for FSDP2, this is MULTI_GPU"),
     ],
 )
 def test_a_section_that_cannot_be_is_refused(words: list[str], message: str) -> None:

@@ -15,14 +15,7 @@ from clustertune.events import read_events, read_object
 from clustertune.report.metrics import MetricsReader
 from clustertune.rundir import RunDir
 
-META = {
-    "step": 4,
-    "tokens": 8123,
-    "epoch": 0.25,
-    "final": False,
-    "eval_skipped": False,
-    "state_digests": ["ab" * 32, "cd" * 32],
-}
+META = {"step": 4, "tokens": 8123, "epoch": 0.25, "final": False, "eval_skipped": False, "state_digests": ["ab" * 32]}
 
 
 @pytest.fixture(scope="module")

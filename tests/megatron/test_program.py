@@ -23,7 +23,7 @@ from clustertune.megatron.bridge import Bridge
 from clustertune.process import StopFlag
 from clustertune.report.metrics import read_metrics
 from clustertune.rundir import RunDir
-from clustertune.training.heartbeat import Heartbeat
+from clustertune.training.heartbeat import Attempt, Heartbeat
 from tests.megatron.standin import Loop
 
 GIVEN = "of the user"
@@ -48,7 +48,7 @@ class OneRank(Bridge):
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One process: what the last rank has is what this one has."""
-    monkeypatch.setattr("clustertune.megatron.bridge._from_last", lambda value: None if value is None else float(value))
+    monkeypatch.setattr("clustertune.megatron.bridge.from_last", lambda value: None if value is None else float(value))
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 123)
     monkeypatch.setattr(OneRank, "fetched", tmp_path)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
@@ -60,13 +60,16 @@ def go(run: RunDir, resolved: Resolved, number: int = 1, stop: StopFlag | None =
     run.attempt(number).mkdir(parents=True, exist_ok=True)
     inputs._write_data(run.data, inputs.places(run.path)["data"])
     source, tokens = ("hub/base", "c" * 40), {"HF_TOKEN": GIVEN, "WANDB_API_KEY": "w"}
-    attempt = program.MegatronAttempt(run, resolved, number, stop, Heartbeat(), lambda: None, out, source, [], tokens)
-    bridge = OneRank.load(attempt.source, stop, resolved.recipe.model.name)
+    attempt = Attempt(run, resolved, number, stop, Heartbeat(), lambda: None, out, source, [], tokens)
+    bridge = OneRank.load(attempt.source, resolved.recipe.model.name)
     return program.train(attempt, bridge), out.getvalue()
 
 
-def test_a_run_to_its_end(run: RunDir, resolved: Resolved, loop: Loop) -> None:
-    """Converted once, saved under our names with our manifests, exported, final; metrics as every other run has them."""
+def test_a_run_to_its_end(run: RunDir, resolved: Resolved, loop: Loop, tmp_path: Path) -> None:
+    """Converted once, cut as the training is (no rank holds more than it trains), saved under our names with our manifests,
+    exported, final; metrics as every other run has them. The stage after it checks names, shapes and values of the adapter
+    against what PEFT expects of the recipe. A second attempt does nothing.
+    """
     code, output = go(run, resolved)
     assert code is ExitCode.OK, output
     found = [
@@ -85,18 +88,20 @@ def test_a_run_to_its_end(run: RunDir, resolved: Resolved, loop: Loop) -> None:
     assert metrics.steps[0].memory_bytes == 123 and metrics.steps[-1].tokens == 10 * 4 * 2048
     plan = json.loads((run.attempt(1) / program.PLAN_FILE).read_bytes())
     assert plan["sequences"] == {"train": 40, "eval": 8} and plan["configuration"]["train"]["train_iters"] == 10
-
-
-def test_what_was_exported_is_the_adapter_of_the_recipe(run: RunDir, resolved: Resolved, loop: Loop, tmp_path: Path) -> None:
-    """The stage after it checks names, shapes and values against what PEFT expects of the recipe."""
-    go(run, resolved)
+    made = loop.called("finalize")[0]
+    assert (made["tensor_model_parallel_size"], made["pipeline_model_parallel_size"]) == (8, 2)
+    assert made["params_dtype"] == made["pipeline_dtype"] and str(made["params_dtype"]) == "torch.bfloat16"
+    assert loop.called("from_hf_pretrained")[0] == (str(OneRank.fetched), {"torch_dtype": torch.bfloat16})
+    assert loop.called("destroy"), "the training makes its groups again"
+    peft = loop.config.peft
+    assert peft.target_modules == ["linear_q", "linear_k", "linear_v", "linear_proj"] and peft.dim == 32 and peft.alpha == 64
+    assert int(loop.config.train.exit_signal) == 10, "SIGUSR1, which the launcher sends"
+    assert loop.config.model.pipeline_dtype is not None and loop.config.checkpoint.pretrained_checkpoint.endswith(
+        "megatron/base"
+    )
     summary = export(inputs.exported(run.path), tmp_path / "adapter")
     assert summary["step"] == 10 and summary["tensors"] == len(loop.adapter)
     assert manifest.find_problems(tmp_path / "adapter", "adapter") == []
-
-
-def test_nothing_is_done_twice(run: RunDir, resolved: Resolved, loop: Loop) -> None:
-    go(run, resolved)
     before = len(loop.calls)
     code, output = go(run, resolved, 2)
     assert code is ExitCode.OK and "nothing is left to train" in output and len(loop.calls) == before
@@ -157,7 +162,7 @@ def test_a_failed_export_costs_no_step(run: RunDir, resolved: Resolved, loop: Lo
 
 def test_another_attempt_is_never_disturbed(run: RunDir, resolved: Resolved, loop: Loop) -> None:
     """One that was cut off while it trained raises at its next save, and writes no manifest."""
-    attempt = program.MegatronAttempt(run, resolved, 1, StopFlag(), Heartbeat(), lambda: None, io.StringIO(), ("b", None))
+    attempt = Attempt(run, resolved, 1, StopFlag(), Heartbeat(), lambda: None, io.StringIO(), ("b", None))
     run.attempt(1).mkdir(parents=True)
     inputs._write_data(run.data, inputs.places(run.path)["data"])
     calls = 0
@@ -170,24 +175,8 @@ def test_another_attempt_is_never_disturbed(run: RunDir, resolved: Resolved, loo
 
     attempt.fence = fence
     with pytest.raises(UserError, match="taken over"):
-        program.train(attempt, OneRank.load(attempt.source, None, "m"))
+        program.train(attempt, OneRank.load(attempt.source, "m"))
     assert calls and not (run.checkpoints / "step-000004" / manifest.MANIFEST).exists()
-
-
-def test_the_parts_are_those_of_the_training(run: RunDir, resolved: Resolved, loop: Loop) -> None:
-    """The conversion is cut as the training is: no rank holds more than it trains."""
-    go(run, resolved)
-    made = loop.called("finalize")[0]
-    assert (made["tensor_model_parallel_size"], made["pipeline_model_parallel_size"]) == (8, 2)
-    assert made["params_dtype"] == made["pipeline_dtype"] and str(made["params_dtype"]) == "torch.bfloat16"
-    assert loop.called("from_hf_pretrained")[0] == (str(OneRank.fetched), {"torch_dtype": torch.bfloat16})
-    assert loop.called("destroy"), "the training makes its groups again"
-    peft = loop.config.peft
-    assert peft.target_modules == ["linear_q", "linear_k", "linear_v", "linear_proj"] and peft.dim == 32 and peft.alpha == 64
-    assert int(loop.config.train.exit_signal) == 10, "SIGUSR1, which the launcher sends"
-    assert loop.config.model.pipeline_dtype is not None and loop.config.checkpoint.pretrained_checkpoint.endswith(
-        "megatron/base"
-    )
 
 
 def test_the_hub_is_asked_by_rank_0_with_the_token(run: RunDir, resolved: Resolved, loop: Loop) -> None:
@@ -244,4 +233,4 @@ def test_another_release_is_refused(loop: Loop, monkeypatch: pytest.MonkeyPatch,
     else:
         monkeypatch.setattr(sys.modules["megatron.bridge.package_info"], "__version__", version)
     with pytest.raises(UserError, match=says):
-        Bridge.load(("a", None), None, "a")
+        Bridge.load(("a", None), "a")

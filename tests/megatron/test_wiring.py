@@ -20,7 +20,7 @@ from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.megatron import inputs, program
 from clustertune.process import StopFlag
 from clustertune.rundir import RunDir
-from clustertune.training.heartbeat import Heartbeat
+from clustertune.training.heartbeat import Attempt, Heartbeat
 from tests.megatron.standin import Loop
 
 
@@ -52,9 +52,9 @@ def test_a_node_starts_the_ranks_by_torchrun(planned: RunDir, monkeypatch: pytes
 
 def test_a_rank_runs_the_program(planned: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its signals, its fence, the base model and the tokens."""
-    given: list[program.MegatronAttempt] = []
+    given: list[Attempt] = []
 
-    def train(attempt: program.MegatronAttempt) -> ExitCode:
+    def train(attempt: Attempt) -> ExitCode:
         given.append(attempt)
         return ExitCode.AGAIN
 

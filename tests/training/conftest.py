@@ -15,11 +15,11 @@ import pytest
 
 from tests.command import REPO, run, warm
 from tests.conftest import once
-from tests.training.benches import ZeroBench
+from tests.training.benches import Bench, make_bench
 from tests.training.forked import Forge
 
 RECIPE = "recipes/tiny-oasst2"
-SMALL = ["train.max_length=64", "train.save_steps=2", "train.eval_steps=2"]
+SMALL = ["train.max_length=64", "train.save_steps=2", "train.eval_steps=2", "data.eval_fraction=0.08"]
 ACCELERATE = ["-m", "accelerate.commands.launch", "--config_file", f"{RECIPE}/accelerate.yaml", "--num_machines", "1"]
 ACCELERATE += ["--machine_rank", "0", "--main_process_port", "0", "--num_processes"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
@@ -81,12 +81,9 @@ def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
 
 
 @pytest.fixture(scope="session")
-def zero_bench(forge: Forge, tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> ZeroBench:
+def bench(forge: Forge, tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Bench:
     """The tiny recipe under any distribution file, its data and base model copied from the prepared run."""
-    recipes = tmp_path_factory.mktemp("zero") / "recipes"
-    for name in ("_base", "tiny-oasst2"):
-        shutil.copytree(REPO / "recipes" / name, recipes / name)
-    return ZeroBench(forge, recipes / "tiny-oasst2", prepared, tmp_path_factory.mktemp("runs"))
+    return make_bench(forge, tmp_path_factory.mktemp("bench"), prepared=prepared)
 
 
 @pytest.fixture

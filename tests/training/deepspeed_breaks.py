@@ -39,16 +39,16 @@ def killed_in_a_save() -> None:
 
     from clustertune.training import deepspeed
 
-    save = deepspeed.Hashed.save
+    save = deepspeed.save_file
 
-    def killed(self: Any, state_dict: Any, path: str) -> None:
-        save(self, state_dict, path)
+    def killed(state_dict: Any, path: str, optimizer: Any) -> None:
+        save(state_dict, path, optimizer)
         if "global_step2" in path and "zero_pp_rank_1" in path and path.endswith("optim_states.pt"):
             with Path(path).open("r+b") as out:
                 out.truncate(100)
             os.kill(os.getpid(), 9)
 
-    deepspeed.Hashed.save = killed  # type: ignore[method-assign]
+    deepspeed.save_file = killed
 
 
 def changed_before_it_is_loaded() -> None:
@@ -56,18 +56,18 @@ def changed_before_it_is_loaded() -> None:
 
     from clustertune.training import deepspeed
 
-    load = deepspeed.Hashed.load
+    load = deepspeed.load_file
 
-    def late(self: Any, path: str, map_location: Any = None) -> Any:
+    def late(path: str) -> Any:
         if "zero_pp_rank_1" in path and path.endswith("optim_states.pt"):
             with Path(path).open("r+b") as out:
                 out.seek(-3000, 2)
                 byte = out.read(1)
                 out.seek(-1, 1)
                 out.write(bytes([byte[0] ^ 1]))
-        return load(self, path, map_location)
+        return load(path)
 
-    deepspeed.Hashed.load = late  # type: ignore[method-assign]
+    deepspeed.load_file = late
 
 
 def another_stage() -> None:
@@ -93,10 +93,10 @@ def not_followed() -> None:
 
 def whole_models() -> None:
     """Rank 0 maps the files and sends, as transformers does without this project."""
-    from clustertune.training import loading_zero
+    from clustertune.training import loading
 
-    loading_zero.why_not = lambda model: "taken away"
-    loading_zero.send_nothing_empty = lambda: lambda: None
+    loading.why_not_parts = lambda model: "taken away"
+    loading.send_nothing_empty = lambda: lambda: None
 
 
 def torn_on_one_rank() -> None:

@@ -174,7 +174,7 @@ def _rank(request: dict[str, Any], rank: int, port: int) -> int:
     if request.get("breaks"):
         from clustertune.training import accelerate_env
 
-        accelerate_env.apply(Path(request["accelerate"]), request["ranks"])
+        accelerate_env.apply(config, request["ranks"])
         (BREAKS.get(request["breaks"]) or pkgutil.resolve_name(request["breaks"]))()
     return program.main(Path(request["folder"]), request["attempt"], quiet=True)
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from clustertune.chain import open_run
-from clustertune.config.resolve import resolve
-from tests.command import REPO, events, run
+from tests.command import events
+from tests.training.benches import DDP, curve, distributed, make_bench
 from tests.training.forked import FSDP2, Forge
 
 pytestmark = [pytest.mark.jobs, pytest.mark.timeout(1800)]
@@ -27,48 +24,19 @@ SOME = ["activation_checkpointing.ratio=0.5", "activation_checkpointing.save=[at
 REGIONAL = {"dynamo_backend": "AOT_EAGER", "dynamo_use_regional_compilation": True}
 """All of the compiler but for the code that it writes at the end, which takes minutes and changes no number that is asked
 for here; INDUCTOR is the backend of a training."""
-DDP = {"distributed_type": "MULTI_GPU"}
 Train = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
-    yield from trains(tmp_path_factory.mktemp("compiled"), SAME)
+def train(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    return trains(forge, tmp_path_factory.mktemp("compiled"), SAME)
 
 
-def trains(folder: Path, same: Sequence[str]) -> Iterator[Train]:
-    """Trains the tiny recipe with the settings ``same`` under an accelerate file with overrides; returns the run folder."""
-    recipe = folder / "tiny"
-    shutil.copytree(REPO / "recipes" / "tiny-oasst2", recipe)
-    shutil.copytree(REPO / "recipes" / "_base", folder / "_base")
-    done = run("run", recipe, "--run-dir", folder / "prepared", "--to", "prepare", *same)
-    assert done.code == 0, done.err
-    forge = Forge(folder / "log")
-
-    def one(name: str, accelerate: dict[str, Any], *more: str, breaks: str = "") -> Path:
-        (recipe / f"{name}.yaml").write_text(json.dumps(accelerate))
-        resolved = resolve(recipe, [*same, f"accelerate={name}.yaml", *more], ranks=2)
-        path = folder / name
-        open_run(resolved, path, ["test"]).write_own_files(resolved)
-        for part in ("data", "model"):
-            shutil.copytree(folder / "prepared" / part, path / part)
-        broken = {"breaks": breaks, "accelerate": str(path / "accelerate.yaml")} if breaks else {}
-        assert forge.run(path, 2, seconds=900, **broken) == [0, 0], (folder / "log").read_text()[-3000:]
-        return path
-
-    yield one
-    forge.end()
-
-
-def curve(path: Path) -> list[float]:
-    """Loss and gradient norm of each step, then the evaluation's loss."""
-    found = [value for e in events(path, "step") for value in (e["loss"], e["grad_norm"])]
-    return [*found, *(e["eval_loss"] for e in events(path, "eval"))]
-
-
-def distributed(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((path / "run.json").read_text())["distributed"]
-    return found
+def trains(forge: Forge, folder: Path, same: Sequence[str]) -> Train:
+    """Trains the tiny recipe with the settings ``same`` on two ranks under an accelerate file; returns the run folder."""
+    bench = make_bench(forge, folder, same)
+    bench.seconds = 900  # the compiler takes its time
+    return lambda name, accelerate, *more, **given: bench.train(name, 2, accelerate, *more, **given)
 
 
 def test_the_numbers_stay_what_they_are(train: Train) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from clustertune import manifest
 from clustertune.checkpoint.store import newest_whole, verify
 from clustertune.errors import UserError
 from tests.command import events
-from tests.training.benches import FULL, STAGES, ZeroBench, curve, output_of
+from tests.training.benches import FULL, STAGES, Bench, curve, output_of, problems
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")]
 BREAKS = "tests.training.deepspeed_breaks:"
@@ -23,15 +22,15 @@ TOLERANCE = 2e-5
 """Of losses near 8.3 and norms near 1, in float32: the same sums in another order, over three steps of Adam."""
 
 
-@pytest.fixture(scope="module")
-def bench(zero_bench: ZeroBench) -> ZeroBench:
-    return zero_bench
+def make(bench: Bench, name: str, *more: str, ranks: int = 2) -> Path:
+    """A run folder whose next stage is the training under DeepSpeed."""
+    return bench.make(name, ranks, bench.zero(name), *more)
 
 
 @pytest.fixture(scope="module")
-def trained(bench: ZeroBench) -> Path:
+def trained(bench: Bench) -> Path:
     """A finished run under ZeRO-3, checkpoints at steps 1, 2 and 3."""
-    path = bench.zero("zero3", "train.save_steps=1")
+    path = make(bench, "zero3", "train.save_steps=1")
     assert bench.go(path) == [0, 0], output_of(path)
     return path
 
@@ -46,10 +45,9 @@ def digests(path: Path) -> Any:
     return manifest.read_manifest(newest(path)).meta["state_digests"]
 
 
-def refusal(path: Path, attempt: int, rank: int) -> Mapping[str, Any]:
-    """What a rank left: its code, and its problems as one text."""
-    record = json.loads((path / f"attempts/{attempt:04d}/rank-{rank}.json").read_text().strip("\0 "))
-    return {"code": record["code"], "text": json.dumps(record["problems"])}
+def refusal(path: Path, attempt: int, rank: int) -> str:
+    """The problems that a rank left, as one text."""
+    return json.dumps(problems(path, rank, attempt))
 
 
 def oracle(checkpoint: Path) -> dict[str, Any]:
@@ -59,9 +57,9 @@ def oracle(checkpoint: Path) -> dict[str, Any]:
     return dict(get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), exclude_frozen_parameters=True))
 
 
-def test_zero3_is_what_it_says_and_trains_as_one_process(bench: ZeroBench, trained: Path) -> None:
+def test_zero3_is_what_it_says_and_trains_as_one_process(bench: Bench, trained: Path) -> None:
     """Losses, norms and evaluation of the single process; parts of parameters and of state on each rank."""
-    assert curve(trained) == pytest.approx(bench.alone(), abs=TOLERANCE)
+    assert curve(trained) == pytest.approx(curve(bench.alone()), abs=TOLERANCE)
     found = json.loads((trained / "run.json").read_text())["distributed"]
     zero = found["deepspeed"]
     assert (found["type"], zero["stage"], zero["train_batch_size"], zero["gradient_accumulation_steps"]) == (
@@ -82,18 +80,18 @@ def test_zero3_is_what_it_says_and_trains_as_one_process(bench: ZeroBench, train
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3-offload"])
-def test_every_stage_trains_as_one_process(bench: ZeroBench, name: str) -> None:
+def test_every_stage_trains_as_one_process(bench: Bench, name: str) -> None:
     """And is what its file says."""
-    path = bench.zero(name)
+    path = make(bench, name)
     assert bench.go(path) == [0, 0], output_of(path)
-    assert curve(path) == pytest.approx(bench.alone(), abs=TOLERANCE)
+    assert curve(path) == pytest.approx(curve(bench.alone()), abs=TOLERANCE)
     found = json.loads((path / "run.json").read_text())["distributed"]["deepspeed"]
     assert found["stage"] == STAGES[name]["stage"]
     assert found["state_share"] == pytest.approx(0.5 if found["stage"] else 1, abs=0.01)
     assert found["offload_param"] == found["offload_optimizer"] == ("cpu" if name == "zero3-offload" else "none")
 
 
-def test_a_damaged_part_is_passed_over_and_the_rest_goes_on_the_same(bench: ZeroBench, trained: Path, tmp_path: Path) -> None:
+def test_a_damaged_part_is_passed_over_and_the_rest_goes_on_the_same(bench: Bench, trained: Path, tmp_path: Path) -> None:
     """A byte of rank 1's part of the last checkpoint; the one before it leads to the same bytes."""
     path = tmp_path / "run"
     shutil.copytree(trained, path)
@@ -109,19 +107,19 @@ def test_a_damaged_part_is_passed_over_and_the_rest_goes_on_the_same(bench: Zero
 
 
 @pytest.mark.jobs
-def test_a_part_that_changes_after_the_look_is_not_loaded(bench: ZeroBench, trained: Path, tmp_path: Path) -> None:
+def test_a_part_that_changes_after_the_look_is_not_loaded(bench: Bench, trained: Path, tmp_path: Path) -> None:
     """Each rank compares the hash of what it reads: DeepSpeed's loader would run what a file holds."""
     path = tmp_path / "run"
     shutil.copytree(trained, path)
     shutil.rmtree(path / "checkpoints" / "step-000003")
     codes = bench.go(path, attempt=2, breaks=BREAKS + "changed_before_it_is_loaded")
-    assert codes[1] == 2 and "SHA-256" in refusal(path, 2, 1)["text"]
+    assert codes[1] == 2 and "SHA-256" in refusal(path, 2, 1)
 
 
 @pytest.mark.jobs
-def test_a_kill_in_the_middle_of_a_save_loses_that_save_only(bench: ZeroBench, trained: Path) -> None:
+def test_a_kill_in_the_middle_of_a_save_loses_that_save_only(bench: Bench, trained: Path) -> None:
     """Half a file and no manifest: the next attempt resumes from the checkpoint before, to the same bytes."""
-    path = bench.zero("zero3", "train.save_steps=1")
+    path = make(bench, "zero3", "train.save_steps=1")
     assert -9 in bench.go(path, breaks=BREAKS + "killed_in_a_save", seconds=60)
     assert not (path / "checkpoints/step-000002" / manifest.MANIFEST).exists()
     assert bench.go(path, attempt=2) == [0, 0], output_of(path)
@@ -130,9 +128,9 @@ def test_a_kill_in_the_middle_of_a_save_loses_that_save_only(bench: ZeroBench, t
 
 
 @pytest.mark.jobs
-def test_an_agreed_stop_saves_and_the_next_attempt_ends_the_same(bench: ZeroBench, trained: Path) -> None:
+def test_an_agreed_stop_saves_and_the_next_attempt_ends_the_same(bench: Bench, trained: Path) -> None:
     """One rank is asked; all save at the same step."""
-    path = bench.zero("zero3", "train.save_steps=3")
+    path = make(bench, "zero3", "train.save_steps=3")
     assert bench.go(path, breaks="stop") == [75, 75], output_of(path)
     assert newest(path).name == "step-000002"
     assert bench.go(path, attempt=2) == [0, 0], output_of(path)
@@ -141,28 +139,28 @@ def test_an_agreed_stop_saves_and_the_next_attempt_ends_the_same(bench: ZeroBenc
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_a_loss_that_is_not_finite_stops_before_deepspeed_steps(bench: ZeroBench, name: str) -> None:
+def test_a_loss_that_is_not_finite_stops_before_deepspeed_steps(bench: Bench, name: str) -> None:
     """Its gradients are finite, and the step is inside DeepSpeed: without the guard the second step has been taken."""
     steps = {}
     for breaks in ("infinite_loss", "infinite_loss_without_guard"):
-        path = bench.zero(name)
+        path = make(bench, name)
         assert set(bench.go(path, breaks=BREAKS + breaks)) != {0}
-        assert "stopped before the optimizer step" in refusal(path, 1, 1)["text"]
+        assert "stopped before the optimizer step" in refusal(path, 1, 1)
         steps[breaks] = [(path / f"steps-{rank}").read_text() for rank in (0, 1)]
         assert not (path / "checkpoints").exists() or not list((path / "checkpoints").glob("*/MANIFEST.json"))
     assert steps == {"infinite_loss": ["1", "1"], "infinite_loss_without_guard": ["2", "2"]}
 
 
 @pytest.mark.jobs
-def test_other_ranks_and_another_stage_are_refused(bench: ZeroBench, trained: Path, tmp_path: Path) -> None:
+def test_other_ranks_and_another_stage_are_refused(bench: Bench, trained: Path, tmp_path: Path) -> None:
     """ZeRO's parts cannot be laid out again; an engine that is not what the file says trains nothing."""
-    path = bench.zero("zero3", ranks=1)
+    path = make(bench, "zero3", ranks=1)
     shutil.copytree(trained / "checkpoints", path / "checkpoints")
     shutil.rmtree(path / "checkpoints" / "step-000003")
-    assert bench.go(path, ranks=1) != [0] and "is of 2 ranks, this attempt has 1" in refusal(path, 1, 0)["text"]
-    path = bench.zero("zero3")
+    assert bench.go(path, ranks=1) != [0] and "is of 2 ranks, this attempt has 1" in refusal(path, 1, 0)
+    path = make(bench, "zero3")
     bench.go(path, breaks=BREAKS + "another_stage")
-    assert "runs with stage 1, the recipe says 3" in refusal(path, 1, 0)["text"] and not events(path, "step")
+    assert "runs with stage 1, the recipe says 3" in refusal(path, 1, 0) and not events(path, "step")
 
 
 def test_the_adapter_is_what_deepspeed_s_own_script_finds(trained: Path, tmp_path: Path) -> None:
@@ -235,15 +233,15 @@ def test_swap_files_are_noted_where_a_group_lies_on_nvme() -> None:
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("name", ["zero0", "zero2", "zero3"])
-def test_a_model_that_was_trained_whole_is_exported_from_its_parts(bench: ZeroBench, name: str, tmp_path: Path) -> None:
+def test_a_model_that_was_trained_whole_is_exported_from_its_parts(bench: Bench, name: str, tmp_path: Path) -> None:
     """Every weight, bit for bit, tied ones once."""
     from safetensors.torch import load_file
 
     from clustertune.adapter.whole import export_model
 
-    path = bench.zero(name, FULL)
+    path = make(bench, name, *FULL)
     assert bench.go(path) == [0, 0], output_of(path)
-    found, alone = curve(path), bench.alone(FULL)
+    found, alone = curve(path), curve(bench.alone(*FULL))
     assert [*found[:6:2], found[6]] == pytest.approx([*alone[:6:2], alone[6]], abs=TOLERANCE)
     # DeepSpeed's norm of all gradients was 4e-5 off at most; its clip follows it, and Adam takes no notice of either.
     assert found[1:6:2] == pytest.approx(alone[1:6:2], rel=2e-4)

@@ -34,14 +34,8 @@ def resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Resolved:
     (folder / "deepspeed.json").write_text(json.dumps({"zero_optimization": zero, **auto}))
     text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: deepspeed.json, zero3_init_flag: true}\n"
     (folder / "accelerate.yaml").write_text(text)
-    for name in (
-        PARAM,
-        "TRITON_CACHE_DIR",
-        "TORCHINDUCTOR_CACHE_DIR",
-        "TORCH_EXTENSIONS_DIR",
-        "DS_ACCELERATOR",
-        "DS_BUILD_AIO",
-    ):
+    caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
+    for name in (PARAM, *caches, "DS_ACCELERATOR", "DS_BUILD_AIO"):
         monkeypatch.setenv(name, "")  # so that what is set below goes away again
         monkeypatch.delenv(name)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

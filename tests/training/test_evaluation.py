@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from clustertune.training.evaluation import IGNORED_LABEL, filled
+from tests.plan.tracked import make_tokenizer
+from tests.training.benches import tiny_trainer
 
 LENGTHS = (3, 17, 5, 9, 12)
 """Tokens of each row; the first two of each carry no label, and none of the third does."""
@@ -25,27 +27,13 @@ def make_rows() -> Any:
 
 def make_trainer(folder: Path, **values: Any) -> Any:
     """The trainer on a model of one layer, in evaluation."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from trl import SFTConfig, SFTTrainer
+    from trl import SFTTrainer
 
     from clustertune.training.evaluation import TokenMeans
-    from tests.plan.tracked import make_tokenizer
 
-    class Trainer(TokenMeans, SFTTrainer):
-        pass
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "llama", hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=50, max_position_embeddings=64, initializer_range=1.0,
-    )  # fmt: skip
-    settings = {"use_cpu": True, "bf16": False, "report_to": "none", "activation_checkpointing": False}
-    rows = make_rows()
-    return Trainer(
-        model=AutoModelForCausalLM.from_config(config), args=SFTConfig(output_dir=str(folder), **settings, **values),
-        train_dataset=rows, eval_dataset=rows, processing_class=make_tokenizer(),
-    )  # fmt: skip
+    kind, rows = type("Trainer", (TokenMeans, SFTTrainer), {}), make_rows()
+    sizes = {"vocab_size": 50, "max_position_embeddings": 64, "initializer_range": 1.0}
+    return tiny_trainer(kind, folder, rows, rows, make_tokenizer(), sizes, **values)
 
 
 def expected(model: Any) -> tuple[float, float]:

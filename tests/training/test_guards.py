@@ -70,15 +70,8 @@ def test_the_check_of_packing_leaves_the_random_state(model_type: str) -> None:
 
 
 def found(**changes: Any) -> sharding.FoundSharding:
-    values = {
-        "type": "FSDP",
-        "version": 2,
-        "world_size": 2,
-        "mesh": {"dp_shard": 2},
-        "backend": "gloo",
-        "device": "cpu",
-        "sharded_share": 0.5,
-    }
+    values = {"type": "FSDP", "version": 2, "world_size": 2, "mesh": {"dp_shard": 2}, "backend": "gloo", "device": "cpu"}
+    values |= {"sharded_share": 0.5}
     return sharding.FoundSharding(**{**values, **changes})
 
 
@@ -106,64 +99,35 @@ def test_a_silent_fallback_is_loud(changes: dict[str, Any], message: str) -> Non
     assert caught.value.code is ExitCode.FAILED
 
 
-def test_hsdp_shards_inside_a_replica() -> None:
-    sharding.check(found(world_size=4, mesh={"dp_replicate": 2, "dp_shard": 2}), distribution(WANTED, 4))
-
-
 def meshed(**sizes: int) -> dict[str, Any]:
     return {**WANTED, "parallelism_config": {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}}
 
 
+ROWS, COPIED, CONTEXT = {"dp_shard: shard 0": 9}, {"dp_replicate: replicate, dp_shard_cp: shard 0": 9}, "clustertune_context"
 SPLIT = {
     "dp_shard_cp: shard 0, tp: shard 0": 80,
     "dp_shard_cp: shard 0, tp: shard 1": 15,
     "dp_shard_cp: shard 0, tp: replicate": 5,
 }
+TP = meshed(dp_shard=2, tp=2)
 OFFLOADED = {**WANTED, "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}
 
 
 @pytest.mark.parametrize(
     ("given", "right", "wrong", "message"),
     [
+        (TP, {"placements": SPLIT}, {"placements": {"dp_shard_cp: shard 0, tp: replicate": 100}}, "splits 0%"),
+        (TP, {"placements": SPLIT}, {"mesh": {"dp_shard": 4}}, "the mesh is dp_shard 4, the file asks for"),
+        (meshed(dp_shard=2, cp=2), {"attention": CONTEXT}, {"attention": "sdpa"}, "the model calls sdpa attention"),
+        (WANTED, {"placements": ROWS}, {"placements": {**ROWS, "whole": 1}}, "lie as 'whole'"),
         (
-            meshed(dp_shard=2, tp=2),
-            {"placements": SPLIT},
-            {"placements": {"dp_shard_cp: shard 0, tp: replicate": 100}},
-            "splits 0%",
+            meshed(dp_replicate=2, dp_shard=2), {"placements": COPIED, "replicas": "equal", "sharded_share": 0.5},
+            {"replicas": "different"}, "hold different ones",
         ),
-        (
-            meshed(dp_shard=2, tp=2),
-            {"placements": SPLIT},
-            {"mesh": {"dp_shard": 4}},
-            "the mesh is dp_shard 4, the file asks for",
-        ),
-        (
-            meshed(dp_shard=2, cp=2),
-            {"attention": "clustertune_context"},
-            {"attention": "sdpa"},
-            "the model calls sdpa attention",
-        ),
-        (
-            WANTED,
-            {"placements": {"dp_shard: shard 0": 9}},
-            {"placements": {"dp_shard: shard 0": 8, "whole": 1}},
-            "lie as 'whole'",
-        ),
-        (
-            meshed(dp_replicate=2, dp_shard=2),
-            {"placements": {"dp_replicate: replicate, dp_shard_cp: shard 0": 9}, "replicas": "equal", "sharded_share": 0.5},
-            {"replicas": "different"},
-            "hold different ones",
-        ),
-        (
-            OFFLOADED,
-            {"placements": {"dp_shard: shard 0": 9}, "offloaded": 1.0},
-            {"offloaded": 0.0},
-            "0% of the parameters are kept",
-        ),
-        (WANTED, {"placements": {"dp_shard: shard 0": 9}}, {"offloaded": 1.0}, "100% of the parameters are kept"),
+        (OFFLOADED, {"placements": ROWS, "offloaded": 1.0}, {"offloaded": 0.0}, "0% of the parameters are kept"),
+        (WANTED, {"placements": ROWS}, {"offloaded": 1.0}, "100% of the parameters are kept"),
     ],
-)
+)  # fmt: skip
 def test_parameters_lie_where_the_recipe_says(
     given: dict[str, Any], right: dict[str, Any], wrong: dict[str, Any], message: str
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,15 +15,15 @@ import pytest
 from clustertune.config.resolve import resolve
 from clustertune.training.loading import Loading
 from clustertune.training.startup import Startup
-from tests.command import REPO, events, run
+from tests.command import REPO, events
+from tests.training.benches import FULL, SAME, Bench, distributed, fsdp, make_bench, output_of, problems
 from tests.training.forked import Forge
-from tests.training.test_strategies import FULL, SAME, Bench, distributed, fsdp, output_of
 
 pytestmark = pytest.mark.timeout(900)
 
 MIXTRAL = {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096,
     "max_position_embeddings": 512, "num_local_experts": 3, "num_experts_per_tok": 2,
 }  # fmt: skip
 """Three experts on two ranks: the files hold one tensor an expert, the model one for all, and the shares are not even."""
@@ -33,32 +32,20 @@ MIXTRAL = {
 class Benches:
     """A bench for each kind of model, made when it is first asked for."""
 
-    def __init__(self, forge: Forge, folder: Path) -> None:
+    def __init__(self, forge: Forge, folder: Path, llama: Bench) -> None:
         self._forge, self._folder = forge, folder
-        self._made: dict[str, Bench] = {}
+        self._made = {"llama": llama}
 
     def __call__(self, name: str) -> Bench:
         if name not in self._made:
             changes, layer, more = MODELS[name]
             folder = self._folder / name
-            recipe = folder / "tiny"
-            shutil.copytree(REPO / "recipes" / "tiny-oasst2", recipe)
-            shutil.copytree(REPO / "recipes" / "_base", folder / "_base")
-            model = recipe / "model.json"
-            given = {} if "model_type" in changes else json.loads(model.read_text())
-            model.write_text(json.dumps({**given, **changes}))
-            file = recipe / "accelerate.yaml"
-            file.write_text(file.read_text().replace("LlamaDecoderLayer", layer))
-            done = run("run", recipe, "--run-dir", folder / "prepared", "--to", "prepare", *SAME, *more, stack=True)
-            assert done.code == 0, done.err
-            (folder / "runs").mkdir()
-            self._made[name] = Bench(self._forge, recipe, folder / "prepared", folder / "runs")
+            self._made[name] = make_bench(self._forge, folder, [*SAME, *more], changes=changes, layer=layer)
         return self._made[name]
 
 
 ATTENTION = ["lora.target_modules=[q_proj,v_proj]"]
 MODELS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
-    "llama": ({}, "LlamaDecoderLayer", []),
     "tied": ({"tie_word_embeddings": True}, "LlamaDecoderLayer", []),
     "mixtral": (MIXTRAL, "MixtralDecoderLayer", ATTENTION),
     "mixtral4": ({**MIXTRAL, "num_local_experts": 4}, "MixtralDecoderLayer", ATTENTION),
@@ -67,8 +54,8 @@ MODELS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def benches(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Benches:
-    return Benches(forge, tmp_path_factory.mktemp("loading"))
+def benches(forge: Forge, tmp_path_factory: pytest.TempPathFactory, bench: Bench) -> Benches:
+    return Benches(forge, tmp_path_factory.mktemp("loading"), bench)
 
 
 def lossless(path: Path) -> list[Any]:
@@ -83,8 +70,7 @@ def startup(path: Path) -> dict[str, Any]:
 
 
 def notes(path: Path) -> list[str]:
-    found: list[str] = json.loads((path / "run.json").read_text())["distributed"]["notes"]
-    return found
+    return list(distributed(path)["notes"])
 
 
 BF16 = ["train.bf16=true", 'train.model_init_kwargs={"dtype": "bfloat16"}']
@@ -154,19 +140,6 @@ def test_a_base_in_4_bits_is_quantised_by_rows(benches: Benches, ranks: int, siz
     assert max(startup(rows)["read_bytes"]) < 1.2 * size / sizes.get("dp_shard", ranks), output_of(rows)
 
 
-def test_a_rank_that_is_killed_loses_nothing(benches: Benches) -> None:
-    """kill -9 in the third step, while the save of the second is written: the same command again ends with the same bytes."""
-    bench, often = benches("llama"), "train.save_steps=1"
-    killed, whole = bench.make("killed", 2, fsdp(SLICES), often), bench.train("unbroken", 2, fsdp(SLICES), often)
-    codes = bench.forge.run(killed, 2, breaks="killed", accelerate=str(killed / "given.yaml"), seconds=60)
-    assert codes[1] == -9 and codes[0] not in (0, -14), output_of(killed)
-    assert [e["step"] for e in events(killed, "step")] == [1, 2]
-    assert bench.forge.run(killed, 2, attempt=2) == [0, 0], output_of(killed)
-    assert events(killed, "start")[-1]["resumed_from"] in ("step-000001", "step-000002")
-    steps, states = lossless(whole)
-    assert set(lossless(killed)[0]) == set(steps) and lossless(killed)[1][-1] == states[-1], "a step made twice is the same"
-
-
 @pytest.mark.jobs
 def test_a_run_goes_on_from_its_checkpoint(benches: Benches) -> None:
     """Values of the checkpoint come over those of the files: the digest of what was loaded is that of what was saved."""
@@ -191,7 +164,7 @@ def test_what_cannot_be_read_by_rows_is_told(benches: Benches, ranks: int, sizes
     torch.save(load_file(file), file.with_name("pytorch_model.bin"))
     file.unlink()
     (file.parent / "MANIFEST.json").unlink()  # a folder of one's own has no digests to compare
-    assert bench.forge.run(path, ranks) == [0] * ranks, output_of(path)
+    assert bench.go(path, ranks) == [0] * ranks, output_of(path)
     assert startup(path)["loading"] == "whole"
     assert not sizes or lossless(path) == lossless(bench.train("whole", ranks, fsdp(WHOLE, **sizes)))
     assert [note for note in notes(path) if note.endswith("read whole by each rank: its weights are not in safetensors files")]
@@ -222,10 +195,10 @@ def test_a_file_that_was_cut_ends_the_run_before_anything_is_read(benches: Bench
     file = next((path / "model").glob("*/*.safetensors"))
     file.write_bytes(file.read_bytes()[:-100])
     (file.parent / "MANIFEST.json").unlink()  # a folder of one's own has no digests to compare
-    assert bench.forge.run(path, 2) == [2, 2]
+    assert bench.go(path, 2) == [2, 2]
     for rank in (0, 1):
-        problems = json.loads((path / "attempts" / "0001" / f"rank-{rank}.json").read_text())["problems"]
-        assert problems[0]["file"] == str(file) and "truncated" in problems[0]["message"] and problems[0]["fix"]
+        [found, *_] = problems(path, rank)
+        assert found["file"] == str(file) and "truncated" in found["message"] and found["fix"]
 
 
 @pytest.mark.parametrize("config", [SLICES, WHOLE])
@@ -238,10 +211,10 @@ def test_a_base_that_is_quantised_already_is_refused_at_the_start(benches: Bench
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": fp8}))
     next((path / "model").glob("*/*.safetensors")).unlink()
     (file.parent / "MANIFEST.json").unlink()  # a folder of one's own has no digests to compare
-    assert bench.forge.run(path, 2) == [2, 2], output_of(path)
+    assert bench.go(path, 2) == [2, 2], output_of(path)
     for rank in (0, 1):
-        problems = json.loads((path / "attempts" / "0001" / f"rank-{rank}.json").read_text())["problems"]
-        assert problems[0]["file"] == str(file) and problems[0]["message"].startswith("fp8 weights: FSDP")
+        [found, *_] = problems(path, rank)
+        assert found["file"] == str(file) and found["message"].startswith("fp8 weights: FSDP")
 
 
 def measured(gb: float, ranks: int, ways: str, folder: Path, *axes: str) -> dict[str, dict[str, Any]]:

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from clustertune.errors import UserError
-from clustertune.training import loading_quantised
-from clustertune.training.loading_files import RowReader, survey
-from clustertune.training.loading_sources import Sources, find
-from clustertune.training.loading_storage import plain
+from clustertune.training import loading
+from clustertune.training.loading import plain
+from clustertune.training.loading_sources import ParameterSource, RowReader, Sources, find, survey
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -28,24 +27,21 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 3, "num_expert
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
+def make(config: dict[str, Any]) -> Any:
+    words = {key: value for key, value in config.items() if key != "model_type"}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **words), dtype=torch.bfloat16)
+
+
 def empty(config: dict[str, Any]) -> Any:
-    kind = config["model_type"]
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"}), dtype=torch.bfloat16
-        )
+        return make(config)
 
 
 def save(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """A model of these sizes with random weights, as transformers saves it but in two files; what they hold."""
     torch.manual_seed(0)
-    kind = config["model_type"]
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"}), dtype=torch.bfloat16
-    )
+    model = make(config)
     model.save_pretrained(folder / "whole")
-    from safetensors.torch import load_file
-
     tensors = load_file(folder / "whole" / "model.safetensors")
     names = sorted(tensors)
     save_file({n: tensors[n] for n in names[: len(names) // 2]}, folder / FIRST)
@@ -106,27 +102,20 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2])
 
 
-def drop(path: Path) -> None:
-    from safetensors.torch import load_file
+NORM = "model.norm.weight"
 
-    tensors = load_file(path)
-    save_file({n: t for n, t in tensors.items() if n != "model.norm.weight"}, path)
+
+def drop(path: Path) -> None:
+    save_file({n: t for n, t in load_file(path).items() if n != NORM}, path)
 
 
 def reshape(path: Path) -> None:
-    from safetensors.torch import load_file
-
-    tensors = load_file(path)
-    save_file({n: torch.zeros(9, dtype=t.dtype) if n == "model.norm.weight" else t for n, t in tensors.items()}, path)
+    save_file({**load_file(path), NORM: torch.zeros(9, dtype=torch.bfloat16)}, path)
 
 
 def twice(path: Path) -> None:
-    from safetensors.torch import load_file
-
-    tensors = load_file(path)
     other = load_file(path.with_name(FIRST))
-    name = min(other)
-    save_file({**tensors, name: other[name]}, path)
+    save_file({**load_file(path), min(other): other[min(other)]}, path)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +185,7 @@ def test_4_bits_by_rows_are_those_of_the_whole(
     torch.manual_seed(1)
     weight = torch.randn(shape).to(torch.bfloat16)
     save_file({"w": weight}, tmp_path / FIRST)
-    source = loading_quantised.ParameterSource(torch.bfloat16, shape, [("w", "w", survey([tmp_path / FIRST])["w"])])
+    source = ParameterSource(torch.bfloat16, shape, [("w", "w", survey([tmp_path / FIRST])["w"])])
     settings = SimpleNamespace(blocksize=64, quant_type="nf4", quant_storage=torch.bfloat16, compress_statistics=double)
     whole, state = functional.quantize_4bit(
         weight, blocksize=64, compress_statistics=double, quant_type="nf4", quant_storage=torch.bfloat16
@@ -206,14 +195,14 @@ def test_4_bits_by_rows_are_those_of_the_whole(
     for rank in range(ranks):
         chunk = -(-rows // ranks)
         share = (min(rank * chunk, rows), min((rank + 1) * chunk, rows))
-        monkeypatch.setattr(loading_quantised, "span", lambda like, share=share: share)
-        elements = loading_quantised.read(source, "w", None, settings, reader, None)  # type: ignore[arg-type]
-        parts.append(loading_quantised.quantise(elements, source, None, settings))  # type: ignore[arg-type]
-    bits = torch.cat([part.values for part in parts]).view(torch.uint8)
+        monkeypatch.setattr(loading, "span", lambda like, share=share: share)
+        elements = source.elements("w", reader, None, *loading.blocks(source, None, settings))  # type: ignore[arg-type]
+        parts.append(loading.quantise(elements, source, None, settings))  # type: ignore[arg-type]
+    bits = torch.cat([values for values, _ in parts]).view(torch.uint8)
     assert torch.equal(bits, whole.view(torch.uint8))
-    scales = torch.cat([part.scales for part in parts])
-    monkeypatch.setattr(loading_quantised, "_gathered", lambda *given: scales)
-    found = loading_quantised.state_of(scales, source, None, settings)  # type: ignore[arg-type]
+    scales = torch.cat([scales for _, scales in parts])
+    monkeypatch.setattr(loading, "_gathered", lambda *given: scales)
+    found = loading.state_of(scales, source, None, settings)  # type: ignore[arg-type]
     for key, value in state.as_dict().items():
         same = found.as_dict()[key]
         assert torch.equal(same, value) if isinstance(value, torch.Tensor) else same == value, key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from clustertune.training import loading_zero
-from tests.training.benches import AUTO, CPU
+from clustertune.training import loading
+from tests.training.benches import CPU, FULL, Bench, output_of, problems
 from tests.training.test_deepspeed import BREAKS
 from tests.training.test_loading import ATTENTION, BF16, Benches, benches, lossless, measured, notes, startup
-from tests.training.test_strategies import FULL, Bench, output_of
 
 __all__ = ["benches"]
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")]
@@ -26,16 +24,12 @@ OFFLOAD = {"offload_optimizer": CPU, "offload_param": CPU}
 
 def make(bench: Bench, name: str, ranks: int, more: list[str], zero: dict[str, Any] | None = None) -> Path:
     """A run folder whose next stage is the training under ZeRO-3."""
-    settings = {"zero_optimization": {"stage": 3, **(zero or {})}, "bf16": {"enabled": "auto"}, **dict.fromkeys(AUTO, "auto")}
-    (bench.recipe / f"{name}.json").write_text(json.dumps({**settings, "zero_force_ds_cpu_optimizer": False}))
-    keys = {"deepspeed_config_file": f"{name}.json", "zero3_init_flag": True}
-    return bench.make(name, ranks, {"distributed_type": "DEEPSPEED", "deepspeed_config": keys}, *more)
+    return bench.make(name, ranks, bench.zero({"stage": 3, **(zero or {})}, bf16={"enabled": "auto"}), *more)
 
 
 def train(bench: Bench, name: str, ranks: int, more: list[str], *, breaks: str = "", **zero: Any) -> Path:
     path = make(bench, name, ranks, more, zero)
-    given = {"breaks": BREAKS + breaks, "accelerate": str(path / "given.yaml")} if breaks else {}
-    assert bench.forge.run(path, ranks, **given) == [0] * ranks, output_of(path)
+    assert bench.go(path, ranks, breaks=breaks and BREAKS + breaks) == [0] * ranks, output_of(path)
     return path
 
 
@@ -80,15 +74,10 @@ def test_a_tensor_that_is_missing_ends_the_run_on_all_ranks(benches: Benches) ->
     del tensors[gone]
     save_file(tensors, file, {"format": "pt"})
     (file.parent / "MANIFEST.json").unlink()  # a folder of one's own has no digests to compare
-    assert bench.forge.run(path, 2) == [2, 2], output_of(path)
+    assert bench.go(path) == [2, 2], output_of(path)
     for rank in (0, 1):
         found = problems(path, rank)
         assert (found[0]["key"], found[0]["file"]) == (gone, str(file)) and found[0]["fix"]
-
-
-def problems(path: Path, rank: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((path / f"attempts/0001/rank-{rank}.json").read_text().strip("\0 "))["problems"]
-    return found
 
 
 @pytest.mark.jobs
@@ -96,8 +85,7 @@ def test_what_one_rank_alone_finds_wrong_ends_all_with_its_words(benches: Benche
     """A node's own copy is torn: the others do not begin to read, and tell what it says."""
     bench = benches("llama")
     path = make(bench, "torn", 2, [])
-    given = {"breaks": BREAKS + "torn_on_one_rank", "accelerate": str(path / "given.yaml")}
-    assert bench.forge.run(path, 2, **given) == [2, 2], output_of(path)
+    assert bench.go(path, breaks=BREAKS + "torn_on_one_rank") == [2, 2], output_of(path)
     assert problems(path, 0) == problems(path, 1) and problems(path, 0)[0]["message"] == "is torn here"
 
 
@@ -122,7 +110,7 @@ def test_weights_in_torch_s_own_format_are_sent_as_before(benches: Benches) -> N
     torch.save(load_file(file), file.with_name("pytorch_model.bin"))
     file.unlink()
     (file.parent / "MANIFEST.json").unlink()  # a folder of one's own has no digests to compare
-    assert bench.forge.run(path, 2) == [0, 0], output_of(path)
+    assert bench.go(path) == [0, 0], output_of(path)
     assert startup(path)["loading"] == "whole" and lossless(path) == lossless(train(bench, "parts", 2, []))
     assert any("not in safetensors files" in note for note in notes(path))
 
@@ -142,8 +130,8 @@ def test_only_what_has_no_values_is_not_sent(monkeypatch: pytest.MonkeyPatch) ->
         def _convert_to_deepspeed_param(self, parameter: Any) -> None:
             parameter.partition = lambda: self.did.append("split")
 
-    monkeypatch.setitem(sys.modules, loading_zero._MODULE, SimpleNamespace(Init=Init))
-    undo = loading_zero.send_nothing_empty()
+    monkeypatch.setitem(sys.modules, loading._ZERO, SimpleNamespace(Init=Init))
+    undo = loading.send_nothing_empty()
     made, given = Init(), Init()
     given.module = object()
     for init in (made, given):

@@ -84,13 +84,10 @@ class Job:
     def go(self, what: str = "two_nodes", attempt: int = 1, ranks: int = 2) -> list[int]:
         for rank in range(ranks):
             (self.disks / f"node-{rank}").mkdir(parents=True, exist_ok=True)
-        more = {"breaks": f"{MODULE}:{what}", "accelerate": str(self.folder / "accelerate.yaml")}
         if ranks != 2:
-            opened = open_run(resolve(REPO / RECIPE, self.settings, ranks=ranks), self.folder, ["test"])
-            more["accelerate"] = str(opened.accelerate_file)
-        return self.forge.run(
-            self.folder, ranks, attempt=attempt, seconds=120, environment={"CT_LOCAL": str(self.disks)}, **more
-        )
+            open_run(resolve(REPO / RECIPE, self.settings, ranks=ranks), self.folder, ["test"])
+        more = {"breaks": f"{MODULE}:{what}", "environment": {"CT_LOCAL": str(self.disks)}}
+        return self.forge.run(self.folder, ranks, attempt=attempt, seconds=120, **more)
 
     def root(self, rank: int) -> Path:
         return self.disks / f"node-{rank}" / name_of(self.folder, RunDir(self.folder).read()["created"])
@@ -130,16 +127,23 @@ def calm(forge: Forge, prepared: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="module")
-def lost(request: Any, forge: Forge, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, bool]:
-    """A run that was killed in step 6: shared storage holds step 3, the nodes 4 and 5; whether their neighbours, too."""
-    where = [f"save.local.path={tmp_path_factory.mktemp('local')}", f"save.local.neighbour={str(request.param).lower()}"]
-    job = make(forge, prepared, tmp_path_factory.mktemp("lost") / "run", *SAVED, *where)
-    assert -signal.SIGKILL in job.go("killed")
-    assert [(e["step"], e["status"]) for e in events(job.folder, "checkpoint")] == [
-        (1, "local"), (2, "local"), (3, "saved"), (4, "local"), (5, "local"),
-    ]  # fmt: skip
-    assert sorted(path.name for path in job.root(1).iterdir()) == ["step-000004", "step-000005"]
-    return job, bool(request.param)
+def lost(forge: Forge, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Job]:
+    """A run that was killed in step 6: shared storage holds step 3, the nodes 4 and 5; where asked, their neighbours, too."""
+    made: dict[bool, Job] = {}
+
+    def one(neighbour: bool) -> Job:
+        if neighbour not in made:
+            folder = tmp_path_factory.mktemp("lost")
+            where = [f"save.local.path={folder / 'disk'}", f"save.local.neighbour={str(neighbour).lower()}"]
+            job = made[neighbour] = make(forge, prepared, folder / "run", *SAVED, *where)
+            assert -signal.SIGKILL in job.go("killed")
+            assert [(e["step"], e["status"]) for e in events(job.folder, "checkpoint")] == [
+                (1, "local"), (2, "local"), (3, "saved"), (4, "local"), (5, "local"),
+            ]  # fmt: skip
+            assert sorted(path.name for path in job.root(1).iterdir()) == ["step-000004", "step-000005"]
+        return made[neighbour]
+
+    return one
 
 
 def nothing(job: Job) -> None:
@@ -159,7 +163,7 @@ def flipped(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "damage", "step", "message"),
+    ("neighbour", "damage", "step", "message"),
     [
         pytest.param(True, nothing, 5, "copied to step-000005.a2", marks=pytest.mark.jobs),
         (True, node_gone, 5, "copied to step-000005.a2"),
@@ -168,12 +172,11 @@ def flipped(job: Job) -> None:
         (False, node_gone, 3, "survived on no node"),
         pytest.param(False, flipped, 4, "content differs from the manifest's digest", marks=pytest.mark.jobs),
     ],
-    indirect=["lost"],
 )
 def test_it_goes_on_from_the_newest_step_that_survived_to_the_same_end(
-    damage: Callable[[Job], None], step: int, message: str, lost: tuple[Job, bool], calm: Any, tmp_path: Path
+    neighbour: bool, damage: Any, step: int, message: str, lost: Callable[[bool], Job], calm: Any, tmp_path: Path
 ) -> None:
-    job = lost[0].copy(tmp_path / "run")
+    job = lost(neighbour).copy(tmp_path / "run")
     damage(job)
     assert job.go(attempt=2) == [0, 0]
     assert job.started_at == step, job.output
@@ -183,15 +186,15 @@ def test_it_goes_on_from_the_newest_step_that_survived_to_the_same_end(
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("lost", [True, False], indirect=True)
+@pytest.mark.parametrize("neighbour", [True, False])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_other_ranks_go_on_from_it_as_from_shared_storage(
-    ranks: int, forge: Forge, prepared: Path, lost: tuple[Job, bool], tmp_path: Path
+    neighbour: bool, ranks: int, forge: Forge, prepared: Path, lost: Callable[[bool], Job], tmp_path: Path
 ) -> None:
     """Node 0 alone, and four nodes of which two are new. The last step is the one of a run whose every save was shared."""
-    job = lost[0].copy(tmp_path / "run")
+    job = lost(neighbour).copy(tmp_path / "run")
     assert job.go(attempt=2, ranks=ranks) == [0] * ranks, job.output
-    assert job.started_at == (5 if lost[1] or ranks == 4 else 3), job.output
+    assert job.started_at == (5 if neighbour or ranks == 4 else 3), job.output
     shared = make(forge, prepared, tmp_path / "shared", f"save.every={job.started_at}")
     shared.folder.joinpath("told").touch()
     assert -signal.SIGKILL in shared.go("killed")
@@ -200,9 +203,8 @@ def test_other_ranks_go_on_from_it_as_from_shared_storage(
     assert shards(job.folder)["6"] == shards(shared.folder)["6"]
 
 
-@pytest.mark.parametrize("lost", [True], indirect=True)
-def test_a_link_in_the_place_of_the_folder_is_refused(forge: Forge, lost: tuple[Job, bool], tmp_path: Path) -> None:
-    job = lost[0].copy(tmp_path / "run")
+def test_a_link_in_the_place_of_the_folder_is_refused(lost: Callable[[bool], Job], tmp_path: Path) -> None:
+    job = lost(True).copy(tmp_path / "run")
     elsewhere = job.root(1).rename(tmp_path / "elsewhere")
     job.root(1).symlink_to(elsewhere)
     assert job.go(attempt=2) == [ExitCode.CONFIG] * 2

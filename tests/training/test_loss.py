@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from clustertune.plan import memory
+from tests.plan.tracked import make_rows, make_tokenizer
+from tests.training.benches import tiny_trainer
 
 TOKENS, VOCABULARY = 64, 1000
 TILE = (16, 100)
@@ -33,30 +35,12 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_trainer(folder: Path, **values: Any) -> Any:
-    """TRL's trainer on a model of one layer, so narrow that no weight is as large as a tile; its rows are token ids."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from trl import SFTConfig, SFTTrainer
+    """TRL's trainer on a model so narrow that no weight is as large as a tile; its rows are token ids."""
+    from trl import SFTTrainer
 
-    from tests.plan.tracked import make_rows, make_tokenizer
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "llama", hidden_size=8, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=VOCABULARY, max_position_embeddings=64,
-    )  # fmt: skip
-    settings = {
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "per_device_eval_batch_size": 2,
-        "activation_checkpointing": False,
-    }
     rows = make_rows({"lengths": [TOKENS // 2]}, VOCABULARY).select(range(2))
-    return SFTTrainer(
-        model=AutoModelForCausalLM.from_config(config), args=SFTConfig(output_dir=str(folder), **settings, **values),
-        train_dataset=rows, eval_dataset=rows, processing_class=make_tokenizer(),
-    )  # fmt: skip
+    sizes = {"intermediate_size": 64, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
+    return tiny_trainer(SFTTrainer, folder, rows, rows, make_tokenizer(), sizes, per_device_eval_batch_size=2, **values)
 
 
 class Largest:

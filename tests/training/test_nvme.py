@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -14,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.command import REPO, run
-from tests.training.benches import CPU
+from tests.training.benches import CPU, FULL, SAME, Bench, make_bench, output_of
 from tests.training.forked import Forge
 from tests.training.test_deepspeed import BREAKS
 from tests.training.test_loading import BF16, lossless, startup
 from tests.training.test_loading_zero import make
-from tests.training.test_strategies import FULL, SAME, Bench, exported, output_of
+from tests.training.test_strategies import exported
 
 pytestmark = [
     pytest.mark.timeout(1800),
@@ -49,35 +47,21 @@ def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bench(extensions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("nvme")
-    recipe, model = folder / "tiny", folder / "tiny" / "model.json"
-    shutil.copytree(REPO / "recipes" / "tiny-oasst2", recipe)
-    shutil.copytree(REPO / "recipes" / "_base", folder / "_base")
-    model.write_text(json.dumps({**json.loads(model.read_text()), **SIZES}))
-    done = run("run", recipe, "--run-dir", folder / "prepared", "--to", "prepare", *SAME)
-    assert done.code == 0, done.err
-    (folder / "runs").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         for key, value in {"DS_BUILD_AIO": "1", "TORCH_EXTENSIONS_DIR": extensions, "TMPDIR": folder}.items():
             patch.setenv(key, str(value))
         forge = Forge(folder / "log")
-    yield Bench(forge, recipe, folder / "prepared", folder / "runs")
+    yield make_bench(forge, folder, SAME, changes=SIZES)
     forge.end()
 
 
 def train(bench: Bench, zero: dict[str, Any], more: list[str], *, stop: bool = False, breaks: str = "") -> Path:
     """To the end; ``stop``: asked to stop in the second step, then begun again."""
     path = make(bench, "nvme", 2, more, zero)
-    given = {"accelerate": str(path / "given.yaml")}
     if stop:
-        assert bench.forge.run(path, 2, breaks="stop", **given) == [75, 75], output_of(path)
-    given = {**given, "breaks": BREAKS + breaks} if breaks else {}
-    assert bench.forge.run(path, 2, attempt=2, **given) == [0, 0], output_of(path)
+        assert bench.go(path, breaks="stop") == [75, 75], output_of(path)
+    assert bench.go(path, attempt=2, breaks=breaks and BREAKS + breaks) == [0, 0], output_of(path)
     return path
-
-
-def problems(path: Path, attempt: int) -> str:
-    record = (path / "attempts" / f"{attempt:04d}" / "rank-1.json").read_text().strip("\0 ")
-    return json.dumps(json.loads(record)["problems"])
 
 
 @pytest.mark.parametrize(

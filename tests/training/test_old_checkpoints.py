@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 
 from clustertune import manifest
 from clustertune.checkpoint import restricted, store, values
-from tests.training.benches import ZeroBench, output_of
+from tests.training.benches import Bench, output_of
 from tests.training.test_untrusted import PLAIN
 
 pytestmark = pytest.mark.timeout(900)
@@ -48,10 +47,9 @@ def tensors(checkpoint: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     "strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.jobs), pytest.param("fsdp1", marks=pytest.mark.jobs)]
 )
-def test_a_checkpoint_of_an_earlier_release_is_gone_on_from_to_the_same_bytes(strategy: str, zero_bench: ZeroBench) -> None:
-    (zero_bench.recipe / f"old-{strategy}.yaml").write_text(json.dumps(PLAIN[strategy]))
-    path = zero_bench.make(f"old-{strategy}.yaml", 2, "lora.lora_dropout=0.2")  # random numbers count
-    assert zero_bench.go(path) == [0, 0], output_of(path)
+def test_a_checkpoint_of_an_earlier_release_is_gone_on_from_to_the_same_bytes(strategy: str, bench: Bench) -> None:
+    path = bench.make(f"old-{strategy}", 2, PLAIN[strategy], "lora.lora_dropout=0.2")  # random numbers count
+    assert bench.go(path) == [0, 0], output_of(path)
     second, third = path / "checkpoints" / "step-000002", path / "checkpoints" / "step-000003"
     for file in [*second.rglob("*"), *third.rglob("*")]:
         assert file.is_dir() or not file.read_bytes().startswith((b"PK", b"\x80")), f"{file} is a pickle"
@@ -60,5 +58,5 @@ def test_a_checkpoint_of_an_earlier_release_is_gone_on_from_to_the_same_bytes(st
     third.rename(path / "third")
     age(second)
     assert len(list(second.glob("*.pt"))) + len(list(second.glob("*.pth"))) == 3 + (strategy == "ddp")
-    assert zero_bench.go(path, attempt=2) == [0, 0], output_of(path)
+    assert bench.go(path, attempt=2) == [0, 0], output_of(path)
     assert tensors(path / "checkpoints" / "step-000003.a2") == expected

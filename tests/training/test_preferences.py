@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clustertune.adapter.whole import export_either
-from clustertune.chain import open_run
 from clustertune.checkpoint.store import newest_whole
-from clustertune.config.resolve import resolve
-from clustertune.data import tokens
-from clustertune.data.tokenizer import load_tokenizer
 from clustertune.manifest import read_manifest
-from tests.command import REPO, events, run
+from tests.command import events, run
 from tests.conftest import once
-from tests.training.benches import output_of
+from tests.training.benches import ALONE, DDP, Bench, fsdp, make_bench, output_of
 from tests.training.forked import FSDP2, Forge
 
 pytestmark = pytest.mark.timeout(900)
 
-ALONE: dict[str, Any] = {"distributed_type": "NO"}
-DDP: dict[str, Any] = {"distributed_type": "MULTI_GPU"}
-SLICED = {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "fsdp_cpu_ram_efficient_loading": True}}
+SLICED = fsdp({"fsdp_cpu_ram_efficient_loading": True})
 """Each rank reads its own rows, of the reference too."""
 SAME = [
     "train.max_steps=4", "train.save_steps=2", "train.eval_steps=4", "train.max_length=96", "train.eval_on_start=false",
@@ -45,35 +37,6 @@ def job(*values: Any, id: str) -> Any:
     return pytest.param(*values, id=id, marks=pytest.mark.jobs)
 
 
-class Bench:
-    """Runs of the tiny recipe under any distribution."""
-
-    def __init__(self, forge: Forge, recipe: Path, prepared: Path, folder: Path) -> None:
-        self.forge, self.recipe, self.prepared, self.folder = forge, recipe, prepared, folder
-
-    def make(self, ranks: int, accelerate: Mapping[str, Any], *more: str) -> Path:
-        """A run folder whose next stage is the training."""
-        (self.recipe / "other.yaml").write_text(json.dumps(accelerate))
-        resolved = resolve(self.recipe, [*SAME, "accelerate=other.yaml", *more], ranks=ranks)
-        path = self.folder / f"run-{len(list(self.folder.iterdir()))}"
-        made = open_run(resolved, path, ["test"])
-        made.write_own_files(resolved)
-        shutil.copyfile(made.accelerate_file, path / "given.yaml")
-        for part in ("data", "model"):
-            shutil.copytree(self.prepared / part, path / part)
-        args = resolved.train_args
-        tokens.make(path / "data", load_tokenizer(str(base_of(path)), None, resolved.chat_template, args), args)
-        return path
-
-    def train(self, ranks: int, accelerate: Mapping[str, Any], *more: str, kill: bool = False) -> Path:
-        path = self.make(ranks, accelerate, *more)
-        if kill:
-            codes = self.forge.run(path, ranks, breaks="killed", accelerate=str(path / "given.yaml"))
-            assert -9 in codes and 0 not in codes, output_of(path)
-        assert self.forge.run(path, ranks, attempt=2) == [0] * ranks, output_of(path)
-        return path
-
-
 def base_of(path: Path) -> Path:
     return next((path / "model").iterdir())
 
@@ -85,10 +48,7 @@ def bench(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Bench:
         assert done.code == 0, done.err
 
     prepared = once(tmp_path_factory, "preferences", make) / "run"
-    recipes = tmp_path_factory.mktemp("recipes")
-    for name in ("_base", "tiny-oasst2", "tiny-dpo"):  # the second describes the model
-        shutil.copytree(REPO / "recipes" / name, recipes / name)
-    return Bench(forge, recipes / "tiny-dpo", prepared, tmp_path_factory.mktemp("runs"))
+    return make_bench(forge, tmp_path_factory.mktemp("dpo"), SAME, prepared=prepared, recipe="tiny-dpo")
 
 
 def trl(path: Path, folder: Path) -> tuple[list[list[float]], dict[str, float]]:
@@ -132,7 +92,7 @@ def digests(path: Path) -> Any:
 @pytest.mark.parametrize("more", [pytest.param(EXACT, id="lora"), job(FULL, id="full")])
 def test_one_process_computes_what_trl_computes(more: list[str], bench: Bench, tmp_path: Path) -> None:
     """The same rows, truncated ones among them, in the same order; float32."""
-    path = bench.train(1, ALONE, *more, "train.per_device_train_batch_size=2", "train.per_device_eval_batch_size=7")
+    path = bench.train("alone", 1, ALONE, *more, "train.per_device_train_batch_size=2", "train.per_device_eval_batch_size=7")
     steps, evaluated = trl(path, tmp_path)
     assert len(steps) == 4
     for ours, theirs in zip(curve(path), steps, strict=True):
@@ -154,7 +114,7 @@ def test_one_process_computes_what_trl_computes(more: list[str], bench: Bench, t
 )
 def test_two_ranks_compute_what_one_does(accelerate: dict[str, Any], more: list[str], bench: Bench) -> None:
     """The evaluation too, of which each pair counts once though the ranks have different numbers of them."""
-    one, two = bench.train(1, ALONE, *more), bench.train(2, accelerate, *more)
+    one, two = bench.alone(*more), bench.train("two", 2, accelerate, *more)
     for ours, alone in zip(curve(two), curve(one), strict=True):
         assert ours == pytest.approx(alone, rel=2e-4, abs=2e-6)
     names = ("eval_loss", "eval_reward_accuracy", "eval_reward_margin", "eval_token_accuracy")
@@ -173,7 +133,9 @@ def test_two_ranks_compute_what_one_does(accelerate: dict[str, Any], more: list[
 def test_a_killed_run_goes_on_to_the_same_bytes(accelerate: dict[str, Any], more: list[str], bench: Bench) -> None:
     """The reference is the base again, though the policy has left it: another one would give another loss."""
     more = [*more, "train.save_steps=1"]  # that of the step before is whole by then
-    whole, killed = bench.train(2, accelerate, *more), bench.train(2, accelerate, *more, kill=True)
+    whole, killed = bench.train("whole", 2, accelerate, *more), bench.make("killed", 2, accelerate, *more)
+    codes = bench.go(killed, breaks="killed")
+    assert -9 in codes and 0 not in codes and bench.go(killed, attempt=2) == [0, 0], output_of(killed)
     assert [event["step"] > 0 for event in events(killed, "start")] == [False, True]
     assert digests(killed) == digests(whole)
     names = ("eval_loss", "eval_reward_margin")
@@ -199,7 +161,6 @@ def count_layers() -> None:
 
 def test_the_reference_leaves_recomputation_as_it_is(bench: Bench) -> None:
     """TRL switches it off for the reference, and then on for all layers: the plan's half would be more work."""
-    path = bench.make(1, ALONE, "activation_checkpointing.ratio=0.5", "train.max_steps=1")
-    wrapped = {"breaks": f"{__name__}:count_layers", "accelerate": str(path / "given.yaml")}
-    assert bench.forge.run(path, 1, **wrapped) == [0], output_of(path)
+    path = bench.make("counted", 1, ALONE, "activation_checkpointing.ratio=0.5", "train.max_steps=1")
+    assert bench.go(path, 1, breaks=f"{__name__}:count_layers") == [0], output_of(path)
     assert (path / "layers").read_text() == "2 of 4"

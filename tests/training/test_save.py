@@ -91,7 +91,7 @@ def test_what_failed_behind_training_ends_all_ranks_alike(
     trainer: Any = make(tmp_path, error, monkeypatch)
     future: Future[Any] = Future()
     future.set_exception(error)
-    trainer._saving = room._Saving(4, False, future, True, 0.0, 0.0, 0.0)
+    trainer._saving = room.Saving(4, False, future, True, 0.0, 0.0, 0.0)
     with pytest.raises(UserError, match="step 4 was not saved: ") as caught:
         trainer.finish_save()
     assert caught.value.code is code and str(getattr(error, "strerror", None) or "") in str(caught.value)

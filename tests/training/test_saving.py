@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 
 from clustertune import manifest
-from clustertune.chain import open_run
 from clustertune.checkpoint import store
-from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode
-from tests.command import REPO, events
-from tests.training.conftest import RECIPE, SMALL
+from tests.command import events
+from tests.training.benches import Bench, fsdp
 from tests.training.forked import Forge
 
 pytestmark = pytest.mark.timeout(900)
@@ -147,37 +145,29 @@ def shards(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def run(forge: Forge, folder: Path, what: str | None = None, attempt: int = 1, **environment: str) -> list[int]:
-    more = {"breaks": f"{MODULE}:{what}", "accelerate": str(folder / "accelerate.yaml")} if what else {}
-    return forge.run(folder, 2, attempt=attempt, seconds=120, environment=environment, **more)
+    breaks = f"{MODULE}:{what}" if what else None
+    return forge.run(folder, 2, attempt=attempt, seconds=120, environment=environment, breaks=breaks)
+
+
+SAVED = ["lora.lora_dropout=0.1", "train.packing=true", "train.eval_on_start=true"]
+"""Random numbers count."""
 
 
 @pytest.fixture(scope="module")
-def ready(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ready(bench: Bench) -> Path:
     """A run folder in which training is next: four steps, each saved."""
-    folder = tmp_path_factory.mktemp("ready") / "run"
-    resolved = resolve(REPO / RECIPE, [*SMALL, "train.max_steps=4", "train.save_steps=1", "train.report_to=none"])
-    made = open_run(resolved, folder, ["test"])
-    made.write_own_files(resolved)
-    for part in ("data", "model"):
-        shutil.copytree(prepared / part, folder / part)
-    return folder
+    return bench.make("saving", 2, fsdp(), *SAVED, "train.max_steps=4", "train.save_steps=1", "train.eval_steps=2")
 
 
-FAST = {("evaluate", "steps"), ("training_step", "epoch")}
+FAST = {("training_step", "epoch")}
 
 
 @pytest.fixture(scope="module")
-def last(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def last(bench: Bench) -> dict[str, Path]:
     """Run folders in which three steps are next, whose last one alone is evaluated and saved; by what evaluates it."""
-    made = {}
-    for strategy in ("steps", "epoch"):
-        folder = made[strategy] = tmp_path_factory.mktemp("last") / "run"
-        more = ["train.max_steps=3", "train.save_steps=50", "train.eval_steps=50", "train.eval_on_start=false"]
-        resolved = resolve(REPO / RECIPE, [*SMALL, *more, f"train.eval_strategy={strategy}", "train.report_to=none"])
-        open_run(resolved, folder, ["test"]).write_own_files(resolved)
-        for part in ("data", "model"):
-            shutil.copytree(prepared / part, folder / part)
-    return made
+    more = ["train.packing=true", "train.save_steps=50", "train.eval_steps=50"]
+    ways = ("steps", "epoch")
+    return {way: bench.make(f"last-{way}", 2, fsdp(), *more, f"train.eval_strategy={way}") for way in ways}
 
 
 @pytest.fixture(scope="module")

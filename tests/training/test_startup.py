@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -28,30 +29,18 @@ def timed() -> tuple[Clock, Startup]:
 def test_a_part_inside_a_part_counts_once() -> None:
     """The reading lies inside the sharding: counted in both, the sum would be more than the time that passed."""
     clock, startup = timed()
-    with startup.part("sharding"):
+    with contextlib.suppress(OSError), startup.part("sharding"):
         clock.now += 1
         with startup.part("reading"):
             clock.now += 10
         clock.now += 2
+        raise OSError  # one that fails is closed, too
     clock.now += 4
     startup.finish()
     clock.now += 100
     assert startup.seconds == {"imports": 5.0, "sharding": 3.0, "reading": 10.0, "other": 4.0}
     assert startup.total == 22.0
     assert startup.summary() == "start-up 22.0 s: imports 5.0, reading 10.0, sharding 3.0, other 4.0"
-
-
-def test_a_part_that_fails_is_closed() -> None:
-    clock, startup = timed()
-    try:
-        with startup.part("reading"):
-            clock.now += 1
-            raise OSError
-    except OSError:
-        pass
-    clock.now += 2
-    startup.finish()
-    assert startup.seconds["reading"] == 1.0 and startup.seconds["other"] == 2.0
 
 
 def test_the_first_step_ends_it_and_tells_it_once() -> None:

@@ -78,13 +78,10 @@ def test_all_ranks_end_where_rank_0_is_fenced(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("norm", "loss", "others", "stops"),
     [
-        (1.0, None, (), False),
-        (math.inf, None, (), True),
-        (math.nan, None, (), True),
-        (1.0, math.nan, (), True),
+        (1.0, None, (), False), (math.inf, None, (), True), (math.nan, None, (), True), (1.0, math.nan, (), True),
         (1.0, None, (0.0, 1.0), True),
     ],
-)
+)  # fmt: skip
 def test_a_step_that_is_not_finite_anywhere_is_not_taken(
     norm: float, loss: float | None, others: tuple[float, ...], stops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,13 +116,10 @@ def test_asked_to_stop_ahead_of_the_first_step_no_step_is_taken(monkeypatch: pyt
     under_way = make(monkeypatch, step=4, start=2, eval_loss=1.0)
     under_way.stop.signal_name = "SIGUSR1"
     assert under_way.evaluate() == {} and under_way.control.should_training_stop
-
-
-def test_behind_the_last_step_only_the_evaluation_is_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make(monkeypatch, step=8, start=8, eval_loss=1.0)
+    made_up = make(monkeypatch, step=8, start=8, eval_loss=1.0)  # behind the last step only the evaluation is made up
     with pytest.raises(NothingLeft):
-        trainer.evaluate()
-    assert not trainer.eval_skipped
+        made_up.evaluate()
+    assert not made_up.eval_skipped
     assert make(monkeypatch, step=8, start=6, eval_loss=1.0).evaluate() == {"eval_loss": 1.0}
 
 

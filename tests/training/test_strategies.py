@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,13 @@ from clustertune.checkpoint.store import newest_whole, verify
 from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode
 from clustertune.manifest import read_manifest
-from tests.command import REPO, events, run
-from tests.training.forked import FSDP2, Forge
+from tests.command import events
+from tests.training.benches import DDP, FSDP1, FULL, SAME, Bench, distributed, fsdp, make_bench, output_of, problems
+from tests.training.forked import Forge
 
 pytestmark = pytest.mark.timeout(900)
 
 STEPS = 3
-SAME = [
-    f"train.max_steps={STEPS}", "train.save_steps=2", "train.eval_steps=3", "train.max_length=64", "train.packing=false",
-    "train.eval_on_start=false", "train.report_to=none", "lora.lora_dropout=0", "train.activation_checkpointing=false",
-    "data.eval_fraction=0.08", "train.per_device_eval_batch_size=2",
-]  # fmt: skip
-"""No dropout, no packing (context parallelism has neither): what is left is the order of sums.
-
-Seven rows are evaluated, two a rank and step: ranks have different ones, and the last batch is not full on any mesh."""
-FULL = ["lora=null"]
 LOSS, NORM = 5e-6, 1e-4
 """Relative. The strategies add the same numbers in another order: a loss of 8 in float32 moves by one or two of its last bits
 (measured: 1e-6 absolute after three steps). A gradient norm moves more, as one thread's float32 ``vector_norm`` is itself off:
@@ -41,25 +32,10 @@ WEIGHTS = 1e-4
 """Relative, over all. Adam divides by the gradient's own size: where that is near 0, a whole update may turn round."""
 
 
-def fsdp(config: Mapping[str, Any] | None = None, **sizes: int) -> dict[str, Any]:
-    """An accelerate file of FSDP2 on a mesh of these sizes."""
-    body = {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], **(config or {})}}
-    if sizes:
-        body["parallelism_config"] = {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}
-    return body
-
-
-FSDP1 = {
-    **FSDP2["fsdp_config"],
-    "fsdp_version": 1,
-    "fsdp_sharding_strategy": "FULL_SHARD",
-    "fsdp_use_orig_params": True,
-    "fsdp_sync_module_states": False,
-}
 SHARDED = "dp_shard_cp: shard 0"
 STRATEGIES: dict[str, tuple[int, dict[str, Any], set[str]]] = {
-    "ddp": (2, {"distributed_type": "MULTI_GPU"}, {"whole"}),
-    "fsdp1": (2, {"distributed_type": "FSDP", "fsdp_config": FSDP1}, {"dp_shard: flat"}),
+    "ddp": (2, DDP, {"whole"}),
+    "fsdp1": (2, FSDP1, {"dp_shard: flat"}),
     "fsdp2": (2, fsdp(), {"dp_shard: shard 0"}),
     "fsdp2-offload": (2, fsdp({"fsdp_offload_params": True}), {"dp_shard: shard 0"}),
     "hsdp": (4, fsdp(dp_replicate=2, dp_shard=2), {f"dp_replicate: replicate, {SHARDED}"}),
@@ -72,64 +48,11 @@ FAST = {("cp", "lora")}
 """Those of ``make test``; the others are whole jobs."""
 
 
-class Bench:
-    """Runs of one recipe under any strategy, and the single process that they are compared with."""
-
-    def __init__(self, forge: Forge, recipe: Path, prepared: Path, folder: Path) -> None:
-        self.forge, self.recipe, self.prepared, self.folder = forge, recipe, prepared, folder
-        self._alone: dict[tuple[str, ...], Path] = {}
-
-    def make(self, name: str, ranks: int, accelerate: Mapping[str, Any], *more: str) -> Path:
-        """A run folder whose next stage is the training."""
-        file = self.recipe / f"{name}.yaml"
-        file.write_text(json.dumps(accelerate))
-        resolved = resolve(self.recipe, [*SAME, f"accelerate={file.name}", *more], ranks=ranks)
-        path = self.folder / f"{name}-{len(list(self.folder.iterdir()))}"
-        made = open_run(resolved, path, ["test"])
-        made.write_own_files(resolved)
-        shutil.copyfile(made.accelerate_file, path / "given.yaml")
-        for part in ("data", "model"):
-            shutil.copytree(self.prepared / part, path / part)
-        return path
-
-    def train(self, name: str, ranks: int, accelerate: Mapping[str, Any], *more: str, stop: bool = False) -> Path:
-        """Train to the end. ``stop``: asked to stop in the second step, then begun again."""
-        path = self.make(name, ranks, accelerate, *more)
-        if stop:
-            codes = self.forge.run(path, ranks, breaks="stop", accelerate=str(path / "given.yaml"))
-            assert codes == [ExitCode.AGAIN] * ranks, output_of(path)
-            assert [e["step"] for e in events(path, "step")] == [1, 2]
-        codes = self.forge.run(path, ranks, attempt=2)
-        assert codes == [0] * ranks, output_of(path)
-        return path
-
-    def go_on(self, path: Path, ranks: int, accelerate: Mapping[str, Any], *more: str) -> list[int]:
-        """The next attempt at a run, on other ranks or another mesh; the ranks' exit codes."""
-        file = self.recipe / "other.yaml"
-        file.write_text(json.dumps(accelerate))
-        open_run(resolve(self.recipe, [*SAME, f"accelerate={file.name}", *more], ranks=ranks), path, ["test"])
-        return self.forge.run(path, ranks, attempt=2)
-
-    def refused(self, broken: str, ranks: int, accelerate: Mapping[str, Any]) -> str:
-        """What rank 0 says where a part of the program has been taken away."""
-        path = self.make(broken, ranks, accelerate)
-        codes = self.forge.run(path, ranks, breaks=broken, accelerate=str(path / "given.yaml"))
-        assert 0 not in codes, output_of(path)
-        record = json.loads((path / "attempts/0001/rank-0.json").read_text().strip("\0 \n"))
-        return " ".join(problem["message"] for problem in record["problems"])
-
-    def alone(self, *more: str) -> Path:
-        """The run of one process with the same global batch."""
-        if more not in self._alone:
-            self._alone[more] = self.train("alone", 1, {"distributed_type": "NO"}, *more)
-        return self._alone[more]
-
-
-def output_of(path: Path) -> str:
-    """The end of each rank's log, and the problem that it left."""
-    logs = sorted((path / "attempts").glob("*/rank-*.log"))
-    records = [file.read_text().strip("\0 ") for file in sorted((path / "attempts").glob("*/rank-*.json"))]
-    return "\n".join([*records, *(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in logs)])
+def refused(bench: Bench, broken: str, ranks: int, accelerate: Mapping[str, Any]) -> str:
+    """What rank 0 says where a part of the program has been taken away."""
+    path = bench.make(broken, ranks, accelerate)
+    assert 0 not in bench.go(path, ranks, breaks=broken), output_of(path)
+    return " ".join(problem["message"] for problem in problems(path))
 
 
 def compare(path: Path, other: Path) -> None:
@@ -160,39 +83,6 @@ def apart(tensors: Mapping[str, Any], others: Mapping[str, Any]) -> float:
     return math.sqrt(difference / sum(float(other.double().square().sum()) for other in others.values()))
 
 
-def distributed(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((path / "run.json").read_text())["distributed"]
-    return found
-
-
-ATTENTION = "q_proj, k_proj, v_proj, o_proj"
-"""Of a mixture alone: its experts are not Linear."""
-
-
-def make_bench(forge: Forge, folder: Path, architecture: Mapping[str, Any] | None = None, adapted: str = ATTENTION) -> Bench:
-    """The tiny recipe, of another architecture where one is given, with its data and base model prepared.
-
-    ``adapted``: the modules of that architecture that get adapters.
-    """
-    recipe = folder / "tiny"
-    shutil.copytree(REPO / "recipes" / "tiny-oasst2", recipe)
-    shutil.copytree(REPO / "recipes" / "_base", folder / "_base")
-    if architecture:
-        (recipe / "model.json").write_text(json.dumps(architecture))
-        (recipe / "accelerate.yaml").write_text(json.dumps({"distributed_type": "MULTI_GPU"}))
-        text = (recipe / "recipe.yaml").read_text()
-        (recipe / "recipe.yaml").write_text(text.replace(f"{ATTENTION}, gate_proj, up_proj, down_proj", adapted))
-    done = run("run", recipe, "--run-dir", folder / "prepared", "--to", "prepare", *SAME, stack=True)
-    assert done.code == 0, done.err
-    (folder / "runs").mkdir()
-    return Bench(forge, recipe, folder / "prepared", folder / "runs")
-
-
-@pytest.fixture(scope="module")
-def llama(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return make_bench(forge, tmp_path_factory.mktemp("llama"))
-
-
 def cases() -> list[Any]:
     """Every strategy with LoRA and with all parameters trained."""
     pairs = [(name, trained) for name in STRATEGIES for trained in ("lora", "full")]
@@ -200,14 +90,14 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "trained"), cases())
-def test_a_strategy_learns_what_one_process_learns(llama: Bench, name: str, trained: str) -> None:
+def test_a_strategy_learns_what_one_process_learns(bench: Bench, name: str, trained: str) -> None:
     """A wrong divisor, a batch seen twice, a lost gradient or a lost state shows within three steps.
 
     Each is asked to stop by one rank, resumed, and exported from its shards; the parameters lie where they should.
     """
     ranks, accelerate, placements = STRATEGIES[name]
     more = FULL if trained == "full" else []
-    path, alone = llama.train(name, ranks, accelerate, *more, stop=True), llama.alone(*more)
+    path, alone = bench.train(name, ranks, accelerate, *more, stop=True), bench.alone(*more)
     compare(path, alone)
     found = distributed(path)
     assert set(found["placements"]) == placements
@@ -221,10 +111,10 @@ def test_a_strategy_learns_what_one_process_learns(llama: Bench, name: str, trai
 @pytest.mark.jobs
 @pytest.mark.parametrize("trained", ["lora", "full"])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_save_behind_training_has_the_bytes_of_one_that_training_waits_for(llama: Bench, name: str, trained: str) -> None:
+def test_a_save_behind_training_has_the_bytes_of_one_that_training_waits_for(bench: Bench, name: str, trained: str) -> None:
     """A run that is stopped waits for its save; one that is not takes the next step meanwhile."""
     strategy, more = STRATEGIES[name][:2], FULL if trained == "full" else []
-    waited, behind = (llama.train(name, *strategy, *more, stop=stop) for stop in (True, False))
+    waited, behind = (bench.train(name, *strategy, *more, stop=stop) for stop in (True, False))
     copied = [e["save_copy_s"] for path in (waited, behind) for e in events(path, "checkpoint") if e["step"] == 2]
     assert copied[0] == 0 < copied[1]
     found = [read_manifest(path / "checkpoints" / step) for path, step in ((waited, "step-000002"), (behind, "step-000002.a2"))]
@@ -238,12 +128,23 @@ SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "4": (4, fsdp()),
     "hsdp": (4, fsdp(dp_replicate=2, dp_shard=2)),
     "tp": (4, fsdp(dp_shard=2, tp=2)),
-    "fsdp1-2": (2, {"distributed_type": "FSDP", "fsdp_config": FSDP1}),
-    "fsdp1-4": (4, {"distributed_type": "FSDP", "fsdp_config": FSDP1}),
-    "ddp-2": (2, {"distributed_type": "MULTI_GPU"}),
-    "ddp-4": (4, {"distributed_type": "MULTI_GPU"}),
+    "fsdp1-2": (2, FSDP1),
+    "fsdp1-4": (4, FSDP1),
+    "ddp-2": (2, DDP),
+    "ddp-4": (4, DDP),
 }
 WAYS = [("2", "4"), ("4", "2"), ("hsdp", "2"), ("4", "tp"), ("tp", "2"), ("fsdp1-4", "fsdp1-2"), ("ddp-2", "ddp-4")]
+
+
+def reshaped(bench: Bench, before: str, after: str, *more: str) -> Path:
+    """A run that is stopped after two steps and continued on another shape."""
+    path = bench.make(before, *SHAPES[before], *more)
+    assert bench.go(path, SHAPES[before][0], breaks="stop") == [ExitCode.AGAIN] * SHAPES[before][0], output_of(path)
+    ranks, accelerate = SHAPES[after]
+    (bench.recipe / "other.yaml").write_text(json.dumps(accelerate))
+    open_run(resolve(bench.recipe, [*SAME, "accelerate=other.yaml", *more], ranks=ranks), path, ["test"])
+    assert bench.go(path, ranks, attempt=2) == [0] * ranks, output_of(path)
+    return path
 
 
 @pytest.mark.parametrize(
@@ -254,31 +155,26 @@ WAYS = [("2", "4"), ("4", "2"), ("hsdp", "2"), ("4", "tp"), ("tp", "2"), ("fsdp1
         for trained in ("lora", "full")
     ],
 )
-def test_a_run_goes_on_on_another_shape(llama: Bench, before: str, after: str, trained: str) -> None:
+def test_a_run_goes_on_on_another_shape(bench: Bench, before: str, after: str, trained: str) -> None:
     """Stopped after two steps and continued by other ranks or on another mesh: losses and weights of one process."""
     more = FULL if trained == "full" else []
-    path = llama.make(before, *SHAPES[before], *more)
-    codes = llama.forge.run(path, SHAPES[before][0], breaks="stop", accelerate=str(path / "given.yaml"))
-    assert codes == [ExitCode.AGAIN] * SHAPES[before][0], output_of(path)
-    assert llama.go_on(path, *SHAPES[after], *more) == [0] * SHAPES[after][0], output_of(path)
+    path = reshaped(bench, before, after, *more)
     assert [e["world_size"] for e in events(path, "start")] == [SHAPES[before][0], SHAPES[after][0]]
-    alone = llama.alone(*more)
+    alone = bench.alone(*more)
     compare(path, alone)
     assert apart(exported(path), exported(alone)) < WEIGHTS
 
 
 @pytest.mark.jobs
-def test_in_bfloat16_a_run_on_another_shape_stays_in_the_spread_of_both(llama: Bench) -> None:
+def test_in_bfloat16_a_run_on_another_shape_stays_in_the_spread_of_both(bench: Bench) -> None:
     """Its losses are no farther from those of a run on either shape than these are from each other, in any step."""
     more = ["train.model_init_kwargs.dtype=bfloat16"]
 
     def losses(path: Path) -> list[float]:
         return [event["loss"] for event in events(path, "step")]
 
-    two, four = (losses(llama.train(name, *SHAPES[name], *more)) for name in ("2", "4"))
-    path = llama.make("4", *SHAPES["4"], *more)
-    assert llama.forge.run(path, 4, breaks="stop", accelerate=str(path / "given.yaml")) == [ExitCode.AGAIN] * 4, output_of(path)
-    assert llama.go_on(path, *SHAPES["2"], *more) == [0] * 2, output_of(path)
+    two, four = (losses(bench.train(name, *SHAPES[name], *more)) for name in ("2", "4"))
+    path = reshaped(bench, "4", "2", *more)
     spread = max(abs(one - other) for one, other in zip(two, four, strict=True))
     assert 0 < spread < 0.01, (two, four)
     for one, other, found in zip(two, four, losses(path), strict=True):
@@ -299,10 +195,6 @@ RECOMPUTE: dict[str, list[str]] = {
     "model-offload": ["train.activation_checkpointing=true", "train.activation_offloading=true"],
 }  # fmt: skip
 """Each way to recompute activations, and to keep in host memory what they start from."""
-ZERO3 = {
-    "zero_optimization": {"stage": 3}, "zero_force_ds_cpu_optimizer": False, "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
-}  # fmt: skip
 
 
 def drops() -> list[Any]:
@@ -317,8 +209,7 @@ def place_of(bench: Bench, name: str) -> tuple[int, dict[str, Any]]:
     if name != "zero3":
         return STRATEGIES[name][:2]
     pytest.importorskip("deepspeed")
-    (bench.recipe / "zero3.json").write_text(json.dumps(ZERO3))
-    return 2, {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "zero3.json"}}
+    return 2, bench.zero("zero3")
 
 
 _learnt: dict[tuple[Path, str], Any] = {}
@@ -333,13 +224,13 @@ def learnt(path: Path) -> Any:
 
 
 @pytest.mark.parametrize(("name", "how"), drops())
-def test_dropout_and_recomputation_give_the_same_bits(llama: Bench, name: str, how: str) -> None:
+def test_dropout_and_recomputation_give_the_same_bits(bench: Bench, name: str, how: str) -> None:
     """A layer that is computed again must drop what it dropped: else its gradients are those of another loss."""
-    strategy = place_of(llama, name)
-    if (llama.folder, name) not in _learnt:
-        _learnt[llama.folder, name] = learnt(llama.train(name, *strategy, DROPPED))
-    path = llama.train(name, *strategy, DROPPED, *RECOMPUTE[how])
-    assert learnt(path) == _learnt[llama.folder, name]
+    strategy = place_of(bench, name)
+    if (bench.folder, name) not in _learnt:
+        _learnt[bench.folder, name] = learnt(bench.train(name, *strategy, DROPPED))
+    path = bench.train(name, *strategy, DROPPED, *RECOMPUTE[how])
+    assert learnt(path) == _learnt[bench.folder, name]
     assert distributed(path)["recomputed_layers"] == ("2 of 4" if how == "ratio" else "4 of 4")
 
 
@@ -355,7 +246,8 @@ PHI = {
 
 @pytest.fixture(scope="module")
 def phi(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return make_bench(forge, tmp_path_factory.mktemp("phi"), PHI, adapted="q_proj, k_proj, v_proj, dense, fc1, fc2")
+    same = [*SAME, "lora.target_modules=[q_proj, k_proj, v_proj, dense, fc1, fc2]"]
+    return make_bench(forge, tmp_path_factory.mktemp("phi"), same, changes=PHI, layer="PhiDecoderLayer")
 
 
 @pytest.mark.jobs
@@ -388,14 +280,14 @@ def precisions() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "trained"), precisions())
-def test_a_loss_in_bf16_is_that_of_float32_arithmetic(llama: Bench, name: str, trained: str) -> None:
+def test_a_loss_in_bf16_is_that_of_float32_arithmetic(bench: Bench, name: str, trained: str) -> None:
     """On the same bf16 weights, before the first update and after; cast to bfloat16 a loss of 8 has steps of 0.06.
 
     FSDP sums the gradients of adapters in float32, of all parameters as accelerate does.
     """
     more = FULL if trained == "full" else []
-    path = llama.train(name, *place_of(llama, name), *more, *(BF16 if more else BF16_LORA))
-    alone = llama.alone(*more)
+    path = bench.train(name, *place_of(bench, name), *more, *(BF16 if more else BF16_LORA))
+    alone = bench.alone(*more)
     losses, expected = ([e["loss"] for e in events(run, "step")] for run in (path, alone))
     # Adam's step is as large as its rate however small the gradient: what full training has learnt by then is its own.
     assert losses[:2] == pytest.approx(expected[:2], rel=LOSS_BF16)
@@ -411,11 +303,11 @@ LOSS_BF16 = 1e-4
 
 
 @pytest.mark.jobs
-def test_gradients_are_summed_in_the_type_that_the_recipe_says(llama: Bench) -> None:
+def test_gradients_are_summed_in_the_type_that_the_recipe_says(bench: Bench) -> None:
     """Over ranks and over micro batches; the head, which TRL never calls, among them."""
     ranks, accelerate, _ = STRATEGIES["fsdp2"]
-    path = llama.train("fsdp2", ranks, accelerate, *FULL, *BF16, "reduce_dtype=float32")
-    alone = llama.alone(*FULL)
+    path = bench.train("fsdp2", ranks, accelerate, *FULL, *BF16, "reduce_dtype=float32")
+    alone = bench.alone(*FULL)
     assert distributed(path)["reduce_dtype"] == "float32"
     losses, expected = ([e["loss"] for e in events(run, "step")] for run in (path, alone))
     assert losses[:2] == pytest.approx(expected[:2], rel=LOSS_BF16)
@@ -439,10 +331,10 @@ def sizes(accelerate: Mapping[str, Any]) -> dict[str, int]:
         pytest.param("nan", "cp", "not finite at step 2", marks=pytest.mark.jobs),
     ],
 )
-def test_what_is_taken_away_is_noticed_before_a_step_is_taken(llama: Bench, broken: str, name: str, message: str) -> None:
+def test_what_is_taken_away_is_noticed_before_a_step_is_taken(bench: Bench, broken: str, name: str, message: str) -> None:
     """Each part of a strategy, or each guard's subject, gone: the run ends and says so, instead of training something else."""
     ranks, accelerate, _ = STRATEGIES[name]
-    assert message in llama.refused(broken, ranks, accelerate)
+    assert message in refused(bench, broken, ranks, accelerate)
 
 
 MIXTRAL = {
@@ -455,8 +347,8 @@ MIXTRAL = {
 
 @pytest.fixture(scope="module")
 def mixtral(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    folder = tmp_path_factory.mktemp("mixtral")
-    return make_bench(forge, folder, MIXTRAL)
+    same = [*SAME, "lora.target_modules=[q_proj, k_proj, v_proj, o_proj]"]  # its experts are not Linear
+    return make_bench(forge, tmp_path_factory.mktemp("mixtral"), same, changes=MIXTRAL, layer="MixtralDecoderLayer")
 
 
 def wrapping(accelerate: Mapping[str, Any], layer: str) -> dict[str, Any]:
@@ -492,11 +384,11 @@ QLORA = [
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("name", ["fsdp2", "hsdp"])
-def test_a_quantised_base_is_sharded_and_learns_the_same(llama: Bench, name: str) -> None:
+def test_a_quantised_base_is_sharded_and_learns_the_same(bench: Bench, name: str) -> None:
     """nf4 in bfloat16's clothes goes through FSDP2; in bfloat16 a loss of 8 has steps of 0.03, and means of them less."""
     pytest.importorskip("bitsandbytes")
     ranks, accelerate, placements = STRATEGIES[name]
-    path, alone = llama.train(name, ranks, accelerate, *QLORA, stop=True), llama.alone(*QLORA)
+    path, alone = bench.train(name, ranks, accelerate, *QLORA, stop=True), bench.alone(*QLORA)
     for key in ("loss", "grad_norm"):
         assert [e[key] for e in events(path, "step")] == pytest.approx([e[key] for e in events(alone, "step")], rel=0.01)
     found = distributed(path)

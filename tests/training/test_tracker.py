@@ -126,6 +126,7 @@ def test_a_key_that_is_not_taken_means_offline_and_nothing_is_lost(
     before = dict(os.environ)
     wandb.teardown()
     try:
+        monkeypatch.setattr(tracker, "INIT_SECONDS", 10.0)
         build.set_tracker_environment(tmp_path, "one-run", "project", has_key=True)
         assert "WANDB_MODE" not in os.environ
         on, notes = tracker.start_wandb(key)

@@ -18,32 +18,22 @@ from clustertune import manifest
 from clustertune.checkpoint import restricted, store
 from clustertune.errors import UserError
 from clustertune.rundir import RunDir
-from tests.training.benches import ZeroBench, output_of
+from tests.training.benches import DDP, FSDP1, Bench, fsdp, output_of
 from tests.training.forked import FSDP2
-from tests.training.test_strategies import FSDP1
 
 pytestmark = pytest.mark.timeout(900)
 
-EFFICIENT = {**FSDP2["fsdp_config"], "fsdp_cpu_ram_efficient_loading": True}
 PLAIN: dict[str, dict[str, Any]] = {
-    "ddp": {"distributed_type": "MULTI_GPU"},
-    "fsdp1": {"distributed_type": "FSDP", "fsdp_config": FSDP1},
+    "ddp": DDP,
+    "fsdp1": FSDP1,
     "fsdp2": FSDP2,
-    "fsdp2-slices": {**FSDP2, "fsdp_config": EFFICIENT},
+    "fsdp2-slices": fsdp({"fsdp_cpu_ram_efficient_loading": True}),
 }
 
 
-@pytest.fixture(scope="module")
-def bench(zero_bench: ZeroBench) -> ZeroBench:
-    return zero_bench
-
-
-def make(bench: ZeroBench, strategy: str) -> Path:
+def make(bench: Bench, strategy: str) -> Path:
     """A run folder in which training is next."""
-    if strategy.startswith("zero"):
-        return bench.zero(strategy)
-    (bench.recipe / f"{strategy}.yaml").write_text(json.dumps(PLAIN[strategy]))
-    return bench.make(f"{strategy}.yaml", 2)
+    return bench.make(strategy, 2, bench.zero(strategy) if strategy.startswith("zero") else PLAIN[strategy])
 
 
 # -- damaged inputs ------------------------------------------------------------------------------------------------------
@@ -76,7 +66,7 @@ INPUTS = [
         ),
     ],
 )
-def test_a_damaged_input_is_not_trained_on(strategy: str, name: str, seed: int, bench: ZeroBench) -> None:
+def test_a_damaged_input_is_not_trained_on(strategy: str, name: str, seed: int, bench: Bench) -> None:
     if strategy.startswith("zero"):
         pytest.importorskip("deepspeed")
     path = make(bench, strategy)
@@ -85,7 +75,7 @@ def test_a_damaged_input_is_not_trained_on(strategy: str, name: str, seed: int, 
     assert Path(name).name in output_of(path) and not list(path.glob("checkpoints/*/MANIFEST.json"))
 
 
-def test_a_changed_recipe_of_a_run_is_not_followed(bench: ZeroBench) -> None:
+def test_a_changed_recipe_of_a_run_is_not_followed(bench: Bench) -> None:
     path = make(bench, "ddp")
     file = path / "run.json"
     body = json.loads(file.read_text())
@@ -143,11 +133,11 @@ PLACES = {
     "zero2": ["global_step*/*_rank_0_mp_rank_00_optim_states.pt", "global_step*/mp_rank_00_model_states.pt", "scheduler.pt"],
     "zero3": ["global_step*/*_rank_1_mp_rank_00_optim_states.pt", "global_step*/*_rank_0_*_model_states.pt", "rng_state_0.pth"],
 }
-FAST = {("fsdp2", "optimizer_0/.metadata"), ("fsdp2", "optimizer_0!value")}
+FAST = {("fsdp2", "optimizer_0!value")}
 
 
 @pytest.fixture(scope="module")
-def trained(bench: ZeroBench) -> Any:
+def trained(bench: Bench) -> Any:
     """A finished run of a strategy, whose last checkpoint is taken away: it resumes from step 2."""
     made: dict[str, Path] = {}
 
@@ -162,7 +152,7 @@ def trained(bench: ZeroBench) -> Any:
     return one
 
 
-def refused(bench: ZeroBench, path: Path) -> str:
+def refused(bench: Bench, path: Path) -> str:
     """What the ranks say about the checkpoint that they do not resume from."""
     codes = bench.go(path, attempt=2)
     assert 2 in codes and 0 not in codes, output_of(path)
@@ -178,7 +168,7 @@ def refused(bench: ZeroBench, path: Path) -> str:
     ],
 )
 def test_a_hostile_pickle_under_a_valid_seal_never_runs(
-    strategy: str, where: str, bench: ZeroBench, trained: Any, tmp_path: Path
+    strategy: str, where: str, bench: Bench, trained: Any, tmp_path: Path
 ) -> None:
     if strategy.startswith("zero"):
         pytest.importorskip("deepspeed")
@@ -192,15 +182,13 @@ def test_a_hostile_pickle_under_a_valid_seal_never_runs(
 
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.jobs)])
 def test_a_checkpoint_that_others_can_write_to_is_not_gone_on_from(
-    strategy: str, bench: ZeroBench, trained: Any, tmp_path: Path
+    strategy: str, bench: Bench, trained: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "run"
     shutil.copytree(trained(strategy), path)
     (path / "checkpoints" / "step-000002").chmod(0o777)
     words = refused(bench, path)
     assert "mode 0777" in words and "chmod -R go-w" in words
-    (path / "checkpoints" / "step-000002").chmod(0o755)
-    assert bench.go(path, attempt=3) == [0, 0], output_of(path)
 
 
 # -- each guard taken away -----------------------------------------------------------------------------------------------
@@ -212,17 +200,12 @@ def no_restriction() -> None:
     restricted.check = lambda _: None
 
 
-def without(guard: str, bench: ZeroBench, path: Path, strategy: str, attempt: int = 1) -> list[int]:
-    """An attempt whose ranks lack a guard."""
-    file = str(bench.recipe / f"{strategy}.yaml")
-    return bench.forge.run(path, 2, attempt=attempt, breaks=f"tests.training.test_untrusted:{guard}", accelerate=file)
-
-
 @pytest.mark.jobs
-@pytest.mark.parametrize("where", [SHARDED[0], SHARDED[2]])
-def test_without_the_restriction_a_hostile_pickle_runs(where: str, bench: ZeroBench, trained: Any, tmp_path: Path) -> None:
+# A value's pickle alone is not enough: without the restriction torch does not read the index of today's checkpoints at all.
+@pytest.mark.parametrize("where", SHARDED[:1])
+def test_without_the_restriction_a_hostile_pickle_runs(where: str, bench: Bench, trained: Any, tmp_path: Path) -> None:
     path = tmp_path / "run"
     shutil.copytree(trained("fsdp2"), path)
     plant(path / "checkpoints" / "step-000002", where, tmp_path / "canary")
-    without("no_restriction", bench, path, "fsdp2", attempt=2)
+    bench.go(path, attempt=2, breaks=f"{__name__}:no_restriction")
     assert (tmp_path / "canary").exists()
