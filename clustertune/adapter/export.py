@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from clustertune.adapter.expected import Expected
-    from clustertune.adapter.shards import StoredTensor
-    from clustertune.adapter.sources import Source
+    from clustertune.adapter.sources import Source, StoredTensor
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 KIND = "adapter"
@@ -123,7 +122,7 @@ def collect(
 
     if trained.lora is None:
         text = "the run trained all parameters: there is no adapter to export"
-        raise UserError(Problem(text, file=str(checkpoint / "recipe.json"), key="recipe.lora"))
+        raise UserError(text, file=str(checkpoint / "recipe.json"), key="recipe.lora")
     expected = build_expected(trained.architecture, trained.lora, trained.model_name, trained.revision)
     source = open_source(checkpoint, manifest)
     wanted, problems, warnings = _match(source, expected, checkpoint)
@@ -202,9 +201,9 @@ def read_trained(checkpoint: Path) -> CheckpointRecipe:
             dtype=str(stated or _COMPUTED_IN[mixed_precision(recipe.get("train", {}))]),
         )
     except OSError as error:
-        raise UserError(Problem(f"unreadable: {error.strerror or error}", file=str(path))) from None
+        raise UserError(f"unreadable: {error.strerror or error}", file=str(path)) from None
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(Problem(f"not a resolved recipe: {type(error).__name__} {error}", file=str(path))) from None
+        raise UserError(f"not a resolved recipe: {type(error).__name__} {error}", file=str(path)) from None
 
 
 def verify(checkpoint: Path) -> Manifest:
@@ -283,18 +282,18 @@ def find_published(out: Path, kind: str, checkpoint: Path, source_sha: str, is_o
         return None
     elsewhere = "give another --out, or remove it yourself"
     if not out.is_dir():
-        raise UserError(Problem("is a file", file=str(out), fix=elsewhere))
+        raise UserError("is a file", file=str(out), fix=elsewhere)
     if not (out / MANIFEST).exists():
         foreign = [name for name in list_files(out) if not is_ours(name) and not name.startswith(f".{MANIFEST}.")]
         if foreign:
-            raise UserError(Problem(f"is not empty: {', '.join(foreign[:5])}", file=str(out), fix=elsewhere))
+            raise UserError(f"is not empty: {', '.join(foreign[:5])}", file=str(out), fix=elsewhere)
         return None
     manifest = read_manifest(out)
     source = manifest.meta.get("checkpoint", {})
     if manifest.kind != kind or source.get("manifest_sha256") != source_sha:
         held_there = NAMES.get(manifest.kind, manifest.kind)
         message = f"holds the {held_there} of {source.get('name')} (step {manifest.meta.get('step')}), not that of {checkpoint}"
-        raise UserError(Problem(message, file=str(out), fix=elsewhere))
+        raise UserError(message, file=str(out), fix=elsewhere)
     if problems := find_problems(out, kind, allow_extra=True):
         damaged = Problem(f"the {NAMES[kind]} that was exported here is damaged", file=str(out), fix=elsewhere)
         raise UserError([*problems, damaged])

@@ -36,7 +36,7 @@ from clustertune.tensorfile import read_header
 if TYPE_CHECKING:
     import torch
 
-    from clustertune.adapter.shards import StoredTensor
+    from clustertune.adapter.sources import StoredTensor
 
 KIND = "merged"
 """A model folder that can be scored and served; a merge makes the same kind."""
@@ -256,7 +256,7 @@ def read_types(base: Path) -> tuple[str | None, dict[str, str]]:
         for file in sorted(base.glob("*.safetensors")):
             types |= {tensor.name: tensor.dtype for tensor in read_header(file).tensors}
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(Problem(f"unreadable: {error}", file=str(file), fix="look at the base model's folder")) from None
+        raise UserError(f"unreadable: {error}", file=str(file), fix="look at the base model's folder") from None
     named = config.get("dtype") or config.get("torch_dtype")
     by_name = {name: _STORED_IN[dtype] for name, dtype in types.items() if dtype in _STORED_IN}
     commonest = max(set(by_name.values()), key=list(by_name.values()).count, default=None)

@@ -75,12 +75,12 @@ class _Talk:
     def __init__(self, facts: ModelFacts, device: str | None, max_new_tokens: int, greedy: bool) -> None:
         from transformers.utils import logging
 
-        from clustertune.evaluate import backend
+        from clustertune.evaluate import run
         from clustertune.evaluate.model import pick_device
 
         logging.disable_progress_bar()
         self.tokenizer = facts.tokenizer
-        self.model = backend.load_lm(facts.folder, pick_device(device, facts.folder), 1).model
+        self.model = run.load_lm(facts.folder, pick_device(device, facts.folder), 1).model
         self.settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, **({"do_sample": False} if greedy else {})}
         self.room = facts.max_length - max_new_tokens
 

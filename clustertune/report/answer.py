@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from clustertune.evaluate.paired import BETTER, SAME, WORSE
-from clustertune.evaluate.scores import shown
+from clustertune.evaluate.scores import BETTER, SAME, WORSE, shown
 from clustertune.report import content
 from clustertune.report.content import UNKNOWN, duration, get, number
 from clustertune.report.cost import Cost, Expense

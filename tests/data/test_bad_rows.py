@@ -8,7 +8,7 @@ import json
 import pytest
 
 from clustertune.data import rows
-from clustertune.data.rejects import SHOWN
+from clustertune.data.rows import SHOWN
 from clustertune.errors import ExitCode, UserError
 
 GOOD = 2

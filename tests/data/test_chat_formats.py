@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clustertune.data.chats import read
-from clustertune.data.rejects import BadRow
+from clustertune.data.rows import BadRow
 
 
 def user(text):

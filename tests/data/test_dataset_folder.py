@@ -11,7 +11,6 @@ import pytest
 
 from clustertune.config.schema import Data, ExpectedSplits
 from clustertune.data import prepare as module
-from clustertune.data import publish
 from clustertune.data.prepare import choose_eval, prepare
 from clustertune.errors import ExitCode, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest, seal
@@ -36,7 +35,7 @@ def make(source: Path, out: Path, seed: int = 1, **changes) -> dict:
 
 
 def content(out: Path) -> dict[str, bytes]:
-    return {name: (out / name).read_bytes() for name in publish.FILES}
+    return {name: (out / name).read_bytes() for name in module.FILES}
 
 
 def test_the_result_has_the_announced_form(source, tmp_path):
@@ -51,7 +50,7 @@ def test_the_result_has_the_announced_form(source, tmp_path):
         "warnings": [],
     }
     assert find_problems(out, "dataset") == []
-    assert sorted(p.name for p in out.iterdir()) == sorted([*publish.FILES, MANIFEST])
+    assert sorted(p.name for p in out.iterdir()) == sorted([*module.FILES, MANIFEST])
     manifest = read_manifest(out, "dataset")
     assert manifest.meta["inputs"][0][0] == "rows.jsonl"
 
@@ -122,7 +121,7 @@ def test_a_refused_input_leaves_the_old_dataset(source, tmp_path):
         make(source, out)
     assert content(out) == old
     assert find_problems(out, "dataset") == []
-    assert sorted(p.name for p in out.iterdir()) == sorted([*publish.FILES, MANIFEST])
+    assert sorted(p.name for p in out.iterdir()) == sorted([*module.FILES, MANIFEST])
 
 
 def test_what_is_no_dataset_is_never_touched(source, tmp_path):

@@ -22,7 +22,7 @@ from clustertune.data import tokens
 from clustertune.data.chats import read
 from clustertune.data.local_model import train_tokenizer
 from clustertune.data.prepare import prepare
-from clustertune.data.rejects import BadRow
+from clustertune.data.rows import BadRow
 from clustertune.data.sequences import Sequences
 from clustertune.errors import UserError
 

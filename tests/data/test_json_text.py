@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from clustertune.data.json_text import JsonError, parse, parse_deep
+from clustertune.data.rows import JsonError, parse, parse_deep
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustertune.data import oasst
-from clustertune.data.rejects import Rejects, RowLocation
+from clustertune.data import chats as oasst
+from clustertune.data.rows import Rejects, RowLocation
 
 Row = dict[str, Any]
 
@@ -119,7 +119,7 @@ def test_every_row_is_used_or_accounted_for(rows):
     )
 
 
-def _alive_from_root(tree: oasst.MessageTree) -> list[oasst.Message]:
+def _alive_from_root(tree: oasst.MessageTree) -> list[oasst.TreeMessage]:
     roots = [m for m in tree.messages.values() if m.parent is None and m.usable]
     named = [m for m in tree.messages.values() if m.parent is None and m.id == tree.id]
     waiting = [m for m in (named or roots)[:1] if m.usable and m.role == "prompter"]

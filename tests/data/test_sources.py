@@ -15,7 +15,7 @@ import pytest
 from clustertune.config.schema import Data
 from clustertune.data import rows as rows_module
 from clustertune.data.prepare import prepare
-from clustertune.data.rejects import Rejects
+from clustertune.data.rows import Rejects
 from clustertune.data.sources import LocalFiles, split_of
 from clustertune.errors import UserError
 

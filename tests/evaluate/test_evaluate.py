@@ -108,7 +108,7 @@ class TestOutput:
     def test_a_finished_one_is_returned_and_judged_anew(
         self, scored: Scored, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(room.backends, "load_lm", lambda *_: pytest.fail("the model was loaded again"))
+        monkeypatch.setattr(room, "load_lm", lambda *_: pytest.fail("the model was loaded again"))
         settings = SETTINGS.model_copy(update={"pass_mark": {"ifeval": {"prompt_level_strict_acc": 0.999}}})
         before = manifest.read_manifest(scored.out)
         again = evaluate(tiny_model, scored.out, settings=settings, data=scored.data, device="cpu")

@@ -15,8 +15,8 @@ from huggingface_hub import constants
 from clustertune.config.tasks import read_task_file
 from clustertune.errors import UserError
 from clustertune.evaluate import inputs as room
-from clustertune.evaluate import progress as quiet_room
-from clustertune.evaluate.progress import quiet
+from clustertune.evaluate import run as quiet_room
+from clustertune.evaluate.run import quiet
 from tests.evaluate.conftest import IFEVAL, forbid_network
 
 GIVEN = yaml.safe_load((IFEVAL.folder / "task.yaml").read_text())

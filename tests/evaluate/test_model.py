@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from clustertune.cli import app
 from clustertune.errors import ExitCode, UserError
-from clustertune.evaluate.backend import load_lm, out_of_memory
 from clustertune.evaluate.model import check_device, check_model, check_weights, pick_device
+from clustertune.evaluate.run import load_lm, out_of_memory
 from tests.tree import REPO
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clustertune.errors import UserError
-from clustertune.evaluate.paired import BETTER, SAME, WORSE, compare, interval
+from clustertune.evaluate.scores import BETTER, SAME, WORSE, compare, interval
 
 
 def column(values: list[Any]) -> list[tuple[float, float]]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
-from clustertune.merge import job, merge, plan
+from clustertune.merge import merge, plan, streaming
 from tests.merge.conftest import save_adapter, save_llama
 
 Edit = Callable[..., None]
@@ -252,7 +252,7 @@ def test_an_empty_folder_is_free(base: Path, adapter: Path, tmp_path: Path) -> N
 
 
 def test_no_room(base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(streaming, "free_bytes", lambda _: 1000)
     with pytest.raises(UserError, match=r"needs 0\.000 GB|needs .* GB, 0\.000 GB are free") as caught:
         merge(base, adapter, tmp_path / "out")
     assert caught.value.code == ExitCode.STORAGE

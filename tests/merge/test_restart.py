@@ -17,9 +17,9 @@ import torch
 
 from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
-from clustertune.merge import job, merge, streaming, target
-from clustertune.merge.streams import Output
-from clustertune.merge.target import Journal, locked, staging_folder
+from clustertune.merge import merge, streaming
+from clustertune.merge.pieces import Output
+from clustertune.merge.streaming import Journal, locked, staging_folder
 from tests.merge.conftest import file_hashes, save_adapter, save_llama
 
 SIZE, COARSE = "60KB", "150KB"
@@ -168,10 +168,10 @@ def test_an_unfinished_file_is_not_counted_twice(
     base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A killed merge has taken the room of a whole file: that room is free again for the next one."""
-    out, whole = tmp_path / "out", job.prepare(base, adapter, tmp_path / "out", SIZE).missing_bytes()
+    out, whole = tmp_path / "out", streaming.prepare(base, adapter, tmp_path / "out", SIZE).missing_bytes()
     interrupt(base, adapter, out, 0)
     (staging_folder(out) / "model-00001-of-00006.safetensors.part").write_bytes(bytes(40_960))
-    monkeypatch.setattr(target, "free_bytes", lambda _: whole - 40_960)
+    monkeypatch.setattr(streaming, "free_bytes", lambda _: whole - 40_960)
     assert merge(base, adapter, out, shard_size=SIZE)["state"] == "merged"
 
 
@@ -304,7 +304,7 @@ def test_one_merge_at_a_time(base: Path, adapter: Path, tmp_path: Path, referenc
 def test_finished_by_another_between_plan_and_lock(
     base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, str]
 ) -> None:
-    out, original = tmp_path / "out", job.check_space
+    out, original = tmp_path / "out", streaming.check_space
 
     def meanwhile(planned: Any) -> None:
         monkeypatch.setattr(streaming, "check_space", original)
@@ -326,7 +326,7 @@ def test_journal_round_trip(tmp_path: Path) -> None:
     journal.begin_publish(["a", "b"])
     again = Journal(tmp_path).load()
     assert (again.inputs, again.shards, again.published) == ("i", records, ["a", "b"])
-    assert target.KIND == "merged"
+    assert streaming.KIND == "merged"
 
 
 KILLER = """

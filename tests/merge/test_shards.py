@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clustertune.errors import UserError
-from clustertune.merge.streams import parse_size, plan_shards, split
+from clustertune.merge.pieces import parse_size, plan_shards, split
 from clustertune.tensorfile import Tensor
 
 

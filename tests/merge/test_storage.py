@@ -25,12 +25,11 @@ from hypothesis import strategies as st
 
 from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
-from clustertune.merge import merge, pieces, streaming, streams
+from clustertune.merge import merge, pieces, streaming
 from clustertune.merge.base import Base
-from clustertune.merge.job import WORKING_MEMORY, MergeJob
 from clustertune.merge.lora import Adapter, Update, read_settings
-from clustertune.merge.streams import Output, Shard
-from clustertune.merge.target import staging_folder
+from clustertune.merge.pieces import Output, Shard
+from clustertune.merge.streaming import WORKING_MEMORY, MergeJob, staging_folder
 from clustertune.tensorfile import Tensor, build_header, byte_size
 from tests.merge.conftest import file_hashes, load_all
 from tools import merge_bench
@@ -142,7 +141,7 @@ def test_a_base_that_cannot_be_read(base: Path, adapter: Path, tmp_path: Path, m
     def fail(*_: Any) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(streams, "read_exactly", fail)
+    monkeypatch.setattr(pieces, "read_exactly", fail)
     with pytest.raises(UserError, match=rf"{base}.*reading: Input/output") as caught:
         merge(base, adapter, tmp_path / "out")
     assert caught.value.code == ExitCode.STORAGE
@@ -151,7 +150,7 @@ def test_a_base_that_cannot_be_read(base: Path, adapter: Path, tmp_path: Path, m
 def test_a_base_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"12345")
     with pytest.raises(UserError, match="ends at byte 5"):
-        streams.InputFiles().read(tmp_path / "x", memoryview(bytearray(9)), 0)
+        pieces.InputFiles().read(tmp_path / "x", memoryview(bytearray(9)), 0)
 
 
 @given(cuts=st.sets(st.integers(1, 4999), max_size=12), seed=st.integers(0, 2**32))
@@ -318,7 +317,7 @@ def test_fewer_workers_where_their_buffers_would_not_fit(monkeypatch: pytest.Mon
     assert 54e6 < job.worker_bytes() < WORKING_MEMORY
     assert job.limit_workers(4) * job.worker_bytes() <= WORKING_MEMORY
     assert job.limit_workers(4) < 4
-    monkeypatch.setattr("clustertune.merge.job.WORKING_MEMORY", 1)
+    monkeypatch.setattr("clustertune.merge.streaming.WORKING_MEMORY", 1)
     assert job.limit_workers(4) == 1
 
 
