@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.serialization import safe_globals
@@ -31,6 +31,7 @@ from clustertune.checkpoint import restricted
 from clustertune.config.deepspeed_keys import ALIGNMENT
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import Manifest, find_problem
+from clustertune.tensorfile import read_header
 
 MODEL_FOLDER = "pytorch_model_fsdp_0"
 """Where accelerate's ``save_fsdp_model`` puts the model's shards."""
@@ -122,17 +123,14 @@ class FileSource:
     def __init__(self, checkpoint: Path, names: Iterable[str]) -> None:
         self.checkpoint = checkpoint
         self._file: dict[str, str] = {}
-        self.stored = []
+        self.stored: list[StoredTensor] = []
         for name in names:
             try:
-                with safe_open(checkpoint / name, framework="pt") as src:
-                    for key in src.keys():  # noqa: SIM118  (safe_open is not a mapping)
-                        part = src.get_slice(key)
-                        dtype = part.get_dtype()
-                        self.stored.append(StoredTensor(key, tuple(part.get_shape()), dtype, dtype in _FLOATING))
-                        self._file[key] = name
-            except SafetensorError as error:
+                tensors = read_header(checkpoint / name).tensors
+            except ValueError as error:
                 raise UserError(f"no safetensors file: {error}", file=str(checkpoint / name)) from None
+            self.stored += [StoredTensor(t.name, t.shape, t.dtype, t.dtype in _FLOATING) for t in tensors]
+            self._file |= {tensor.name: name for tensor in tensors}
 
     def files_of(self, keys: Iterable[str]) -> tuple[list[str], list[Problem]]:
         """The files that hold the given keys."""

@@ -25,7 +25,7 @@ from clustertune.manifest import MANIFEST, find_problems, read_manifest, seal
 from tests.adapter.conftest import ARCHITECTURE, LORA, Maker, make_tensors
 from tests.conftest import REPO
 
-CASES = ("fsdp1", "fsdp2", "fsdp1-head", "fsdp2-head", "ddp")
+CASES = ("fsdp1", "fsdp2-head", "ddp")
 
 
 def read_all(folder: Path) -> dict[str, bytes]:
@@ -132,7 +132,7 @@ def test_foreign_output_is_left_alone(kind: str, make_checkpoint: Maker, tmp_pat
     assert foreign.read_text() == "mine"
 
 
-@pytest.mark.parametrize("victim", ["_write", "_publish", "seal"])
+@pytest.mark.parametrize("victim", ["_write", "seal"])
 def test_storage_failure_leaves_no_adapter_and_the_next_call_makes_it(
     victim: str, make_checkpoint: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,12 +25,6 @@ def test_alpaca_without_input(extra):
     assert read("alpaca", row)["messages"] == [user("Add 1 and 1."), assistant("2")]
 
 
-def test_alpaca_with_input_puts_it_after_a_blank_line():
-    assert read("alpaca", {"instruction": "Sum up.", "input": "Long\ntext", "output": "Short"})["messages"][0] == user(
-        "Sum up.\n\nLong\ntext"
-    )
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -80,15 +74,6 @@ def test_messages_refuses(turns, reason, words):
     with pytest.raises(BadRow, match=words) as caught:
         read("messages", {"messages": turns})
     assert caught.value.reason == reason
-
-
-def test_lima_turns_alternate():
-    assert read("lima", {"conversations": ["a", "b", "c", "d"], "source": "x"})["messages"] == [
-        user("a"),
-        assistant("b"),
-        user("c"),
-        assistant("d"),
-    ]
 
 
 @pytest.mark.parametrize(

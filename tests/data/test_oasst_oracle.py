@@ -98,13 +98,13 @@ def walk(rows: list[Row]) -> dict[str, list[tuple[str, str]]]:
     return result
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(forests())
 def test_the_walk_equals_the_enumeration_of_all_paths(rows):
     assert walk(rows) == oracle(rows, "en")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(forests())
 def test_every_row_is_used_or_accounted_for(rows):
     """Nothing vanishes: each row is alive in its tree, rejected, filtered, or below one that is."""

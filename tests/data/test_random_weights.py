@@ -36,19 +36,6 @@ def test_transformers_loads_them_whole(kind: str, more: dict[str, Any], tmp_path
     assert not torch.equal(matrices[1].flatten()[:64], matrices[2].flatten()[:64]), "tensors begin at other places of the block"
 
 
-def test_the_seed_decides(tmp_path: Path) -> None:
-    """Two rounds of a benchmark must train the same model."""
-    from safetensors.torch import load_file
-    from transformers import AutoConfig
-
-    found = []
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        (tmp_path / name).mkdir()
-        local_model.write_random_weights(AutoConfig.for_model("llama", **SIZES), tmp_path / name, seed)
-        found.append(load_file(tmp_path / name / "model.safetensors")["lm_head.weight"])
-    assert found[0].equal(found[1]) and not found[0].equal(found[2])
-
-
 def test_a_large_model_of_a_run_is_written_that_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way that a benchmark of 8 billion parameters takes, on one that is called large: sealed, with its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

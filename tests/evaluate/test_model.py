@@ -66,10 +66,6 @@ def test_an_adapter_is_not_a_model(tmp_path: Path) -> None:
     assert "must be merged first" in "\n".join(map(str, check_model(tmp_path, 32)[1]))
 
 
-def test_no_folder(tmp_path: Path) -> None:
-    assert "no such folder" in str(check_model(tmp_path / "none", 32)[1][0])
-
-
 def test_a_missing_shard_is_named_once(model: Path) -> None:
     (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
     index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
@@ -158,12 +154,6 @@ class TestHalfCopied:
         name = self.drop_tensor(model)
         with pytest.raises(UserError, match=f"1 tensors are missing: {name}"):
             load_lm(model, "cpu", 1)
-
-    def test_without_the_guard_it_is_drawn_at_random(self, model: Path) -> None:
-        from lm_eval.models.huggingface import HFLM
-
-        self.drop_tensor(model)
-        assert HFLM(pretrained=str(model), dtype="auto", device="cpu").model is not None
 
     def test_another_shape_is_refused(self, model: Path) -> None:
         edit_json(model / "config.json", intermediate_size=96)

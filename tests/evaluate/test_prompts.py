@@ -58,14 +58,6 @@ class TestOwnPrompts:
         assert found.drawn == 0
         assert not found.is_benchmark
 
-    def test_can_be_followed_and_missed(self) -> None:
-        """Each kind's arguments are such that neither an empty talk nor one fixed answer passes for all."""
-        from lm_eval.tasks.ifeval.utils import process_results
-
-        found = read_prompts(OWN)
-        verdicts = [process_results(row, ["Hello, this is an answer."])["prompt_level_strict_acc"] for row in found.rows]
-        assert 0 < sum(verdicts) < len(verdicts) / 2
-
 
 BAD = [
     (b"{", "rows.jsonl:1: truncated-json"),
@@ -120,20 +112,7 @@ class TestRefused:
         with pytest.raises(UserError, match="contains no rows"):
             read_prompts(write(tmp_path, content))
 
-    def test_no_file(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="cannot be read: No such file"):
-            read_prompts(tmp_path / "none.jsonl")
-
-    @pytest.mark.parametrize("row", [row for row, text in BAD if "given" in text or "regular" in text])
-    def test_without_the_check_the_scorer_fails_after_generation(self, row: dict[str, Any]) -> None:
-        import re
-
-        from lm_eval.tasks.ifeval.utils import process_results
-
-        with pytest.raises((ValueError, re.error)):
-            process_results(row, ["some words"])
-
-    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
         row=st.fixed_dictionaries(
             {},
