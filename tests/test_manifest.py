@@ -117,12 +117,6 @@ def test_write_durably_replaces_whole_or_not_at_all(tmp_path: Path, monkeypatch:
     assert target.read_text() == "old"
 
 
-def test_temporary_files_are_not_part_of_a_folder(tmp_path: Path) -> None:
-    (tmp_path / ".x.1.tmp").write_bytes(b"")
-    (tmp_path / ".metadata").write_bytes(b"")
-    assert manifest.list_files(tmp_path) == [".metadata"]
-
-
 # -- comparing what is read with its digests -----------------------------------------------------------------------------
 
 

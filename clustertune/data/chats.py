@@ -146,7 +146,8 @@ class _Reader:
             if role == "function_call":
                 entries.append({"role": "assistant", "tool_calls": [_value(entry.get("value"), f"{name}.value", dict)]})
             else:
-                entries.append({"role": role, "content": entry.get("value"), **_without(entry, ("from", "value"))})
+                more = {key: value for key, value in entry.items() if key not in ("from", "value", "role", "content")}
+                entries.append({"role": role, "content": entry.get("value"), **more})
         return {"messages": _answered(self._turns(entries, "conversations", [], "value"), "conversations")}
 
     def lima(self, row: Mapping[str, Any]) -> Example:
@@ -180,7 +181,8 @@ class _Reader:
     def preference(self, row: Mapping[str, Any]) -> Example:
         both = ("chosen", "rejected")
         whole = [row.get(key) for key in both]
-        opens = [isinstance(found, list) and _role_of(found[:1]) not in ("assistant", None) for found in whole]
+        first = [found[0] if isinstance(found, list) and found else None for found in whole]
+        opens = [isinstance(turn, dict) and turn.get("role") not in ("assistant", None) for turn in first]
         if all(opens):  # each holds the prompt too: it ends where they part, or with the last message of the user
             chosen, rejected = (
                 _answered(self._turns(found or [], key, []), key) for found, key in zip(whole, both, strict=True)
@@ -269,14 +271,6 @@ _READ: dict[str, Callable[[_Reader, Mapping[str, Any]], Example]] = {  # in the 
 def read(format_name: str, row: Mapping[str, Any]) -> Example:
     """One row as an example in TRL's form. Raises BadRow."""
     return _Reader(lambda _names: None).read(format_name, row)
-
-
-def _without(entry: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    return {key: value for key, value in entry.items() if key not in (*keys, "role", "content")}
-
-
-def _role_of(entries: list[Any]) -> str | None:
-    return entries[0].get("role") if entries and isinstance(entries[0], dict) else None
 
 
 def _next(last: Message | None) -> tuple[str, ...]:

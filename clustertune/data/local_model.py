@@ -142,43 +142,28 @@ def write_random_weights(config: Any, out: Path, seed: int, *, shard_bytes: int 
     OSError.
     """
     import torch
+    from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    state = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if getattr(config, "tie_word_embeddings", False):
         shapes.pop("lm_head.weight", None)
     generator = torch.Generator().manual_seed(seed)
     deviation = float(getattr(config, "initializer_range", None) or STD)
     block = (torch.randn(BLOCK, generator=generator) * deviation).to(torch.bfloat16)
-    shards = list(_split(shapes, shard_bytes))
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    names = ["model.safetensors"] if len(shards) == 1 else names
-    for name, keys in zip(names, shards, strict=True):
+    shards = split_torch_state_dict_into_shards({name: state[name] for name in shapes}, max_shard_size=shard_bytes)
+    for name, keys in shards.filename_to_tensors.items():
         save_file({key: _fill(key, shapes[key], block) for key in keys}, out / name, metadata={"format": "pt"})
-    if len(shards) > 1:
-        weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
-        total = sum(2 * math.prod(shape) for shape in shapes.values())
-        (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}) + "\n")
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        (out / INDEX).write_text(json.dumps(index) + "\n")
     config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
     config.save_pretrained(out)
     return sum(math.prod(shape) for shape in shapes.values())
-
-
-def _split(shapes: dict[str, tuple[int, ...]], limit: int) -> Iterator[list[str]]:
-    """Names of each shard, in the model's order."""
-    keys: list[str] = []
-    size = 0
-    for name, shape in shapes.items():
-        if keys and size + 2 * math.prod(shape) > limit:
-            yield keys
-            keys, size = [], 0
-        keys.append(name)
-        size += 2 * math.prod(shape)
-    if keys:
-        yield keys
 
 
 def _fill(name: str, shape: tuple[int, ...], block: Any) -> Any:

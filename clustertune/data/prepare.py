@@ -18,9 +18,9 @@ from typing import IO, Any
 
 from clustertune.config.schema import COLUMNS, Data, DataSource
 from clustertune.console import say
-from clustertune.data.chats import SPECIAL, Conversation, Trees, conversations, messages_of
+from clustertune.data.chats import SPECIAL, Trees, conversations, messages_of
 from clustertune.data.rows import Reject, Rejects, count_words
-from clustertune.data.sources import RecordSource, digest, find_sources
+from clustertune.data.sources import RecordSource, find_sources
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import MANIFEST, find_problems, fsync_path, list_files, read_manifest, record_files, seal
 
@@ -48,11 +48,11 @@ def prepare(data: Data, *, recipe_folder: Path, seed: int, out: Path, input_path
     """
     sources = find_sources(data, recipe_folder, input_path)
     for _, source in sources:
-        if source.root is not None and _same(source.root, out):
+        if source.root is not None and source.root.resolve() == out.resolve():
             raise UserError("is the folder of the input too", file=str(out), fix="choose another --out")
     found = [source.identity() for _, source in sources]
     inputs = None if None in found else found if data.sources else found[0]
-    key = None if inputs is None else digest(json.dumps([FORMAT, _settings(data), seed, inputs]))
+    key = None if inputs is None else hashlib.sha256(json.dumps([FORMAT, _settings(data), seed, inputs]).encode()).hexdigest()
     if out.exists() and not out.is_dir():
         raise UserError("is not a folder", file=str(out), fix="choose another --out")
     try:
@@ -84,10 +84,6 @@ def prepare(data: Data, *, recipe_folder: Path, seed: int, out: Path, input_path
     if data.sources:
         summary["sources"] = meta["sources"]
     return {"dir": str(out), **summary, "reused": reused, "warnings": warnings}
-
-
-def _same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
 
 
 def _settings(data: Data) -> dict[str, Any]:
@@ -167,7 +163,8 @@ def _read_part(
     before = len(read.keys)
     found = trees.conversations(rows) if part.format == "oasst-tree" else conversations(part.format, rows, rejects)
     for conversation in islice(found, part.limit):
-        spool.write(_line(conversation, {"data": part.name} if data.sources else {}))
+        source_words = {**({"data": part.name} if data.sources else {}), **conversation.source}
+        spool.write(_ENCODE({**conversation.example, "source": source_words}) + "\n")
         read.keys.append((conversation.key, conversation.split))
         read.parts.append(number)
         messages = messages_of(conversation.example)
@@ -193,10 +190,6 @@ def _report(counts: Counter[str], faults: list[Reject], out: Path) -> None:
         say(f"rejected rows: {count_words(counts)}; see {out / 'rejected.jsonl'}")
     for reject in faults[:_SHOWN]:
         say(f"  {reject.file}:{reject.line}: {reject.reason}: {reject.detail}")
-
-
-def _line(conversation: Conversation, source: Mapping[str, str]) -> str:
-    return _ENCODE({**conversation.example, "source": {**source, **conversation.source}}) + "\n"
 
 
 def _assign(read: _Read, seed: int, fraction: float, own_splits: list[bool]) -> tuple[list[str], list[str]]:

@@ -72,7 +72,8 @@ def evaluate(
     it. Raises UserError with everything wrong at once, before the weights are loaded.
     """
     started = time.monotonic()
-    tokenizer = tokenizer or _tokenizer_of(model, adapter)
+    if tokenizer is None:  # an adapter that brings a tokenizer was trained with its template
+        tokenizer = adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else model
     other = None
     if base is not None:
         assert base_out is not None
@@ -99,11 +100,6 @@ def evaluate(
         if error.errno is None:  # transformers says so that it cannot read a model
             raise UserError(str(error), file=str(model)) from error
         raise storage_error(error, "the evaluation", Path(error.filename or out)) from error
-
-
-def _tokenizer_of(model: Path, adapter: Path | None) -> Path:
-    """An adapter that brings a tokenizer was trained with its template."""
-    return adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else model
 
 
 @contextlib.contextmanager

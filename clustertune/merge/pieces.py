@@ -21,16 +21,8 @@ from clustertune.tensorfile import BITS, Tensor, build_header
 
 
 @dataclass(frozen=True)
-class CopiedBytes:
-    """Bytes that stand in ``tensor``'s file as they are, from byte ``start`` of the tensor on."""
-
-    tensor: Tensor
-    start: int
-
-
-@dataclass(frozen=True)
-class ConvertedElements:
-    """Elements of a saved module, from ``start`` on, in another dtype."""
+class Stored:
+    """What stands in ``tensor``'s file from byte ``start`` of the tensor on, in ``dtype``: a saved module's may be another."""
 
     tensor: Tensor
     dtype: str
@@ -52,7 +44,14 @@ class Piece:
 
     offset: int
     size: int
-    content: bytes | CopiedBytes | ConvertedElements | Merged
+    content: bytes | Stored | Merged
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether torch is needed for it."""
+        return isinstance(self.content, Merged) or (
+            isinstance(self.content, Stored) and self.content.dtype != self.content.tensor.dtype
+        )
 
 
 def _width(dtype: str) -> int:
@@ -70,18 +69,19 @@ def _cut_merged(tensor: Tensor, update: Update) -> Iterator[tuple[int, Merged]]:
     yield (blocks[-1][1] - blocks[0][0]) * width, Merged(tensor, update, blocks)
 
 
-def _cut_tensor(tensor: Tensor, adapter: Adapter) -> Iterator[tuple[int, CopiedBytes | ConvertedElements | Merged]]:
+def _cut_tensor(tensor: Tensor, adapter: Adapter) -> Iterator[tuple[int, Stored | Merged]]:
     update, replacement = adapter.updates.get(tensor.name), adapter.replaced.get(tensor.name)
     if update:
         for part, own in update.matrices(tensor):
             yield from _cut_merged(part, own)
     elif replacement and replacement.dtype != tensor.dtype:
-        width, step = _width(tensor.dtype), CHUNK // max(_width(tensor.dtype), _width(replacement.dtype))
-        for start in range(0, tensor.size // width, step):
-            yield min(step * width, tensor.size - start * width), ConvertedElements(replacement, tensor.dtype, start)
+        width, stored = _width(tensor.dtype), _width(replacement.dtype)
+        step, count = CHUNK // max(width, stored), tensor.size // width
+        for start in range(0, count, step):
+            yield min(step, count - start) * width, Stored(replacement, tensor.dtype, start * stored)
     else:
         for start in range(0, tensor.size, CHUNK):
-            yield min(CHUNK, tensor.size - start), CopiedBytes(replacement or tensor, start)
+            yield min(CHUNK, tensor.size - start), Stored(replacement or tensor, tensor.dtype, start)
 
 
 def cut(shard: Shard, adapter: Adapter) -> Iterator[Piece]:
@@ -108,12 +108,12 @@ class Worker:
     def make(self, piece: Piece, view: memoryview, output: Output) -> None:
         """Fill ``view`` with the piece's bytes and write them to ``output``; they stay in ``view`` to be hashed."""
         match piece.content:
-            case CopiedBytes():
-                self._copy(piece, piece.content, view, output)
             case Merged():
                 self._merge(piece, piece.content, view, output)
-            case ConvertedElements():
+            case Stored() if piece.is_computed:
                 self._convert(piece, piece.content, view, output)
+            case Stored():
+                self._copy(piece, piece.content, view, output)
             case header:
                 view[:] = header
                 self._write(view, piece.offset, output)
@@ -124,7 +124,7 @@ class Worker:
         except OSError as error:
             raise storage_error(error, "writing", output.path) from error
 
-    def _copy(self, piece: Piece, copied: CopiedBytes, view: memoryview, output: Output) -> None:
+    def _copy(self, piece: Piece, copied: Stored, view: memoryview, output: Output) -> None:
         file, offset = copied.tensor.file, copied.tensor.offset + copied.start
         self.source.announce(file, offset, piece.size)
         for start in range(0, piece.size, STEP):
@@ -164,12 +164,12 @@ class Worker:
             add_update(block, a, b, update.scaling, self.scratch, rounded=update.experts > 0)
             self._write(part, piece.offset + (start - first) * width, output)
 
-    def _convert(self, piece: Piece, converted: ConvertedElements, view: memoryview, output: Output) -> None:
+    def _convert(self, piece: Piece, converted: Stored, view: memoryview, output: Output) -> None:
         """The saved module's values in the base's dtype, as PEFT's ``ModulesToSaveWrapper`` keeps them."""
         tensor, width = converted.tensor, torch_dtype(converted.tensor.dtype).itemsize
         count = piece.size // torch_dtype(converted.dtype).itemsize
         raw = self.scratch.bytes(count * width)
-        self.source.read(tensor.file, raw, tensor.offset + converted.start * width)
+        self.source.read(tensor.file, raw, tensor.offset + converted.start)
         as_tensor(view, converted.dtype, 1, count).copy_(as_tensor(raw, tensor.dtype, 1, count))
         self._write(view, piece.offset, output)
 
@@ -441,35 +441,19 @@ def parse_size(text: str | int) -> int:
     return size
 
 
-def split(tensors: Sequence[Tensor], shard_size: int) -> list[list[Tensor]]:
-    """Group tensors, in order, into shards of at most ``shard_size`` bytes of data; a larger tensor gets one of its own.
-
-    The rule of ``huggingface_hub.split_torch_state_dict_into_shards``, its order included: a tensor that is too large is
-    put before the shard that is being filled.
-    """
-    groups: list[list[Tensor]] = []
-    current: list[Tensor] = []
-    filled = 0
-    for tensor in tensors:
-        if tensor.size > shard_size:
-            groups.append([tensor])
-            continue
-        if filled + tensor.size > shard_size:
-            groups.append(current)
-            current, filled = [], 0
-        current.append(tensor)
-        filled += tensor.size
-    if current:
-        groups.append(current)
-    return groups
-
-
 def plan_shards(tensors: Sequence[Tensor], shard_size: int) -> list[Shard]:
-    """The output files. In a file wide dtypes come first, as ``safetensors`` orders them: each tensor is aligned."""
-    groups = [sorted(group, key=lambda t: -BITS[t.dtype]) for group in split(tensors, shard_size)]
-    if len(groups) == 1:
-        return [Shard("model.safetensors", groups[0], build_header(groups[0]))]
-    return [
-        Shard(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group, build_header(group))
-        for number, group in enumerate(groups, 1)
-    ]
+    """The output files of at most ``shard_size`` bytes of data; a larger tensor gets one of its own.
+
+    In a file wide dtypes come first, as ``safetensors`` orders them: each tensor is aligned.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    by_name = {tensor.name: tensor for tensor in tensors}
+    found = split_state_dict_into_shards_factory(
+        by_name, get_storage_size=lambda t: t.size, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_size
+    )
+    shards = []
+    for name, keys in found.filename_to_tensors.items():
+        group = sorted((by_name[key] for key in keys), key=lambda t: -BITS[t.dtype])
+        shards.append(Shard(name, group, build_header(group)))
+    return shards

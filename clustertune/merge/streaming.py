@@ -27,12 +27,13 @@ from typing import Any
 from clustertune import lock
 from clustertune.config import quantization
 from clustertune.console import byte_progress, say
-from clustertune.errors import ExitCode, Problem, UserError, collect_problems, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.manifest import (
     MANIFEST,
     DigestComparison,
     FileRecord,
     Manifest,
+    find_problem,
     fsync_path,
     hash_file,
     list_files,
@@ -46,9 +47,7 @@ from clustertune.merge.lora import Adapter, read_adapter
 from clustertune.merge.pieces import (
     BUFFERS,
     CHUNK,
-    ConvertedElements,
     InputFiles,
-    Merged,
     Output,
     Piece,
     Shard,
@@ -65,10 +64,7 @@ def _damaged(records: dict[str, FileRecord], places: dict[str, Path], workers: i
 
     def whole(name: str) -> bool:
         try:
-            return (
-                places[name].stat().st_size == records[name].size
-                and hash_file(places[name], records[name].algorithm) == records[name]
-            )
+            return find_problem(places[name], records[name]) is None
         except OSError:
             return False
 
@@ -102,14 +98,10 @@ def _resume(job: MergeJob, workers: int) -> Journal:
     return journal
 
 
-def _check_finished(job: MergeJob, workers: int) -> None:
+def _check_finished(job: MergeJob) -> None:
     """Raises UserError where the finished output has been damaged since."""
-    if job.finished is None:
-        return
-    damaged = _damaged(job.finished.files, {name: job.out / name for name in job.finished.files}, workers)
-    if damaged:
-        fix = "move the folder away, then run the same command again"
-        raise UserError([Problem("missing, or differs from the manifest", file=str(job.out / n), fix=fix) for n in damaged])
+    with DigestComparison(job.out) as comparison:
+        raise_if(comparison.finish())
     if job.staging.is_dir():
         with locked(job.staging):
             clear(job.staging)
@@ -126,19 +118,18 @@ def _peak_rss() -> int:
 def _summary(job: MergeJob, state: str, started: float, reused: int) -> dict[str, Any]:
     seconds = time.monotonic() - started
     return {
-        "out": str(job.out),
-        "state": state,
-        "tensors": len(job.base.tensors),
-        "merged": len(job.adapter.updates),
-        "replaced": len(job.adapter.replaced),
-        "bytes": job.size,
+        **_described(job, state),
         "shards": len(job.shards),
         "reused_shards": reused,
         "seconds": round(seconds, 3),
         "gb_per_s": round(job.size / 1e9 / seconds, 3),
         "peak_rss_bytes": _peak_rss(),
-        "warnings": job.adapter.warnings,
     }
+
+
+def _described(job: MergeJob, state: str) -> dict[str, Any]:
+    counts = {"tensors": len(job.base.tensors), "merged": len(job.adapter.updates), "replaced": len(job.adapter.replaced)}
+    return {"out": str(job.out), "state": state, **counts, "bytes": job.size, "warnings": job.adapter.warnings}
 
 
 def _merge_locked(job: MergeJob, workers: int, started: float) -> dict[str, Any]:
@@ -172,17 +163,11 @@ def plan(base: Path, adapter: Path, out: Path, *, shard_size: str | int = "5GB")
     staged = job.staged_bytes()
     state = "already merged" if job.finished else "would continue" if staged else "would merge"
     return {
-        "out": str(out),
-        "state": state,
-        "tensors": len(job.base.tensors),
-        "merged": len(job.adapter.updates),
-        "replaced": len(job.adapter.replaced),
+        **_described(job, state),
         "files": {**{s.name: s.size for s in job.shards}, **{n: p.stat().st_size for n, p in job.companions.items()}},
-        "bytes": job.size,
         "staged_bytes": staged,
         "free_bytes": free_bytes(out),
         "fits": bool(job.finished) or free_bytes(out) >= job.missing_bytes(),
-        "warnings": job.adapter.warnings,
     }
 
 
@@ -203,7 +188,7 @@ def merge(base: Path, adapter: Path, out: Path, *, shard_size: str | int = "5GB"
     for warning in job.adapter.warnings:
         say(f"warning: {warning}")
     if job.finished:
-        _check_finished(job, workers)
+        _check_finished(job)
         return _summary(job, "already merged", started, len(job.shards))
     check_space(job)
     try:
@@ -238,23 +223,20 @@ def _own_version() -> str:
 
 
 def _meta(job: MergeJob) -> dict[str, object]:
+    # What an adapter's manifest says about the base that it was trained on.
+    recorded = read_manifest(job.adapter.folder).meta if (job.adapter.folder / MANIFEST).exists() else {}
+    trained_on = {quantization.BASE: recorded[quantization.BASE]} if quantization.BASE in recorded else {}
     return {
         "inputs": job.inputs,
         "base": {
             "name": job.base.folder.resolve().name,
             "files": {p.name: {"header_sha256": hashlib.sha256(h.text).hexdigest()} for p, h in job.base.headers.items()},
         },
-        "adapter": {"name": job.adapter.folder.resolve().name, "sha256": job.adapter.sha256, **_trained_on(job.adapter.folder)},
+        "adapter": {"name": job.adapter.folder.resolve().name, "sha256": job.adapter.sha256, **trained_on},
         "tensors": {"all": len(job.base.tensors), "merged": len(job.adapter.updates), "replaced": len(job.adapter.replaced)},
         "shard_size": job.shard_size,
         "versions": {"clustertune": _own_version(), "torch": version("torch")},
     }
-
-
-def _trained_on(adapter: Path) -> dict[str, object]:
-    """What an adapter's manifest says about the base that it was trained on; nothing where there is none."""
-    meta = read_manifest(adapter).meta if (adapter / MANIFEST).exists() else {}
-    return {quantization.BASE: meta[quantization.BASE]} if quantization.BASE in meta else {}
 
 
 def publish(job: MergeJob, journal: Journal) -> None:
@@ -262,10 +244,12 @@ def publish(job: MergeJob, journal: Journal) -> None:
 
     May be interrupted anywhere and called again. Raises UserError: 73 where the storage fails, 75 where an input changed.
     """
-    require_unchanged(job)
+    if not unchanged(job):  # the output may be a mixture
+        message = "base or adapter changed while they were merged"
+        raise UserError(message, file=str(job.base.folder), fix="run the same command again", code=ExitCode.AGAIN)
     try:
         if not journal.published:
-            journal.begin_publish(output_names(job.shards, job.companions))
+            journal.begin_publish([*(s.name for s in job.shards), *([INDEX] if len(job.shards) > 1 else []), *job.companions])
         job.out.mkdir(exist_ok=True)
         fsync_path(job.out.parent)
         for shard in job.shards:
@@ -292,9 +276,9 @@ class _Line:
 
     def __init__(self, job: MergeJob, todo: list[Shard], workers: int) -> None:
         self._workers, self._guard, self._stopped = workers, threading.Lock(), False
-        self._buffers: SimpleQueue[bytearray] = SimpleQueue()
+        self.buffers: SimpleQueue[bytearray] = SimpleQueue()
         for _ in range(BUFFERS * workers):
-            self._buffers.put(bytearray(CHUNK))
+            self.buffers.put(bytearray(CHUNK))
         self.outputs, self.journal_guard = list[Output](), threading.Lock()
         self._pieces = self._all(job, todo)
 
@@ -311,26 +295,22 @@ class _Line:
 
     def take(self) -> tuple[Output, Piece, bytearray] | None:
         """The next piece, or None where there is none or the line was stopped."""
-        buffer = self._buffers.get()
+        buffer = self.buffers.get()
         with self._guard:
             taken = None if self._stopped else next(self._pieces, None)
         if taken is None:
-            self._buffers.put(buffer)  # for the next who waits, and then finds the end as well
+            self.buffers.put(buffer)  # for the next who waits, and then finds the end as well
             return None
         if len(buffer) < taken[1].size:
             buffer = bytearray(taken[1].size)
         return (*taken, buffer)
-
-    def give_back(self, buffer: bytearray) -> None:
-        """A buffer is free again."""
-        self._buffers.put(buffer)
 
     def stop(self) -> None:
         """Let no thread begin another piece, or wait for a buffer that a failed piece holds."""
         with self._guard:
             self._stopped = True
         for _ in range(self._workers):
-            self._buffers.put(bytearray())
+            self.buffers.put(bytearray())
 
 
 def _load_torch() -> int:
@@ -363,12 +343,12 @@ def _torch_beside() -> Iterator[Future[int]]:
 def _work(line: _Line, worker: Worker, journal: Journal, torch: Future[int], advance: Callable[[int], None]) -> None:
     while taken := line.take():
         output, piece, buffer = taken
-        if isinstance(piece.content, Merged | ConvertedElements):
+        if piece.is_computed:
             torch.result()
         view = memoryview(buffer)[: piece.size]
         worker.make(piece, view, output)
         try:
-            if output.add(view, piece.offset, partial(line.give_back, buffer)):
+            if output.add(view, piece.offset, partial(line.buffers.put, buffer)):
                 record = output.finish()
                 with line.journal_guard:
                     journal.add_shard(output.path.name, record)
@@ -477,53 +457,31 @@ class MergeJob:
         return max(1, min(wanted, WORKING_MEMORY // self.worker_bytes()))
 
 
-def _digest(job: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
-
-
-def prepare(base: Path, adapter: Path, out: Path, shard_size: str | int) -> MergeJob:
+def prepare(base_folder: Path, adapter_folder: Path, out: Path, shard_size: str | int) -> MergeJob:
     """Check everything and plan the output. Raises UserError with every problem found; nothing is written."""
-    problems: list[Problem] = []
-    model: Base | None = None
-    fitted: Adapter | None = None
-    limit = 0
-    problems += place_problems(base, adapter, out)
+    problems = place_problems(base_folder, adapter_folder, out)
+    base, adapter, limit = None, None, 0
     with collect_problems(problems):
         limit = parse_size(shard_size)
     with collect_problems(problems):
-        model = read_base(base)
+        base = read_base(base_folder)
     with collect_problems(problems):
-        fitted = read_adapter(adapter, model)
-    if problems or model is None or fitted is None:
+        adapter = read_adapter(adapter_folder, base)
+    if problems or base is None or adapter is None:
         raise UserError(problems)
-    return _plan(model, fitted, out, limit)
-
-
-def _plan(base: Base, adapter: Adapter, out: Path, shard_size: int) -> MergeJob:
-    shards = plan_shards(list(base.tensors.values()), shard_size)
+    shards = plan_shards(list(base.tensors.values()), limit)
     companions = companion_files(base, adapter)
     identity = base.identity()
-    inputs = _digest(
-        {
-            "format": FORMAT,
-            "base": identity,
-            "headers": {p.name: hashlib.sha256(h.text).hexdigest() for p, h in base.headers.items()},
-            "adapter": adapter.sha256,
-            "companions": {name: hash_file(path).sha256 for name, path in companions.items()},
-            "shard_size": shard_size,
-        }
-    )
-    return MergeJob(
-        base=base,
-        adapter=adapter,
-        out=out,
-        shards=shards,
-        companions=companions,
-        shard_size=shard_size,
-        inputs=inputs,
-        base_identity=identity,
-        finished=finished_manifest(out, inputs),
-    )
+    decides = {
+        "format": FORMAT,
+        "base": identity,
+        "headers": {p.name: hashlib.sha256(h.text).hexdigest() for p, h in base.headers.items()},
+        "adapter": adapter.sha256,
+        "companions": {name: hash_file(path).sha256 for name, path in companions.items()},
+        "shard_size": limit,
+    }
+    inputs = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+    return MergeJob(base, adapter, out, shards, companions, limit, inputs, identity, finished_manifest(out, inputs))
 
 
 def check_space(job: MergeJob) -> None:
@@ -542,13 +500,6 @@ def unchanged(job: MergeJob) -> bool:
         return job.base.identity() == job.base_identity and adapter == job.adapter.sha256
     except OSError:
         return False
-
-
-def require_unchanged(job: MergeJob) -> None:
-    """Raises UserError where an input changed during the merge: its output may be a mixture and is not published."""
-    if not unchanged(job):
-        message = "base or adapter changed while they were merged"
-        raise UserError(message, file=str(job.base.folder), fix="run the same command again", code=ExitCode.AGAIN)
 
 
 # --- target ----------------------------------------------------------------------------------------------------------------
@@ -591,11 +542,6 @@ def index_text(base: Base, shards: list[Shard]) -> str:
     metadata: dict[str, Any] = {**base.index_metadata, "total_size": sum(t.size for s in shards for t in s.tensors)}
     weights = {t.name: shard.name for shard in shards for t in shard.tensors}
     return json.dumps({"metadata": metadata, "weight_map": weights}, indent=2, sort_keys=True) + "\n"
-
-
-def output_names(shards: list[Shard], companions: dict[str, Path]) -> list[str]:
-    """Every file of the output but its manifest."""
-    return [*(s.name for s in shards), *([INDEX] if len(shards) > 1 else []), *companions]
 
 
 def place_problems(base: Path, adapter: Path, out: Path) -> list[Problem]:

@@ -32,10 +32,7 @@ from clustertune.adapter import export as module
 from clustertune.training import cpu_fsdp
 from tests.adapter.conftest import ARCHITECTURE, LORA, make_tensors, save_shards, seal_checkpoint, write_recipe
 
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "fsdp1": (1, LORA),
-    "fsdp2-head": (2, LORA | {"modules_to_save": ["lm_head"]}),
-}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {"fsdp1": (1, LORA), "fsdp2-head": (2, LORA | {"modules_to_save": ["lm_head"]})}
 
 
 def build_model(lora: dict[str, Any]) -> torch.nn.Module:

@@ -248,8 +248,3 @@ def test_wrappers_and_adapter_names_are_taken_off(wrapped: list[str], prefix: st
     key = f"{prefix}{'.'.join(parts)}.lora_A.{'default.' if named else ''}weight"
     assert normalise(key) == f"{Q}.lora_A.weight"
     assert normalise(normalise(key)) == normalise(key)
-
-
-def test_names_without_an_adapter_stay() -> None:
-    assert normalise("model.base_model.model.lm_head.modules_to_save.default.weight") == "base_model.model.lm_head.weight"
-    assert normalise("model.layers.0.default.weight") == "model.layers.0.default.weight"

@@ -19,12 +19,6 @@ def assistant(text):
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-@pytest.mark.parametrize("extra", [{}, {"input": ""}, {"input": None}, {"input": " \n"}])
-def test_alpaca_without_input(extra):
-    row = {"instruction": "Add 1 and 1.", "output": "2", "text": "ignored"} | extra
-    assert read("alpaca", row)["messages"] == [user("Add 1 and 1."), assistant("2")]
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

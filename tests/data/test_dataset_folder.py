@@ -235,22 +235,6 @@ def test_a_crash_of_the_first_preparation_can_always_be_repeated(source, tmp_pat
     assert crash_everywhere(lambda: make(source, out), check, reset) > 8
 
 
-def test_two_at_once_leave_one_whole_dataset(source, tmp_path):
-    out = tmp_path / "out"
-    children = []
-    for seed in (1, 2) * 4:
-        child = os.fork()
-        if child == 0:
-            try:
-                make(source, out, seed=seed)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 8
-    assert find_problems(out, "dataset") == []
-
-
 # --- which conversations are held out
 
 KEYS = [f"tree-{i}" for i in range(1000)]

@@ -52,11 +52,6 @@ def test_deleted_and_badly_reviewed_rows_go_with_their_subtrees(run, row):
     assert got.rejected == {}
 
 
-def test_a_deleted_row_is_not_bad_whatever_else_it_holds(run, row):
-    rows = [row("p1", None), row("a1", "p1"), row("a2", "p1", "", deleted=True), row("a3", "p1", role="x", review_result=False)]
-    assert run(rows, bad_rows="stop").rejected == {}
-
-
 def test_the_language_is_that_of_the_root(run, row):
     rows = [row("p1", None, lang="de"), row("a1", "p1"), row("p2", None, **OTHER), row("a2", "p2", lang="de", **OTHER)]
     assert list(run(rows).texts) == ["u"]

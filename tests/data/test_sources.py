@@ -90,15 +90,10 @@ def test_an_array_broken_in_the_middle_is_refused_with_its_line(run, array):
         run(array, ".json")
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-20], lambda b: b[:40] + b"\0\0\0\0" + b[44:], lambda b: b"<html>"])
+@pytest.mark.parametrize("damage", [lambda b: b[:-20], lambda b: b"<html>"])
 def test_a_damaged_gzip_is_refused(run, trees, lines, damage):
     with pytest.raises(UserError, match="damaged gzip file"):
         run(damage(gzip.compress(lines(trees(0, 50)))), ".jsonl.gz")
-
-
-def test_a_damaged_parquet_is_refused(run):
-    with pytest.raises(UserError, match="damaged Parquet file"):
-        run(b"PAR1 nothing PAR1", ".parquet")
 
 
 def test_parquet_rows_that_are_not_utf8_are_left_out(run, trees, tmp_path):
@@ -302,16 +297,6 @@ def test_a_pinned_dataset_is_reused_without_asking_the_hub(hub, trees, tmp_path)
     assert from_hub(tmp_path, revision="b" * 40)["reused"] is False
 
 
-def test_an_unpinned_dataset_is_made_anew_and_that_is_said(hub, trees, tmp_path):
-    _, content = hub
-    content["train"] = trees(0, 4)
-    from_hub(tmp_path, revision=None)
-    content["train"] = trees(0, 5)
-    got = from_hub(tmp_path, revision=None)
-    assert got["train"]["conversations"] + got["eval"]["conversations"] == 5
-    assert any("not pinned" in warning for warning in got["warnings"])
-
-
 def test_splits_of_no_known_name_are_left_aside(hub, trees, tmp_path):
     _, content = hub
     content |= {"train": trees(0, 4), "ideas": trees(4, 4)}
@@ -320,9 +305,7 @@ def test_splits_of_no_known_name_are_left_aside(hub, trees, tmp_path):
     assert any("ideas" in warning for warning in got["warnings"])
 
 
-@pytest.mark.parametrize(
-    "error", [ConnectionError("Couldn't reach 'org/set' on the Hub"), ValueError("gated"), RuntimeError("")]
-)
+@pytest.mark.parametrize("error", [ConnectionError("Couldn't reach 'org/set' on the Hub"), RuntimeError("")])
 def test_an_unreachable_hub_says_what_to_do(monkeypatch, tmp_path, error):
     import datasets
 

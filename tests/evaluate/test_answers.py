@@ -171,10 +171,8 @@ def pairs(count: int) -> list[Any]:
     [
         ("generate_until", ["a", None]),
         ("generate_until", ["a"]),
-        ("generate_until", ["a", 3]),
         ("loglikelihood", [(-1.0, True), None]),
         ("loglikelihood", [(-1.0, True), (float("nan"), False)]),
-        ("loglikelihood", [(-1.0, True), (-1.0, None)]),
         ("loglikelihood_rolling", [-1.0, None]),
     ],
 )

@@ -40,12 +40,8 @@ class TestTaskFile:
         ("changes", "message"),
         [
             ({"task": "other"}, "its folder is ifeval"),
-            ({"fallback": None}, "fallback"),
             ({"include": ""}, "include"),
-            ({"columns": []}, "columns"),
-            ({"needs": ["luck"]}, "needs"),
             ({"generation_kwargs": {"until": [], "do_sample": True, "temperature": 0.0}}, "generation_kwargs.do_sample"),
-            ({"generation_kwargs": {"until": [], "do_sample": False, "temperature": 0.7}}, "generation_kwargs.temperature"),
             ({"sampling": 1}, "sampling"),
             ({"task": "../up"}, "task"),
             ({"hub": {**GIVEN["hub"], "revision": "main"}}, "hub.revision"),

@@ -35,19 +35,14 @@ def edit_json(path: Path, **changes: object) -> None:
 
 DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("no config", lambda m: (m / "config.json").unlink(), "config.json: missing"),
-    ("config no JSON", lambda m: (m / "config.json").write_text("{"), "config.json: unreadable"),
-    ("no architecture", lambda m: (m / "config.json").write_text("{}"), "config.json: model_type: does not say"),
     ("unknown architecture", lambda m: edit_json(m / "config.json", model_type="none"), "transformers does not accept it"),
     ("code in the folder", lambda m: edit_json(m / "config.json", auto_map={}), "needs code from the model folder"),
     ("no weights", lambda m: (m / "model.safetensors").unlink(), "neither model.safetensors nor"),
     ("weights cut off", lambda m: cut(m / "model.safetensors"), "truncated or damaged"),
-    ("weights empty", lambda m: (m / "model.safetensors").write_bytes(b""), "too short for a safetensors file"),
-    ("weights of text", lambda m: (m / "model.safetensors").write_text("version https://git-lfs"), "or not safetensors"),
     ("no tokenizer", lambda m: [f.unlink() for f in m.glob("tokenizer*")], "has no tokenizer"),
     ("tokenizer damaged", lambda m: cut(m / "tokenizer.json"), "its tokenizer does not load"),
     ("no template", lambda m: (m / "chat_template.jinja").unlink(), "has no chat template"),
     ("template damaged", lambda m: (m / "chat_template.jinja").write_text("{% if %}"), "does not render a user's turn"),
-    ("template refuses", lambda m: (m / "chat_template.jinja").write_text("{{ raise_exception('no') }}"), "does not render"),
     ("template drops", lambda m: (m / "chat_template.jinja").write_text("assistant:"), "drops the user's text"),
 ]
 

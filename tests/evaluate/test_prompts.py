@@ -61,31 +61,23 @@ class TestOwnPrompts:
 
 BAD = [
     (b"{", "rows.jsonl:1: truncated-json"),
-    (b'{"key": "\xff"}', "rows.jsonl:1: not-utf8: byte 0xff at column 10"),
     (b"[1]", "rows.jsonl:1: wrong-column: the row is a list, not an object"),
     (b'{"key": 1, "prompt": "a", "instruction_id_list": ["x"], "kwargs": [{"a": NaN}]}', "rows.jsonl:1: not JSON"),
     ({"key": 1}, "rows.jsonl:1: prompt: missing"),
-    ({**GOOD, "key": "1"}, "key: must be int, is str"),
     ({**GOOD, "key": True}, "key: must be int, is bool"),
     ({**GOOD, "key": 2**70}, "key: exceeds 64 bits"),
     ({**GOOD, "prompt": " \n"}, "prompt: is empty"),
     ({**GOOD, "prompt": "half \ud800"}, "holds half of a surrogate pair"),
     ({**GOOD, "instruction_id_list": []}, "names no instruction"),
     ({**GOOD, "kwargs": []}, "kwargs: 0 mappings for 1 instructions"),
-    ({**GOOD, "kwargs": [None]}, "kwargs[0]: must be dict, is None"),
-    ({**GOOD, "instruction_id_list": [7]}, "instruction_id_list[0]: must be str, is 7"),
     (one("punctuation:no_commas"), "did you mean 'punctuation:no_comma'?"),
-    (one("zzz"), "known are change_case:"),
     (one("length_constraints:number_words", num_words="5", relation="at least"), "kwargs[0].num_words: must be a whole number"),
-    (one("length_constraints:number_words", num_words=2.5, relation="at least"), "kwargs[0].num_words: must be a whole number"),
     (one("length_constraints:number_words", num_words=5, relation="at most"), "but at most is given"),
-    (one("change_case:capital_word_frequency", capital_frequency=5, capital_relation="most"), "but most is given"),
     (one("language:response_language", language="xx"), "refuses"),
     (one("keywords:existence", keywords="word"), "kwargs[0].keywords: must be a list of texts"),
     (one("keywords:existence", keywords=["(open"]), "'(open' is not a regular expression"),
     (one("keywords:frequency", keyword="[", frequency=1, relation="at least"), "'[' is not a regular expression"),
     (one("punctuation:no_comma", color="red"), "unexpected keyword argument 'color'"),
-    (one("combination:repeat_prompt"), "prompt_to_repeat must be set"),
 ]
 
 
@@ -106,11 +98,6 @@ class TestRefused:
     def test_a_key_twice(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"rows\.jsonl:3: key: key 1 stands in line 1 too"):
             read_prompts(write(tmp_path, GOOD, b"", GOOD))
-
-    @pytest.mark.parametrize("content", [b"", b"\n \n"])
-    def test_nothing_in_it(self, content: bytes, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="contains no rows"):
-            read_prompts(write(tmp_path, content))
 
     @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(

@@ -52,9 +52,6 @@ class TestStandardError:
         # 3 of 4 followed; residuals 1 - 0.75 and 2 - 3*0.75; n = 2.
         assert clustered_stderr([[True], [True, True, False]]) == pytest.approx(math.sqrt(2 * (0.25**2 + 0.25**2)) / 4)
 
-    def test_one_prompt_has_none(self) -> None:
-        assert clustered_stderr([[True, False]]) is None
-
 
 class TestVerdict:
     @pytest.mark.parametrize(("mark", "passed"), [(0.4999, True), (0.5, True), (0.5001, False)])
@@ -100,6 +97,3 @@ class TestTable:
         assert "below" in rows["prompt_level_strict_acc"]
         assert "passed" in rows["inst_level_strict_acc"]
         assert "0.0100" in rows["inst_level_strict_acc"]
-
-    def test_brackets_in_a_name_are_kept(self) -> None:
-        assert "a[red]b.jsonl" in show(make_result({}, details={"ifeval": {"data": ["a[red]b.jsonl"]}}))

@@ -250,8 +250,8 @@ sys.stdout.write(json.dumps({"over": peak() - idle, "said": done["peak_rss_bytes
 
 
 def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, repo: Path) -> None:
-    """A tensor of 600 MB, an adapter of rank 256: less than 300 MiB above the interpreter with torch."""
-    base, adapter, rows, columns, rank = tmp_path / "base", tmp_path / "adapter", 6000, 50_000, 256
+    """A tensor of 400 MB, an adapter of rank 256: less than 300 MiB above the interpreter with torch."""
+    base, adapter, rows, columns, rank = tmp_path / "base", tmp_path / "adapter", 4000, 50_000, 256
     base.mkdir()
     adapter.mkdir()
     (base / "config.json").write_text("{}")

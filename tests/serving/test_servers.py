@@ -163,11 +163,6 @@ def test_an_adapter_is_served_by_its_name(tmp_path: Path) -> None:
     assert [lora_rank(n) for n in (1, 8, 9, 256, 1000)] == [1, 8, 16, 256, 1000]
 
 
-def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
-    over_two(tmp_path).write(tmp_path / "job.json")
-    assert ServingJob.read(tmp_path / "job.json") == over_two(tmp_path)
-
-
 def program(folder: Path) -> Path:
     """The fake as one file."""
     path = folder / "vllm"
