@@ -24,7 +24,7 @@ import torch
 from clustertune.console import emit_json, say
 from clustertune.merge.base import INDEX
 from clustertune.merge.lora import CONFIG, WEIGHTS
-from clustertune.merge.streams import plan_shards
+from clustertune.merge.pieces import plan_shards
 from clustertune.tensorfile import Tensor, byte_size, read_header
 
 _OURS = """

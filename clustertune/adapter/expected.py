@@ -19,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from clustertune.errors import Problem, UserError
+from clustertune.errors import UserError
 
 _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 _ADAPTER_NAME = re.compile(r"(\.lora_\w+)\.default(?=\.|$)")
@@ -61,12 +61,10 @@ def build_expected(architecture: Mapping[str, Any], lora: Mapping[str, Any], mod
     start = lora.get("init_lora_weights", True)
     if start not in _KEEPS_THE_BASE:
         raise UserError(
-            Problem(
-                f"init_lora_weights {start!r} changes the base weights, so the adapter does not fit the published base",
-                file="recipe.json",
-                key="recipe.lora.init_lora_weights",
-                fix="train with init_lora_weights: true, gaussian, orthogonal or eva",
-            )
+            f"init_lora_weights {start!r} changes the base weights, so the adapter does not fit the published base",
+            file="recipe.json",
+            key="recipe.lora.init_lora_weights",
+            fix="train with init_lora_weights: true, gaussian, orthogonal or eva",
         )
     try:
         # The initial values are of no interest here, and "eva" and "orthogonal" cannot be computed without data.
@@ -80,9 +78,7 @@ def build_expected(architecture: Mapping[str, Any], lora: Mapping[str, Any], mod
             everything = model.state_dict()
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         message = " ".join(str(error).split())[:500]
-        raise UserError(
-            Problem(f"the architecture and the LoRA settings do not go together: {message}", file="recipe.json")
-        ) from None
+        raise UserError(f"the architecture and the LoRA settings do not go together: {message}", file="recipe.json") from None
     tensors = {normalise(name): tuple(tensor.shape) for name, tensor in sorted(saved.items())}
     frozen = frozenset(normalise(name) for name in everything) - tensors.keys()
     config = model.peft_config["default"]

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from clustertune.adapter.expected import Expected
-    from clustertune.adapter.shards import StoredTensor
-    from clustertune.adapter.sources import Source
+    from clustertune.adapter.sources import Source, StoredTensor
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 KIND = "adapter"
@@ -71,43 +70,78 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
     Raises UserError with every problem of the checkpoint at once, before anything is written; where ``out`` holds
     anything else; and with exit code 73 where the storage fails.
     """
+
+    def prepare(manifest: Manifest, trained: CheckpointRecipe) -> Write:
+        tensors, expected, warnings = collect(checkpoint, manifest, trained)
+        step = int(manifest.meta["step"])
+        learnt = any(bool(t.any()) for name, t in tensors.items() if ".lora_B" in name or ".lora_embedding_B" in name)
+        if step > 0 and not learnt:
+            warnings.append(f"every lora_B is zero at step {step}: nothing was learnt, the adapter changes nothing")
+
+        def write(stage: Path) -> dict[str, Any]:
+            _write(stage, tensors, expected)
+            return {
+                quantization.BASE: trained.base_quantization,
+                "tensors": len(tensors),
+                "parameters": sum(tensor.numel() for tensor in tensors.values()),
+                "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}),
+                "warnings": warnings,
+            }
+
+        return write
+
+    return export_as(KIND, checkpoint, out, ADAPTER_FILES.__contains__, prepare)
+
+
+Write = Callable[[Path], dict[str, Any]]
+"""Writes the files of an export into a staging folder and returns what its manifest says about them."""
+
+
+def export_as(
+    kind: str,
+    checkpoint: Path,
+    out: Path,
+    is_ours: Callable[[str], bool],
+    prepare: Callable[[Manifest, CheckpointRecipe], Write],
+) -> dict[str, Any]:
+    """Publish an export of one checkpoint in ``out``, or find it there. Returns the summary (see :func:`export`).
+
+    ``prepare`` reads and checks the checkpoint; what it returns writes. ``is_ours``: see :func:`find_published`.
+    """
     started = time.monotonic()
     try:
         manifest = verify(checkpoint)
-        source_sha = hash_file(checkpoint / MANIFEST).sha256
-        published = find_published(out, KIND, checkpoint, source_sha, ADAPTER_FILES.__contains__)
-        if published is not None:
+        sha = hash_file(checkpoint / MANIFEST).sha256
+        if (published := find_published(out, kind, checkpoint, sha, is_ours)) is not None:
             say(f"already exported: {out}")
             return _summary(out, published, started, reused=True)
         trained = read_trained(checkpoint)
-        tensors, expected, warnings = collect(checkpoint, manifest, trained)
+        write = prepare(manifest, trained)
     except OSError as error:
         raise storage_error(error, "reading the checkpoint", checkpoint) from error
-    step = int(manifest.meta["step"])
-    if step > 0 and not any(bool(t.any()) for name, t in tensors.items() if ".lora_B" in name or ".lora_embedding_B" in name):
-        warnings.append(f"every lora_B is zero at step {step}: nothing was learnt, the adapter changes nothing")
-    meta = {
-        "step": step,
-        "checkpoint": {"name": checkpoint.resolve().name, "manifest_sha256": source_sha},
-        "recipe": trained.recipe,
-        quantization.BASE: trained.base_quantization,
-        "tensors": len(tensors),
-        "parameters": sum(tensor.numel() for tensor in tensors.values()),
-        "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}),
-        "warnings": warnings,
-    }
-    for warning in warnings:
-        say(f"warning: {warning}")
     try:
         with staging(out) as stage:
             # Again, now that no other export can be writing: the first look may be minutes old.
-            published = find_published(out, KIND, checkpoint, source_sha, ADAPTER_FILES.__contains__)
-            if published is None:
-                _write(stage, tensors, expected)
-                published = _publish(stage, out, meta)
+            if (published := find_published(out, kind, checkpoint, sha, is_ours)) is not None:
+                return _summary(out, published, started, reused=True)
+            meta = {
+                "step": int(manifest.meta["step"]),
+                "checkpoint": {"name": checkpoint.resolve().name, "manifest_sha256": sha},
+                "recipe": trained.recipe,
+                **write(stage),
+            }
+            for warning in meta["warnings"]:
+                say(f"warning: {warning}")
+            for file in _staged(stage):
+                file.chmod(file_mode())
+                fsync_path(file)
+            # Moved one by one (a directory rename is not a commit on a mergerfs pool), the manifest last.
+            out.mkdir(parents=True, exist_ok=True)
+            for file in _staged(stage):
+                file.replace(out / file.name)
+            return _summary(out, seal(out, kind, meta), started, reused=False)
     except OSError as error:
-        raise storage_error(error, "writing the adapter", out) from error
-    return _summary(out, published, started, reused=False)
+        raise storage_error(error, f"writing the {NAMES[kind]}", out) from error
 
 
 def collect(
@@ -123,7 +157,7 @@ def collect(
 
     if trained.lora is None:
         text = "the run trained all parameters: there is no adapter to export"
-        raise UserError(Problem(text, file=str(checkpoint / "recipe.json"), key="recipe.lora"))
+        raise UserError(text, file=str(checkpoint / "recipe.json"), key="recipe.lora")
     expected = build_expected(trained.architecture, trained.lora, trained.model_name, trained.revision)
     source = open_source(checkpoint, manifest)
     wanted, problems, warnings = _match(source, expected, checkpoint)
@@ -202,9 +236,9 @@ def read_trained(checkpoint: Path) -> CheckpointRecipe:
             dtype=str(stated or _COMPUTED_IN[mixed_precision(recipe.get("train", {}))]),
         )
     except OSError as error:
-        raise UserError(Problem(f"unreadable: {error.strerror or error}", file=str(path))) from None
+        raise UserError(f"unreadable: {error.strerror or error}", file=str(path)) from None
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(Problem(f"not a resolved recipe: {type(error).__name__} {error}", file=str(path))) from None
+        raise UserError(f"not a resolved recipe: {type(error).__name__} {error}", file=str(path)) from None
 
 
 def verify(checkpoint: Path) -> Manifest:
@@ -234,17 +268,6 @@ def _write(stage: Path, tensors: Mapping[str, torch.Tensor], expected: Expected)
     weights, config = (stage / name for name in ADAPTER_FILES)
     save_file(dict(tensors), weights, metadata={"format": "pt"})
     config.write_text(json.dumps(expected.config, indent=2, sort_keys=True) + "\n")
-    for path in (weights, config):
-        path.chmod(file_mode())
-        fsync_path(path)
-
-
-def _publish(stage: Path, out: Path, meta: Mapping[str, Any]) -> Manifest:
-    """Move the files one by one (a directory rename is not a commit on a mergerfs pool), the manifest last."""
-    out.mkdir(parents=True, exist_ok=True)
-    for name in ADAPTER_FILES:
-        (stage / name).replace(out / name)
-    return seal(out, KIND, meta)
 
 
 def count_bad(tensor: torch.Tensor) -> int:
@@ -254,10 +277,8 @@ def count_bad(tensor: torch.Tensor) -> int:
 def _summary(out: Path, manifest: Manifest, started: float, *, reused: bool) -> dict[str, Any]:
     return {
         "out": str(out),
-        "step": manifest.meta["step"],
-        "tensors": manifest.meta["tensors"],
-        "parameters": manifest.meta["parameters"],
-        "bytes": manifest.files[ADAPTER_FILES[0]].size,
+        **{key: manifest.meta[key] for key in ("step", "tensors", "parameters")},
+        "bytes": sum(record.size for name, record in manifest.files.items() if name.endswith(".safetensors")),
         "seconds": round(time.monotonic() - started, 3),
         "reused": reused,
         "warnings": list(manifest.meta["warnings"]),
@@ -283,18 +304,18 @@ def find_published(out: Path, kind: str, checkpoint: Path, source_sha: str, is_o
         return None
     elsewhere = "give another --out, or remove it yourself"
     if not out.is_dir():
-        raise UserError(Problem("is a file", file=str(out), fix=elsewhere))
+        raise UserError("is a file", file=str(out), fix=elsewhere)
     if not (out / MANIFEST).exists():
         foreign = [name for name in list_files(out) if not is_ours(name) and not name.startswith(f".{MANIFEST}.")]
         if foreign:
-            raise UserError(Problem(f"is not empty: {', '.join(foreign[:5])}", file=str(out), fix=elsewhere))
+            raise UserError(f"is not empty: {', '.join(foreign[:5])}", file=str(out), fix=elsewhere)
         return None
     manifest = read_manifest(out)
     source = manifest.meta.get("checkpoint", {})
     if manifest.kind != kind or source.get("manifest_sha256") != source_sha:
         held_there = NAMES.get(manifest.kind, manifest.kind)
         message = f"holds the {held_there} of {source.get('name')} (step {manifest.meta.get('step')}), not that of {checkpoint}"
-        raise UserError(Problem(message, file=str(out), fix=elsewhere))
+        raise UserError(message, file=str(out), fix=elsewhere)
     if problems := find_problems(out, kind, allow_extra=True):
         damaged = Problem(f"the {NAMES[kind]} that was exported here is damaged", file=str(out), fix=elsewhere)
         raise UserError([*problems, damaged])
@@ -310,12 +331,12 @@ def staging(out: Path) -> Iterator[Path]:
             yield stage
         finally:
             # The lock last: from then on the folder may be the next export's.
-            for file in [*staged(stage), stage / LOCK]:
+            for file in [*_staged(stage), stage / LOCK]:
                 file.unlink(missing_ok=True)
             with suppress(OSError):
                 stage.rmdir()
 
 
-def staged(stage: Path) -> list[Path]:
+def _staged(stage: Path) -> list[Path]:
     """The files of a staging folder, sorted."""
     return sorted(file for file in stage.iterdir() if file.name != LOCK)

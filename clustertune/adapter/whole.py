@@ -10,7 +10,6 @@ import json
 import math
 import re
 import shutil
-import time
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,25 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 from clustertune.adapter.export import (
     CheckpointRecipe,
+    Write,
     count_bad,
     export,
-    find_published,
+    export_as,
     read_trained,
-    staged,
-    staging,
-    verify,
     verify_files,
 )
 from clustertune.checkpoint.store import find_checkpoint
-from clustertune.console import byte_progress, say
-from clustertune.errors import Problem, UserError, raise_if, storage_error
-from clustertune.manifest import MANIFEST, Manifest, agree, file_mode, find_problem, find_records, fsync_path, hash_file, seal
+from clustertune.console import byte_progress
+from clustertune.errors import Problem, UserError, raise_if
+from clustertune.manifest import Manifest, agree, find_problem, find_records
 from clustertune.tensorfile import read_header
 
 if TYPE_CHECKING:
     import torch
 
-    from clustertune.adapter.shards import StoredTensor
+    from clustertune.adapter.sources import StoredTensor
 
 KIND = "merged"
 """A model folder that can be scored and served; a merge makes the same kind."""
@@ -94,34 +91,11 @@ def export_model(checkpoint: Path, out: Path, base: Path | None) -> dict[str, An
     Raises UserError with everything that is wrong with the checkpoint; where ``out`` holds anything else; exit code 73 where
     the storage fails.
     """
-    started = time.monotonic()
-    try:
-        manifest = verify(checkpoint)
-        sha = hash_file(checkpoint / MANIFEST).sha256
-        if (published := find_published(out, KIND, checkpoint, sha, _is_ours)) is not None:
-            say(f"already exported: {out}")
-            return _summary(out, published, started, reused=True)
-        trained = read_trained(checkpoint)
-        work = _Export(checkpoint, manifest, trained, base)
-        with staging(out) as stage:
-            # Again, now that no other export can be writing: the first look may be minutes old.
-            if (published := find_published(out, KIND, checkpoint, sha, _is_ours)) is not None:
-                return _summary(out, published, started, reused=True)
-            meta = {
-                "step": int(manifest.meta["step"]),
-                "checkpoint": {"name": checkpoint.resolve().name, "manifest_sha256": sha},
-                "recipe": trained.recipe,
-                **work.write(stage),
-                "warnings": [*work.warnings, *_copy_beside(base, stage)],
-            }
-            for warning in meta["warnings"]:
-                say(f"warning: {warning}")
-            out.mkdir(parents=True, exist_ok=True)
-            for file in staged(stage):
-                file.replace(out / file.name)
-            return _summary(out, seal(out, KIND, meta), started, reused=False)
-    except OSError as error:
-        raise storage_error(error, "writing the model", out) from error
+
+    def prepare(manifest: Manifest, trained: CheckpointRecipe) -> Write:
+        return _Export(checkpoint, manifest, trained, base).write
+
+    return export_as(KIND, checkpoint, out, _is_ours, prepare)
 
 
 class _Export:
@@ -133,7 +107,7 @@ class _Export:
 
         from clustertune.adapter.sources import open_source
 
-        self.checkpoint, self.trained, self.warnings = checkpoint, trained, list[str]()
+        self.checkpoint, self.base = checkpoint, base
         self.config = AutoConfig.for_model(**trained.architecture)
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(self.config)
@@ -176,7 +150,7 @@ class _Export:
         return {name: found[name] for name in expected}
 
     def write(self, stage: Path) -> dict[str, Any]:
-        """All files but those that come from the base. Raises UserError where a value is not finite."""
+        """All files; returns what the manifest says. Raises UserError where a value is not finite."""
         from safetensors.torch import save_file
 
         groups = list(self._groups())
@@ -201,10 +175,8 @@ class _Export:
         self.config.architectures = [type(self.model).__name__]
         self.config.dtype = self.dtype
         (stage / "config.json").write_text(self.config.to_json_string())
-        for path in stage.iterdir():
-            path.chmod(file_mode())
-            fsync_path(path)
-        return {"tensors": len(index), "parameters": parameters, "dtypes": sorted(dtypes)}
+        warnings = _copy_beside(self.base, stage)
+        return {"tensors": len(index), "parameters": parameters, "dtypes": sorted(dtypes), "warnings": warnings}
 
     def _read(self, names: list[str], problems: list[Problem]) -> dict[str, torch.Tensor]:
         """Some parameters in the published types, under their published names."""
@@ -256,7 +228,7 @@ def read_types(base: Path) -> tuple[str | None, dict[str, str]]:
         for file in sorted(base.glob("*.safetensors")):
             types |= {tensor.name: tensor.dtype for tensor in read_header(file).tensors}
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(Problem(f"unreadable: {error}", file=str(file), fix="look at the base model's folder")) from None
+        raise UserError(f"unreadable: {error}", file=str(file), fix="look at the base model's folder") from None
     named = config.get("dtype") or config.get("torch_dtype")
     by_name = {name: _STORED_IN[dtype] for name, dtype in types.items() if dtype in _STORED_IN}
     commonest = max(set(by_name.values()), key=list(by_name.values()).count, default=None)
@@ -278,7 +250,6 @@ def _copy_beside(base: Path | None, stage: Path) -> list[str]:
     agree([p for file in files if file in records and (p := find_problem(file, records[file], kind))])
     for file in files:
         shutil.copyfile(file, stage / file.name)
-        fsync_path(stage / file.name)
     has = any(file.name in ("tokenizer.json", "tokenizer.model") for file in files)
     return [] if has else ["no tokenizer was found: copy the base model's beside the weights"]
 
@@ -286,17 +257,3 @@ def _copy_beside(base: Path | None, stage: Path) -> list[str]:
 def _is_ours(name: str) -> bool:
     """Whether an export that was killed leaves such a file."""
     return bool(_OWN.match(name)) or any(fnmatch(name, pattern) for pattern in BESIDE)
-
-
-def _summary(out: Path, manifest: Manifest, started: float, *, reused: bool) -> dict[str, Any]:
-    size = sum(record.size for name, record in manifest.files.items() if name.endswith(".safetensors"))
-    meta = {key: manifest.meta[key] for key in ("step", "tensors", "parameters")}
-    seconds = round(time.monotonic() - started, 3)
-    return {
-        "out": str(out),
-        **meta,
-        "bytes": size,
-        "seconds": seconds,
-        "reused": reused,
-        "warnings": list(manifest.meta["warnings"]),
-    }

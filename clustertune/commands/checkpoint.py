@@ -19,10 +19,7 @@ def add(app: typer.Typer) -> None:
     app.add_typer(group, name="checkpoint")
 
 
-def verify(
-    path: Annotated[Path, path_given("A checkpoint folder, or a run.", "PATH")],
-    as_json: AsJson = False,
-) -> None:
+def verify(path: Annotated[Path, path_given("A checkpoint folder, or a run.", "PATH")], as_json: AsJson = False) -> None:
     """Compare a checkpoint's files with its manifest.
 
     Reads no pickle. Given a run, checks every checkpoint that has a manifest; one without was never finished.

@@ -75,12 +75,12 @@ class _Talk:
     def __init__(self, facts: ModelFacts, device: str | None, max_new_tokens: int, greedy: bool) -> None:
         from transformers.utils import logging
 
-        from clustertune.evaluate import backend
+        from clustertune.evaluate import run
         from clustertune.evaluate.model import pick_device
 
         logging.disable_progress_bar()
         self.tokenizer = facts.tokenizer
-        self.model = backend.load_lm(facts.folder, pick_device(device, facts.folder), 1).model
+        self.model = run.load_lm(facts.folder, pick_device(device, facts.folder), 1).model
         self.settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, **({"do_sample": False} if greedy else {})}
         self.room = facts.max_length - max_new_tokens
 
@@ -129,12 +129,17 @@ def serve(
 
 def _server(folder: Path, port: int, cluster: str | None) -> tuple[list[str], dict[str, str]]:
     """The server's command and what it needs in its environment. Raises UserError where there is no server."""
+    from clustertune.config.cluster import load_cluster
     from clustertune.evaluate import servers
     from clustertune.evaluate.model import check_tensors
 
     facts = _facts(folder, 1)
     raise_if(check_tensors(folder))
-    if program := servers.find_program() or (cluster and _vllm_of(cluster)):
+    program = servers.find_program()
+    if program is None and cluster:  # one without containers names vLLM's program
+        settings = load_cluster(cluster).container
+        program = settings.vllm if settings.runtime == "none" else None
+    if program:
         from dataclasses import replace
 
         job = servers.job_here(facts)
@@ -149,14 +154,6 @@ def _server(folder: Path, port: int, cluster: str | None) -> tuple[list[str], di
         return command, {"HF_HUB_OFFLINE": "1"}
     fix = f"{servers.PROGRAM}=/path/to/bin/vllm, or pip install fastapi uvicorn; clustertune chat needs neither"
     raise UserError("neither vLLM nor what transformers' server needs is installed here", fix=fix)
-
-
-def _vllm_of(cluster: str) -> str | None:
-    """vLLM's program that a cluster without containers names."""
-    from clustertune.config.cluster import load_cluster
-
-    settings = load_cluster(cluster).container
-    return settings.vllm if settings.runtime == "none" else None
 
 
 def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bool) -> None:

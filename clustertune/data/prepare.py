@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
+import os
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,13 +18,11 @@ from typing import IO, Any
 
 from clustertune.config.schema import COLUMNS, Data, DataSource
 from clustertune.console import say
-from clustertune.data import publish
-from clustertune.data.chats import SPECIAL, Conversation, conversations, messages_of
-from clustertune.data.oasst import Trees
-from clustertune.data.rejects import Reject, Rejects, count_words
-from clustertune.data.sources import RecordSource, digest, find_sources
+from clustertune.data.chats import SPECIAL, Trees, conversations, messages_of
+from clustertune.data.rows import Reject, Rejects, count_words
+from clustertune.data.sources import RecordSource, find_sources
 from clustertune.errors import Problem, UserError, storage_error
-from clustertune.manifest import find_problems, read_manifest
+from clustertune.manifest import MANIFEST, find_problems, fsync_path, list_files, read_manifest, record_files, seal
 
 FORMAT = 2
 """Version of what this code makes out of the same input. Raise it with any change of a rule: older datasets are recreated."""
@@ -47,25 +48,25 @@ def prepare(data: Data, *, recipe_folder: Path, seed: int, out: Path, input_path
     """
     sources = find_sources(data, recipe_folder, input_path)
     for _, source in sources:
-        if source.root is not None and _same(source.root, out):
+        if source.root is not None and source.root.resolve() == out.resolve():
             raise UserError("is the folder of the input too", file=str(out), fix="choose another --out")
     found = [source.identity() for _, source in sources]
     inputs = None if None in found else found if data.sources else found[0]
-    key = None if inputs is None else digest(json.dumps([FORMAT, _settings(data), seed, inputs]))
+    key = None if inputs is None else hashlib.sha256(json.dumps([FORMAT, _settings(data), seed, inputs]).encode()).hexdigest()
     if out.exists() and not out.is_dir():
         raise UserError("is not a folder", file=str(out), fix="choose another --out")
     try:
-        with publish.opened(out):
+        with opened(out):
             meta = _whole(out, key)
             reused = meta is not None
             if meta is None:
-                publish.check_folder(out)
-                publish.clean(out)
+                check_folder(out)
+                clean(out)
                 try:
                     meta = _make(data, sources, seed, out) | {"key": key, "seed": seed, "inputs": inputs}
-                    publish.replace(out, meta)
+                    publish(out, meta)
                 finally:
-                    publish.clean(out)
+                    clean(out)
     except OSError as error:
         raise storage_error(error, "writing the dataset", out) from error
     rejected, rows = sum(meta["rejected"].values()), meta["rows"]
@@ -85,10 +86,6 @@ def prepare(data: Data, *, recipe_folder: Path, seed: int, out: Path, input_path
     return {"dir": str(out), **summary, "reused": reused, "warnings": warnings}
 
 
-def _same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
-
-
 def _settings(data: Data) -> dict[str, Any]:
     """The settings that change the result: not where the input lies, and not what is expected of it."""
     of_a_part = {"format", "columns", "language", "limit", "split", "config", "weight"}
@@ -98,9 +95,9 @@ def _settings(data: Data) -> dict[str, Any]:
 
 def _whole(out: Path, key: str | None) -> dict[str, Any] | None:
     """The meta data of a dataset that can be reused."""
-    if key is None or find_problems(out, publish.KIND, allow_extra=True):
+    if key is None or find_problems(out, KIND, allow_extra=True):
         return None
-    meta = read_manifest(out, publish.KIND).meta
+    meta = read_manifest(out, KIND).meta
     return meta if meta.get("key") == key else None
 
 
@@ -124,8 +121,8 @@ def _make(data: Data, sources: list[tuple[DataSource, RecordSource]], seed: int,
     rejected, dropped, unused = Counter[str](), Counter[str](), set[str]()
     own_splits = [source.has_splits() for _, source in sources]
     with ExitStack() as files:
-        spool = files.enter_context(publish.staged(out, _SPOOL).open("w+", encoding="utf-8"))
-        sink = files.enter_context(publish.staged(out, "rejected.jsonl").open("w", encoding="utf-8"))
+        spool = files.enter_context(staged(out, _SPOOL).open("w+", encoding="utf-8"))
+        sink = files.enter_context(staged(out, "rejected.jsonl").open("w", encoding="utf-8"))
         for number, (part, source) in enumerate(sources):
             rejects, before = Rejects(sink), len(read.keys)
             dropped += _read_part(data, part, source, rejects, number, read, spool)
@@ -138,7 +135,7 @@ def _make(data: Data, sources: list[tuple[DataSource, RecordSource]], seed: int,
         splits, warnings = _assign(read, seed, data.eval_fraction, own_splits)
         copies = _copies(data, read, splits, seed)
         written = _write_splits(spool, splits, read.lengths, copies, out)
-    publish.staged(out, _SPOOL).unlink()
+    staged(out, _SPOOL).unlink()
     for key, part in data.keyed_parts():
         if part.language and part.format != "oasst-tree":
             warnings.append(f"{key}.language is for oasst-tree and changes nothing for {part.format}")
@@ -166,7 +163,8 @@ def _read_part(
     before = len(read.keys)
     found = trees.conversations(rows) if part.format == "oasst-tree" else conversations(part.format, rows, rejects)
     for conversation in islice(found, part.limit):
-        spool.write(_line(conversation, {"data": part.name} if data.sources else {}))
+        source_words = {**({"data": part.name} if data.sources else {}), **conversation.source}
+        spool.write(_ENCODE({**conversation.example, "source": source_words}) + "\n")
         read.keys.append((conversation.key, conversation.split))
         read.parts.append(number)
         messages = messages_of(conversation.example)
@@ -192,10 +190,6 @@ def _report(counts: Counter[str], faults: list[Reject], out: Path) -> None:
         say(f"rejected rows: {count_words(counts)}; see {out / 'rejected.jsonl'}")
     for reject in faults[:_SHOWN]:
         say(f"  {reject.file}:{reject.line}: {reject.reason}: {reject.detail}")
-
-
-def _line(conversation: Conversation, source: Mapping[str, str]) -> str:
-    return _ENCODE({**conversation.example, "source": {**source, **conversation.source}}) + "\n"
 
 
 def _assign(read: _Read, seed: int, fraction: float, own_splits: list[bool]) -> tuple[list[str], list[str]]:
@@ -262,7 +256,7 @@ def _write_splits(
     """Copies stand behind all that is written once, so that packing puts no two of them into one row."""
     counts = {name: {"conversations": 0, "messages": 0} for name in SPLITS}
     with ExitStack() as stack:
-        files = {name: stack.enter_context(publish.staged(out, f"{name}.jsonl").open("w", encoding="utf-8")) for name in SPLITS}
+        files = {name: stack.enter_context(staged(out, f"{name}.jsonl").open("w", encoding="utf-8")) for name in SPLITS}
         for turn in range(max(copies)):
             spool.seek(0)
             for line, split, length, wanted in zip(spool, splits, lengths, copies, strict=True):
@@ -298,3 +292,82 @@ def _differences(data: Data, meta: dict[str, Any]) -> list[str]:
         for name, count in expected.items()
         if count is not None and count != meta[name]["conversations"]
     ]
+
+
+# --- publish ---------------------------------------------------------------------------------------------------------------
+
+# Putting a finished dataset into its folder so that a crash leaves the old one, the new one or none, never a mix.
+#
+# New files are written in the folder under hidden names. Then the old manifest goes (now the folder contains no dataset),
+# each file is renamed over its old one, and the new manifest is written last. A hidden mark says meanwhile that what
+# stands there without a manifest is ours to replace.
+
+
+KIND = "dataset"
+FILES = ("train.jsonl", "eval.jsonl", "rejected.jsonl")
+_MARK = ".replacing.tmp"
+
+
+def staged(folder: Path, name: str) -> Path:
+    """The hidden path of a file that is being made (the ending that manifests ignore)."""
+    return folder / f".{name}.new.tmp"
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[None]:
+    """The folder, made where it is missing and :func:`locked`; one that was made and stays empty goes again."""
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(folder):
+            yield
+    finally:
+        if made:
+            with contextlib.suppress(OSError):  # it holds the dataset
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One writer at a time, where the file system can lock a directory (NFS cannot; the manifest's hashes then tell)."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise UserError where the folder holds something else than a dataset of ours, whole or half replaced."""
+    foreign: list[str] = []
+    if (folder / MANIFEST).exists():
+        with contextlib.suppress(UserError):  # an unreadable manifest is a broken dataset
+            kind = read_manifest(folder).kind
+            foreign = [] if kind == KIND else [f"{MANIFEST} of kind {kind}"]
+    elif not (folder / _MARK).exists():
+        foreign = list_files(folder)
+    if foreign:
+        listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+        raise UserError(f"holds something else than a dataset: {listed}", file=str(folder), fix="choose another folder")
+
+
+def clean(folder: Path) -> None:
+    """Remove what an interrupted attempt staged."""
+    for path in folder.glob(".*.new.tmp"):
+        path.unlink()
+
+
+def publish(folder: Path, meta: Mapping[str, Any]) -> None:
+    """Publish the staged files. Raises OSError; the folder then has no manifest."""
+    for name in FILES:
+        fsync_path(staged(folder, name))
+    (folder / _MARK).touch()
+    fsync_path(folder)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    fsync_path(folder)
+    for name in FILES:
+        staged(folder, name).replace(folder / name)
+    seal(folder, KIND, meta, record_files(folder, FILES))
+    (folder / _MARK).unlink()

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from clustertune.data import packing, tokens
-from clustertune.data.shards import LABEL
+from clustertune.data import tokens
+from clustertune.data.tokens import LABEL
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest
 
@@ -28,7 +28,7 @@ class Sequences:
         self._parts = [str(folder / f"{split}-{number:05}.u32") for number in range(len(parts))]
         self._starts = np.concatenate(([0], np.cumsum(parts)))
         self._maps: dict[int, Any] = {}
-        self._separated, self._pairs = rows["packing"][split] in packing.SEPARATED, bool(rows.get("pairs"))
+        self._separated, self._pairs = rows["packing"][split] in tokens.SEPARATED, bool(rows.get("pairs"))
 
     def __getstate__(self) -> dict[str, Any]:  # a DataLoader's worker maps the files itself
         return self.__dict__ | {"_maps": {}}

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from clustertune.config.resolved import expand_home, is_there
 from clustertune.config.schema import Data, DataSource, is_address
 from clustertune.console import byte_progress
-from clustertune.data.rejects import RowLocation
-from clustertune.data.rows import KINDS, KNOWN, PACKED, Record, kind_of, read_file
+from clustertune.data.rows import KINDS, KNOWN, PACKED, Record, RowLocation, kind_of, read_file
 from clustertune.errors import UserError
 from clustertune.manifest import MANIFEST, hash_file, require_whole
 
-_SPLIT_WORDS = {
-    "train": r"train(?:ing|set)?",
-    "eval": r"validation|valid|val|eval(?:uation|set)?|dev(?:set)?|test(?:ing|set)?",
-}
+_SPLIT_WORDS = {"train": r"train(?:ing|set)?", "eval": r"validation|valid|val|eval(?:uation|set)?|dev(?:set)?|test(?:ing|set)?"}
 _SPLIT = {split: re.compile(rf"(?:^|[^a-z])(?:{words})(?:$|[^a-z])") for split, words in _SPLIT_WORDS.items()}
 
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json", MANIFEST)
@@ -37,10 +33,6 @@ def split_of(name: str) -> str | None:
 _READABLE = f"{', '.join(KINDS)}, all but the last two also with {', '.join(PACKED)} behind"
 _MARKS = ("ETag", "etag", "md5Hash", "content_md5", "last_modified", "LastModified", "mtime", "created")
 """What object stores say about a file that changes with its content."""
-
-
-def _is_data(name: str) -> bool:
-    return kind_of(name) != ("", "") and PurePosixPath(name).name not in _DESCRIPTIONS
 
 
 def _readable(name: Path) -> str:
@@ -108,7 +100,11 @@ class LocalFiles:
         """Files named after a split, those of train first, in the folder or else in the folders of it; where none is, the files
         of the folder are one pool. With ``data.split``, the files that it names.
         """
-        files = [InputFile(path, name, split_of(name)) for path, name in found if _is_data(name)]
+        files = [
+            InputFile(path, name, split_of(name))
+            for path, name in found
+            if kind_of(name) != ("", "") and PurePosixPath(name).name not in _DESCRIPTIONS
+        ]
         if not files:
             there = f"; there is {found[0][1]}" if found else ""
             raise UserError(f"no file of a known kind{there}", file=self.shown, fix=f"known are {_READABLE}")
@@ -149,8 +145,8 @@ class LocalFiles:
     def has_splits(self) -> bool:
         return _has_splits({file.split for file in self.files}, self.shown)
 
-    def _opener(self, file: InputFile) -> Callable[[], Any]:
-        return lambda: Path(file.path).open("rb", buffering=0)
+    def _open(self, file: InputFile) -> Any:
+        return Path(file.path).open("rb", buffering=0)
 
     def _size(self, file: InputFile) -> int:
         return Path(file.path).stat().st_size
@@ -166,7 +162,7 @@ class LocalFiles:
                     bar.update(task, completed=base + done)
 
                 location = RowLocation(file.name, 1, file.split)
-                yield from read_file(self._opener(file), location, file.path, self._wanted, advance, self.unused)
+                yield from read_file(partial(self._open, file), location, file.path, self._wanted, advance, self.unused)
                 before += size
 
 
@@ -222,14 +218,11 @@ class RemoteFiles(LocalFiles):
             found.append([file.name, file.split, info.get("size"), *marks])
         return found
 
-    def _opener(self, file: InputFile) -> Callable[[], Any]:
-        def opened() -> Any:
-            try:
-                return self._fs.open(file.path, "rb")
-            except Exception as error:
-                raise self._unreachable(error) from None
-
-        return opened
+    def _open(self, file: InputFile) -> Any:
+        try:
+            return self._fs.open(file.path, "rb")
+        except Exception as error:
+            raise self._unreachable(error) from None
 
     def _size(self, file: InputFile) -> int:
         return int(self._info(file).get("size") or 0)
@@ -268,19 +261,14 @@ class HubDataset:
         self.unused: set[str] = set()
         if part.revision is None:
             self.warnings.append(f"{part.name}: data.revision is not pinned, the dataset is prepared again each time")
-        self._loaded: list[tuple[str, str | None, Any]] | None = None
 
     def identity(self) -> list[Any] | None:
         choice = [value for value in (self._part.config, self._part.split) if value]
         return ["hub", self.name, self.revision, *choice] if self.revision else None
 
+    @cached_property
     def _splits(self) -> list[tuple[str, str | None, Any]]:
         """Name on the Hub, split of ours and rows; those of train first."""
-        if self._loaded is None:
-            self._loaded = self._load()
-        return self._loaded
-
-    def _load(self) -> list[tuple[str, str | None, Any]]:
         import datasets
 
         def load(**more: Any) -> Any:
@@ -322,11 +310,11 @@ class HubDataset:
         return found
 
     def has_splits(self) -> bool:
-        return _has_splits({split for _, split, _ in self._splits()}, self.shown)
+        return _has_splits({split for _, split, _ in self._splits}, self.shown)
 
     def records(self) -> Iterator[Record]:
         wanted = KNOWN | set((self._part.columns or {}).values())
-        for name, split, rows in self._splits():
+        for name, split, rows in self._splits:
             self.unused |= set(rows.column_names) - wanted
             known = rows.select_columns([column for column in rows.column_names if column in wanted] or rows.column_names)
             for number, row in enumerate(known, 1):
@@ -364,8 +352,3 @@ def _existing(candidates: list[Path], key: str) -> Path:
             return path
     tried = ", ".join(dict.fromkeys(str(path.absolute()) for path in candidates))
     raise UserError(f"no such file or folder (looked for {tried})", key=key)
-
-
-def digest(value: str) -> str:
-    """SHA-256 (hex) of a text."""
-    return hashlib.sha256(value.encode()).hexdigest()

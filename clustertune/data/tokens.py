@@ -5,8 +5,8 @@
 ``train-00000.u32``, ...     one little-endian uint32 per token, conversations in the order of ``train.jsonl``; the top bit says
                              that the token carries a label. At most :data:`PART_BYTES` and one shard each, so that readers can
                              share out the digests; no conversation is cut by the end of a file
-``train.index.npy``          one record per conversation (:data:`clustertune.data.packing.INDEX`)
-``train-KEY.pieces.npy``, ``train-KEY.begins.npy``   the rows (:func:`clustertune.data.packing.make_rows`)
+``train.index.npy``          one record per conversation (:data:`clustertune.data.INDEX`)
+``train-KEY.pieces.npy``, ``train-KEY.begins.npy``   the rows (:func:`clustertune.data.make_rows`)
 
 Two keys say what they were made from. The tokens': data, tokenizer, template, labels, versions. The rows': that and
 ``max_length``, packing, seed; other rows are another index, and nothing is tokenised for them. Number of processes, paths,
@@ -27,23 +27,25 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from clustertune import secrets
+from clustertune.config.native_rules import train_fields
 from clustertune.console import byte_progress, say
-from clustertune.data import packing
-from clustertune.data.prepare import SPLITS
-from clustertune.data.publish import KIND as DATASET
-from clustertune.data.publish import locked
-from clustertune.data.shards import RECORD, Encoder, Job, RefusedConversation, make_shard, read_shard
-from clustertune.data.tokenizer import identity
+from clustertune.data.prepare import KIND as DATASET
+from clustertune.data.prepare import SPLITS, locked
+from clustertune.data.tokenizer import identity, training_template
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import MANIFEST, FileRecord, find_problems, new_hasher, read_manifest, record_files, seal
 
@@ -74,7 +76,7 @@ def made_from(dataset: Path, tokenizer: Any, train_args: Mapping[str, Any]) -> d
         "versions": versions(),
         **({} if encoder.completions else {"completion_only_loss": False}),
     }
-    return {"tokens": tokens, "rows": packing.settings(train_args, pairs=bool(manifest.meta.get("pairs")))}
+    return {"tokens": tokens, "rows": row_settings(train_args, pairs=bool(manifest.meta.get("pairs")))}
 
 
 def versions() -> dict[str, str]:
@@ -288,7 +290,7 @@ def _join(shards: list[Path], out: Path, split: str) -> tuple[dict[str, Any], tu
     parts: list[int] = []
     records: dict[str, FileRecord] = {}
     counts: dict[str, int] = {}
-    index, at, waiting = [np.empty(0, packing.INDEX)], 0, list(shards)
+    index, at, waiting = [np.empty(0, INDEX)], 0, list(shards)
     while waiting:
         name, hasher, size = f"{split}-{len(parts):05}.u32", new_hasher("sha256"), 0
         (out / name).unlink(missing_ok=True)  # the file of before may have a link elsewhere
@@ -298,7 +300,7 @@ def _join(shards: list[Path], out: Path, split: str) -> tuple[dict[str, Any], tu
                 if (found := read_shard(path)) is None:
                     raise UserError("was damaged meanwhile", file=str(path), fix="run the same command again")
                 heads, tokens = found
-                record = np.empty(len(heads), packing.INDEX)
+                record = np.empty(len(heads), INDEX)
                 for field in RECORD.names or ():
                     record[field] = heads[field]
                 ends = at + np.cumsum(heads["length"], dtype=np.int64)
@@ -326,7 +328,7 @@ def _write_rows(out: Path, meta: dict[str, Any], settings: dict[str, Any], recor
     names = []
     for split in SPLITS:
         index = np.load(out / f"{split}.index.npy", mmap_mode="r")
-        pieces, begins = packing.make_rows(index, split, settings)
+        pieces, begins = make_rows(index, split, settings)
         for name, array in zip(row_files(split, settings), (pieces, begins), strict=True):
             np.save(out / name, array)
             names.append(name)
@@ -349,3 +351,309 @@ def row_files(split: str, settings: Mapping[str, Any]) -> tuple[str, str]:
     """The files with pieces and begins of a split's rows."""
     key = _key(settings)
     return f"{split}-{key}.pieces.npy", f"{split}-{key}.begins.npy"
+
+
+# --- packing ---------------------------------------------------------------------------------------------------------------
+
+# Which tokens make which row: truncated, shuffled and packed as TRL 1.16 does it, as an index that copies no token.
+
+
+GROUP = 1000
+"""Conversations that are packed together: the batch of ``datasets.map``, in which TRL's ``pack_dataset`` packs."""
+SEPARATED = ("bfd", "bfd_split")
+"""Strategies whose rows say how long each part is; ``wrapped`` joins conversations without a boundary."""
+
+INDEX = np.dtype([("offset", "<i8"), ("length", "<i4"), ("first_label", "<i4"), ("last_label", "<i4"), ("labelled", "<i4")])
+"""A conversation: its first token's place, its tokens, places of the first and the last labelled one, how many are labelled.
+Without a label: ``first_label`` beyond every length and ``last_label`` -1."""
+PIECE = np.dtype([("offset", "<i8"), ("length", "<i4")])
+"""A stretch of tokens in a row."""
+
+Pieces = npt.NDArray[Any]
+
+
+def row_settings(train_args: Mapping[str, Any], *, pairs: bool = False) -> dict[str, Any]:
+    """What decides the rows beside the tokens, of a recipe's ``train`` section; a key that is not given has TRL's default.
+
+    ``pairs``: two conversations, a prompt with its chosen and with its rejected answer, are a row.
+    """
+
+    def value(key: str) -> Any:
+        return train_args.get(key, train_fields()[key].default)
+
+    strategy = value("packing_strategy")
+    eval_packing = value("packing") if value("eval_packing") is None else value("eval_packing")
+    return {
+        "max_length": value("max_length"),
+        "truncation_mode": value("truncation_mode"),
+        "packing": {"train": strategy if value("packing") else None, "eval": strategy if eval_packing else None},
+        "shuffle_dataset": bool(value("shuffle_dataset")),
+        "seed": int(value("seed")),
+        "group": GROUP,
+        **({"pairs": True} if pairs else {}),
+    }
+
+
+def make_rows(index: npt.NDArray[Any], split: str, settings: Mapping[str, Any]) -> tuple[Pieces, npt.NDArray[np.int64]]:
+    """The pieces of all rows in their order, and the number of the piece that each row begins with (one more at the end).
+
+    ``index``: conversations of dtype :data:`INDEX`; ``settings``: of :func:`settings`.
+    """
+    strategy, size, rng = settings["packing"][split], settings["max_length"], np.random.default_rng
+    if strategy is None:
+        each = 2 if settings.get("pairs") else 1
+        pieces = _truncate(index, size, settings["truncation_mode"], each)
+        counts = np.full(len(pieces) // each, each, np.int64)
+    else:
+        if settings["shuffle_dataset"]:
+            index = index[rng(settings["seed"]).permutation(len(index))]
+        groups = [index[start : start + GROUP] for start in range(0, len(index), GROUP)]
+        made = [(_wrap if strategy == "wrapped" else _best_fit)(group, size, strategy) for group in groups]
+        pieces = np.concatenate([part for part, _ in made]) if made else np.empty(0, PIECE)
+        counts = np.array([count for _, rows in made for count in rows], np.int64)
+    begins = np.concatenate(([0], np.cumsum(counts)))
+    if not settings["shuffle_dataset"]:
+        return pieces, begins
+    order = rng(settings["seed"]).permutation(len(counts))
+    shuffled = np.concatenate(([0], np.cumsum(counts[order])))
+    # The pieces of the rows in their new order: the first of each row, and from there as many as it has.
+    chosen = np.repeat(begins[:-1][order] - shuffled[:-1], counts[order]) + np.arange(len(pieces))
+    return pieces[chosen], shuffled
+
+
+def _pieces(offsets: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> Pieces:
+    made = np.empty(len(offsets), PIECE)
+    made["offset"], made["length"] = offsets, lengths
+    return made
+
+
+def _truncate(index: npt.NDArray[Any], size: int | None, mode: str, each: int) -> Pieces:
+    """Each conversation by itself, at most ``size`` tokens of it; those that keep no label are left out (sft_trainer.py), with
+    the others of a row of ``each`` (dpo_trainer.py: a prompt that fills ``size``)."""
+    if size is None:
+        return _pieces(index["offset"], index["length"])
+    lengths = np.minimum(index["length"], size)
+    begin = index["length"] - lengths if mode == "keep_end" else np.zeros_like(lengths)
+    labelled = index["last_label"] >= begin if mode == "keep_end" else index["first_label"] < size
+    made: Pieces = _pieces(index["offset"] + begin, lengths)[np.repeat(labelled.reshape(-1, each).all(axis=1), each)]
+    return made
+
+
+def _best_fit(index: npt.NDArray[Any], size: int, strategy: str) -> tuple[Pieces, list[int]]:
+    """Best fit decreasing in TRL 1.16's order (data_utils._pack_bfd). ``bfd`` cuts at ``size``, ``bfd_split`` continues."""
+    index = index[index["length"] > 0]
+    if strategy == "bfd":
+        pieces = _pieces(index["offset"], np.minimum(index["length"], size))
+    else:
+        parts = -(-index["length"] // size)
+        number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+        rest = np.repeat(index["length"], parts) - number * size
+        pieces = _pieces(np.repeat(index["offset"], parts) + number * size, np.minimum(rest, size))
+    rows: list[list[int]] = []
+    by_space: dict[int, deque[list[int]]] = defaultdict(deque)
+    spaces = 1 << size
+    """Bit n: an open row has room for n tokens. The highest one is a new row."""
+    for position in np.argsort(-pieces["length"].astype(np.int64), kind="stable").tolist():
+        length = int(pieces["length"][position])
+        above = spaces >> length
+        space = length + (above & -above).bit_length() - 1
+        if space < size:
+            row = by_space[space].popleft()
+            if not by_space[space]:
+                spaces &= ~(1 << space)
+        else:
+            rows.append(row := [])
+        row.append(position)
+        if (left := space - length) > 0:
+            by_space[left].append(row)
+            spaces |= 1 << left
+    return pieces[[position for row in rows for position in row]], [len(row) for row in rows]
+
+
+def _wrap(index: npt.NDArray[Any], size: int, _strategy: str) -> tuple[Pieces, list[int]]:
+    """All tokens of a group one behind the other, cut every ``size``: rows, and conversations, begin and end anywhere."""
+    ends = np.cumsum(index["length"], dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    cuts = np.union1d(ends[index["length"] > 0], np.append(np.arange(size, total, size), total) if total else [])
+    begins = np.concatenate(([0], cuts[:-1])).astype(np.int64)[: len(cuts)]
+    owner = np.searchsorted(ends, begins, side="right")
+    offsets = index["offset"][owner] + begins - (ends - index["length"])[owner]
+    counts = np.bincount(begins // size).tolist() if total else []
+    return _pieces(offsets, (cuts - begins).astype(np.int64)), counts
+
+
+# --- shards ----------------------------------------------------------------------------------------------------------------
+
+# One shard: a part of a file of conversations as tokens with their labels, written whole or not at all.
+
+
+BATCH = 256
+"""Conversations per call of the tokenizer: 20 % faster than one by one."""
+LABEL = np.uint32(1 << 31)
+"""The bit of a token that carries a label. Vocabularies stay far below."""
+_HEAD = 40
+"""Bytes before a shard's records: their number (int64), and the SHA-256 of all that follows."""
+RECORD = np.dtype([(name, INDEX[name]) for name in INDEX.names or () if name != "offset"])
+
+Job = tuple[Path, int, int, Path]
+"""A file, the first byte and the one behind the last of a shard's part of it, and the shard."""
+
+
+class RefusedConversation(Exception):
+    """A conversation that cannot be trained on: the byte that its line begins with, and why."""
+
+
+@dataclass
+class Encoder:
+    """What a process tokenises with."""
+
+    tokenizer: Any
+    template: str
+    answers: bool
+    """Only the assistant's turns carry labels."""
+    completions: bool = True
+    """Of prompt and completion, only the completion carries labels."""
+
+    @classmethod
+    def of(cls, tokenizer: Any, train_args: Mapping[str, Any]) -> Encoder:
+        """As a recipe's ``train`` section asks. Raises UserError where the template marks no answers."""
+        assistant_only = bool(train_args.get("assistant_only_loss", train_fields()["assistant_only_loss"].default))
+        template = training_template(tokenizer, marked=assistant_only) if tokenizer.chat_template else ""
+        return cls(tokenizer, template, assistant_only, train_args.get("completion_only_loss") is not False)
+
+    def encode(self, examples: list[Mapping[str, Any]]) -> Iterator[tuple[npt.NDArray[Any], tuple[int, ...]]]:
+        """Tokens with their label bits, and length, first and last label and count of labels, of each conversation.
+
+        An example gives one; a preference gives two, prompt with chosen and prompt with rejected. As TRL 1.16 does it
+        (``tokenize_fn`` of sft_trainer.py and of dpo_trainer.py).
+        """
+        prompts = iter(self._render([(row["prompt"], row.get("tools")) for row in examples if "prompt" in row], whole=False))
+        whole = iter(self._render([(turns, row.get("tools")) for row in examples for turns in _whole(row)], whole=True))
+        for row in examples:
+            if "text" in row:
+                end = self.tokenizer.eos_token or ""
+                text = row["text"] if row["text"].endswith(end) else row["text"] + end
+                ids = np.asarray(self.tokenizer(text)["input_ids"], np.uint32)
+                yield _head(ids, np.ones(len(ids), bool))
+                continue
+            found = [next(whole) for _ in _whole(row)]
+            if "prompt" in row:
+                prompt, _ = next(prompts)
+                begin = min(_common(prompt, ids) for ids, _ in found)
+                if "rejected" in row or self.completions:
+                    found = [(ids, mask & (np.arange(len(ids)) >= begin)) for ids, mask in found]
+            yield from (_head(ids, mask) for ids, mask in found)
+
+    def _render(self, chats: list[tuple[Any, Any]], *, whole: bool) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+        """Tokens of chats with their tools, and which of them may carry a label. Not ``whole``: up to the answer."""
+        marked = self.answers and whole
+        arguments = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": marked}
+        for tools, group in groupby(chats, key=lambda chat: chat[1]):  # one call takes chats of the same tools
+            made = self.tokenizer.apply_chat_template(
+                [turns for turns, _ in group],
+                tools=tools,
+                chat_template=self.template,
+                add_generation_prompt=not whole,
+                **arguments,
+            )
+            for number, found in enumerate(made["input_ids"]):
+                ids = np.asarray(found, np.uint32)
+                yield ids, np.asarray(made["assistant_masks"][number], bool) if marked else np.ones(len(ids), bool)
+
+    def encode_lines(self, lines: list[tuple[int, bytes]]) -> Iterator[tuple[npt.NDArray[Any], tuple[int, ...]]]:
+        """The same of lines, each with the place of its first byte. Raises Refused."""
+        from jinja2 import TemplateError
+
+        examples = [json.loads(line) for _, line in lines]
+        try:
+            found = list(self.encode(examples))
+        except (TemplateError, TypeError, KeyError, ValueError) as error:  # a template's filter meets what it does not take
+            for (location, _), example in zip(lines, examples, strict=True):
+                try:
+                    list(self.encode([example]))
+                except (TemplateError, TypeError, KeyError, ValueError) as own:
+                    raise RefusedConversation(location, f"the chat template refuses it: {own}") from None
+            raise RefusedConversation(lines[0][0], f"the chat template refuses it: {error}") from None
+        made = iter(found)
+        for (location, _), example in zip(lines, examples, strict=True):
+            for ids, heads in islice(made, len(_whole(example)) or 1):
+                if heads[3] == 0:
+                    raise RefusedConversation(
+                        location, "no token carries a label: the chat template marks no assistant's turns in it"
+                    )
+                yield ids, heads
+
+
+def _whole(row: Mapping[str, Any]) -> list[Any]:
+    """The chats that an example is made of; none of a text."""
+    if "messages" in row:
+        return [row["messages"]]
+    return [row["prompt"] + row[key] for key in ("completion", "chosen", "rejected") if key in row]
+
+
+def _common(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
+    """Length of the common beginning. It may be shorter than the prompt: tokens merge over its end, or the template goes on."""
+    size = min(len(one), len(other))
+    differ = np.flatnonzero(one[:size] != other[:size])
+    return int(differ[0]) if len(differ) else size
+
+
+def _head(ids: npt.NDArray[Any], mask: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
+    places = np.flatnonzero(mask)
+    first, last = (int(places[0]), int(places[-1])) if len(places) else (np.iinfo(np.int32).max, -1)
+    return np.where(mask, ids | LABEL, ids), (len(ids), first, last, len(places))
+
+
+def look(example: Mapping[str, Any], tokenizer: Any, train_args: Mapping[str, Any]) -> tuple[int, int]:
+    """Tokens of one example, and how many of them carry a label. Raises UserError."""
+    found = [head for _, head in Encoder.of(tokenizer, train_args).encode([example])]
+    return sum(head[0] for head in found), sum(head[3] for head in found)
+
+
+def make_shard(job: Job, encoder: Encoder) -> float:
+    """Write one shard, whole or not at all. Returns the CPU seconds that it took. Raises Refused, OSError."""
+    began = time.process_time()
+    path, start, end, out = job
+    heads: list[tuple[int, ...]] = []
+    parts: list[npt.NDArray[Any]] = []
+    lines = _lines(path, start, end)
+    while batch := list(islice(lines, BATCH)):
+        for ids, head in encoder.encode_lines(batch):
+            parts.append(ids)
+            heads.append(head)
+    records = np.array(heads, RECORD)
+    content = hashlib.sha256(records.tobytes())
+    for part in parts:
+        content.update(part.data)
+    aside = out.with_suffix(f".{os.getpid()}.tmp")
+    with aside.open("wb") as file:
+        file.write(np.int64(len(records)).tobytes() + content.digest())
+        for array in (records, *parts):
+            array.tofile(file)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(out)
+    return time.process_time() - began
+
+
+def _lines(path: Path, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """The lines whose first byte is in [start, end), each with its place."""
+    with path.open("rb") as file:
+        file.seek(max(start - 1, 0))
+        if start:
+            file.readline()  # the rest of a line that belongs to the chunk before
+        while (offset := file.tell()) < end and (line := file.readline()):
+            yield offset, line
+
+
+def read_shard(path: Path) -> tuple[npt.NDArray[Any], memoryview] | None:
+    """Records and tokens (bytes) of a shard; None where it is not there, cut off or damaged."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    if len(data) < _HEAD or hashlib.sha256(memoryview(data)[_HEAD:]).digest() != data[8:_HEAD]:
+        return None
+    count = int(np.frombuffer(data, "<i8", 1)[0])
+    records = np.frombuffer(data, RECORD, count, _HEAD)
+    return records, memoryview(data)[_HEAD + records.nbytes :]

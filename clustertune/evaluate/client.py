@@ -40,14 +40,7 @@ class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        urls: Sequence[str],
-        folder: Path,
-        *,
-        model: str,
-        concurrent: int,
-        max_length: int,
-        stall_seconds: float = 1800,
+        self, urls: Sequence[str], folder: Path, *, model: str, concurrent: int, max_length: int, stall_seconds: float = 1800
     ) -> None:
         self.down: dict[str, str] = {}
         """Servers that left the ring, and why."""

@@ -18,8 +18,7 @@ import yaml
 from clustertune.config import tasks
 from clustertune.config.schema import Eval
 from clustertune.config.tasks import PinnedRows, Seeds, TaskFile
-from clustertune.data.rejects import BadRow, RowLocation
-from clustertune.data.rows import read_file
+from clustertune.data.rows import BadRow, RowLocation, read_file
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.evaluate import punkt
 from clustertune.manifest import hash_file, require_whole, write_durably

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from clustertune.config import quantization
 from clustertune.console import say
 from clustertune.data.tokenizer import render_turn
 from clustertune.errors import Problem, UserError, collect_problems
-from clustertune.merge.base import find_shards, read_base, read_weights
+from clustertune.merge.base import find_shards, read_base, read_json, read_weights
 
 SHOWN = 5
 """Tensors that the errors name."""
@@ -97,9 +97,7 @@ def check_model(
 def _quantization(folder: Path) -> str | None:
     """What the model's configuration says about how its weights are stored."""
     given = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
-    if not isinstance(given, dict):
-        return None
-    return quantization.label(given)
+    return quantization.label(given) if isinstance(given, dict) else None
 
 
 def trained_on(model: Path, adapter: Path | None) -> str | None:
@@ -138,13 +136,11 @@ def _unique(problems: Iterable[Problem], folder: Path) -> list[Problem]:
 def _check_config(folder: Path) -> list[Problem]:
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError:
+        config = read_json(path)
+    except UserError as error:
         fix = "an adapter must be merged first" if (folder / "adapter_config.json").exists() else "is this a model folder?"
-        return [Problem("missing", file=str(path), fix=fix)]
-    except (OSError, ValueError, RecursionError) as error:
-        return [Problem(f"unreadable: {error}", file=str(path))]
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        return [replace(problem, fix=fix) for problem in error.problems]
+    if not isinstance(config.get("model_type"), str):
         return [Problem("does not say the architecture", file=str(path), key="model_type")]
     if "auto_map" in config:
         return [Problem("needs code from the model folder, which is never run", file=str(path), key="auto_map")]

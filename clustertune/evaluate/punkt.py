@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, UserError
 from clustertune.manifest import write_durably
 
 FOLDER = Path("tokenizers", "punkt_tab", "english")
@@ -95,11 +95,9 @@ def prepare(texts: Iterable[str], folder: Path) -> Punkt:
     problem = f"lacks {', '.join(missing)}" if missing else _try_out(root)
     if problem:
         raise UserError(
-            Problem(
-                f"NLTK's punkt_tab data {problem}",
-                file=str(root / FOLDER),
-                fix="unpack punkt_tab.zip of nltk_data there again, or take the folder out of NLTK_DATA",
-            )
+            f"NLTK's punkt_tab data {problem}",
+            file=str(root / FOLDER),
+            fix="unpack punkt_tab.zip of nltk_data there again, or take the folder out of NLTK_DATA",
         )
     digest = hashlib.sha256()
     for name in FILES:
@@ -142,8 +140,10 @@ def installed(root: Path) -> Iterator[None]:
         yield
     except NoDownloadError as error:
         raise UserError(
-            Problem(str(error), file=str(root), fix="give the data by NLTK_DATA; nothing is downloaded at run time"),
-            ExitCode.FAILED,
+            str(error),
+            file=str(root),
+            fix="give the data by NLTK_DATA; nothing is downloaded at run time",
+            code=ExitCode.FAILED,
         ) from error
     finally:
         nltk.data.path[:], nltk.download = path, download

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
+import logging
+import os
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from clustertune import manifest
+from clustertune import console, manifest
 from clustertune.config.schema import Eval
 from clustertune.config.tasks import Seeds
-from clustertune.errors import Problem, UserError, collect_problems, raise_if, storage_error
-from clustertune.evaluate import backend as backends
-from clustertune.evaluate import inputs, paired, tasks
+from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
+from clustertune.evaluate import inputs, servers, tasks
 from clustertune.evaluate.answers import AnswerLog, RecordedLM, hold
 from clustertune.evaluate.model import (
+    ROOM,
     Backend,
     ModelFacts,
     check_adapter,
@@ -28,9 +32,9 @@ from clustertune.evaluate.model import (
     check_model,
     pick_device,
     trained_on,
+    weight_bytes,
 )
-from clustertune.evaluate.progress import progress, quiet
-from clustertune.evaluate.scores import RESULT, clustered_stderr, judge, read_result
+from clustertune.evaluate.scores import METHOD, RESULT, clustered_stderr, compare, judge, read_result
 
 KIND = "evaluation"
 SAMPLES, TASK = "samples.jsonl", "task"
@@ -68,13 +72,14 @@ def evaluate(
     it. Raises UserError with everything wrong at once, before the weights are loaded.
     """
     started = time.monotonic()
-    tokenizer = tokenizer or _tokenizer_of(model, adapter)
+    if tokenizer is None:  # an adapter that brings a tokenizer was trained with its template
+        tokenizer = adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else model
     other = None
     if base is not None:
         assert base_out is not None
         if adapter is None and base.resolve() == model.resolve():
             fix = "name the model that it was trained from, or --adapter DIR"
-            raise UserError(Problem("is the model that is scored", file=str(base), key="--base", fix=fix))
+            raise UserError("is the model that is scored", file=str(base), key="--base", fix=fix)
         _check_out(out)
         plain = settings.model_copy(update={"pass_mark": {}, "pass_difference": {}, "base": False})
         # Problems of the tuned model are reported before the base is scored.
@@ -93,24 +98,13 @@ def evaluate(
                 return run.execute(out, started)
     except OSError as error:
         if error.errno is None:  # transformers says so that it cannot read a model
-            raise UserError(Problem(str(error), file=str(model))) from error
+            raise UserError(str(error), file=str(model)) from error
         raise storage_error(error, "the evaluation", Path(error.filename or out)) from error
-
-
-def _tokenizer_of(model: Path, adapter: Path | None) -> Path:
-    """An adapter that brings a tokenizer was trained with its template."""
-    return adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else model
 
 
 @contextlib.contextmanager
 def _prepared(
-    model: Path,
-    adapter: Path | None,
-    settings: Eval,
-    tokenizer: Path,
-    data: Path | None,
-    benchmark: bool,
-    device: str | None,
+    model: Path, adapter: Path | None, settings: Eval, tokenizer: Path, data: Path | None, benchmark: bool, device: str | None
 ) -> Iterator[_Run]:
     """One evaluation, its inputs checked and its tasks loaded; what is refused leaves nothing behind."""
     with contextlib.ExitStack() as stack:
@@ -127,10 +121,10 @@ def _prepared(
             problems += own.find_differences(loaded["tasks"])
         raise_if(problems)
         assert facts is not None
-        name, why = backends.choose(settings.backend, facts, device)
+        name, why = choose(settings.backend, facts, device)
         _seed(own.seeds)
         prompts = tasks.digest(loaded, settings, own.seeds.numpy, facts.render if settings.apply_chat_template else None)
-        run = _Run(settings, facts, adapter, backends.describe(name, facts, adapter), loaded, places, prompts, own, why)
+        run = _Run(settings, facts, adapter, describe(name, facts, adapter), loaded, places, prompts, own, why)
         run.device = pick_device(device, model)
         yield run
 
@@ -241,11 +235,11 @@ class _Run:
         folder, size = self.facts.folder, self.settings.batch_size
         with contextlib.ExitStack() as stack:
             with manifest.DigestComparison(folder) as weights:
-                opened = backends.model_for(self.backend, self.facts, self.settings, adapter=self.adapter, device=self.device)
+                opened = model_for(self.backend, self.facts, self.settings, adapter=self.adapter, device=self.device)
                 lm = stack.enter_context(opened)
                 raise_if(weights.finish())
             report = stack.enter_context(progress())
-            stack.enter_context(backends.out_of_memory(folder))
+            stack.enter_context(out_of_memory(folder))
             wrapped = RecordedLM(lm, log, size, report, whole=self.backend.name != "hf")
             raw = lm_eval.evaluator.evaluate(
                 lm=wrapped,
@@ -340,9 +334,9 @@ class _Run:
         assert before is not None
         own = {"tasks": result["tasks"], "samples": samples, "higher_is_better": higher}
         lines = (self.base / SAMPLES).read_text(encoding="utf-8").splitlines()
-        found = paired.compare({"samples": [json.loads(line) for line in lines]}, own, self.members)
+        found = compare({"samples": [json.loads(line) for line in lines]}, own, self.members)
         base = {"model": before["model"], "tasks": before["tasks"], "dir": str(self.base)}
-        return {**found, "paired_method": paired.METHOD, "base": base}
+        return {**found, "paired_method": METHOD, "base": base}
 
     def _by_hand(self, decoding: Mapping[str, Any], out: Path) -> list[str]:
         """The ``lm_eval`` command that repeats an evaluation, with ``NLTK_DATA`` set to its ``punkt.path``."""
@@ -392,16 +386,12 @@ def _seed(seeds: Seeds) -> None:
 def _check_out(out: Path) -> None:
     """Raise UserError where ``out`` holds files of something else: they would be touched, and named in its manifest."""
     if out.exists() and not out.is_dir():
-        raise UserError(Problem("is not a folder", file=str(out), fix="choose another folder for the evaluation"))
+        raise UserError("is not a folder", file=str(out), fix="choose another folder for the evaluation")
     if out.is_dir():
         foreign = sorted(p.name for p in out.iterdir() if p.name not in _OURS and not p.name.startswith("."))
         if foreign:
             raise UserError(
-                Problem(
-                    f"holds other files: {', '.join(foreign[:5])}",
-                    file=str(out),
-                    fix="choose an empty folder for the evaluation",
-                )
+                f"holds other files: {', '.join(foreign[:5])}", file=str(out), fix="choose an empty folder for the evaluation"
             )
 
 
@@ -418,3 +408,192 @@ def _read_finished(out: Path, identity: Mapping[str, Any], settings: Eval) -> di
         problems = [Problem(f"holds a finished evaluation with another {', '.join(other)}", file=str(out))]
     fix = "choose another folder, or remove it"
     raise UserError([*problems, Problem("nothing finished is overwritten", file=str(out), fix=fix)])
+
+
+# --- backend ---------------------------------------------------------------------------------------------------------------
+
+# What answers lm-eval's requests: its own ``HFLM`` here, refusing what transformers lets pass with a warning; or servers.
+
+
+_NAMED = 5
+"""How many tensors an error names."""
+
+
+def describe(name: str, model: ModelFacts, adapter: Path | None = None) -> Backend:
+    """The backend called ``name`` (``hf`` or ``vllm``) for a model, before it is loaded. Raises UserError."""
+    if name == "hf":
+        return Backend("hf", version("transformers"), model.dtype)
+    return servers.describe(model, adapter)
+
+
+def choose(requested: str, model: ModelFacts, device: str | None) -> tuple[str, str]:
+    """The backend that is asked for; of ``auto`` the one that suits the model and this machine. With one sentence why."""
+    import torch
+
+    if requested != "auto":
+        return requested, "asked for"
+    if os.environ.get(servers.GIVEN):
+        return "vllm", "vllm: the job has started its servers"
+    if device == "cpu" or not torch.cuda.is_available():
+        return "hf", "hf: no GPU is used"
+    weights = weight_bytes(model.folder)
+    memory = torch.cuda.get_device_properties(0).total_memory
+    sizes = f"{weights / 2**30:.1f} GiB of weights, {memory / 2**30:.0f} GiB of memory a GPU"
+    if ROOM * weights < memory:
+        return "hf", f"hf: one GPU holds the model ({sizes})"
+    if not servers.find_program():
+        return "hf", f"hf: vLLM is not here, the model is spread over all GPUs ({sizes})"
+    return "vllm", f"vllm: one GPU does not hold the model ({sizes})"
+
+
+@contextlib.contextmanager
+def model_for(
+    backend: Backend, model: ModelFacts, settings: Eval, *, adapter: Path | None = None, device: str
+) -> Iterator[Any]:
+    """lm-eval's ``LM`` for a model, ready for requests while the context lasts.
+
+    ``adapter``: a LoRA adapter's folder that is applied to the model without merging. Raises UserError where a tensor is
+    missing, the model does not fit, or a server does not start.
+    """
+    if backend.name == "hf":
+        yield load_lm(model.folder, device, settings.batch_size, adapter, model.tokenizer_folder)
+        return
+    with servers.model_for(model, settings, adapter=adapter) as lm:
+        yield lm
+
+
+def load_lm(folder: Path, device: str, batch_size: int, adapter: Path | None = None, tokenizer: Path | None = None) -> Any:
+    """lm-eval's model on ``device`` (``auto``: spread over all GPUs), in the type that the model's configuration names.
+
+    Raises UserError where tensors are missing or of another shape: transformers draws missing ones at random and says so
+    in a warning only, so that a half copied model would be scored.
+    """
+    from lm_eval.models.huggingface import HFLM
+
+    placing = {"parallelize": True} if device == "auto" else {"device": device}
+    with out_of_memory(folder), _watched() as reports:
+        try:
+            parts = {
+                "peft": adapter and str(adapter),
+                "tokenizer": str(tokenizer) if tokenizer and tokenizer != folder else None,
+            }
+            lm = HFLM(pretrained=str(folder), dtype="auto", batch_size=batch_size, **parts, **placing)
+        except RuntimeError:
+            _judge(folder, reports)
+            raise
+    _judge(folder, reports)
+    return lm
+
+
+def _judge(folder: Path, reports: list[Any]) -> None:
+    problems = []
+    for report in reports:
+        kinds = {
+            "missing": sorted(report.missing_keys),
+            "of another shape than the configuration says": sorted(str(entry[0]) for entry in report.mismatched_keys),
+        }
+        for what, names in kinds.items():
+            if names:
+                more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+                problems.append(
+                    Problem(
+                        f"{len(names)} tensors are {what}: {', '.join(names[:_NAMED])}{more}",
+                        file=str(folder),
+                        fix="copy or merge the model again",
+                    )
+                )
+    raise_if(problems)
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[list[Any]]:
+    """Gather transformers' loading reports while the context lasts: 5.23 gives them only to callers that ask for a tuple."""
+    from transformers import modeling_utils
+
+    reports: list[Any] = []
+    original = modeling_utils.log_state_dict_report
+
+    def keep(*args: Any, **kwargs: Any) -> None:
+        reports.append(kwargs["loading_info"])
+        original(*args, **kwargs)
+
+    modeling_utils.log_state_dict_report = keep
+    try:
+        yield reports
+    finally:
+        modeling_utils.log_state_dict_report = original
+
+
+@contextlib.contextmanager
+def out_of_memory(folder: Path) -> Iterator[None]:
+    """Raises a UserError that names the key to lower, where the model or a batch does not fit into memory."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"does not fit: {error}",
+            file=str(folder),
+            key="eval.batch_size",
+            fix="lower the batch size, or spread the model over all GPUs with --device auto",
+            code=ExitCode.FAILED,
+        ) from error
+
+
+# --- progress --------------------------------------------------------------------------------------------------------------
+
+# What a person sees while the prompts are answered: one bar or a line now and then, and nothing of the libraries' own.
+
+
+SECONDS_BETWEEN_LINES = 30.0
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the libraries' bars, notes and download counts; their prints go to stderr: stdout is for one JSON document."""
+    import lm_eval.api.task as contexts  # first: its extra is the one to name where it is missing
+    import datasets  # isort: skip
+    import transformers  # isort: skip
+
+    logger = logging.getLogger("lm_eval")
+    level, bar = logger.level, contexts.tqdm
+    verbosity = transformers.utils.logging.get_verbosity()
+    bars, datasets_bars = transformers.utils.logging.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()
+    # ERROR too: the scorer logs every answer without letters as one, at full length.
+    logger.setLevel(logging.CRITICAL)
+    contexts.tqdm = functools.partial(bar, disable=True)
+    # load_dataset("json") reports itself to s3.amazonaws.com (datasets 5.2.0): 3 s lost behind a firewall that drops.
+    counting, datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS, False
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        logger.setLevel(level)
+        contexts.tqdm = bar
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counting
+        transformers.utils.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
+        if datasets_bars:
+            datasets.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[int, int], None]]:
+    """A function ``report(done, total)``: a bar on a terminal; elsewhere a line every half minute."""
+    with console.count_progress() as bar:
+        task = bar.add_task("evaluation", total=None)
+        last = time.monotonic()
+
+        def report(done: int, total: int) -> None:
+            nonlocal last
+            bar.update(task, completed=done, total=total)
+            if not console.stderr.is_terminal and time.monotonic() - last > SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                console.say(f"evaluation: {done} of {total} prompts answered")
+
+        yield report

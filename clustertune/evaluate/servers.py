@@ -177,7 +177,7 @@ def own_address(job: ServingJob) -> str | None:
         try:
             probe.connect((job.nodes[0], job.port))  # UDP: nothing is sent
         except OSError as error:
-            raise UserError(Problem(f"no way to {job.nodes[0]}: {error.strerror}", fix="network.interface")) from None
+            raise UserError(f"no way to {job.nodes[0]}: {error.strerror}", fix="network.interface") from None
         return str(probe.getsockname()[0])
 
 
@@ -190,7 +190,7 @@ def require_program() -> str:
     """vLLM's program. Raises UserError where there is none."""
     if (found := find_program()) is None:
         fix = f"use the vllm image, or set {PROGRAM} to the program of an environment of its own; --backend hf needs none"
-        raise UserError(Problem("vLLM is not installed here", file="vllm", fix=fix))
+        raise UserError("vLLM is not installed here", file="vllm", fix=fix)
     return found
 
 
@@ -271,7 +271,7 @@ class Servers:
         found = {entry.get("id"): entry.get("root") for entry in reply.get("data", [])}
         if found.get(NAME) != self.job.model:
             text = f"another server answers there, of {', '.join(map(str, found.values())) or 'nothing'}"
-            raise UserError(Problem(text, file=url, fix="end it, or run again: each job has other ports"), ExitCode.AGAIN)
+            raise UserError(text, file=url, fix="end it, or run again: each job has other ports", code=ExitCode.AGAIN)
         return True
 
     def stop(self) -> None:
@@ -452,7 +452,7 @@ def _await(folder: Path, name: str, seconds: float) -> dict[str, Any]:
             return body
         time.sleep(POLL_SECONDS)
     fix = "the logs there say how far they came"
-    raise UserError(Problem(f"the servers do not answer after {seconds:.0f} s", file=str(folder), fix=fix), ExitCode.FAILED)
+    raise UserError(f"the servers do not answer after {seconds:.0f} s", file=str(folder), fix=fix, code=ExitCode.FAILED)
 
 
 def _given_up(folder: Path) -> UserError | None:
@@ -473,7 +473,7 @@ def job_here(model: ModelFacts, adapter: Path | None = None) -> ServingJob:
     shape = serving(size, room, gpus, nodes=1)
     if shape is None:
         text = f"{size.weights / 1e9:,.0f} GB do not fit {gpus} GPUs of {(room or 0) / 1e9:,.0f} GB"
-        raise UserError(Problem(text, file=str(model.folder), fix="clustertune submit serves it over several nodes"))
+        raise UserError(text, file=str(model.folder), fix="clustertune submit serves it over several nodes")
     port = free_port(first_port(os.getpid(), 0))
     start = 2 * start_seconds(shape, size) if gpus else START_SECONDS
     return _of(ServingJob("", shape, "", "", port, "", gpus=tuple(map(str, range(gpus))), start_seconds=start), model, adapter)
@@ -499,7 +499,7 @@ def _version(program: str | None = None) -> str:
     try:
         done = captured(command, VERSION_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(Problem(f"does not say its version: {error}", file=command[0]), ExitCode.FAILED) from None
+        raise UserError(f"does not say its version: {error}", file=command[0], code=ExitCode.FAILED) from None
     found = done.stdout.split()
     return found[-1] if found and done.returncode == 0 else "unknown"
 
@@ -521,7 +521,7 @@ def note_end(child: subprocess.Popen[bytes], folder: Path) -> None:
     """Wait for a step's end, and tell the client of one that no node gave a reason for: it would wait for its deadline."""
     code = child.wait()
     if not any(path.name.startswith(FAILED) for path in folder.iterdir()):
-        error = UserError(Problem(f"the step of the servers ended with exit code {code}", file=str(folder)), ExitCode.FAILED)
+        error = UserError(f"the step of the servers ended with exit code {code}", file=str(folder), code=ExitCode.FAILED)
         write_durably(folder / f"{FAILED}-step.json", json.dumps(error.as_dict()) + "\n")
 
 

@@ -101,7 +101,7 @@ def local_data_sets() -> Iterator[dict[str, str]]:
         except Exception as error:
             text = " ".join(str(error).split())[:300]
             fix = f"hf download {path} --repo-type dataset on a machine with a network, or clustertune stage RECIPE --to DIR"
-            raise UserError(Problem(f"the data set {path} is not available: {text}", key=KEY, fix=fix)) from error
+            raise UserError(f"the data set {path} is not available: {text}", key=KEY, fix=fix) from error
 
     datasets.load_dataset = load
     try:

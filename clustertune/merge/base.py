@@ -49,11 +49,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         body = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise UserError(Problem("missing", file=str(path))) from None
+        raise UserError("missing", file=str(path)) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(Problem(f"unreadable: {error}", file=str(path))) from None
+        raise UserError(f"unreadable: {error}", file=str(path)) from None
     if not isinstance(body, dict):
-        raise UserError(Problem("not a JSON object", file=str(path)))
+        raise UserError("not a JSON object", file=str(path))
     return body
 
 
@@ -66,22 +66,20 @@ def find_shards(folder: Path) -> tuple[list[Path], dict[str, str], dict[str, Any
         pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
         if pickles:
             raise UserError(
-                Problem(
-                    f"holds pickled weights only ({pickles[0]}), which are not loaded: a pickle can run code",
-                    file=str(folder),
-                    fix="save the model once with save_pretrained, which writes safetensors",
-                )
+                f"holds pickled weights only ({pickles[0]}), which are not loaded: a pickle can run code",
+                file=str(folder),
+                fix="save the model once with save_pretrained, which writes safetensors",
             )
         fix = "give a model with safetensors weights"
         raise UserError(f"no model here: neither {SINGLE} nor {INDEX}", file=str(folder), fix=fix)
     index = read_json(path)
     weights, metadata = index.get("weight_map"), index.get("metadata", {})
     if not isinstance(weights, dict) or not weights or not all(isinstance(v, str) for v in weights.values()):
-        raise UserError(Problem("not a map from tensors to files", file=str(path), key="weight_map"))
+        raise UserError("not a map from tensors to files", file=str(path), key="weight_map")
     names = sorted(set(weights.values()))
     outside = [name for name in names if Path(name).name != name or name in {"", ".", ".."}]
     if outside:
-        raise UserError(Problem(f"names a file outside the folder: {outside[0]!r}", file=str(path), key="weight_map"))
+        raise UserError(f"names a file outside the folder: {outside[0]!r}", file=str(path), key="weight_map")
     return [folder / name for name in names], weights, metadata if isinstance(metadata, dict) else {}
 
 
@@ -145,7 +143,7 @@ def _config_problems(config: dict[str, Any], path: Path) -> list[Problem]:
 def read_base(folder: Path) -> Base:
     """Read a base model's headers and config. Raises UserError with every problem found."""
     if not folder.is_dir():
-        raise UserError(Problem("no such folder", file=str(folder)))
+        raise UserError("no such folder", file=str(folder))
     problems: list[Problem] = []
     config: dict[str, Any] = {}
     with collect_problems(problems):

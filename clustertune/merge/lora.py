@@ -19,7 +19,6 @@ from clustertune.config.yamlfile import Document
 from clustertune.errors import Problem, UserError, collect_problems, raise_if
 from clustertune.manifest import MANIFEST, find_problems, hash_file
 from clustertune.merge.base import EMBEDDINGS, Base, read_json
-from clustertune.merge.streams import CHUNK, read_exactly
 from clustertune.tensorfile import Tensor, read_header
 
 if TYPE_CHECKING:
@@ -33,6 +32,8 @@ _EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+?)(?:\.(?P<part>lora_A|lora_B|base_layer)\.weight)?")
 _FOREIGN = re.compile(r"\.(lora_embedding_[AB]|lora_magnitude_vector|lora_B\.bias|base_layer\.bias)\b")
 _SHOWN = 5
+_BLOCK = 4 << 20
+"""Bytes that are searched for NaN at a time."""
 
 
 @dataclass(frozen=True)
@@ -192,16 +193,14 @@ def _check_finite(tensors: list[Tensor], file: str) -> list[Problem]:
     import numpy as np
 
     bad = []
-    buffer = bytearray(CHUNK)
     for tensor in tensors:
         dtype, exponent = _EXPONENTS[tensor.dtype]
-        with tensor.file.open("rb") as src:
-            for start in range(0, tensor.size, CHUNK):
-                view = memoryview(buffer)[: min(CHUNK, tensor.size - start)]
-                read_exactly(src.fileno(), view, tensor.offset + start)
-                if bool(((np.frombuffer(view, dtype) & exponent) == exponent).any()):
-                    bad.append(tensor.name)
-                    break
+        for start in range(0, tensor.size, _BLOCK):
+            size = min(_BLOCK, tensor.size - start)
+            values = np.fromfile(tensor.file, dtype, size // np.dtype(dtype).itemsize, offset=tensor.offset + start)
+            if bool(((values & exponent) == exponent).any()):
+                bad.append(tensor.name)
+                break
     fix = "the training has diverged: take an earlier checkpoint"
     return [Problem(f"NaN or infinity in {_shown(bad)}", file=file, fix=fix)] if bad else []
 
@@ -229,7 +228,7 @@ def _provenance(base: Base, settings: LoraSettings, file: str) -> tuple[list[str
 
 def _read_files(folder: Path) -> tuple[LoraSettings, list[Tensor]]:
     if not folder.is_dir():
-        raise UserError(Problem("no such folder", file=str(folder)))
+        raise UserError("no such folder", file=str(folder))
     problems: list[Problem] = []
     settings, tensors = None, list[Tensor]()
     with collect_problems(problems):

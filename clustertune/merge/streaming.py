@@ -7,47 +7,55 @@ all are there: a directory rename can move half of a folder on a mergerfs pool.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
+import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from clustertune import lock
 from clustertune.config import quantization
 from clustertune.console import byte_progress, say
-from clustertune.errors import Problem, UserError, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.manifest import (
     MANIFEST,
     DigestComparison,
     FileRecord,
+    Manifest,
+    find_problem,
     fsync_path,
     hash_file,
+    list_files,
+    parse_record,
     read_manifest,
     seal,
     write_durably,
 )
-from clustertune.merge.base import INDEX
-from clustertune.merge.job import MergeJob, check_space, prepare, require_unchanged
-from clustertune.merge.pieces import ConvertedElements, Merged, Piece, Worker, cut
-from clustertune.merge.streams import BUFFERS, CHUNK, InputFiles, Output, Shard
-from clustertune.merge.target import (
-    KIND,
-    Journal,
-    clear,
-    finished_manifest,
-    free_bytes,
-    index_text,
-    locked,
-    output_names,
-    remove_published,
-    remove_temporary,
+from clustertune.merge.base import INDEX, Base, read_base
+from clustertune.merge.lora import Adapter, read_adapter
+from clustertune.merge.pieces import (
+    BUFFERS,
+    CHUNK,
+    InputFiles,
+    Output,
+    Piece,
+    Shard,
+    Worker,
+    block_elements,
+    cut,
+    parse_size,
+    plan_shards,
 )
 
 
@@ -56,10 +64,7 @@ def _damaged(records: dict[str, FileRecord], places: dict[str, Path], workers: i
 
     def whole(name: str) -> bool:
         try:
-            return (
-                places[name].stat().st_size == records[name].size
-                and hash_file(places[name], records[name].algorithm) == records[name]
-            )
+            return find_problem(places[name], records[name]) is None
         except OSError:
             return False
 
@@ -93,14 +98,10 @@ def _resume(job: MergeJob, workers: int) -> Journal:
     return journal
 
 
-def _check_finished(job: MergeJob, workers: int) -> None:
+def _check_finished(job: MergeJob) -> None:
     """Raises UserError where the finished output has been damaged since."""
-    if job.finished is None:
-        return
-    damaged = _damaged(job.finished.files, {name: job.out / name for name in job.finished.files}, workers)
-    if damaged:
-        fix = "move the folder away, then run the same command again"
-        raise UserError([Problem("missing, or differs from the manifest", file=str(job.out / n), fix=fix) for n in damaged])
+    with DigestComparison(job.out) as comparison:
+        raise_if(comparison.finish())
     if job.staging.is_dir():
         with locked(job.staging):
             clear(job.staging)
@@ -117,19 +118,18 @@ def _peak_rss() -> int:
 def _summary(job: MergeJob, state: str, started: float, reused: int) -> dict[str, Any]:
     seconds = time.monotonic() - started
     return {
-        "out": str(job.out),
-        "state": state,
-        "tensors": len(job.base.tensors),
-        "merged": len(job.adapter.updates),
-        "replaced": len(job.adapter.replaced),
-        "bytes": job.size,
+        **_described(job, state),
         "shards": len(job.shards),
         "reused_shards": reused,
         "seconds": round(seconds, 3),
         "gb_per_s": round(job.size / 1e9 / seconds, 3),
         "peak_rss_bytes": _peak_rss(),
-        "warnings": job.adapter.warnings,
     }
+
+
+def _described(job: MergeJob, state: str) -> dict[str, Any]:
+    counts = {"tensors": len(job.base.tensors), "merged": len(job.adapter.updates), "replaced": len(job.adapter.replaced)}
+    return {"out": str(job.out), "state": state, **counts, "bytes": job.size, "warnings": job.adapter.warnings}
 
 
 def _merge_locked(job: MergeJob, workers: int, started: float) -> dict[str, Any]:
@@ -163,17 +163,11 @@ def plan(base: Path, adapter: Path, out: Path, *, shard_size: str | int = "5GB")
     staged = job.staged_bytes()
     state = "already merged" if job.finished else "would continue" if staged else "would merge"
     return {
-        "out": str(out),
-        "state": state,
-        "tensors": len(job.base.tensors),
-        "merged": len(job.adapter.updates),
-        "replaced": len(job.adapter.replaced),
+        **_described(job, state),
         "files": {**{s.name: s.size for s in job.shards}, **{n: p.stat().st_size for n, p in job.companions.items()}},
-        "bytes": job.size,
         "staged_bytes": staged,
         "free_bytes": free_bytes(out),
         "fits": bool(job.finished) or free_bytes(out) >= job.missing_bytes(),
-        "warnings": job.adapter.warnings,
     }
 
 
@@ -194,7 +188,7 @@ def merge(base: Path, adapter: Path, out: Path, *, shard_size: str | int = "5GB"
     for warning in job.adapter.warnings:
         say(f"warning: {warning}")
     if job.finished:
-        _check_finished(job, workers)
+        _check_finished(job)
         return _summary(job, "already merged", started, len(job.shards))
     check_space(job)
     try:
@@ -229,23 +223,20 @@ def _own_version() -> str:
 
 
 def _meta(job: MergeJob) -> dict[str, object]:
+    # What an adapter's manifest says about the base that it was trained on.
+    recorded = read_manifest(job.adapter.folder).meta if (job.adapter.folder / MANIFEST).exists() else {}
+    trained_on = {quantization.BASE: recorded[quantization.BASE]} if quantization.BASE in recorded else {}
     return {
         "inputs": job.inputs,
         "base": {
             "name": job.base.folder.resolve().name,
             "files": {p.name: {"header_sha256": hashlib.sha256(h.text).hexdigest()} for p, h in job.base.headers.items()},
         },
-        "adapter": {"name": job.adapter.folder.resolve().name, "sha256": job.adapter.sha256, **_trained_on(job.adapter.folder)},
+        "adapter": {"name": job.adapter.folder.resolve().name, "sha256": job.adapter.sha256, **trained_on},
         "tensors": {"all": len(job.base.tensors), "merged": len(job.adapter.updates), "replaced": len(job.adapter.replaced)},
         "shard_size": job.shard_size,
         "versions": {"clustertune": _own_version(), "torch": version("torch")},
     }
-
-
-def _trained_on(adapter: Path) -> dict[str, object]:
-    """What an adapter's manifest says about the base that it was trained on; nothing where there is none."""
-    meta = read_manifest(adapter).meta if (adapter / MANIFEST).exists() else {}
-    return {quantization.BASE: meta[quantization.BASE]} if quantization.BASE in meta else {}
 
 
 def publish(job: MergeJob, journal: Journal) -> None:
@@ -253,10 +244,12 @@ def publish(job: MergeJob, journal: Journal) -> None:
 
     May be interrupted anywhere and called again. Raises UserError: 73 where the storage fails, 75 where an input changed.
     """
-    require_unchanged(job)
+    if not unchanged(job):  # the output may be a mixture
+        message = "base or adapter changed while they were merged"
+        raise UserError(message, file=str(job.base.folder), fix="run the same command again", code=ExitCode.AGAIN)
     try:
         if not journal.published:
-            journal.begin_publish(output_names(job.shards, job.companions))
+            journal.begin_publish([*(s.name for s in job.shards), *([INDEX] if len(job.shards) > 1 else []), *job.companions])
         job.out.mkdir(exist_ok=True)
         fsync_path(job.out.parent)
         for shard in job.shards:
@@ -283,9 +276,9 @@ class _Line:
 
     def __init__(self, job: MergeJob, todo: list[Shard], workers: int) -> None:
         self._workers, self._guard, self._stopped = workers, threading.Lock(), False
-        self._buffers: SimpleQueue[bytearray] = SimpleQueue()
+        self.buffers: SimpleQueue[bytearray] = SimpleQueue()
         for _ in range(BUFFERS * workers):
-            self._buffers.put(bytearray(CHUNK))
+            self.buffers.put(bytearray(CHUNK))
         self.outputs, self.journal_guard = list[Output](), threading.Lock()
         self._pieces = self._all(job, todo)
 
@@ -302,26 +295,22 @@ class _Line:
 
     def take(self) -> tuple[Output, Piece, bytearray] | None:
         """The next piece, or None where there is none or the line was stopped."""
-        buffer = self._buffers.get()
+        buffer = self.buffers.get()
         with self._guard:
             taken = None if self._stopped else next(self._pieces, None)
         if taken is None:
-            self._buffers.put(buffer)  # for the next who waits, and then finds the end as well
+            self.buffers.put(buffer)  # for the next who waits, and then finds the end as well
             return None
         if len(buffer) < taken[1].size:
             buffer = bytearray(taken[1].size)
         return (*taken, buffer)
-
-    def give_back(self, buffer: bytearray) -> None:
-        """A buffer is free again."""
-        self._buffers.put(buffer)
 
     def stop(self) -> None:
         """Let no thread begin another piece, or wait for a buffer that a failed piece holds."""
         with self._guard:
             self._stopped = True
         for _ in range(self._workers):
-            self._buffers.put(bytearray())
+            self.buffers.put(bytearray())
 
 
 def _load_torch() -> int:
@@ -354,12 +343,12 @@ def _torch_beside() -> Iterator[Future[int]]:
 def _work(line: _Line, worker: Worker, journal: Journal, torch: Future[int], advance: Callable[[int], None]) -> None:
     while taken := line.take():
         output, piece, buffer = taken
-        if isinstance(piece.content, Merged | ConvertedElements):
+        if piece.is_computed:
             torch.result()
         view = memoryview(buffer)[: piece.size]
         worker.make(piece, view, output)
         try:
-            if output.add(view, piece.offset, partial(line.give_back, buffer)):
+            if output.add(view, piece.offset, partial(line.buffers.put, buffer)):
                 record = output.finish()
                 with line.journal_guard:
                     journal.add_shard(output.path.name, record)
@@ -399,3 +388,319 @@ def write_shards(job: MergeJob, journal: Journal, todo: list[Shard], workers: in
             output.abandon()
     if failures:
         raise failures[0]
+
+
+# --- job -------------------------------------------------------------------------------------------------------------------
+
+# Everything about one merge that is known, and checked, before a byte is written.
+
+
+FORMAT = 1
+"""Raise it when the bytes of an output change for the same inputs: staged work of older versions is then not continued."""
+WORKING_MEMORY = 192 << 20
+"""Bytes for the buffers of all workers together; what torch, MKL and the plan of a 405B model take comes on top."""
+
+
+@dataclass(frozen=True)
+class MergeJob:
+    """One merge, planned."""
+
+    base: Base
+    adapter: Adapter
+    out: Path
+    shards: list[Shard]
+    companions: dict[str, Path]
+    shard_size: int
+    inputs: str
+    """Hash of all that decides the output's bytes; large base files count by header, size and modification time."""
+    base_identity: dict[str, list[Any]]
+    finished: Manifest | None
+    """The manifest of ``out`` where the very same merge is there already."""
+
+    @property
+    def staging(self) -> Path:
+        """The folder of unfinished work."""
+        return staging_folder(self.out)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the output but its manifest."""
+        return sum(s.size for s in self.shards) + sum(p.stat().st_size for p in self.companions.values())
+
+    def staged_bytes(self) -> int:
+        """Bytes that an earlier, interrupted merge of the same inputs has left finished (by name and size)."""
+        journal = Journal(self.staging).load()
+        if journal.inputs != self.inputs:
+            return 0
+        sizes = {s.name: s.size for s in self.shards}
+        places = [(name, folder / name) for name in journal.shards for folder in (self.staging, self.out)]
+        return sum(p.stat().st_size for name, p in places if p.exists() and p.stat().st_size == sizes.get(name))
+
+    def missing_bytes(self) -> int:
+        """Bytes that still have to be found on the disk. A file that a killed merge left unfinished gives its room back."""
+        unfinished = sum(p.stat().st_blocks * 512 for p in self.staging.glob("*.part"))
+        return self.size - self.staged_bytes() - unfinished
+
+    def worker_bytes(self) -> int:
+        """Upper bound of one worker's buffers: A; the update, the sum and B of a block; a raw one; what waits to be hashed."""
+        largest = 0
+        for name, update in self.adapter.updates.items():
+            rows, columns = self.base.tensors[name].shape[-2:]
+            block = block_elements(rows, columns)
+            block_rows = block // max(1, columns)
+            factors = 4 * (update.rank * columns + 2 * block + 2 * block_rows * update.b.shape[1])
+            largest = max(largest, factors + CHUNK + BUFFERS * max(CHUNK, 4 * block))
+        return max(largest, 32 << 20)
+
+    def limit_workers(self, wanted: int) -> int:
+        """At most ``wanted``, as many as fit into ``WORKING_MEMORY``; at least one."""
+        return max(1, min(wanted, WORKING_MEMORY // self.worker_bytes()))
+
+
+def prepare(base_folder: Path, adapter_folder: Path, out: Path, shard_size: str | int) -> MergeJob:
+    """Check everything and plan the output. Raises UserError with every problem found; nothing is written."""
+    problems = place_problems(base_folder, adapter_folder, out)
+    base, adapter, limit = None, None, 0
+    with collect_problems(problems):
+        limit = parse_size(shard_size)
+    with collect_problems(problems):
+        base = read_base(base_folder)
+    with collect_problems(problems):
+        adapter = read_adapter(adapter_folder, base)
+    if problems or base is None or adapter is None:
+        raise UserError(problems)
+    shards = plan_shards(list(base.tensors.values()), limit)
+    companions = companion_files(base, adapter)
+    identity = base.identity()
+    decides = {
+        "format": FORMAT,
+        "base": identity,
+        "headers": {p.name: hashlib.sha256(h.text).hexdigest() for p, h in base.headers.items()},
+        "adapter": adapter.sha256,
+        "companions": {name: hash_file(path).sha256 for name, path in companions.items()},
+        "shard_size": limit,
+    }
+    inputs = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+    return MergeJob(base, adapter, out, shards, companions, limit, inputs, identity, finished_manifest(out, inputs))
+
+
+def check_space(job: MergeJob) -> None:
+    """Raises UserError (exit 73) where what is still to be written does not fit."""
+    need, free = job.missing_bytes(), free_bytes(job.out)
+    if free < need:
+        message = f"needs {need / 1e9:.3f} GB, {free / 1e9:.3f} GB are free"
+        fix = "free space, then run the same command again"
+        raise UserError(message, file=str(job.out), fix=fix, code=ExitCode.STORAGE)
+
+
+def unchanged(job: MergeJob) -> bool:
+    """Whether the inputs are still those that were planned with."""
+    try:
+        adapter = {name: hash_file(job.adapter.folder / name).sha256 for name in job.adapter.sha256}
+        return job.base.identity() == job.base_identity and adapter == job.adapter.sha256
+    except OSError:
+        return False
+
+
+# --- target ----------------------------------------------------------------------------------------------------------------
+
+# The output folder: what else goes in beside the weights, whether there is room, and what already stands there.
+
+
+KIND = "merged"
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "spiece.model", "*.tiktoken", "tekken.json",
+)  # fmt: skip
+_CHAT = ("chat_template.jinja", "chat_template.json")
+_OTHER = ("generation_config.json", "preprocessor_config.json", "processor_config.json", "LICENSE*", "USE_POLICY*", "NOTICE*")
+
+
+def _matching(folder: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
+    names = sorted(p.name for p in folder.iterdir() if p.is_file())
+    return {name: folder / name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)}
+
+
+def companion_files(base: Base, adapter: Adapter) -> dict[str, Path]:
+    """The files beside the weights, by name, from where they come; ``config.json`` last.
+
+    The adapter's tokenizer, if it has one, and its chat template are those of the training and go before the base's.
+    """
+    tokenizer = _matching(adapter.folder, _TOKENIZER)
+    if not {"tokenizer.json", "tokenizer.model"} & set(tokenizer):
+        tokenizer = _matching(base.folder, _TOKENIZER)
+    chat = _matching(adapter.folder, _CHAT) or _matching(base.folder, _CHAT)
+    extra = base.folder / "additional_chat_templates"
+    if extra.is_dir() and chat and next(iter(chat.values())).parent == base.folder:
+        chat |= {f"{extra.name}/{p.name}": p for p in sorted(extra.glob("*.jinja"))}
+    files = {**_matching(base.folder, _OTHER), **tokenizer, **chat}
+    return {**files, "config.json": base.folder / "config.json"}
+
+
+def index_text(base: Base, shards: list[Shard]) -> str:
+    """``model.safetensors.index.json`` as ``save_pretrained`` writes it."""
+    metadata: dict[str, Any] = {**base.index_metadata, "total_size": sum(t.size for s in shards for t in s.tensors)}
+    weights = {t.name: shard.name for shard in shards for t in shard.tensors}
+    return json.dumps({"metadata": metadata, "weight_map": weights}, indent=2, sort_keys=True) + "\n"
+
+
+def place_problems(base: Path, adapter: Path, out: Path) -> list[Problem]:
+    """Whether ``out`` lies where it would destroy or swallow its inputs."""
+    target = out.resolve()
+    problems = []
+    for what, folder in (("base", base.resolve()), ("adapter", adapter.resolve())):
+        if target == folder or folder in target.parents:
+            where = "is" if target == folder else "lies inside"
+            problems.append(Problem(f"{where} the {what} {folder}", file=str(out), fix="give a folder of its own"))
+        elif target in folder.parents:
+            problems.append(Problem(f"holds the {what} {folder}", file=str(out), fix="give a folder of its own"))
+    return problems
+
+
+def finished_manifest(out: Path, inputs: str) -> Manifest | None:
+    """The manifest of ``out`` if it is a merge of the same inputs, None if ``out`` is free or begun by us.
+
+    Raises UserError where something else stands there; nothing is ever overwritten.
+    """
+    if not os.path.lexists(out):
+        return None
+    if not out.is_dir():
+        raise UserError("exists and is not a folder", file=str(out), fix="give another name")
+    if (out / MANIFEST).exists():
+        manifest = read_manifest(out)
+        if manifest.kind != KIND:
+            raise UserError(f"holds a finished {manifest.kind}", file=str(out), fix="give another name")
+        if manifest.meta.get("inputs") != inputs:
+            message = "holds a finished merge of other inputs (base, adapter or shard size)"
+            raise UserError(message, file=str(out), fix="give another name, or move it away")
+        return manifest
+    ours = set(Journal(staging_folder(out)).load().published)
+    foreign = [name for name in list_files(out) if name not in ours]
+    if foreign:
+        message = f"exists, is not a finished merge and holds {foreign[0]}"
+        raise UserError(message, file=str(out), fix="give another name, or move it away")
+    return None
+
+
+def free_bytes(out: Path) -> int:
+    """Bytes that an ordinary user may still write where ``out`` will be."""
+    folder = out.resolve().parent
+    while not folder.exists():
+        folder = folder.parent
+    usage = os.statvfs(folder)
+    return usage.f_bavail * usage.f_frsize
+
+
+def remove_published(out: Path, journal: Journal) -> None:
+    """Take back what an earlier merge of other inputs had moved into ``out`` and never finished."""
+    for name in journal.published:
+        (out / name).unlink(missing_ok=True)
+    remove_temporary(out)
+    for folder in {(out / name).parent for name in journal.published} - {out}:
+        if folder.is_dir():
+            folder.rmdir()
+
+
+def remove_temporary(out: Path) -> None:
+    """Remove what a killed :func:`~clustertune.manifest.write_durably` left."""
+    for path in out.rglob(".*.tmp"):
+        if re.fullmatch(r"\..+\.\d+\.tmp", path.name):
+            path.unlink()
+
+
+# --- stage ----------------------------------------------------------------------------------------------------------------
+
+# The staging folder beside the output: one merge at a time, and a journal of the files that are on the device.
+#
+# ``.<out>.merging/`` holds finished shards under their final names, ``journal.jsonl`` and ``lock``; it never holds a
+# ``config.json`` or an index, so nothing loads it by mistake.
+
+
+def staging_folder(out: Path) -> Path:
+    """Where the work for ``out`` lies until it is whole."""
+    return out.with_name(f".{out.name}.merging")
+
+
+class Journal:
+    """What of an output is done: per line one event, durable before the next step begins.
+
+    First line ``{"inputs": id}``; then ``{"shard", "size", "xxh3_128"}`` per finished shard; ``{"publish": [names]}`` once
+    files begin to move into the output.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "journal.jsonl"
+        self.inputs: str | None = None
+        self.shards: dict[str, FileRecord] = {}
+        self.published: list[str] = []
+
+    def load(self) -> Journal:
+        """Read what is there, up to the first line that is torn or unknown."""
+        try:
+            text = self.path.read_bytes()
+        except FileNotFoundError:
+            return self
+        for line in text.splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                self._apply(json.loads(line))
+            except (ValueError, RecursionError, KeyError, TypeError):
+                break
+        return self
+
+    def _apply(self, event: dict[str, Any]) -> None:
+        if "inputs" in event:
+            self.inputs = str(event["inputs"])
+        elif "publish" in event:
+            self.published = [str(name) for name in event["publish"]]
+        else:
+            self.shards[str(event["shard"])] = parse_record(event)
+
+    def rewrite(self) -> None:
+        """Write all of it again, so that nothing is appended after a torn line."""
+        events: list[dict[str, Any]] = [{"inputs": self.inputs}]
+        events += [{"shard": name, **record.as_json()} for name, record in self.shards.items()]
+        events += [{"publish": self.published}] if self.published else []
+        write_durably(self.path, "".join(json.dumps(event) + "\n" for event in events))
+
+    def add_shard(self, name: str, record: FileRecord) -> None:
+        """Note a shard that is on the device. Callers from several threads serialise."""
+        self.shards[name] = record
+        self._append({"shard": name, **record.as_json()})
+
+    def begin_publish(self, names: list[str]) -> None:
+        """Note that files named ``names`` in the output are ours from now on."""
+        self.published = names
+        self._append({"publish": names})
+
+    def _append(self, event: dict[str, Any]) -> None:
+        with self.path.open("ab") as out:
+            out.write(json.dumps(event).encode() + b"\n")
+            out.flush()
+            os.fsync(out.fileno())
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the staging folder against other processes, also of other nodes where the filesystem's locks reach.
+
+    Raises UserError: exit 75 where another merge holds it, 73 where the folder cannot be made.
+    """
+    held = lock.held(folder / "lock", "is merging into it", shown=folder, fix="wait for it, then run the same command again")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(held)
+        except OSError as error:
+            raise storage_error(error, "making the staging folder", folder) from error
+        yield
+
+
+def clear(folder: Path, keep: set[str] | None = None) -> None:
+    """Remove the files of a staging folder that are not in ``keep``; without ``keep`` the folder itself, the lock last."""
+    for path in sorted(folder.iterdir(), key=lambda p: p.name == "lock"):
+        if keep is None or path.name not in {*keep, "lock"}:
+            path.unlink()
+    if keep is None:
+        folder.rmdir()
+        fsync_path(folder.parent)

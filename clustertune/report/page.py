@@ -12,8 +12,7 @@ from typing import Any
 
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
-from clustertune.evaluate.paired import BETTER, SAME, WORSE
-from clustertune.evaluate.scores import read_result, shown
+from clustertune.evaluate.scores import BETTER, SAME, WORSE, read_result, shown
 from clustertune.manifest import MANIFEST, require_whole, write_durably
 from clustertune.nccl_check.check import RESULT
 from clustertune.nccl_check.prolog import FOLDER

@@ -346,7 +346,7 @@ class Rehearsal:
         """Loaded, and the chat template renders a conversation of the data."""
         if self._model is None:
             raise MissingInput("left out, for want of the model")
-        from clustertune.data import shards
+        from clustertune.data import tokens
         from clustertune.data.chats import messages_of
         from clustertune.data.tokenizer import load_tokenizer
 
@@ -356,7 +356,7 @@ class Rehearsal:
         )
         if not self._example:
             return "loaded"
-        count, labelled = shards.look(self._example, self._tokenizer, args)
+        count, labelled = tokens.look(self._example, self._tokenizer, args)
         return f"an example of {len(messages_of(self._example)) or 1} messages is {count} tokens, {labelled} of them trained"
 
     def training(self) -> str:
@@ -393,12 +393,12 @@ class Rehearsal:
 
     def benchmark(self) -> str:
         """lm-eval's tasks on the prompts that the chain will score, with the sentence splitter."""
-        from clustertune.evaluate import inputs, progress, punkt, tasks
+        from clustertune.evaluate import inputs, punkt, run, tasks
 
         wanted, published = self.resolved.recipe.eval, self.resolved.recipe.model.weights == "hub"
         given = bundle.prompts(self.resolved)
         found = []
-        with progress.quiet(), inputs.opened(wanted.tasks, given, published, self._scratch) as own:
+        with run.quiet(), inputs.opened(wanted.tasks, given, published, self._scratch) as own:
             splitter = own.splitter
             if splitter and splitter.source != punkt.TRAINED and not splitter.path.is_relative_to(self._folder):
                 text = f"the sentence splitter came from {splitter.path}, not from the folder"

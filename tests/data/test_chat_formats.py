@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clustertune.data.chats import read
-from clustertune.data.rejects import BadRow
+from clustertune.data.rows import BadRow
 
 
 def user(text):
@@ -17,18 +17,6 @@ def assistant(text):
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
-
-
-@pytest.mark.parametrize("extra", [{}, {"input": ""}, {"input": None}, {"input": " \n"}])
-def test_alpaca_without_input(extra):
-    row = {"instruction": "Add 1 and 1.", "output": "2", "text": "ignored"} | extra
-    assert read("alpaca", row)["messages"] == [user("Add 1 and 1."), assistant("2")]
-
-
-def test_alpaca_with_input_puts_it_after_a_blank_line():
-    assert read("alpaca", {"instruction": "Sum up.", "input": "Long\ntext", "output": "Short"})["messages"][0] == user(
-        "Sum up.\n\nLong\ntext"
-    )
 
 
 @pytest.mark.parametrize(
@@ -80,15 +68,6 @@ def test_messages_refuses(turns, reason, words):
     with pytest.raises(BadRow, match=words) as caught:
         read("messages", {"messages": turns})
     assert caught.value.reason == reason
-
-
-def test_lima_turns_alternate():
-    assert read("lima", {"conversations": ["a", "b", "c", "d"], "source": "x"})["messages"] == [
-        user("a"),
-        assistant("b"),
-        user("c"),
-        assistant("d"),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from clustertune.data import tokens
 from clustertune.data.chats import read
 from clustertune.data.local_model import train_tokenizer
 from clustertune.data.prepare import prepare
-from clustertune.data.rejects import BadRow
+from clustertune.data.rows import BadRow
 from clustertune.data.sequences import Sequences
 from clustertune.errors import UserError
 
@@ -247,12 +247,6 @@ def test_a_lower_limit_judges_what_was_made_before(run, lines, tmp_path):
         run(path=path, out=out, format="messages", language=None, max_rejected=0.4)
 
 
-def test_columns_and_fields_that_are_not_used_are_listed(run, lines, capsys):
-    rows = [{"messages": [user("q"), assistant("a", weight=1)], "id": 1, "score": None}]
-    assert run(lines(rows), format="messages", language=None).result["unused"] == ["id", "messages[].weight"]
-    assert "ignored columns: id, messages[].weight" in capsys.readouterr().err
-
-
 # --- what is trained ---
 
 
@@ -270,7 +264,7 @@ def rows_of(run, lines, rows, tokenizer, train=None, **data):
     return got, [found[n] for n in range(len(found))]
 
 
-@pytest.mark.parametrize("train", [{}, {"assistant_only_loss": True}, {"completion_only_loss": False}])
+@pytest.mark.parametrize("train", [{"assistant_only_loss": True}, {"completion_only_loss": False}])
 def test_of_prompt_and_completion_trl_labels_the_same(run, lines, tokenizer, train):
     """TRL's own preparation of the same rows is the oracle."""
     from datasets import Dataset

@@ -42,35 +42,6 @@ def test_the_reply_is_chosen_by_rank_then_by_file_order(run, row, ranks, taken):
     assert run(replies(row, *ranks)).texts == {"t": ["text of p1", f"text of {taken}"]}
 
 
-def test_the_choice_by_rank_is_not_the_choice_by_length(run, row):
-    rows = [*replies(row, 1, 0), row("p2", "a0"), row("a9", "p2")]
-    assert run(rows).texts["t"] == ["text of p1", "text of a1"]
-
-
-def test_every_prompter_reply_is_followed_and_the_longest_path_kept(run, row):
-    rows = [row("p1", None), row("a1", "p1"), row("p2", "a1"), row("p3", "a1"), row("a2", "p2"), row("a3", "p3")]
-    rows += [row("p4", "a3"), row("a4", "p4")]
-    assert run(rows).texts["t"] == [f"text of {i}" for i in ("p1", "a1", "p3", "a3", "p4", "a4")]
-
-
-def test_a_path_ends_with_the_assistant(run, row):
-    rows = [
-        row("p1", None),
-        row("a1", "p1"),
-        row("p2", "a1"),
-        row("p3", "a1"),
-        row("a3", "p3"),
-        row("p4", "a3"),
-        row("p5", "a1"),
-    ]
-    assert run(rows).texts["t"] == ["text of p1", "text of a1", "text of p3", "text of a3"]
-
-
-def test_of_equally_long_paths_the_first_in_file_order_stays(run, row):
-    rows = [row("p1", None), row("a1", "p1"), row("p3", "a1"), row("p2", "a1"), row("a2", "p2"), row("a3", "p3")]
-    assert run(rows).texts["t"][2:] == ["text of p3", "text of a3"]
-
-
 def test_deleted_and_badly_reviewed_rows_go_with_their_subtrees(run, row):
     rows = replies(row, 0, 1, 2)
     rows[1]["deleted"] = True
@@ -81,32 +52,10 @@ def test_deleted_and_badly_reviewed_rows_go_with_their_subtrees(run, row):
     assert got.rejected == {}
 
 
-def test_a_review_that_did_not_happen_is_no_bad_review(run, row):
-    assert run([row("p1", None, review_result=None), row("a1", "p1", review_result=None, deleted=None)]).texts
-
-
-def test_a_deleted_row_is_not_bad_whatever_else_it_holds(run, row):
-    rows = [row("p1", None), row("a1", "p1"), row("a2", "p1", "", deleted=True), row("a3", "p1", role="x", review_result=False)]
-    assert run(rows, bad_rows="stop").rejected == {}
-
-
-@pytest.mark.parametrize("change", [{"deleted": True}, {"review_result": False}])
-def test_a_tree_goes_with_its_root(run, row, change):
-    rows = [row("p1", None, **change), row("a1", "p1"), row("p2", None, **OTHER), row("a2", "p2", **OTHER)]
-    got = run(rows)
-    assert list(got.texts) == ["u"]
-    assert got.rejected == {}
-
-
 def test_the_language_is_that_of_the_root(run, row):
     rows = [row("p1", None, lang="de"), row("a1", "p1"), row("p2", None, **OTHER), row("a2", "p2", lang="de", **OTHER)]
     assert list(run(rows).texts) == ["u"]
     assert sorted(run(rows, language=None).texts) == ["t", "u"]
-
-
-def test_trees_may_be_interleaved_and_children_before_parents(run, row):
-    rows = [row("a2", "p2", **OTHER), row("a1", "p1"), row("p1", None), row("p2", None, **OTHER)]
-    assert run(rows).texts == {"t": ["text of p1", "text of a1"], "u": ["text of p2", "text of a2"]}
 
 
 def test_the_nested_export_gives_the_same(run, row, nest):
@@ -117,11 +66,6 @@ def test_the_nested_export_gives_the_same(run, row, nest):
     assert flat.rejected == nested.rejected == {"unknown-role": 1}
 
 
-def test_flat_and_nested_records_may_share_a_file(run, row, nest):
-    other = [row("p2", None, **OTHER), row("a2", "p2", **OTHER)]
-    assert list(run([row("p1", None), *nest(other), row("a1", "p1")]).texts) == ["t", "u"]
-
-
 def deep(row, depth):
     ids = [f"{'ap'[i % 2]}{i}" for i in range(1, depth + 1)]
     return [row(identity, parent) for identity, parent in zip(ids, [None, *ids], strict=False)]
@@ -130,7 +74,7 @@ def deep(row, depth):
 def test_a_tree_of_5000_levels_flat_in_any_order(run, row):
     rows = deep(row, 5000)
     wanted = [r["text"] for r in rows]
-    for order in (list, lambda r: r[::-1], lambda r: random.Random(1).sample(r, len(r))):
+    for order in (list, lambda r: random.Random(1).sample(r, len(r))):
         start = time.process_time()
         assert run(order(rows)).texts == {"t": wanted}
         assert time.process_time() - start < 5

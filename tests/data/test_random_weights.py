@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.data import random_weights
+from clustertune.data import local_model
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -25,7 +25,7 @@ def test_transformers_loads_them_whole(kind: str, more: dict[str, Any], tmp_path
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(kind, **SIZES, **more)
-    written = random_weights.write(config, tmp_path, 1, shard_bytes=100_000)
+    written = local_model.write_random_weights(config, tmp_path, 1, shard_bytes=100_000)
     model, found = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, output_loading_info=True)
     assert not any(found.values()), found
     assert written == sum(p.numel() for p in model.parameters()) and len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -34,19 +34,6 @@ def test_transformers_loads_them_whole(kind: str, more: dict[str, Any], tmp_path
     assert all(0.01 < float(p.detach().float().std()) < 0.03 for p in matrices), "normal, of the configuration's deviation"
     assert torch.isfinite(model(torch.arange(8)[None]).logits).all()
     assert not torch.equal(matrices[1].flatten()[:64], matrices[2].flatten()[:64]), "tensors begin at other places of the block"
-
-
-def test_the_seed_decides(tmp_path: Path) -> None:
-    """Two rounds of a benchmark must train the same model."""
-    from safetensors.torch import load_file
-    from transformers import AutoConfig
-
-    found = []
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        (tmp_path / name).mkdir()
-        random_weights.write(AutoConfig.for_model("llama", **SIZES), tmp_path / name, seed)
-        found.append(load_file(tmp_path / name / "model.safetensors")["lm_head.weight"])
-    assert found[0].equal(found[1]) and not found[0].equal(found[2])
 
 
 def test_a_large_model_of_a_run_is_written_that_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +46,8 @@ def test_a_large_model_of_a_run_is_written_that_way(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(local_model, "LARGE", 1000)
     architecture = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
     seen: list[int] = []
-    written = random_weights.write
-    monkeypatch.setattr(random_weights, "write", lambda *given: seen.append(written(*given)) or seen[-1])
+    written = local_model.write_random_weights
+    monkeypatch.setattr(local_model, "write_random_weights", lambda *given: seen.append(written(*given)) or seen[-1])
     out = local_model.make_local_model(architecture, ["some words to learn from"] * 20, tmp_path / "m", 1)
     assert seen == [139_584] and find_problems(out, local_model.KIND) == []
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)

@@ -16,7 +16,6 @@ from clustertune.config.resolve import resolve
 from clustertune.config.schema import Eval
 from clustertune.errors import UserError
 from clustertune.evaluate.run import evaluate
-from clustertune.evaluate.tasks import data_sets
 from clustertune.launch.serving import evaluation
 from clustertune.report.page import build
 from clustertune.staging.collect import Collector
@@ -132,7 +131,6 @@ def test_stage_takes_a_file_of_its_rows(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_task_without_rows_of_its_own_says_how_large_it_is(folder: Path) -> None:
-    """Its data stays lm-eval's."""
     rest = ("include", "version", "columns", "hub", "fallback")
     (folder.parent / "gsm8k").mkdir()
     facts = {key: value for key, value in FACTS.items() if key not in rest}
@@ -143,4 +141,3 @@ def test_a_task_without_rows_of_its_own_says_how_large_it_is(folder: Path) -> No
     with pytest.raises(UserError, match="gsm8k has no such metric"):
         resolve("llama8b-lima", ["eval.tasks=[gsm8k]", "eval.pass_mark={gsm8k: {exact_mtch: 0.5}}"])
     assert evaluation(resolved, load_cluster("rno-rtxpro6000")).assumed == ""
-    assert data_sets(["gsm8k", "capitals"]) == {"gsm8k": "openai/gsm8k"}

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from clustertune.cli import app
 from clustertune.errors import ExitCode, UserError
-from clustertune.evaluate.backend import load_lm, out_of_memory
 from clustertune.evaluate.model import check_device, check_model, check_weights, pick_device
+from clustertune.evaluate.run import load_lm, out_of_memory
 from tests.tree import REPO
 
 
@@ -35,19 +35,14 @@ def edit_json(path: Path, **changes: object) -> None:
 
 DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("no config", lambda m: (m / "config.json").unlink(), "config.json: missing"),
-    ("config no JSON", lambda m: (m / "config.json").write_text("{"), "config.json: unreadable"),
-    ("no architecture", lambda m: (m / "config.json").write_text("{}"), "config.json: model_type: does not say"),
     ("unknown architecture", lambda m: edit_json(m / "config.json", model_type="none"), "transformers does not accept it"),
     ("code in the folder", lambda m: edit_json(m / "config.json", auto_map={}), "needs code from the model folder"),
     ("no weights", lambda m: (m / "model.safetensors").unlink(), "neither model.safetensors nor"),
     ("weights cut off", lambda m: cut(m / "model.safetensors"), "truncated or damaged"),
-    ("weights empty", lambda m: (m / "model.safetensors").write_bytes(b""), "too short for a safetensors file"),
-    ("weights of text", lambda m: (m / "model.safetensors").write_text("version https://git-lfs"), "or not safetensors"),
     ("no tokenizer", lambda m: [f.unlink() for f in m.glob("tokenizer*")], "has no tokenizer"),
     ("tokenizer damaged", lambda m: cut(m / "tokenizer.json"), "its tokenizer does not load"),
     ("no template", lambda m: (m / "chat_template.jinja").unlink(), "has no chat template"),
     ("template damaged", lambda m: (m / "chat_template.jinja").write_text("{% if %}"), "does not render a user's turn"),
-    ("template refuses", lambda m: (m / "chat_template.jinja").write_text("{{ raise_exception('no') }}"), "does not render"),
     ("template drops", lambda m: (m / "chat_template.jinja").write_text("assistant:"), "drops the user's text"),
 ]
 
@@ -64,10 +59,6 @@ def test_damaged(damage: Callable[[Path], object], message: str, model: Path) ->
 def test_an_adapter_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     assert "must be merged first" in "\n".join(map(str, check_model(tmp_path, 32)[1]))
-
-
-def test_no_folder(tmp_path: Path) -> None:
-    assert "no such folder" in str(check_model(tmp_path / "none", 32)[1][0])
 
 
 def test_a_missing_shard_is_named_once(model: Path) -> None:
@@ -158,12 +149,6 @@ class TestHalfCopied:
         name = self.drop_tensor(model)
         with pytest.raises(UserError, match=f"1 tensors are missing: {name}"):
             load_lm(model, "cpu", 1)
-
-    def test_without_the_guard_it_is_drawn_at_random(self, model: Path) -> None:
-        from lm_eval.models.huggingface import HFLM
-
-        self.drop_tensor(model)
-        assert HFLM(pretrained=str(model), dtype="auto", device="cpu").model is not None
 
     def test_another_shape_is_refused(self, model: Path) -> None:
         edit_json(model / "config.json", intermediate_size=96)

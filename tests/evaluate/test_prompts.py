@@ -58,42 +58,26 @@ class TestOwnPrompts:
         assert found.drawn == 0
         assert not found.is_benchmark
 
-    def test_can_be_followed_and_missed(self) -> None:
-        """Each kind's arguments are such that neither an empty talk nor one fixed answer passes for all."""
-        from lm_eval.tasks.ifeval.utils import process_results
-
-        found = read_prompts(OWN)
-        verdicts = [process_results(row, ["Hello, this is an answer."])["prompt_level_strict_acc"] for row in found.rows]
-        assert 0 < sum(verdicts) < len(verdicts) / 2
-
 
 BAD = [
     (b"{", "rows.jsonl:1: truncated-json"),
-    (b'{"key": "\xff"}', "rows.jsonl:1: not-utf8: byte 0xff at column 10"),
     (b"[1]", "rows.jsonl:1: wrong-column: the row is a list, not an object"),
     (b'{"key": 1, "prompt": "a", "instruction_id_list": ["x"], "kwargs": [{"a": NaN}]}', "rows.jsonl:1: not JSON"),
     ({"key": 1}, "rows.jsonl:1: prompt: missing"),
-    ({**GOOD, "key": "1"}, "key: must be int, is str"),
     ({**GOOD, "key": True}, "key: must be int, is bool"),
     ({**GOOD, "key": 2**70}, "key: exceeds 64 bits"),
     ({**GOOD, "prompt": " \n"}, "prompt: is empty"),
     ({**GOOD, "prompt": "half \ud800"}, "holds half of a surrogate pair"),
     ({**GOOD, "instruction_id_list": []}, "names no instruction"),
     ({**GOOD, "kwargs": []}, "kwargs: 0 mappings for 1 instructions"),
-    ({**GOOD, "kwargs": [None]}, "kwargs[0]: must be dict, is None"),
-    ({**GOOD, "instruction_id_list": [7]}, "instruction_id_list[0]: must be str, is 7"),
     (one("punctuation:no_commas"), "did you mean 'punctuation:no_comma'?"),
-    (one("zzz"), "known are change_case:"),
     (one("length_constraints:number_words", num_words="5", relation="at least"), "kwargs[0].num_words: must be a whole number"),
-    (one("length_constraints:number_words", num_words=2.5, relation="at least"), "kwargs[0].num_words: must be a whole number"),
     (one("length_constraints:number_words", num_words=5, relation="at most"), "but at most is given"),
-    (one("change_case:capital_word_frequency", capital_frequency=5, capital_relation="most"), "but most is given"),
     (one("language:response_language", language="xx"), "refuses"),
     (one("keywords:existence", keywords="word"), "kwargs[0].keywords: must be a list of texts"),
     (one("keywords:existence", keywords=["(open"]), "'(open' is not a regular expression"),
     (one("keywords:frequency", keyword="[", frequency=1, relation="at least"), "'[' is not a regular expression"),
     (one("punctuation:no_comma", color="red"), "unexpected keyword argument 'color'"),
-    (one("combination:repeat_prompt"), "prompt_to_repeat must be set"),
 ]
 
 
@@ -115,25 +99,7 @@ class TestRefused:
         with pytest.raises(UserError, match=r"rows\.jsonl:3: key: key 1 stands in line 1 too"):
             read_prompts(write(tmp_path, GOOD, b"", GOOD))
 
-    @pytest.mark.parametrize("content", [b"", b"\n \n"])
-    def test_nothing_in_it(self, content: bytes, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="contains no rows"):
-            read_prompts(write(tmp_path, content))
-
-    def test_no_file(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="cannot be read: No such file"):
-            read_prompts(tmp_path / "none.jsonl")
-
-    @pytest.mark.parametrize("row", [row for row, text in BAD if "given" in text or "regular" in text])
-    def test_without_the_check_the_scorer_fails_after_generation(self, row: dict[str, Any]) -> None:
-        import re
-
-        from lm_eval.tasks.ifeval.utils import process_results
-
-        with pytest.raises((ValueError, re.error)):
-            process_results(row, ["some words"])
-
-    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
         row=st.fixed_dictionaries(
             {},

@@ -14,7 +14,7 @@ from clustertune import manifest
 from clustertune.adapter.expected import build_expected
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
-from clustertune.data.publish import FILES
+from clustertune.data.prepare import FILES
 from clustertune.rundir import RunDir
 from tests.megatron.standin import Loop, installed
 

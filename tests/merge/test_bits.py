@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,9 @@ CASES: dict[str, tuple[torch.dtype, torch.dtype, dict[str, Any]]] = {
     "plain": (BF16, F32, {}),
     "rank 1": (BF16, F32, {"r": 1, "target_modules": ALL}),
     "rank 256": (BF16, F32, {"r": 256, "lora_alpha": 64, "target_modules": ALL}),
-    "odd alpha": (BF16, F32, {"r": 3, "lora_alpha": 7, "target_modules": ALL}),
     "rslora": (BF16, F32, {"r": 24, "use_rslora": True, "target_modules": ALL}),
     "bf16 adapter": (BF16, BF16, {"target_modules": ALL}),
-    "fp16 adapter": (BF16, F16, {"target_modules": ALL}),
     "fp32 base": (F32, F32, {"target_modules": ALL}),
-    "fp32 base, bf16 adapter": (F32, BF16, {"target_modules": ALL}),
     "fp16 base": (F16, F32, {"target_modules": ALL}),
     "fp16 base, fp16 adapter": (F16, F16, {"target_modules": ALL, "modules_to_save": ["lm_head"]}),
     "patterns": (
@@ -42,9 +38,7 @@ CASES: dict[str, tuple[torch.dtype, torch.dtype, dict[str, Any]]] = {
     ),
     "patterns with rslora": (BF16, F32, {"use_rslora": True, "rank_pattern": {"q_proj": 5}, "alpha_pattern": {"q_proj": 9}}),
     "regular expression": (BF16, F32, {"target_modules": r".*layers\.[12]\..*(q|v)_proj"}),
-    "some layers": (BF16, F32, {"target_modules": ["q_proj"], "layers_to_transform": [0, 2]}),
     "some layers, named": (BF16, F32, {"target_modules": ["q_proj"], "layers_to_transform": 1, "layers_pattern": "layers"}),
-    "all but one": (BF16, F32, {"target_modules": ALL, "exclude_modules": ["layers.0.mlp.up_proj"]}),
     "all-linear": (BF16, F32, {"target_modules": "all-linear"}),
     "head": (BF16, F32, {"target_modules": ["lm_head", "q_proj"]}),
     "saved modules": (BF16, F32, {"modules_to_save": ["lm_head", "embed_tokens"]}),
@@ -140,7 +134,7 @@ def test_one_rounding_and_not_two(base: Path, adapter: Path, tmp_path: Path, mon
     assert any(not same_bytes(found[n], expected[n]) for n in expected)
 
 
-@pytest.mark.parametrize("rank", [1, 2, 8, 31, 64, 256])
+@pytest.mark.parametrize("rank", [1, 8, 256])
 @pytest.mark.parametrize("shape", [(4097, 1025), (2200, 1000), (131, 20011), (300_007, 1), (300_007, 2)])
 def test_blocks_of_a_large_product_are_the_whole_product(shape: tuple[int, int], rank: int) -> None:
     """For 1 and 2 threads, at the real block size and at shapes of which it makes several blocks (but of a single column)."""
@@ -207,21 +201,3 @@ def load_all_of(path: Path) -> dict[str, torch.Tensor]:
 
     with safe_open(path, "pt") as src:
         return {name: src.get_tensor(name) for name in src.offset_keys()}
-
-
-def test_the_merged_model_answers_as_base_and_adapter_do(base: Path, adapter: Path, tmp_path: Path) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    own = shutil.copytree(base, tmp_path / "base")
-    merge(own, adapter, tmp_path / "out", shard_size="40KB")
-    tokens = torch.arange(40).view(2, 20)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert merged.dtype == BF16
-    plain = AutoModelForCausalLM.from_pretrained(own)
-    with torch.no_grad():
-        ours = merged.float()(tokens).logits
-        bare = plain.float()(tokens).logits
-        theirs = PeftModel.from_pretrained(plain, adapter)(tokens).logits
-    assert (ours - theirs).abs().max() < 0.02 * theirs.abs().max()
-    assert (ours - bare).abs().max() > 0.1 * bare.abs().max()

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from clustertune.config.schema import Eval
 from clustertune.errors import UserError
-from clustertune.evaluate import backend, servers
+from clustertune.evaluate import run as evaluating
+from clustertune.evaluate import servers
 from clustertune.evaluate.model import check_model, check_tensors
 from clustertune.evaluate.run import evaluate
 from clustertune.evaluate.servers import READY, Servers, ServingJob, ask, commands, find_program, lora_rank
@@ -162,11 +163,6 @@ def test_an_adapter_is_served_by_its_name(tmp_path: Path) -> None:
     assert [lora_rank(n) for n in (1, 8, 9, 256, 1000)] == [1, 8, 16, 256, 1000]
 
 
-def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
-    over_two(tmp_path).write(tmp_path / "job.json")
-    assert ServingJob.read(tmp_path / "job.json") == over_two(tmp_path)
-
-
 def program(folder: Path) -> Path:
     """The fake as one file."""
     path = folder / "vllm"
@@ -235,10 +231,10 @@ def test_the_backend_s_model(where: str, tmp_path: Path, tiny_model: Path, monke
     for model in (tiny_model, other):
         facts = check_model(model, 16)[0]
         assert facts is not None
-        found = backend.describe("vllm", facts)
+        found = evaluating.describe("vllm", facts)
         assert (found.name, found.version, found.dtype) == ("vllm", "0.0", "bfloat16")
         assert found.servers == (1 if process is None else 2)
-        with backend.model_for(found, facts, Eval(), device="cpu") as lm:
+        with evaluating.model_for(found, facts, Eval(), device="cpu") as lm:
             root = ask(f"{lm.base_url}/v1/models")
             answers = lm.generate_until([Instance("generate_until", {}, ("Hello", {"until": [], "max_gen_toks": 4}), 0)])
         assert root is not None
@@ -259,8 +255,8 @@ def test_servers_of_a_job_that_give_up(tmp_path: Path, tiny_model: Path, monkeyp
     facts = check_model(tiny_model, 16)[0]
     assert facts is not None
     process = step(tmp_path, 0)
-    found = backend.describe("vllm", facts)
-    with pytest.raises(UserError, match="no GPU here"), backend.model_for(found, facts, Eval(), device="cpu"):
+    found = evaluating.describe("vllm", facts)
+    with pytest.raises(UserError, match="no GPU here"), evaluating.model_for(found, facts, Eval(), device="cpu"):
         pass
     process.communicate()
     assert process.returncode == 1
