@@ -14,10 +14,8 @@ from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.evaluate.scores import read_result
 from clustertune.manifest import MANIFEST, require_whole, write_durably
-from clustertune.nccl_check.check import RESULT
-from clustertune.nccl_check.prolog import FOLDER
-from clustertune.nccl_check.result import COLLECTIVES, SCHEMA, show_size
-from clustertune.nccl_check.table import nominal_of, pair_rows, result_rows
+from clustertune.nccl_check.check import FOLDER, RESULT
+from clustertune.nccl_check.result import COLLECTIVES, SCHEMA, nominal_of, pair_rows, result_rows, show_size
 from clustertune.report import answer, content, cost, plots, saves, telemetry
 from clustertune.report.content import duration, moment, number, percent, plain, size
 from clustertune.report.cost import AttemptCost

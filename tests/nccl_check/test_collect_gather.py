@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.nccl_check import check, gather
+from clustertune.nccl_check import check
+from clustertune.nccl_check import result as gather
 from clustertune.nccl_check.setup import CollectiveCase
 from tests.nccl_check.documents import Files, setup
 
@@ -83,7 +84,7 @@ def test_the_silent_rank_is_named(tmp_path: Path) -> None:
     following = check.next_setup(part, 30.0, 60.0)
     assert following is not None
     assert following.skip == (("world", "all_reduce", 0),)
-    assert ("world", "all_gather", MIB, 0, False) in following.done
+    assert following.known[0][:5] == ("world", "all_gather", 0, False, MIB)
     assert following.known == (("world", "all_gather", 0, False, MIB, 0.1),), "else it would plan as on a link without limits"
     assert following.most_seconds == 60.0
     assert not following.facts

@@ -12,7 +12,8 @@ import pytest
 from clustertune.config.cluster import load_cluster
 from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import UserError
-from clustertune.nccl_check import check, table
+from clustertune.nccl_check import check
+from clustertune.nccl_check import result as table
 from clustertune.plan.measured import find_measured, read_measured
 from clustertune.report import page
 
