@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from clustertune.check.machine import Machine
 from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, rule
-from clustertune.host.gpu_text import gpu_links
+from clustertune.host.gpus import gpu_links
 from clustertune.host.system import readable_cpus, version
 
 MINIMUM_DRIVER = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}

@@ -279,9 +279,7 @@ def _backend(args: NcclCheckArguments, gpus: int, nodes: int) -> tuple[str, str,
     return "gloo", "one GPU has no peer: gloo between CPU ranks" if gpus else "no GPU here: gloo between CPU ranks", each
 
 
-def new_folder(
-    args: NcclCheckArguments, cluster: Cluster, name: str | None = None, measured: CheckTarget | None = None
-) -> Path:
+def new_folder(args: NcclCheckArguments, cluster: Cluster, name: str | None = None, where: CheckTarget | None = None) -> Path:
     """A new folder below the cluster's folder of runs, or below this machine's where a machine outside the cluster is measured.
 
     ``name``: what it is called in a dry run. Raises UserError where ``--out`` holds a check already.
@@ -291,7 +289,7 @@ def new_folder(
 
     if args.out is None:
         new = f"{cluster.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
-        outside = measured is not None and measured.job is None and cluster.host(measured.hosts[0]) is None
+        outside = where is not None and where.job is None and cluster.host(where.hosts[0]) is None
         runs = cluster_paths.runs(cluster_paths.local_cluster() if outside else cluster)
         return (runs / "nccl-check" / (name or new)).absolute()
     path = args.out.absolute()
@@ -362,20 +360,7 @@ def arguments(args: NcclCheckArguments, cluster: Cluster) -> list[str]:
     from clustertune.config.cluster import argument, named
 
     found = ["--cluster", argument(args.cluster or named(cluster))]
-    for name in [
-        "seconds",
-        "smallest",
-        "largest",
-        "factor",
-        "iterations",
-        "warmup",
-        "collectives",
-        "scopes",
-        "backend",
-        "ranks",
-        "save",
-        "tune",
-    ]:
+    for name in GIVEN_TO_JOB:
         value = getattr(args, name)
         if value != getattr(NcclCheckArguments, name):  # the default
             key = {"smallest": "min", "largest": "max"}.get(name, name)
@@ -393,7 +378,7 @@ def _check(args: NcclCheckArguments, cluster: Cluster, target: CheckTarget, opti
     from clustertune.nccl_check.setup import MARGIN_SECONDS
     from clustertune.plan.measured import beside
 
-    folder, began = new_folder(args, cluster, measured=target), time.monotonic()
+    folder, began = new_folder(args, cluster, where=target), time.monotonic()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         where = f"{options.backend} on {', '.join(target.hosts[:4])}{' ...' if len(target.hosts) > 4 else ''}"

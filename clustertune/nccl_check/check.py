@@ -250,10 +250,8 @@ def next_setup(found: gather.Round, left: float, most: float) -> Setup | None:
     if not broken or min(left, most) < LEAST_SECONDS or len(found.up) < setup.world_size:
         return None
     skip = {*setup.skip, *((step.case["scope"], step.case["collective"], int(step.case["turn"])) for step in broken)}
-    if sum(scope == "pair" for scope, _, _ in skip) > 1:  # a node that hangs with one hangs with all
-        scopes = tuple(scope for scope in setup.scopes if scope != "pair")
-    else:
-        scopes = setup.scopes
+    no_pairs = sum(scope == "pair" for scope, _, _ in skip) > 1  # a node that hangs with one hangs with all
+    scopes = tuple(scope for scope in setup.scopes if scope != "pair" or not no_pairs)
     whole = [(CollectiveCase(**step.case), step) for step in found.steps if step.whole]
     known = {(*case.track, case.bytes, max(float(d["median_s"]) for d in step.done.values())) for case, step in whole}
     changed = {name: value for node in found.nodes for name, value in (node.get("changed") or {}).items()}
@@ -324,21 +322,11 @@ def expected(cluster: Cluster) -> dict[str, Any]:
     ops/hardware.yaml cannot be read.
     """
     compute, network, hardware = cluster.compute, cluster.network, read_hardware()
+    asked = {"gpus", "gpu", "interconnect", "nvlink_domain"}
+    named = {"kind", "gbit", "ports", "interface", "subnet", "hca"}
     found: dict[str, Any] = {
-        "compute": {
-            "gpus": compute.gpus,
-            "gpu": compute.gpu,
-            "interconnect": compute.interconnect,
-            "nvlink_domain": compute.nvlink_domain or 0,
-        },
-        "network": {
-            "kind": network.kind,
-            "gbit": network.gbit,
-            "ports": network.ports,
-            "interface": network.interface,
-            "subnet": network.subnet,
-            "hca": list(network.hca),
-        },
+        "compute": {**compute.model_dump(include=asked), "nvlink_domain": compute.nvlink_domain or 0},
+        "network": network.model_dump(include=named, mode="json"),
     }
     link = hardware.links.get(compute.interconnect or "")
     if link is not None and compute.gpus > 1:
@@ -374,11 +362,8 @@ def verdict(found: Mapping[str, Any], logs: Mapping[str, str]) -> tuple[list[Fin
     log = read(logs.values())
     findings = judging.judge_log(found, log)
     headline = judging.headline(found, log, findings)
-    return findings, {
-        "status": headline.partition(":")[0].lower(),
-        "headline": headline,
-        "findings": as_json(findings),
-    }
+    status = headline.partition(":")[0].lower()
+    return findings, {"status": status, "headline": headline, "findings": as_json(findings)}
 
 
 def write(found: Mapping[str, Any], path: Path) -> None:

@@ -151,11 +151,7 @@ def make_operation(case: CollectiveCase, buffers: Buffers, group: Any, ranks: Se
     to, by = ranks[(me + 1) % n], ranks[(me - 1) % n]
     # What runs; what is filled, what is added to its pattern, and how much of the second buffer is cleared; what must be there.
     ways: dict[str, tuple[Callable[[], Any], tuple[torch.Tensor, float, int], Callable[[], bool]]] = {
-        "all_reduce": (
-            lambda: dist.all_reduce(a, group=group),
-            (a, me + 1, 0),
-            lambda: buffers.holds(a, total, n),
-        ),
+        "all_reduce": (lambda: dist.all_reduce(a, group=group), (a, me + 1, 0), lambda: buffers.holds(a, total, n)),
         "broadcast": (
             lambda: dist.broadcast(a, src=ranks[0], group=group),
             (a, 1 if me == 0 else 7, 0),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.containers import wheelhouse
-from clustertune.containers.lockfile import LockedPackage, PackageLock
+from clustertune.containers.lock import LockedPackage, PackageLock
 from clustertune.containers.wheelhouse import Wheel
 from clustertune.errors import UserError
 from tests.containers.packages import digest, lock_of, sdist, wheel

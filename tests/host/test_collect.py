@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.host import gpus, mounts, network, probe_process, surroundings, system
+from clustertune.host import collect as look
+from clustertune.host import credentials, gpus, mounts, network, probe_process, system
 from clustertune.host.collect import collect
 from clustertune.host.facts import from_dict
 from clustertune.host.network import nccl_files
@@ -265,9 +266,9 @@ def test_small_texts() -> None:
     assert system.parse_chrony("7F7F0101,,10,0,1.5,0,0,0,0,0,0,0,0,Not synchronised") == (False, 1.5)
     assert system.parse_chrony("506 Cannot talk to daemon") is None
     config = "TaskPlugin              = task/cgroup\nCgroup Support Configuration:\nConstrainDevices        = yes\nOther = 1\n"
-    assert surroundings.parse_config(config) == {"TaskPlugin": "task/cgroup", "ConstrainDevices": "yes"}
+    assert look.parse_config(config) == {"TaskPlugin": "task/cgroup", "ConstrainDevices": "yes"}
     nodes = "n1|idle|none\nn2|down*|Not responding\nn3|drained|bad gpu | x\nn4|mixed|none\nn5|idle*|none\n"
-    assert surroundings.parse_nodes(nodes) == {"n2": "down* (Not responding)", "n3": "drained (bad gpu | x)", "n5": "idle*"}
+    assert look.parse_nodes(nodes) == {"n2": "down* (Not responding)", "n3": "drained (bad gpu | x)", "n5": "idle*"}
     assert parse_torch_version("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip = None\n") == "13.0"
     assert parse_torch_version("cuda = '12.1'") == "12.1" and parse_torch_version("cuda: Optional[str] = None") == ""
     assert network.parse_addresses("nonsense\n1: lo    inet 127.0.0.1/8 scope host lo\n") == {"lo": ["127.0.0.1/8"]}
@@ -281,12 +282,12 @@ def test_secrets_stay_out() -> None:
         "http_proxy": "http://user:pass@proxy:3128/", "NCCL_DEBUG": "INFO", "HF_HOME": "/shared/hf", "SLURM_JOB_ID": "7",
         "HF_HUB_ETAG_TIMEOUT": "10", "DATABASE_URL": "postgres://u:p@h/", "WANDB_NAME": "f" * 40, "SBATCH_ACCOUNT": "lab",
     }  # fmt: skip
-    found = surroundings.environment(planted)
+    found = credentials.environment(planted)
     assert found == {
         "http_proxy": "http://***@proxy:3128/", "NCCL_DEBUG": "INFO", "HF_HOME": "/shared/hf", "SLURM_JOB_ID": "7",
         "HF_HUB_ETAG_TIMEOUT": "10", "SBATCH_ACCOUNT": "lab",
     }  # fmt: skip
-    assert surroundings.has_login(found["http_proxy"])
+    assert credentials.has_login(found["http_proxy"])
 
 
 @pytest.mark.parametrize(
@@ -305,7 +306,7 @@ def test_secrets_stay_out() -> None:
 )
 def test_places(kind: str, environ: dict[str, str], slurm: bool, expected: str) -> None:
     """Login node, step, container; nodes that are containers themselves are not an image of the ranks."""
-    assert surroundings.find_place(kind, environ, slurm=slurm) == expected
+    assert look.find_place(kind, environ, slurm=slurm) == expected
 
 
 # --- this machine ------------------------------------------------------------------------------------------------------
