@@ -121,8 +121,7 @@ def test_only_ranks_that_all_waited_show_that_a_link_is_dead(
 ) -> None:
     """Of a rank that never began, or began when the others had given up, nothing follows for the network."""
     wanted = setup(2, start_seconds=start_seconds)
-    wanted.write(tmp_path)
-    files = Files.bare(tmp_path, wanted)
+    files = Files(tmp_path, wanted, bare=True)
     for rank in started:
         files.say(rank, "start", rank=rank, pid=1)
     for rank in early:
