@@ -19,7 +19,7 @@ import pytest
 from clustertune.containers import build, pins, wheelhouse
 from clustertune.containers import lock as locks
 from clustertune.containers.build import BaseImage, BuildRequest
-from clustertune.containers.lock import LockedPackage, PackageLock
+from clustertune.containers.lock import PackageLock
 from clustertune.errors import UserError
 from tests import tree
 from tests.slurm import wait_for
@@ -295,23 +295,6 @@ def test_an_engine_that_was_moved_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         else:
             with pytest.raises(UserError, match=r"does not start.*get-apptainer\.sh fixes it"):
                 build.find_apptainer()
-
-
-def test_a_layer_that_moves_a_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the lock that is checked here, a hand-edited layer is."""
-    real = locks.read
-
-    def read(path: Path) -> PackageLock:
-        found = real(path)
-        return (
-            found.with_layer(PackageLock("", "", "", "", {"torch": LockedPackage("torch", "0.1", ("a" * 64,))}))
-            if "ray" in path.name
-            else found
-        )
-
-    monkeypatch.setattr(locks, "read", read)
-    with pytest.raises(UserError, match=r"torch is 0\.1 here"):
-        build.locked(BuildRequest("build-sif", extras=("ray",)))
 
 
 def test_the_command_line_tells_faults_without_a_traceback() -> None:

@@ -201,18 +201,8 @@ def test_an_altered_hash_ends_the_build(sif: Image, tmp_path: Path) -> None:
     for archive in there.glob("standin-*.tar"):
         os.link(archive, copied / archive.name)
     out = tmp_path / "altered.sif"
-    command = [
-        sys.executable,
-        "-m",
-        "clustertune.containers",
-        "build-sif",
-        "--variant",
-        "cpu",
-        "--base",
-        "standin",
-        "--out",
-        str(out),
-    ]
+    options = ["--variant", "cpu", "--base", "standin", "--out", str(out)]
+    command = [sys.executable, "-m", "clustertune.containers", "build-sif", *options]
     environ = {**os.environ, "PATH": f"{Path(sif.inside[0]).parent}:{os.environ['PATH']}"}
     done = subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2 and "containers/train-cpu.lock: sqlitedict: a file has another hash" in done.stderr, done.stderr

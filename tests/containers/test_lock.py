@@ -135,13 +135,8 @@ def test_a_layer_holds_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = next(spec for spec in SPECS if spec.name == "extra-ray")
     assert set(lock.make(spec, PINS, {"train": below}).entries) == {"pan"}
     assert given == {"requirements": [f"ray=={PINS['DEV']['ray']}"], "constraints": ["kiln==1"]}
-    present = PackageLock(
-        "extra-ray",
-        "3.12",
-        X86,
-        "",
-        {"pan": LockedPackage("pan", "1", ("h",)), "torch": LockedPackage("torch", "2+cpu", ("h",))},
-    )
+    entries = {"pan": LockedPackage("pan", "1", ("h",)), "torch": LockedPackage("torch", "2+cpu", ("h",))}
+    present = PackageLock("extra-ray", "3.12", X86, "", entries)
     lock.make(spec, PINS, {"train": below, "extra-ray": present}, keep=True)
     assert given["constraints"] == ["pan==1", "kiln==1"]
 

@@ -17,13 +17,8 @@ from clustertune.containers import lock as locks
 from clustertune.containers.lock import LockedPackage, NoDatabase, PackageLock, Vulnerability
 from clustertune.errors import UserError
 
-LOCK = PackageLock(
-    "x",
-    "3.12",
-    "any",
-    "",
-    {name: LockedPackage(name, version, ("h",)) for name, version in (("kiln", "1.0"), ("oven", "2.0+cpu"))},
-)
+ENTRIES = {name: LockedPackage(name, version, ("h",)) for name, version in (("kiln", "1.0"), ("oven", "2.0+cpu"))}
+LOCK = PackageLock("x", "3.12", "any", "", ENTRIES)
 
 
 @contextmanager

@@ -132,18 +132,9 @@ def test_the_users_nccl_file_wins_over_the_systems(tmp_path: Path, monkeypatch: 
 def test_a_recorded_machine(tree: Path) -> None:
     """Everything that /proc, /sys and commands tell of a GPU node."""
     f = collect(root=str(tree), command=recorded)
-    assert f.unread == [] and (f.hostname, f.kernel, f.os, f.uptime_s) == (
-        "gpu01",
-        "6.8.0-45-generic",
-        "Ubuntu 24.04.1 LTS",
-        864000.12,
-    )
-    assert (f.memory_bytes, f.memory_available_bytes, f.swap_bytes, f.swap_used_bytes) == (
-        1056768 << 10,
-        528384 << 10,
-        2 << 20,
-        1 << 20,
-    )
+    assert f.unread == [] and (f.hostname, f.kernel, f.uptime_s) == ("gpu01", "6.8.0-45-generic", 864000.12)
+    assert (f.os, f.swap_bytes, f.swap_used_bytes) == ("Ubuntu 24.04.1 LTS", 2 << 20, 1 << 20)
+    assert (f.memory_bytes, f.memory_available_bytes) == (1056768 << 10, 528384 << 10)
     assert (f.memory_limit_bytes, f.cpus, f.numa_cpus, f.thp_defrag) == (1 << 30, 64, {"0": "0-31", "1": "32-63"}, "madvise")
     assert (f.driver, f.peermem, f.nvidia_devices, f.gpu_files) == ("580.65.06", True, 1, ["/dev/nvidia0", "/dev/nvidia1"])
     assert (f.iommu, f.acs_redirect, f.port_range) == (True, ["0000:17:00.0"], [32768, 60999])
@@ -161,12 +152,8 @@ def test_recorded_interfaces(tree: Path) -> None:
     nics = {nic.name: nic for nic in collect(root=str(tree), command=recorded).nics}
     assert set(nics) == {"bond0", "ens1", "ens2", "ib0", "lo", "veth1"}
     bond = nics["bond0"]
-    assert (bond.bond_mode, bond.bond_hash, bond.bond_links, bond.bond_links_up) == (
-        "802.3ad",
-        "layer3+4",
-        ["ens1", "ens2"],
-        ["ens1"],
-    )
+    assert (bond.bond_mode, bond.bond_hash) == ("802.3ad", "layer3+4")
+    assert (bond.bond_links, bond.bond_links_up) == (["ens1", "ens2"], ["ens1"])
     assert (bond.mbit, bond.virtual, bond.addresses, bond.mtu, bond.up) == (100000, False, ["10.0.0.11/24"], 9000, True)
     assert (nics["ens1"].driver, nics["ens1"].numa, nics["ens2"].numa, nics["ens2"].mbit) == ("mlx5_core", 1, None, None)
     assert [nics[name].kind for name in ("ib0", "lo", "ens1")] == ["infiniband", "loopback", "ethernet"]

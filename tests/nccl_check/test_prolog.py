@@ -167,16 +167,9 @@ def job(slurm: ThrowawayCluster, folder: Path, on_fail: str, gbit: float) -> Job
     """A training whose cluster file asks for the check."""
     file = cluster_file(folder, f"nccl_check: {{seconds: 60, on_fail: {on_fail}}}\n")
     file.write_text(file.read_text().replace("gbit: 1}", f"gbit: {gbit:g}}}"))
-    words = [
-        "recipes/tiny-oasst2",
-        "--tiny",
-        "--to",
-        "train",
-        "train.max_steps=2",
-        "train.eval_on_start=false",
-        "train.max_length=64",
-    ]
-    made = Job(slurm, folder / "r", words=[*words, "--cluster", str(file)])
+    words = ["recipes/tiny-oasst2", "--tiny", "--to", "train", "--cluster", str(file)]
+    words += ["train.max_steps=2", "train.eval_on_start=false", "train.max_length=64"]
+    made = Job(slurm, folder / "r", words=words)
     made.options = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2", "--mem=8G", "--time=01:00:00"]
     return made.submit()
 

@@ -93,20 +93,8 @@ def test_on_two_nodes_of_a_real_slurm(slurm: ThrowawayCluster, tmp_path: Path) -
     file, out = cluster_file(tmp_path), tmp_path / "out"
     slurm.limit("200mbit")
     try:
-        words = [
-            "nccl-check",
-            "--submit",
-            "--cluster",
-            str(file),
-            "--seconds",
-            "40",
-            "--max",
-            "4M",
-            "--out",
-            str(out),
-            "--json",
-            "--wait",
-        ]
+        given = {"--cluster": str(file), "--seconds": "40", "--max": "4M", "--out": str(out)}
+        words = ["nccl-check", "--submit", "--json", "--wait", *(word for pair in given.items() for word in pair)]
         done = slurm.run([sys.executable, "-m", "clustertune", *words], cwd=REPO, check=False, timeout=800)
     finally:
         slurm.limit(None)
