@@ -31,8 +31,7 @@ from clustertune.launch.environment import Setting, environment
 from clustertune.launch.judge import Outcome, any_node_failed, conclude
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.launch.rendezvous import first_port
-from clustertune.nccl_check import prolog
-from clustertune.nccl_check.target import Nodes
+from clustertune.nccl_check import check
 from clustertune.process import STOP_SIGNALS, Stopped
 from clustertune.rundir import STAGES, RunDir, keep_private
 from clustertune.training.events import EventLog
@@ -83,17 +82,17 @@ class JobChain(chain.Chain):
         wanted, nodes = self.cluster.nccl_check, len(self.allocation.nodes)
         if wanted is None or self.resolved.world_size < 2:
             return
-        folder = self.run.path.resolve() / prolog.FOLDER / f"{self.allocation.job_id}-{self.allocation.restart}"
+        folder = self.run.path.resolve() / check.FOLDER / f"{self.allocation.job_id}-{self.allocation.restart}"
         backend, why = ("nccl", "GPUs") if has_gpus() else ("gloo", "no GPU here: gloo between CPU ranks")
         cpus = min(self.allocation.cpus_per_node or 1 << 20, len(os.sched_getaffinity(0)))
         ranks = self.resolved.world_size // nodes
-        target = Nodes(self.allocation, self.cluster, bool(self.allocation.gpus_per_node), os.environ)
+        target = check.job_target(self.allocation, self.cluster, os.environ)
         say(f"nccl-check: {wanted.seconds} s at most")
-        found = prolog.run(target, prolog.options_for(wanted.seconds, backend, why, ranks, cpus, nodes), folder, say)
+        found = check.before_job(target, check.options_for(wanted.seconds, backend, why, ranks, cpus, nodes), folder, say)
         with contextlib.closing(EventLog(self.run.metrics, 0)) as log:
             log.write("nccl", **found.event())
         say(f"nccl-check, {found.seconds:.0f} s: {found.headline}")
-        prolog.decide(found, wanted.on_fail)
+        check.decide(found, wanted.on_fail)
 
     def _may_go_on(self, error: UserError) -> bool:
         """Whether another attempt makes sense here and now: no stop was requested, and every node answered."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from clustertune.check.machine import Machine
 from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, either, rule
 from clustertune.host.facts import Gpu
-from clustertune.host.gpu_text import gpu_links
+from clustertune.host.gpus import gpu_links
 from clustertune.host.system import readable_cpus, version
 
 # --- CUDA and PCIe --------------------------------------------------------------------------------------------------------

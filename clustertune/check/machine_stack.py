@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from clustertune.check.machine import Machine
 from clustertune.check.rule import FAIL, MACHINE, WARN, Seen, either, listed, rule
-from clustertune.host.gpu_text import gpu_links
-from clustertune.host.surroundings import has_login
+from clustertune.host.credentials import has_login
+from clustertune.host.gpus import gpu_links
 
 SLOW = {
     "NCCL_P2P_DISABLE": ("1", "traffic between GPUs of a node goes through host memory"),

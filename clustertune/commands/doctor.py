@@ -307,9 +307,9 @@ def _submit(args: DoctorArguments, cluster: Cluster) -> int:
     """A job of whole nodes over the body of ops/doctor/doctor.sbatch, which looks at each of them."""
     from clustertune.doctor import preflight
     from clustertune.launch import batch, cluster_paths
-    from clustertune.nccl_check.batch import shape
+    from clustertune.nccl_check.check import job_shape
 
-    wanted = shape(cluster, args.nodes, args.time, args.seconds + preflight.START_SECONDS)
+    wanted = job_shape(cluster, args.nodes, args.time, args.seconds + preflight.START_SECONDS)
     note = "Derived by clustertune doctor --submit from the cluster file."
     job = batch.BatchJob(
         shape=wanted,

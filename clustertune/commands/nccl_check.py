@@ -21,18 +21,23 @@ from clustertune import console
 from clustertune.arguments import AsJson, ClusterOption, path_argument, takes
 from clustertune.check.rule import EXIT
 from clustertune.console import emit_json, say
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.process import Stopped
 
 if TYPE_CHECKING:
     from clustertune.config.cluster_schema import Cluster
+    from clustertune.nccl_check.check import CheckTarget
     from clustertune.nccl_check.setup import CheckOptions
-    from clustertune.nccl_check.target import Target
 
 LARGEST_LOG = 256 << 20
 GPU_SECONDS, CPU_SECONDS = 300.0, 60.0
 WAIT_SECONDS = 5.0
 """Between two questions to Slurm about a job that is waited for."""
+GIVEN_TO_JOB = (
+    *("seconds", "smallest", "largest", "factor", "iterations", "warmup"),
+    *("collectives", "scopes", "backend", "ranks", "save", "tune"),
+)
+"""What of the command line the job's has too."""
 JOIN_SECONDS = 900.0
 """How long a node that was started by hand waits for the first one."""
 
@@ -100,10 +105,10 @@ def nccl_check(args: NcclCheckArguments) -> None:
 
 
 def answer(args: NcclCheckArguments) -> int:
-    """Do what was args. Returns the exit code. Raises UserError."""
+    """Do what the command line says, here. Returns the exit code. Raises UserError."""
     from clustertune.config.cluster import load_cluster
 
-    check_usage(args)
+    raise_if(_usage(args))
     if args.logs:
         return _judge_logs(args)
     cluster = load_cluster(args.cluster)
@@ -116,15 +121,10 @@ def answer(args: NcclCheckArguments) -> int:
     return _check(args, cluster, target, options)
 
 
-def check_usage(args: NcclCheckArguments) -> None:
-    """Raise UserError with everything that is wrong with the command line."""
-    if problems := list(_usage(args)):
-        raise UserError(problems)
-
-
 def _usage(args: NcclCheckArguments) -> Iterator[Problem]:
     from clustertune.config.load import did_you_mean
-    from clustertune.nccl_check.result import COLLECTIVES, SCOPES, parse_size
+    from clustertune.nccl_check.result import COLLECTIVES, parse_size
+    from clustertune.nccl_check.setup import SCOPES
 
     def wrong(key: str, text: str, fix: str) -> Problem:
         return Problem(text, file="command line", key=key, fix=fix)
@@ -148,21 +148,23 @@ def _usage(args: NcclCheckArguments) -> Iterator[Problem]:
             yield wrong(key, str(error), "write 1K, 64M or 1G")
     if (sizes.get("--max") or 1 << 60) < (sizes.get("--min") or 0):
         yield wrong("--min", f"{args.smallest} is more than --max {args.largest}", "the smallest comes first")
-    yield from (wrong(*problem) for problem in _lonely(args))
-
-
-def _lonely(args: NcclCheckArguments) -> Iterator[tuple[str, str, str]]:
-    """Options that mean nothing without another, or beside it: key, what is wrong, what to do."""
-    if args.node_rank is not None and args.out is None:
-        yield "--out", "the nodes meet in a folder that all see", "give the same new --out DIR to all"
-    if args.submit and args.node_rank is not None:
-        yield "--submit", "a job knows its nodes", "leave --node-rank out"
-    if args.wait and not args.submit:
-        yield "--wait", "is read only with --submit", "without a job the verdict is there at the end"
-    if args.time is not None and not args.submit:
-        yield "--time", "is read only with --submit", "--seconds limits the check itself"
-    if args.nodes is not None and not args.submit and args.node_rank is None:
-        yield "--nodes", "is read only with --submit or --node-rank", "inside a job all its nodes are measured"
+    by_hand, here = args.node_rank is not None, not args.submit
+    several = args.nodes is not None and not by_hand
+    # Options that mean nothing without another, or beside it.
+    for is_so, key, text, fix in (
+        (
+            by_hand and args.out is None,
+            "--out",
+            "the nodes meet in a folder that all see",
+            "give the same new --out DIR to all",
+        ),
+        (by_hand and args.submit, "--submit", "a job knows its nodes", "leave --node-rank out"),
+        (args.wait and here, "--wait", "is read only with --submit", "without a job the verdict is there at the end"),
+        (args.time is not None and here, "--time", "is read only with --submit", "--seconds limits the check itself"),
+        (several and here, "--nodes", "is read only with --submit or --node-rank", "inside a job all its nodes are measured"),
+    ):
+        if is_so:
+            yield wrong(key, text, fix)
 
 
 # --- recorded logs -----------------------------------------------------------------------------------------------------
@@ -170,21 +172,18 @@ def _lonely(args: NcclCheckArguments) -> Iterator[tuple[str, str, str]]:
 
 def _judge_logs(args: NcclCheckArguments) -> int:
     from clustertune.nccl_check import check
-    from clustertune.nccl_check.result import SCHEMA
-    from clustertune.nccl_check.table import verdict
+    from clustertune.nccl_check.result import SCHEMA, verdict
 
-    texts, problems = {}, []
+    texts: dict[str, str] = {}
+    problems: list[Problem] = []
     for file in args.files or []:
-        try:
-            path = path_argument(file)
-            with path.open("rb") as source:
-                texts[file] = source.read(LARGEST_LOG).decode(errors="replace")
-        except UserError as error:
-            problems += error.problems
-        except OSError as error:
-            problems += storage_error(error, "cannot be read", file).problems
-    if problems:
-        raise UserError(problems)
+        with collect_problems(problems):
+            try:
+                with path_argument(file).open("rb") as source:
+                    texts[file] = source.read(LARGEST_LOG).decode(errors="replace")
+            except OSError as error:
+                raise storage_error(error, "cannot be read", file) from None
+    raise_if(problems)
     document: dict[str, Any] = {"schema": SCHEMA}
     if args.cluster is not None:
         from clustertune.config.cluster import load_cluster
@@ -201,43 +200,40 @@ def _judge_logs(args: NcclCheckArguments) -> int:
 # --- where and what ----------------------------------------------------------------------------------------------------
 
 
-def _target(args: NcclCheckArguments, cluster: Cluster) -> tuple[Target, CheckOptions]:
+def _target(args: NcclCheckArguments, cluster: Cluster) -> tuple[CheckTarget, CheckOptions]:
     """Where it runs and what it measures. Raises UserError."""
     from clustertune.chain import visible_gpus
     from clustertune.launch import allocation
-    from clustertune.nccl_check.target import LocalNode, Nodes
+    from clustertune.nccl_check.check import job_target, local_target
 
     if args.node_rank is not None:
         hosts = cluster.compute_nodes[: args.nodes]
         if args.nodes is not None and args.nodes > len(hosts):
             text = f"{args.nodes} nodes, cluster {cluster.name} has {len(hosts)}"
             raise UserError(Problem(text, file="command line", key="--nodes", fix=f"at most --nodes {len(hosts)}"))
-        local = LocalNode(tuple(host.name for host in hosts), tuple(host.address for host in hosts), cluster)
+        local = local_target(tuple(host.name for host in hosts), tuple(host.address for host in hosts), cluster)
         return local, _options(args, visible_gpus(), len(os.sched_getaffinity(0)), len(hosts), "here")
     if os.environ.get("SLURM_JOB_ID"):
         from clustertune.job import has_gpus
-        from clustertune.launch.allocation import first_node_problems
 
         given = allocation.read()
-        if problems := first_node_problems(cluster, nodes=len(given.nodes), trains=True):
-            raise UserError(problems)
+        raise_if(allocation.first_node_problems(cluster, nodes=len(given.nodes), trains=True))
         gpus = given.gpus_per_node if has_gpus() else 0
         cpus = min(given.cpus_per_node or 1 << 20, len(os.sched_getaffinity(0)))
-        nodes = Nodes(given, cluster, bool(given.gpus_per_node), os.environ)
         where = "step" if cluster.container.runtime == "none" else "container+step"
-        return nodes, _options(args, gpus, cpus, len(given.nodes), where)
+        return job_target(given, cluster, os.environ), _options(args, gpus, cpus, len(given.nodes), where)
     name = platform.node() or "here"
     if args.cluster is not None and cluster.nodes and cluster.host(name) is None:
         say(f"warning: {name} is not a node of {cluster.name}: this machine is measured; --submit measures the cluster's nodes")
     options = _options(args, visible_gpus(), len(os.sched_getaffinity(0)), 1, "here")
-    return LocalNode((name,), ("127.0.0.1",), cluster), options
+    return local_target((name,), ("127.0.0.1",), cluster), options
 
 
 def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: str) -> CheckOptions:
     """``gpus`` and ``cpus`` are those of one node. Raises UserError."""
     from clustertune.nccl_check.check import largest_for
-    from clustertune.nccl_check.result import COLLECTIVES, SCOPES, parse_size
-    from clustertune.nccl_check.setup import CheckOptions
+    from clustertune.nccl_check.result import COLLECTIVES, parse_size
+    from clustertune.nccl_check.setup import SCOPES, CheckOptions
 
     backend, why, ranks = _backend(args, gpus, nodes)
     options = CheckOptions(
@@ -264,20 +260,16 @@ def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: 
 
 def _backend(args: NcclCheckArguments, gpus: int, nodes: int) -> tuple[str, str, int]:
     """Backend, the reason for it, and the ranks of a node."""
-    world = (args.ranks or gpus) * nodes
-    if args.backend == "nccl" or (args.backend == "auto" and gpus and world > 1):
-        each = args.ranks or gpus
-        problem = None
+    each = args.ranks or gpus
+    if args.backend == "nccl" or (args.backend == "auto" and gpus and each * nodes > 1):
         if not gpus:
             text = "this machine has no GPU that NCCL could use"
-            problem = Problem(text, file="command line", key="--backend", fix="--backend gloo")
-        elif each > gpus:
-            problem = Problem(f"{each} ranks for {gpus} GPUs", file="command line", key="--ranks", fix=f"at most {gpus}")
-        elif each * nodes < 2:
+            raise UserError(text, file="command line", key="--backend", fix="--backend gloo")
+        if each > gpus:
+            raise UserError(f"{each} ranks for {gpus} GPUs", file="command line", key="--ranks", fix=f"at most {gpus}")
+        if each * nodes < 2:
             fix = "--backend gloo measures CPUs; several nodes, or a node of several GPUs, have links"
-            problem = Problem("one GPU has no peer: there is no link to measure", file="command line", key="--backend", fix=fix)
-        if problem:
-            raise UserError(problem)
+            raise UserError("one GPU has no peer: there is no link to measure", file="command line", key="--backend", fix=fix)
         return "nccl", f"{each} of {gpus} GPUs" if each != gpus else f"{gpus} GPUs", each
     each = args.ranks or (1 if nodes > 1 else 2)
     if each * nodes < 2:
@@ -287,18 +279,17 @@ def _backend(args: NcclCheckArguments, gpus: int, nodes: int) -> tuple[str, str,
     return "gloo", "one GPU has no peer: gloo between CPU ranks" if gpus else "no GPU here: gloo between CPU ranks", each
 
 
-def new_folder(args: NcclCheckArguments, cluster: Cluster, name: str | None = None, measured: Target | None = None) -> Path:
+def new_folder(args: NcclCheckArguments, cluster: Cluster, name: str | None = None, where: CheckTarget | None = None) -> Path:
     """A new folder below the cluster's folder of runs, or below this machine's where a machine outside the cluster is measured.
 
     ``name``: what it is called in a dry run. Raises UserError where ``--out`` holds a check already.
     """
     from clustertune.launch import cluster_paths
-    from clustertune.nccl_check.check import RESULT
-    from clustertune.nccl_check.target import LocalNode, round_folder
+    from clustertune.nccl_check.check import RESULT, round_folder
 
     if args.out is None:
         new = f"{cluster.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
-        outside = isinstance(measured, LocalNode) and cluster.host(measured.hosts[0]) is None
+        outside = where is not None and where.job is None and cluster.host(where.hosts[0]) is None
         runs = cluster_paths.runs(cluster_paths.local_cluster() if outside else cluster)
         return (runs / "nccl-check" / (name or new)).absolute()
     path = args.out.absolute()
@@ -315,14 +306,14 @@ def new_folder(args: NcclCheckArguments, cluster: Cluster, name: str | None = No
 def submit(args: NcclCheckArguments) -> int:
     """Submit the job, or show it. Returns the exit code. Raises UserError."""
     from clustertune.config.cluster import load_cluster
-    from clustertune.nccl_check import batch
+    from clustertune.nccl_check import check
 
-    check_usage(args)
+    raise_if(_usage(args))
     cluster = load_cluster(args.cluster)
     folder = new_folder(args, cluster, "NEW" if args.dry_run else None)
     seconds = args.seconds or (GPU_SECONDS if cluster.compute.gpus else CPU_SECONDS)
-    wanted = batch.shape(cluster, args.nodes, args.time, seconds * (2 if args.tune else 1))
-    job = batch.make(wanted, folder, arguments(args, cluster))
+    wanted = check.job_shape(cluster, args.nodes, args.time, seconds * (2 if args.tune else 1))
+    job = check.make_job(wanted, folder, arguments(args, cluster))
     if args.dry_run:
         job.show(args.as_json)
         return 0
@@ -337,7 +328,6 @@ def _await(args: NcclCheckArguments, job: str, folder: Path) -> int:
     Ctrl-C ends the waiting and not the job.
     """
     from clustertune.launch import slurm
-    from clustertune.nccl_check import table
     from clustertune.nccl_check.check import RESULT
 
     state = "PENDING"
@@ -351,47 +341,44 @@ def _await(args: NcclCheckArguments, job: str, folder: Path) -> int:
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         problem = Problem(f"job {job} ended without a result ({state})", file=str(folder), fix="its log is there")
         raise UserError(problem, ExitCode.FAILED) from None
+    _tell(args, found)
+    return code
+
+
+def _tell(args: NcclCheckArguments, found: dict[str, Any]) -> None:
+    """The document on stdout, or its table for people."""
+    from clustertune.nccl_check.result import render
+
     if args.as_json:
         emit_json(found)
     else:
-        table.render(found, console.stderr)
-    return code
+        render(found, console.stderr)
 
 
 def arguments(args: NcclCheckArguments, cluster: Cluster) -> list[str]:
     """The command line of the job: what was given here, and the cluster in a form that another folder understands."""
     from clustertune.config.cluster import argument, named
 
-    word = argument(args.cluster or named(cluster))
-    given: list[tuple[str, Any, Any]] = [
-        ("--seconds", args.seconds, None),
-        ("--min", args.smallest, "1K"),
-        ("--max", args.largest, None),
-        ("--factor", args.factor, 4),
-        ("--iterations", args.iterations, 20),
-        ("--warmup", args.warmup, 5),
-        ("--collectives", args.collectives, None),
-        ("--scopes", args.scopes, None),
-        ("--backend", args.backend, "auto"),
-        ("--ranks", args.ranks, None),
-    ]
-    arguments = ["--cluster", word]
-    for key, value, default in given:
-        if value != default:
-            arguments += [key, f"{value:g}" if isinstance(value, float) else str(value)]
-    return [*arguments, *(["--save"] if args.save else []), *(["--tune"] if args.tune else [])]
+    found = ["--cluster", argument(args.cluster or named(cluster))]
+    for name in GIVEN_TO_JOB:
+        value = getattr(args, name)
+        if value != getattr(NcclCheckArguments, name):  # the default
+            key = {"smallest": "min", "largest": "max"}.get(name, name)
+            words = [] if value is True else [f"{value:g}" if isinstance(value, float) else str(value)]
+            found += [f"--{key}", *words]
+    return found
 
 
 # --- what is done ------------------------------------------------------------------------------------------------------
 
 
-def _check(args: NcclCheckArguments, cluster: Cluster, target: Target, options: CheckOptions) -> int:
-    from clustertune.nccl_check import check, gather, table, tune
+def _check(args: NcclCheckArguments, cluster: Cluster, target: CheckTarget, options: CheckOptions) -> int:
+    from clustertune.nccl_check import check, tune
+    from clustertune.nccl_check.result import logs
     from clustertune.nccl_check.setup import MARGIN_SECONDS
-    from clustertune.nccl_check.target import finish
     from clustertune.plan.measured import beside
 
-    folder, began = new_folder(args, cluster, measured=target), time.monotonic()
+    folder, began = new_folder(args, cluster, where=target), time.monotonic()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         where = f"{options.backend} on {', '.join(target.hosts[:4])}{' ...' if len(target.hosts) > 4 else ''}"
@@ -403,7 +390,7 @@ def _check(args: NcclCheckArguments, cluster: Cluster, target: Target, options: 
             with _progress(options.seconds) as tick:
                 first = len(rounds) + 1
                 found["tune"] = tune.tune(target, options, found, folder, first, options.seconds, say, tick)
-        check.judge(found, cluster, gather.logs(rounds[0]))
+        check.judge(found, cluster, logs(rounds[0]))
         check.write(found, folder / check.RESULT)
     except OSError as error:
         raise storage_error(error, "cannot hold the check", error.filename or folder) from None
@@ -412,11 +399,8 @@ def _check(args: NcclCheckArguments, cluster: Cluster, target: Target, options: 
         raise UserError(Problem(f"stopped by {stopped}", file=str(folder), fix=fix), ExitCode.AGAIN) from None
     finally:
         with contextlib.suppress(OSError):
-            finish(target, folder)
-    if args.as_json:
-        emit_json(found)
-    else:
-        table.render(found, console.stderr)
+            check.finish(target, folder)
+    _tell(args, found)
     file = cluster.source if beside(cluster) else None
     for line in tune.lines(found["tune"], cluster, file) if args.tune else []:
         say(line)
@@ -445,7 +429,7 @@ def _progress(seconds: float) -> Iterator[Callable[[Path], None]]:
     """A bar over the time limit, with what is measured now; silent where stderr is not a terminal."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from clustertune.nccl_check.gather import progress
+    from clustertune.nccl_check.result import progress
 
     if not console.stderr.is_terminal:
         yield lambda _folder: None
@@ -464,9 +448,8 @@ def _progress(seconds: float) -> Iterator[Callable[[Path], None]]:
 
 def _join(args: NcclCheckArguments, cluster: Cluster) -> int:
     """Another node than the first: it measures, the first one judges."""
-    from clustertune.nccl_check.check import RESULT
+    from clustertune.nccl_check.check import RESULT, join
     from clustertune.nccl_check.setup import END
-    from clustertune.nccl_check.target import join
 
     assert args.node_rank is not None
     assert args.out is not None
@@ -489,16 +472,14 @@ def _join(args: NcclCheckArguments, cluster: Cluster) -> int:
     return 0
 
 
-def _show(target: Target, options: CheckOptions, args: NcclCheckArguments) -> None:
+def _show(target: CheckTarget, options: CheckOptions, args: NcclCheckArguments) -> None:
     """What would be run: hosts, environment, command, sizes."""
     from clustertune.nccl_check import check
     from clustertune.nccl_check.node import DEBUG
-    from clustertune.nccl_check.schedule import shapes
-    from clustertune.nccl_check.setup import MARGIN_SECONDS
-    from clustertune.nccl_check.target import round_folder
+    from clustertune.nccl_check.setup import MARGIN_SECONDS, shapes
 
     setup = check.make_setup(target, options)
-    command = target.command(round_folder(new_folder(args, target.cluster, "NEW", target), 1))
+    command = target.command(check.round_folder(new_folder(args, target.cluster, "NEW", target), 1))
     debug = DEBUG if options.backend == "nccl" else {}
     if args.as_json:
         emit_json({"setup": {**vars(setup), "environment": {**setup.environment, **debug}}, "command": command})

@@ -21,7 +21,7 @@ from clustertune.config.schema import NAME
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.host import system
 from clustertune.host.facts import Gpu
-from clustertune.host.gpu_text import parse_csv
+from clustertune.host.gpus import parse_csv
 from clustertune.host.probe import Probe, ask
 
 SECONDS = {"scontrol": 10, "nvidia-smi": 60}

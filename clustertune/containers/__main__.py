@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from clustertune.containers import build, deflint, engines, lock, lockfile, standin
-from clustertune.errors import ExitCode, UserError
+from clustertune.containers import build, deflint, lock, wheelhouse
+from clustertune.errors import ExitCode, UserError, raise_if
 
 
 def say(message: str) -> None:
@@ -25,21 +25,18 @@ def _lock_check(args: argparse.Namespace) -> None:
     if args.offline:
         say("not done: resolving again, and known vulnerabilities (--offline)")
         return
-    lived_with = lockfile.accepted()
+    lived_with = lock.accepted()
     try:
-        known = lockfile.ask(locks.values(), args.database)
-    except lockfile.NoDatabase as error:
+        known = lock.ask(locks.values(), args.database)
+    except lock.NoDatabase as error:
         say(f"not done: known vulnerabilities ({error}); a mirror: make lock-check DATABASE=<address>")
         return
-    if problems := lockfile.judge(known, lived_with):
-        raise UserError(problems)
+    raise_if(lock.judge(known, lived_with))
     say(f"known vulnerabilities: none but {len(lived_with)} with a reason")
 
 
 def _lint(args: argparse.Namespace) -> None:
-    problems = [problem for file in args.files for problem in deflint.lint(file)]
-    if problems:
-        raise UserError(problems)
+    raise_if([problem for file in args.files for problem in deflint.lint(file)])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,22 +45,22 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("lock", help="resolve the pins into containers/*.lock").set_defaults(run=lambda _: lock.write_all(say))
     check = commands.add_parser("lock-check", help="hashed, held to the pins, fresh, without known vulnerabilities")
     check.add_argument("--offline", action="store_true", help="only checks that need no package index")
-    check.add_argument("--database", metavar="ADDRESS", default=lockfile.DATABASE, help="osv.dev, or a mirror of it")
+    check.add_argument("--database", metavar="ADDRESS", default=lock.DATABASE, help="osv.dev, or a mirror of it")
     check.set_defaults(run=_lock_check)
     linter = commands.add_parser("lint", help="definition files: sections, and shellcheck of each")
     linter.add_argument("files", nargs="+", type=Path)
     linter.set_defaults(run=_lint)
     for name, run, what in (
-        ("build-sif", engines.build_sif, "a SIF with apptainer or singularity"),
-        ("build-image", engines.build_image, "an OCI image with docker or podman"),
+        ("build-sif", build.build_sif, "a SIF with apptainer or singularity"),
+        ("build-image", build.build_image, "an OCI image with docker or podman"),
     ):
         command = commands.add_parser(name, help=what)
         build.arguments(command, name)
         command.set_defaults(run=lambda args, run=run: run(build.request(args), say))
     base = commands.add_parser("base", help="a stand-in for the base image, where no registry can be reached")
-    base.add_argument("--python", default="3.12", choices=standin.PYTHONS, help="machine whose Python it contains")
+    base.add_argument("--python", default="3.12", choices=wheelhouse.PYTHONS, help="machine whose Python it contains")
     base.add_argument("out", type=Path)
-    base.set_defaults(run=lambda args: standin.make(args.python, args.out, say))
+    base.set_defaults(run=lambda args: wheelhouse.make_standin(args.python, args.out, say))
     return parser
 
 

@@ -1,25 +1,37 @@
-"""What an image is built from: the options, the lock held to the pins, the base, and the folder that the engine sees."""
+"""Images: the options, what they are built from, the engine that builds them, and the bill of materials beside them."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import ssl
+import subprocess
+import tempfile
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 from clustertune.containers import lock as locks
-from clustertune.containers import lockfile, pins, standin, wheelhouse
-from clustertune.containers.lockfile import PackageLock
+from clustertune.containers import pins, wheelhouse
+from clustertune.containers.lock import PackageLock
+from clustertune.containers.pins import FOLDER
 from clustertune.containers.wheelhouse import Wheel
-from clustertune.errors import Problem, UserError
+from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
 from clustertune.lock import in_turn
+from clustertune.process import captured
 from clustertune.tree import ROOT
 
 Say = Callable[[str], None]
@@ -27,6 +39,7 @@ WORK = ROOT / "build" / "containers"
 STANDIN = "standin"
 VARIANTS = {"cuda": "train", "cpu": "train-cpu", "vllm": "vllm"}
 DEFINITIONS = ("train", "reference", "megatron")
+_TAG = re.compile(r"[a-z0-9][a-z0-9._/-]{0,127}(:[A-Za-z0-9][A-Za-z0-9._-]{0,63})?")
 _REFERENCE = re.compile(r"[a-z0-9][a-z0-9._:/-]*@sha256:[0-9a-f]{64}")
 PARTS = ("install.sh", "selftest.py")
 """What the definitions copy into the image, beside the lock."""
@@ -85,29 +98,23 @@ def arguments(parser: argparse.ArgumentParser, kind: str) -> None:
 def request(args: argparse.Namespace) -> BuildRequest:
     """The options as one value. Raises UserError with every one that cannot be."""
     extras = tuple(filter(None, re.split(r"[+,]", args.extras)))
-    problems = [
-        Problem(f"no layer {name!r}", key="EXTRAS", fix=f"one of {', '.join(locks.LAYERS)}")
-        for name in extras
-        if name not in locks.LAYERS
-    ]
-    if extras and (args.definition, args.variant) != ("train", "cuda"):
-        problems.append(
-            Problem("layers are locked on top of the cuda variant of train", key="EXTRAS", fix="leave EXTRAS or VARIANT out")
-        )
-    if extras and platform.machine() != "x86_64":
-        problems.append(Problem("layers are locked for x86_64", key="EXTRAS", fix="leave EXTRAS out"))
-    if args.tag and not re.fullmatch(r"[a-z0-9][a-z0-9._/-]{0,127}(:[A-Za-z0-9][A-Za-z0-9._-]{0,63})?", args.tag):
-        problems.append(Problem(f"{args.tag!r} is not an image name", key="TAG", fix="lower case, as in clustertune/train:cpu"))
-    if args.base and args.base != STANDIN and not _REFERENCE.fullmatch(args.base) and not Path(args.base).is_file():
-        problems.append(
-            Problem(
-                f"{args.base!r} is not a file and has no digest",
-                key="BASE",
-                fix="NAME@sha256:DIGEST, a docker-archive, or standin",
-            )
-        )
-    if problems:
-        raise UserError(problems)
+    problems = []
+
+    def wrong(is_so: object, key: str, message: str, fix: str) -> None:
+        if is_so:
+            problems.append(Problem(message, key=key, fix=fix))
+
+    for name in extras:
+        wrong(name not in locks.LAYERS, "EXTRAS", f"no layer {name!r}", f"one of {', '.join(locks.LAYERS)}")
+    other = extras and (args.definition, args.variant) != ("train", "cuda")
+    wrong(other, "EXTRAS", "layers are locked on top of the cuda variant of train", "leave EXTRAS or VARIANT out")
+    wrong(extras and platform.machine() != "x86_64", "EXTRAS", "layers are locked for x86_64", "leave EXTRAS out")
+    no_tag = args.tag and not _TAG.fullmatch(args.tag)
+    wrong(no_tag, "TAG", f"{args.tag!r} is not an image name", "lower case, as in clustertune/train:cpu")
+    known = not args.base or args.base == STANDIN or _REFERENCE.fullmatch(args.base) or Path(args.base).is_file()
+    fix = "NAME@sha256:DIGEST, a docker-archive, or standin"
+    wrong(not known, "BASE", f"{args.base!r} is not a file and has no digest", fix)
+    raise_if(problems)
     return BuildRequest(args.kind, args.definition, args.variant, extras, args.base, args.out, args.tag, args.dry_run)
 
 
@@ -117,11 +124,10 @@ def locked(what: BuildRequest) -> PackageLock | None:
         return None
     found, problems, whole = pins.read(), [], None
     for name in (what.lock_name, *(f"extra-{name}" for name in what.extras)):
-        part = lockfile.read(locks.path_of(name))
+        part = locks.read(locks.path_of(name))
         problems += locks.held_to_pins(next(spec for spec in locks.SPECS if spec.name == name), part, found)
         whole = whole.with_layer(part) if whole else part
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return whole
 
 
@@ -129,13 +135,12 @@ def base_of(what: BuildRequest, python: str, say: Say) -> BaseImage:
     """What it starts from; a stand-in is made once and kept."""
     if what.base == STANDIN:
         if what.definition == "megatron":
-            raise UserError(
-                Problem("megatron.def has no stand-in: its base is NVIDIA's whole image", key="BASE", fix="leave BASE out")
-            )
-        archive = WORK / f"standin-{standin.suite_of(python)}.tar"
+            text = "megatron.def has no stand-in: its base is NVIDIA's whole image"
+            raise UserError(text, key="BASE", fix="leave BASE out")
+        archive = WORK / f"standin-{wheelhouse.suite_of(python)}.tar"
         if not archive.exists() and not what.dry_run:
-            standin.make(python, archive, say)
-        return BaseImage(f"stand-in {standin.suite_of(python)}", archive)
+            wheelhouse.make_standin(python, archive, say)
+        return BaseImage(f"stand-in {wheelhouse.suite_of(python)}", archive)
     if what.base and not _REFERENCE.fullmatch(what.base):
         return BaseImage(Path(what.base).name, Path(what.base).resolve())
     return BaseImage(what.base or pins.read_bases()["BASE_MEGATRON" if what.definition == "megatron" else "BASE_TRAIN"])
@@ -163,37 +168,11 @@ def look_for_registry(base: BaseImage, say: Say) -> None:
             say(f"note: {host} does not answer ({reason}): without a mirror of it the build fails at its base -> BASE=standin")
 
 
-def gather(what: BuildRequest, lock: PackageLock | None, say: Say) -> tuple[BaseImage, Path | None, list[Wheel]]:
-    """The base, and the lock's wheelhouse with its wheels: one build at a time, for both are kept for the next one."""
-    with in_turn(WORK / "lock", lambda: say("another build is gathering: waiting for it")):
-        base = base_of(what, lock.python if lock else "3.12", say)
-        look_for_registry(base, say)
-        return (base, *wheels_of(what, lock, say)) if lock else (base, None, [])
-
-
-def wheels_of(what: BuildRequest, lock: PackageLock, say: Say) -> tuple[Path, list[Wheel]]:
-    """The wheelhouse of the lock and its layers."""
-    folder = WORK / "wheels" / "+".join((lock.name, *what.extras))
-    return folder, wheelhouse.fill(lock, folder, WORK / "tools", say)
-
-
-def lay_out(context: Path, lock: PackageLock | None, wheels: Path | None, recipe: Path) -> None:
-    """The folder that the engine builds in: the recipe, what goes into the image, and nothing of this machine."""
-    shutil.copy(recipe, context / recipe.name)
-    if lock and wheels:
-        for part in PARTS:
-            shutil.copy(pins.FOLDER / part, context / part)
-        shutil.copy(wheels / wheelhouse.REQUIREMENTS, context / wheelhouse.REQUIREMENTS)
-        (context / "image.lock").write_text(lock.text())
-    for path in context.iterdir():
-        path.chmod(0o644)
-
-
 def labels(lock: PackageLock | None, base: BaseImage) -> dict[str, str]:
     """The build arguments that become labels."""
     if lock is None:
         return {"base_name": base.name}
-    digest = wheelhouse.text_digest(lock.text())
+    digest = locks.text_digest(lock.text())
     return {"python": lock.python, "lock": lock.name, "lock_sha256": digest, "before": lock.before, "base_name": base.name}
 
 
@@ -206,3 +185,360 @@ _PASSED = re.compile(
 def environ() -> dict[str, str]:
     """What of the caller's environment engines receive: tokens of other programs stay out."""
     return {name: value for name, value in os.environ.items() if _PASSED.fullmatch(name)}
+
+
+# --- the engines ------------------------------------------------------------------------------------------------------
+
+# Apptainer (or Singularity), Docker and Podman: found, and started with no more of the environment than they need.
+
+
+BUILD_SECONDS, TEST_SECONDS, PROBE_SECONDS = 7200, 1800, 60
+SELFTEST = "/usr/local/share/clustertune/selftest.py"
+VENV_PYTHON = "/usr/local/venv/bin/python"
+LIMIT = 4096
+"""Open files and processes of an image's own test."""
+SQUASH = "-comp zstd -Xcompression-level 3"
+"""Of gzip's size, in a tenth of its time."""
+_AS_ROOT = """
+mount --bind "$1" /etc/subuid
+mount --bind "$1" /etc/subgid
+shift
+exec "$@"
+"""
+"""root without a range of subordinate ids gets one, for this process only: the mount namespace is private."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What an image is built from."""
+
+    base: BaseImage
+    wheelhouse: Path | None
+    """Of the lock and its layers; None: the base has all."""
+    wheels: list[Wheel]
+    context: Path
+    """The folder that the engine builds in; beside it there is room for its own files."""
+
+
+def run(
+    command: Sequence[str],
+    what: str,
+    say: Say,
+    *,
+    seconds: int = BUILD_SECONDS,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> None:
+    """A command whose output goes to stderr as it comes. Raises UserError where it fails or takes too long."""
+    say(f"+ {shlex.join(word for word in command if word != _AS_ROOT)}")
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, env={**environ(), **(env or {})}, stdin=subprocess.DEVNULL, stdout=2, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{what} took over {seconds} s", ExitCode.FAILED, fix="look at its last lines above") from error
+    except OSError as error:
+        raise UserError(f"{command[0]} does not start: {error.strerror}", ExitCode.FAILED, fix="install it again") from error
+    if done.returncode:
+        fix = "its last lines above say why; where no registry is reached: BASE=standin"
+        raise UserError(f"{what} failed (exit code {done.returncode})", ExitCode.FAILED, fix=fix)
+
+
+def answer(command: Sequence[str], seconds: int = PROBE_SECONDS) -> str | None:
+    """A command's stdout; None where it fails."""
+    try:
+        done = captured(command, seconds, environ())
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+# --- SIF ---------------------------------------------------------------------------------------------------------------
+
+
+def find_apptainer() -> str:
+    """apptainer or singularity: on PATH, else what containers/get-apptainer.sh made."""
+    own = WORK.parent / "apptainer" / "bin" / "apptainer"
+    if found := shutil.which("apptainer") or shutil.which("singularity"):
+        return found
+    if not own.exists():
+        fix = "install one; on Debian, beside the system: containers/get-apptainer.sh build/apptainer"
+        raise UserError("neither apptainer nor singularity is here", fix=fix)
+    if answer([str(own), "--version"]) is None:
+        fix = "the folder was moved, or another system's: containers/get-apptainer.sh fixes it"
+        raise UserError("does not start", file=str(own), fix=fix)
+    return str(own)
+
+
+def _as_user(command: list[str], scratch: Path) -> list[str]:
+    """The build rootless: an ordinary user's always is, root's where asked for, with a range of ids to map."""
+    if os.geteuid() != 0:
+        return command
+    command = [*command[:2], "--fakeroot", *command[2:]]
+    listed = Path("/etc/subuid").read_text() if Path("/etc/subuid").exists() else None
+    if listed is None or re.search(r"^(root|0):", listed, re.MULTILINE):
+        return command
+    ids = scratch / "subid"
+    ids.write_text("root:100000:65536\n")
+    return ["unshare", "--mount", "--propagation", "private", "--", "sh", "-eu", "-c", _AS_ROOT, "sh", str(ids), *command]
+
+
+def in_sif(program: str, image: Path, *command: str) -> list[str]:
+    """A command in a SIF that sees nothing of this machine: no home, no environment, no network."""
+    # Root on a machine without every capability (a container, a small VM) may not start it otherwise.
+    user = ["--userns"] if os.geteuid() == 0 else []
+    alone = ["--containall", "--cleanenv", "--no-home", "--net", "--network", "none"]
+    return [program, "exec", *user, *alone, str(image), *command]
+
+
+@contextlib.contextmanager
+def _gathered(what: BuildRequest, lock: PackageLock | None, recipe: str, image: str, say: Say) -> Iterator[Gathered]:
+    """What a build needs, for as long as it takes. Raises UserError where storage fails."""
+    folder, wheels = None, []
+    try:
+        # One build at a time: base and wheels are kept for the next one.
+        with in_turn(WORK / "lock", lambda: say("another build is gathering: waiting for it")):
+            base = base_of(what, lock.python if lock else "3.12", say)
+            look_for_registry(base, say)
+            if lock:
+                folder = WORK / "wheels" / "+".join((lock.name, *what.extras))
+                wheels = wheelhouse.fill(lock, folder, WORK / "tools", say)
+        with tempfile.TemporaryDirectory(dir=WORK, prefix="build-") as scratch:
+            # The folder that the engine builds in: the recipe, what goes into the image, and nothing of this machine.
+            context = Path(scratch) / "context"
+            context.mkdir()
+            shutil.copy(FOLDER / recipe, context / recipe)
+            if lock and folder:
+                for part in PARTS:
+                    shutil.copy(FOLDER / part, context / part)
+                shutil.copy(folder / wheelhouse.REQUIREMENTS, context / wheelhouse.REQUIREMENTS)
+                (context / "image.lock").write_text(lock.text())
+            for path in context.iterdir():
+                path.chmod(0o644)
+            yield Gathered(base, folder, wheels, context)
+    except OSError as error:
+        raise storage_error(error, "build the image", image) from error
+
+
+def build_sif(what: BuildRequest, say: Say) -> dict[str, Any]:
+    """``make build-sif``: the image, its ``.sha256`` and its SBOM. Returns what was made."""
+    started = time.monotonic()
+    program, lock = find_apptainer(), locked(what)
+    out = (what.out or ROOT / f"{what.definition}.sif").absolute()
+    if what.dry_run:
+        return _plan(what, lock, base_of(what, lock.python if lock else "3.12", say), program, str(out))
+    with _gathered(what, lock, f"{what.definition}.def", str(out), say) as given:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with _partial(out) as part:
+            command = _sif_command(what, program, lock, given, part)
+            run(command, "the build", say, cwd=given.context, env=_caches(given.context.parent))
+            inventory = _inventory(in_sif(program, part, VENV_PYTHON, SELFTEST, "--inventory")) if lock else None
+            return _publish(part, out, lock, given, inventory, started)
+
+
+def _sif_command(what: BuildRequest, program: str, lock: PackageLock | None, gathered: Gathered, out: Path) -> list[str]:
+    """Everything relative to the context: what stands in the definition ends up in the image."""
+    base, context = gathered.base, gathered.context
+    given = labels(lock, base)
+    if base.archive:
+        (context / "base.tar").symlink_to(base.archive)
+        given |= {"bootstrap": "docker-archive", "base": "base.tar"}
+    else:
+        given |= {"base": base.name}
+    bind = ["--bind", f"{gathered.wheelhouse}:/mnt:ro"] if gathered.wheelhouse else []
+    build_arguments = [word for name, value in given.items() for word in ("--build-arg", f"{name}={value}")]
+    command = [program, "build", "--mksquashfs-args", SQUASH, *bind, *build_arguments, str(out), f"{what.definition}.def"]
+    return _as_user(command, context.parent)
+
+
+def _caches(scratch: Path) -> dict[str, str]:
+    """A build needs twice the image's size; /tmp is often memory. The user's own places win."""
+    return {
+        f"{name}_{kind}": os.environ.get(f"{name}_{kind}", str(path))
+        for name in ("APPTAINER", "SINGULARITY")
+        for kind, path in (("TMPDIR", scratch), ("CACHEDIR", WORK / "cache"))
+    }
+
+
+# --- OCI ---------------------------------------------------------------------------------------------------------------
+
+
+def find_engine() -> str:
+    """docker where its server answers, else podman."""
+    for name, probe in (("docker", ["version"]), ("podman", ["info"])):
+        if shutil.which(name) and answer([name, *probe]) is not None:
+            return name
+    raise UserError("neither a docker server nor podman answers", fix="start docker, or install podman")
+
+
+def build_image(what: BuildRequest, say: Say) -> dict[str, Any]:
+    """``make build-image``: the image in the engine's store, tested, with its SBOM; an archive of it where asked."""
+    started = time.monotonic()
+    engine, lock = find_engine(), locked(what)
+    assert lock, "only train has a Dockerfile"
+    tag = what.tag or f"clustertune/{what.definition}:{what.variant}"
+    if what.dry_run:
+        return _plan(what, lock, base_of(what, lock.python, say), engine, tag)
+    with _gathered(what, lock, "Dockerfile", tag, say) as given:
+        assert given.wheelhouse, "there is a lock"
+        (given.context / "wheels").mkdir()
+        for path in given.wheelhouse.iterdir():
+            try:
+                os.link(path, given.context / "wheels" / path.name)
+            except OSError:
+                shutil.copy(path, given.context / "wheels" / path.name)
+        labelled = {key.upper(): value for key, value in labels(lock, given.base).items()}
+        arguments = {"BASE_IMAGE": _loaded(engine, given.base), **labelled}
+        build_arguments = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
+        # OCI's own format has no SHELL and no health check, and enroot reads both.
+        style = ["--format", "docker", "--layers=false"] if engine == "podman" else []
+        # The host's network: apt needs one, and a bridge needs modules that a small machine's kernel does not have.
+        command = [engine, "build", "--network", "host", *style, *build_arguments, "--tag", tag, str(given.context)]
+        run(command, "the build", say, env={"DOCKER_BUILDKIT": "1"})
+        alone = [engine, "run", "--rm", "--network", "none", *limits(engine), tag]
+        run([*alone, "python", SELFTEST], "the image's own test", say, seconds=TEST_SECONDS)
+        inventory = _inventory([*alone, "python", SELFTEST, "--inventory"])
+        if what.out is None:
+            bill = _write_bill(ROOT / tag.replace("/", "-").replace(":", "-"), tag, lock, given, inventory)
+            size = int((answer([engine, "image", "inspect", "--format", "{{.Size}}", tag]) or "0").strip() or 0)
+            return {"image": tag, "bytes": size, "seconds": round(time.monotonic() - started), **bill}
+        out = what.out.absolute()
+        with _partial(out) as part:
+            run([engine, "save", "--output", str(part), tag], "saving the image", say)
+            return {"image": tag, **_publish(part, out, lock, given, inventory, started)}
+
+
+def limits(engine: str) -> list[str]:
+    """Limits that every machine may set: podman's own are larger than a container or a small VM allows."""
+    names = ("nofile", "nproc") if engine == "podman" else ()
+    return [word for name in names for word in ("--ulimit", f"{name}={LIMIT}:{LIMIT}")]
+
+
+def _loaded(engine: str, base: BaseImage) -> str:
+    """The base's name for ``FROM``: an archive is loaded first."""
+    if base.archive is None:
+        return base.name
+    text = answer([engine, "load", "--input", str(base.archive)], seconds=900) or ""
+    named = re.search(r"Loaded image(?:\(s\)| ID)?: (\S+)", text)
+    if not named:
+        text, fix = f"{engine} loads no image from it", "give a docker-archive with a name"
+        raise UserError(text, ExitCode.FAILED, file=str(base.archive), fix=fix)
+    return named[1]
+
+
+# --- beside the image --------------------------------------------------------------------------------------------------
+
+
+def _inventory(command: Sequence[str]) -> Mapping[str, Any]:
+    reply = answer(command, seconds=TEST_SECONDS)
+    if reply is None:
+        raise UserError("the image does not say what it holds", ExitCode.FAILED, fix="its test's output above")
+    return dict(json.loads(reply))
+
+
+def _plan(what: BuildRequest, lock: PackageLock | None, base: BaseImage, program: str, image: str) -> dict[str, Any]:
+    recipe = "Dockerfile" if what.kind == "build-image" else f"{what.definition}.def"
+    return {
+        "image": image, "with": program, "definition": f"containers/{recipe}", "lock": lock.name if lock else None,
+        "packages": len(lock.entries) if lock else 0, "extras": list(what.extras), "base": base.name,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _partial(out: Path) -> Iterator[Path]:
+    """Where an image is written before it has its name; nothing stays there."""
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        yield part
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _write_bill(beside: Path, name: str, lock: PackageLock, given: Gathered, inventory: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the SBOM of image ``name`` next to ``beside``. Returns what the result says about it."""
+    document = bill_of(name, lock, given.wheels, inventory, given.base.name, datetime.now(UTC))
+    bill = beside.with_name(beside.name + ".cdx.json")
+    bill.write_text(json.dumps(document, indent=1) + "\n")
+    return {"sbom": str(bill), "lock": lock.name}
+
+
+def _publish(
+    part: Path, out: Path, lock: PackageLock | None, given: Gathered, inventory: Mapping[str, Any] | None, started: float
+) -> dict[str, Any]:
+    """The image in its place, and beside it the SBOM and, last, the sum: who finds the sum finds a whole image."""
+    total = out.with_name(out.name + ".sha256")
+    total.unlink(missing_ok=True)
+    digest, size = locks.file_digest(part), part.stat().st_size
+    part.replace(out)
+    made: dict[str, Any] = {"file": str(out), "sha256": digest, "bytes": size, "base": given.base.name}
+    if lock and inventory:
+        made |= _write_bill(out, out.name, lock, given, inventory)
+    total.write_text(f"{digest}  {out.name}\n")
+    return {**made, "seconds": round(time.monotonic() - started)}
+
+
+# --- the bill of materials --------------------------------------------------------------------------------------------
+
+# The bill of materials beside an image: CycloneDX 1.6 as JSON.
+#
+# Our own in place of cyclonedx-bom 7.5: that lists a Python environment, without the distribution's packages and without the
+# hash of the wheel that was installed. Images are also built where no Python package is installed yet.
+
+
+def bill_of(
+    image: str, lock: PackageLock, wheels: Sequence[Wheel], inventory: Mapping[str, Any], base: str, made: datetime
+) -> dict[str, Any]:
+    """What the image holds: each Python package with its licence and the hash of its file, and the distribution's packages.
+
+    The form: https://cyclonedx.org/docs/1.6/json/ .
+    ``inventory``: what ``selftest.py --inventory`` printed in the image. Raises ValueError where it is not what was installed.
+    """
+    by_name = {wheel.entry.name: wheel for wheel in wheels}
+    if strange := sorted({item["name"] for item in inventory["python"]} ^ set(by_name)):
+        raise ValueError(f"installed or locked, not both: {', '.join(strange)}")
+    python = [_python(item, by_name[item["name"]]) for item in inventory["python"]]
+    distribution, release = inventory["distribution"], inventory["release"]
+    system = [_system(name, version, arch, distribution, release) for name, version, arch in inventory["system"]]
+    refs = {component["name"]: component["bom-ref"] for component in python}
+    root = f"image:{image}"
+    needs = {item["name"]: sorted(refs[name] for name in item["requires"] if name in refs) for item in inventory["python"]}
+    needed = [{"ref": refs[name], "dependsOn": on} for name, on in needs.items()]
+    properties = {"lock": lock.name, "lock.before": lock.before, "python": lock.python, "platform": lock.platform, "base": base}
+    return {
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_OID, lock.text() + made.isoformat())}",
+        "version": 1,
+        "metadata": {
+            "timestamp": made.isoformat(timespec="seconds"),
+            "component": {
+                "type": "container", "bom-ref": root, "name": image,
+                "properties": [{"name": f"clustertune:{key}", "value": value} for key, value in properties.items()],
+            },
+        },
+        "components": [*python, *system],
+        "dependencies": [{"ref": root, "dependsOn": sorted([*refs.values(), *(item["bom-ref"] for item in system)])}, *needed],
+    }  # fmt: skip
+
+
+def _python(item: Mapping[str, Any], wheel: Wheel) -> dict[str, Any]:
+    name, version = item["name"], item["version"]
+    purl = f"pkg:pypi/{quote(name)}@{quote(version, safe='.')}"
+    component: dict[str, Any] = {
+        "type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl,
+        "hashes": [{"alg": "SHA-256", "content": wheel.digest}],
+    }  # fmt: skip
+    if item["expression"]:
+        component["licenses"] = [{"expression": item["expression"]}]
+    elif item["license"]:
+        component["licenses"] = [{"license": {"name": item["license"]}}]
+    if wheel.source:
+        component["properties"] = [{"name": "clustertune:built-from-sha256", "value": wheel.source}]
+    return component
+
+
+def _system(name: str, version: str, arch: str, distribution: str, release: str) -> dict[str, Any]:
+    where = f"arch={quote(arch)}&distro={quote(distribution)}-{quote(release)}"
+    purl = f"pkg:deb/{quote(distribution)}/{quote(name)}@{quote(version, safe='.')}?{where}"
+    return {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}

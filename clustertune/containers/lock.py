@@ -6,22 +6,160 @@ wheel: of uv's answer the lock keeps the files that fit.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import tomllib
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from clustertune.containers import lockfile, pins
-from clustertune.containers.lockfile import LockedPackage, PackageLock
-from clustertune.containers.pins import BUILD, DEV, EXTRA, PY, REF, Pins, normal
-from clustertune.containers.wheelhouse import file_digest
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.containers import pins
+from clustertune.containers.pins import BUILD, DEV, EXTRA, FOLDER, PY, REF, Pins, normal
+from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if
+
+# --- the files --------------------------------------------------------------------------------------------------------
+
+# The lock files: pip's requirements format with hashes, and a head: for which Python and platform, of which day.
+
+
+_HEAD = "# Made by `make lock` from containers/versions.env. Hashes are SHA-256 of the files that fit this Python and platform."
+_FIELDS = ("lock", "python", "platform", "before", "from source", "on top of")
+_FIELD = re.compile(rf"# ({'|'.join(_FIELDS)}): (.+)")
+_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9][A-Za-z0-9.+!-]*)")
+_HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
+
+
+def path_of(name: str) -> Path:
+    """The file of a lock."""
+    return FOLDER / f"{name}.lock"
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def text_digest(text: str) -> str:
+    """SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def platform_tags(platform: str) -> list[str]:
+    """The wheels' platforms that run on a lock's, the newest first: glibc is upward compatible (PEP 600). None of ``any``."""
+    arch, _, newest = platform.partition("-manylinux_2_")
+    if not newest:
+        return []
+    old = (f"manylinux{name}_{arch}" for name in ("2014", "2010", "1"))
+    return [*(f"manylinux_2_{minor}_{arch}" for minor in range(int(newest), 4, -1)), *old]
+
+
+@dataclass(frozen=True)
+class LockedPackage:
+    """One package: its version, and the SHA-256 of each file that may be installed."""
+
+    name: str
+    version: str
+    hashes: tuple[str, ...]
+
+    def text(self) -> str:
+        """As the lock spells it."""
+        return " \\\n    ".join([f"{self.name}=={self.version}", *(f"--hash=sha256:{value}" for value in self.hashes)]) + "\n"
+
+
+@dataclass(frozen=True)
+class PackageLock:
+    """A whole lock."""
+
+    name: str
+    python: str
+    """``3.12``"""
+    platform: str
+    """``x86_64-manylinux_2_28`` or ``any``"""
+    before: str
+    """The day (UTC, 00:00) before which every file was published."""
+    entries: Mapping[str, LockedPackage]
+    from_source: tuple[str, ...] = ()
+    """Packages that have no wheel: their wheels are built from the hashed source archive."""
+    on_top_of: str = ""
+    """The lock whose packages it adds to."""
+
+    def text(self) -> str:
+        """The file's text."""
+        head = {"lock": self.name, "python": self.python, "platform": self.platform, "before": self.before}
+        if self.from_source:
+            head["from source"] = " ".join(self.from_source)
+        if self.on_top_of:
+            head["on top of"] = self.on_top_of
+        lines = [_HEAD, *(f"# {key}: {value}" for key, value in head.items())]
+        return "\n".join(lines) + "\n\n" + "".join(self.entries[name].text() for name in sorted(self.entries))
+
+    def with_layer(self, layer: PackageLock) -> PackageLock:
+        """The same lock with the packages of a layer. Raises UserError where both have one, in different versions."""
+        merged = dict(self.entries)
+        for name, entry in layer.entries.items():
+            if merged.setdefault(name, entry).version != entry.version:
+                problem = f"{name} is {entry.version} here and {merged[name].version} in containers/{self.name}.lock"
+                raise UserError(Problem(problem, f"containers/{layer.name}.lock", fix="run make lock"))
+        sources = tuple(sorted({*self.from_source, *layer.from_source}))
+        return PackageLock(self.name, self.python, self.platform, self.before, merged, sources, self.on_top_of)
+
+
+def parse(text: str, file: str) -> PackageLock:
+    """A lock's text. Raises UserError with everything in it that pip would not hold to a hash."""
+    fields = {match[1]: match[2] for line in text.splitlines() if (match := _FIELD.fullmatch(line))}
+    entries: dict[str, LockedPackage] = {}
+    problems = []
+
+    def wrong(message: str, key: str | None = None) -> None:
+        problems.append(Problem(message, file, key, "run make lock"))
+
+    body = [line for line in text.splitlines() if not line.startswith("#")]
+    for logical in filter(None, (part.strip() for part in "\n".join(body).replace("\\\n", " ").split("\n"))):
+        spec, *options = logical.split()
+        named = _NAME.fullmatch(spec)
+        hashes = [_HASH.fullmatch(option) for option in options]
+        if not named or not all(hashes):
+            wrong(f"no NAME==VERSION with --hash=sha256:HEX: {logical[:80]!r}")
+        elif not hashes:
+            wrong("has no hash", named[1])
+        elif normal(named[1]) in entries:
+            wrong("appears twice", named[1])
+        else:
+            name = normal(named[1])
+            entries[name] = LockedPackage(name, named[2], tuple(sorted(match[1] for match in hashes if match)))
+    for key in _FIELDS[:4]:
+        if key not in fields:
+            wrong(f"its head does not say `{key}`")
+    sources = tuple(fields.get("from source", "").split())
+    for name in sources:
+        if name not in entries:
+            wrong("is built from source and not in the lock", name)
+    if not entries:
+        wrong("no package")
+    raise_if(problems)
+    head = (fields["lock"], fields["python"], fields["platform"], fields["before"])
+    return PackageLock(*head, entries, sources, fields.get("on top of", ""))
+
+
+def read(path: Path) -> PackageLock:
+    """A lock file. Raises UserError where it is missing or not a lock."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(Problem(f"cannot be read: {error}", str(path), fix="run make lock")) from error
+    return parse(text, str(path))
+
+
+# --- from the pins ----------------------------------------------------------------------------------------------------
 
 RESOLVE_SECONDS = 900
 X86, ARM = "x86_64-manylinux_2_28", "aarch64-manylinux_2_28"
@@ -45,11 +183,6 @@ class LockSpec:
     def path(self) -> Path:
         """Its file."""
         return path_of(self.name)
-
-
-def path_of(name: str) -> Path:
-    """The file of a lock."""
-    return pins.FOLDER / f"{name}.lock"
 
 
 CHOSEN_BY_THE_STACK = ("huggingface-hub", "numpy", "safetensors", "tokenizers")
@@ -92,15 +225,11 @@ def serving(found: Pins) -> list[str]:
     return [f"vllm=={found[EXTRA]['vllm']}", *(f"{name}=={found[PY][name]}" for name in beside), "pip"]
 
 
-def build_tools(found: Pins) -> list[str]:
-    """What turns source archives into wheels, and what installs them."""
-    return _exactly(found[BUILD])
-
-
 LAYERS = ("deepspeed", "ray", "liger-kernel")
 """Extras that resolve with the training image's own versions."""
 SPECS = (
-    LockSpec("build", build_tools, "3.11", ANY),
+    # What turns source archives into wheels, and what installs them.
+    LockSpec("build", lambda found: _exactly(found[BUILD]), "3.11", ANY),
     LockSpec("train", stack),
     LockSpec("train-aarch64", stack, platform=ARM),
     # Python 3.11: of torch's CPU build a wheel for it could be had and hashed where this lock was made.
@@ -117,7 +246,7 @@ def fits(wheel: str, python: str, platform: str) -> bool:
 
     version = tuple(map(int, python.split(".")))
     interpreter = "cp" + python.replace(".", "")
-    places = lockfile.platform_tags(platform) or ["any"]
+    places = platform_tags(platform) or ["any"]
     own = {*cpython_tags(version, [interpreter], places), *compatible_tags(version, interpreter, places)}
     return not own.isdisjoint(parse_tag("-".join(wheel.removesuffix(".whl").rsplit("-", 3)[1:])))
 
@@ -133,12 +262,10 @@ def entries_of(pylock: Mapping[str, Any], python: str, platform: str) -> tuple[d
             hashes = [package["sdist"]["hashes"]["sha256"]]
             sources.append(name)
         if not hashes:
-            problems.append(
-                Problem(f"{version} has no file for Python {python} on {platform}", key=name, fix="take another version")
-            )
+            text = f"{version} has no file for Python {python} on {platform}"
+            problems.append(Problem(text, key=name, fix="take another version"))
         entries[name] = LockedPackage(name, version, tuple(sorted(hashes)))
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return entries, tuple(sorted(sources))
 
 
@@ -156,20 +283,13 @@ def uv_resolve(
             "--python-platform", X86 if platform == ANY else platform, "--exclude-newer", f"{before}T00:00:00Z",
         ]  # fmt: skip
         try:
-            done = subprocess.run(
-                command,
-                input="\n".join(requirements) + "\n",
-                text=True,
-                capture_output=True,
-                timeout=RESOLVE_SECONDS,
-                check=False,
-            )
+            asked = "\n".join(requirements) + "\n"
+            done = subprocess.run(command, input=asked, text=True, capture_output=True, timeout=RESOLVE_SECONDS, check=False)
         except subprocess.TimeoutExpired as error:
-            raise UserError(
-                Problem(f"uv did not resolve within {RESOLVE_SECONDS} s", fix="look at the index"), ExitCode.FAILED
-            ) from error
+            text = f"uv did not resolve within {RESOLVE_SECONDS} s"
+            raise UserError(text, ExitCode.FAILED, fix="look at the index") from error
         if done.returncode:
-            raise UserError(Problem(f"uv: {done.stderr.strip()[-1500:]}", fix="move the pin in containers/versions.env"))
+            raise UserError(f"uv: {done.stderr.strip()[-1500:]}", fix="move the pin in containers/versions.env")
         return tomllib.loads(out.read_text())
 
 
@@ -210,10 +330,9 @@ def cpu_torch(version: str, present: PackageLock | None) -> LockedPackage:
         done = subprocess.run(command, capture_output=True, text=True, timeout=RESOLVE_SECONDS, check=False)
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or len(wheels) != 1:
+            text = f"pip finds no torch {version} for Python {python}"
             fix = "name an index that has it: PIP_EXTRA_INDEX_URL=<url> make lock"
-            raise UserError(
-                Problem(f"pip finds no torch {version} for Python {python}", path_of("train-cpu").name, "torch", fix)
-            )
+            raise UserError(text, file=path_of("train-cpu").name, key="torch", fix=fix)
         return LockedPackage("torch", version, (file_digest(wheels[0]),))
 
 
@@ -221,17 +340,11 @@ def make_all(found: Pins, say: Callable[[str], None], *, keep: bool = False) -> 
     """Every lock again, from the pins; ``keep``: with the versions that are locked."""
     known: dict[str, PackageLock] = {}
     for spec in SPECS:
-        present = _present(spec)
-        known[spec.name] = made = make(spec, found, {**({spec.name: present} if present else {}), **known}, keep=keep)
+        with collect_problems([]):  # the present one, where it is one
+            known[spec.name] = read(spec.path)
+        known[spec.name] = made = make(spec, found, known, keep=keep)
         say(f"{spec.path.name}: {len(made.entries)} packages, Python {made.python}, {made.platform}, before {made.before}")
     return known
-
-
-def _present(spec: LockSpec) -> PackageLock | None:
-    try:
-        return lockfile.read(spec.path)
-    except UserError:
-        return None
 
 
 def write_all(say: Callable[[str], None]) -> None:
@@ -269,26 +382,106 @@ def check_all(say: Callable[[str], None], *, fresh: bool = True) -> dict[str, Pa
     It fails where a package is missing or too many, where its files are others, and where a locked version is gone.
     A newer version is not a fault: ``make lock`` takes it. Raises UserError.
     """
-    found, problems, locks = pins.read(), [], {}
+    found = pins.read()
+    problems: list[Problem] = []
+    locks: dict[str, PackageLock] = {}
     for spec in SPECS:
-        try:
-            locks[spec.name] = lockfile.read(spec.path)
-        except UserError as error:
-            problems += error.problems
-            continue
-        problems += held_to_pins(spec, locks[spec.name], found)
-        if spec.path.read_text() != locks[spec.name].text():
-            problems.append(Problem("was edited by hand", f"containers/{spec.path.name}", fix="run make lock"))
+        with collect_problems(problems):
+            locks[spec.name] = read(spec.path)
+            problems += held_to_pins(spec, locks[spec.name], found)
+            if spec.path.read_text() != locks[spec.name].text():
+                problems.append(Problem("was edited by hand", f"containers/{spec.path.name}", fix="run make lock"))
     if fresh and not problems:
         for name, made in make_all(found, say, keep=True).items():
             if made != locks[name]:
-                changed = sorted(
-                    key
-                    for key in {*made.entries, *locks[name].entries}
-                    if made.entries.get(key) != locks[name].entries.get(key)
-                )
+                now, old = made.entries, locks[name].entries
+                changed = sorted(key for key in {*now, *old} if now.get(key) != old.get(key))
                 what = f"is not what the pins resolve to (before {made.before}): {', '.join(changed) or 'its head'}"
                 problems.append(Problem(what, f"containers/{name}.lock", fix="run make lock and look at the difference"))
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return locks
+
+
+# --- vulnerabilities ------------------------------------------------------------------------------------------------------
+
+# Known vulnerabilities of what is locked, from the OSV database (osv.dev), where it can be had.
+#
+# Our own in place of pip-audit 2.10: that asks for one package a request (about 1,300 for the locks, here three of 500), asks
+# for torch's ``2.13.0+cpu``, which the database does not know, and brings 30 packages.
+
+DATABASE = "https://api.osv.dev"
+"""Documented at https://google.github.io/osv.dev/post-v1-querybatch/ ."""
+ACCEPTED = FOLDER / "vulnerabilities.txt"
+"""``ID reason``, a line each: what is known and lived with."""
+TIMEOUT_SECONDS = 30
+_BATCH = 500
+
+
+class NoDatabase(Exception):
+    """It cannot be reached, or answers something else."""
+
+
+class Vulnerability(NamedTuple):
+    """One entry of the database that concerns a locked version."""
+
+    package: str
+    version: str
+    id: str
+
+
+def accepted(path: Path = ACCEPTED) -> Mapping[str, str]:
+    """Ids that are lived with, each with its reason. Raises UserError for a line without one."""
+    found, problems = {}, []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line and not line.startswith("#"):
+            name, _, reason = line.partition(" ")
+            found[name] = reason.strip()
+            if not reason.strip():
+                fix = "write why it does not matter here"
+                problems.append(Problem(f"{name} without a reason", f"{path}:{number}", fix=fix))
+    raise_if(problems)
+    return found
+
+
+def ask(locks: Iterable[PackageLock], address: str = DATABASE) -> list[Vulnerability]:
+    """What the database at ``address`` knows of the locked versions, each once. Raises NoDatabase where it does not answer."""
+    pairs = sorted({(entry.name, entry.version.partition("+")[0]) for lock in locks for entry in lock.entries.values()})
+    if not address.startswith(("https://", "http://")):
+        raise NoDatabase(f"{address}: no web address")
+    found = []
+    for start in range(0, len(pairs), _BATCH):
+        batch = pairs[start : start + _BATCH]
+        answers = _query(address, batch)
+        if len(answers) != len(batch):
+            raise NoDatabase(f"{address}: {len(answers)} answers to {len(batch)} questions")
+        for (name, version), answer in zip(batch, answers, strict=True):
+            found += [Vulnerability(name, version, str(item["id"])) for item in answer.get("vulns", [])]
+    return found
+
+
+def _query(address: str, pairs: list[tuple[str, str]]) -> list[Mapping[str, list[Mapping[str, object]]]]:
+    queries = [{"package": {"name": name, "ecosystem": "PyPI"}, "version": version} for name, version in pairs]
+    request = urllib.request.Request(  # noqa: S310 (its scheme was looked at)
+        f"{address}/v1/querybatch", json.dumps({"queries": queries}).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:  # noqa: S310
+            answers = json.load(response)["results"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise NoDatabase(f"{address}: {reason}") from error
+    if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
+        raise NoDatabase(f"{address}: an answer without results")
+    return answers
+
+
+def judge(found: Iterable[Vulnerability], lived_with: Mapping[str, str]) -> list[Problem]:
+    """A problem for each package with a known vulnerability and no written reason to keep it."""
+    by_package: dict[tuple[str, str], list[str]] = {}
+    for known in found:
+        if known.id not in lived_with:
+            by_package.setdefault((known.package, known.version), []).append(known.id)
+    fix = "move its pin, or write the id with a reason into containers/vulnerabilities.txt"
+    return [
+        Problem(f"{version}: {', '.join(ids)}", "containers/*.lock", name, fix) for (name, version), ids in by_package.items()
+    ]

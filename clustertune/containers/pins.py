@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, raise_if
 from clustertune.tree import ROOT
 
 FOLDER = ROOT / "containers"
@@ -58,13 +58,11 @@ def parse(text: str, file: str = "containers/versions.env") -> Pins:
         elif date:
             pins.dates[normal(date[1])] = date[2]
         elif line and not line.startswith("#"):
-            problems.append(
-                Problem(f"no KEY=VERSION: {line!r}", f"{file}:{number}", fix="a version stands bare, without blanks")
-            )
+            fix = "a version stands bare, without blanks"
+            problems.append(Problem(f"no KEY=VERSION: {line!r}", f"{file}:{number}", fix=fix))
     if "locks" not in pins.dates:
         problems.append(Problem("missing", file, "DATE_LOCKS", "the day of the locks: DATE_LOCKS=2030-01-31"))
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return pins
 
 
@@ -80,9 +78,8 @@ def read_bases(path: Path = BASES) -> Mapping[str, str]:
         if line and not line.startswith("#"):
             match = _BASE.fullmatch(line)
             if not match:
-                raise UserError(
-                    Problem(f"no KEY=VALUE: {line!r}", f"{path}:{number}", fix="a value stands bare, without blanks")
-                )
+                fix = "a value stands bare, without blanks"
+                raise UserError(f"no KEY=VALUE: {line!r}", file=f"{path}:{number}", fix=fix)
             found[match[1]] = match[2]
     return found
 
@@ -92,5 +89,5 @@ def find_tool(name: str) -> str:
     beside = Path(sys.executable).with_name(name)
     found = str(beside) if beside.is_file() else shutil.which(name)
     if not found:
-        raise UserError(Problem(f"{name} is not here", fix="run make setup"))
+        raise UserError(f"{name} is not here", fix="run make setup")
     return found

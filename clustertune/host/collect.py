@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clustertune.host import gpus, mounts, network, packages, surroundings, system
+from clustertune.host import credentials, gpus, mounts, network, packages, system
 from clustertune.host.facts import HostFacts, Package
 from clustertune.host.probe import Probe, ask
 
@@ -22,6 +23,126 @@ if TYPE_CHECKING:  # 3.8 cannot subscript collections.abc
     from clustertune.host.probe import Ask
 
     Reader = Callable[[Probe], dict[str, Any]]
+
+# --- where it is ------------------------------------------------------------------------------------------------------
+
+# Where a process finds itself: in a container, in a job, in which environment, under which Slurm.
+
+
+_SLURM_KEYS = """
+    SLURM_VERSION AccountingStorageType ConstrainDevices GresTypes PropagateResourceLimits PropagateResourceLimitsExcept
+    ProctrackType SelectType TaskPlugin
+""".split()  # noqa: SIM905 (one word a key is what a person can read and extend)
+_BAD_STATES = re.compile(
+    r"(?i)(?<!power_)(?<!powered_)(?<!powering_)down|drain|fail|not_respond|unknown|error|reboot|inval|\*$"
+)
+
+
+def container(probe: Probe, environ: Mapping[str, str]) -> str:
+    """What kind of container this is; empty: none."""
+    if environ.get("APPTAINER_CONTAINER") or environ.get("SINGULARITY_CONTAINER") or probe.path("/.singularity.d").exists():
+        return "apptainer"
+    if environ.get("ENROOT_RUNTIME_PATH") or environ.get("ENROOT_ROOTFS"):
+        return "enroot"
+    if environ.get("KUBERNETES_SERVICE_HOST"):
+        return "kubernetes"
+    if probe.path("/run/.containerenv").exists():
+        return "podman"
+    return "docker" if probe.path("/.dockerenv").exists() else ""
+
+
+def find_place(kind: str, environ: Mapping[str, str], *, slurm: bool) -> str:
+    """Where this is, of :data:`clustertune.host.facts` ``HostFacts.place``.
+
+    ``kind``: of the container. A step is what srun starts; the batch script is none: its limits are a step's, but its cores
+    are all of the job's. A machine with Slurm's commands and without a job is a login node.
+    """
+    step = "SLURM_STEP_ID" in environ and environ["SLURM_STEP_ID"].isdigit()
+    if kind in ("apptainer", "enroot"):
+        return "container+step" if step else "container"
+    if step:
+        return "step"
+    return "login" if slurm and not environ.get("SLURM_JOB_ID") else "here"
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """The keys of ``scontrol show config`` that rules read."""
+    found = {}
+    for line in text.splitlines():
+        name, equals, value = line.partition("=")
+        if equals and name.strip() in _SLURM_KEYS:
+            found[name.strip()] = value.strip()
+    return found
+
+
+def parse_nodes(text: str) -> dict[str, str]:
+    """Nodes that take no jobs, with state and reason, of ``sinfo -h -N -o '%N|%T|%E'``."""
+    found = {}
+    for line in text.splitlines():
+        fields = line.split("|", 2)
+        if len(fields) == 3 and _BAD_STATES.search(fields[1].strip()):
+            reason = fields[2].strip()
+            found[fields[0].strip()] = fields[1].strip() + (f" ({reason})" if reason not in ("", "none") else "")
+    return found
+
+
+def slurm_says(probe: Probe) -> dict[str, Any]:
+    """What the controller says. Not to be asked by every node of a job at once: it is one process for all of them."""
+    config = probe.call("scontrol", "show", "config", seconds=8.0)
+    if not config.present:
+        return {}
+    if not config.good:
+        return {"slurm_silent": config.fault}
+    nodes = probe.call("sinfo", "-h", "-N", "-o", "%N|%T|%E", seconds=8.0)
+    return {"slurm": parse_config(config.text), "slurm_nodes": parse_nodes(nodes.text)}
+
+
+def files_that_matter(environ: Mapping[str, str], cwd: str) -> list[tuple[str, str]]:
+    """Files with secrets, and programs that a job runs, with ``secret`` or ``program``."""
+    home = environ.get("HOME", "")
+    hub = environ.get("HF_HOME") or (f"{environ.get('XDG_CACHE_HOME') or f'{home}/.cache'}/huggingface" if home else "")
+    named = [
+        f"{cwd}/.env",
+        *([f"{home}/.netrc", f"{home}/.git-credentials"] if home else []),
+        *([f"{hub}/token", f"{hub}/stored_tokens"] if hub else []),
+        "/etc/slurm/slurmdbd.conf",
+        "/etc/munge/munge.key",
+    ]
+    programs = [f"{cwd}/launch/run.sbatch", *([f"{home}/.nccl.conf"] if home else []), "/etc/nccl.conf"]
+    return [(path, "secret") for path in named] + [(path, "program") for path in programs]
+
+
+def probe_folders(environ: Mapping[str, str]) -> list[str]:
+    """Folders in which libraries keep caches and locks, whether the user named them or not."""
+    home = environ.get("HOME", "")
+    cache = environ.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else "")
+    named = [
+        environ.get("HF_HOME") or (f"{cache}/huggingface" if cache else ""),
+        environ.get("HF_DATASETS_CACHE", ""),
+        environ.get("TRITON_CACHE_DIR", ""),
+        environ.get("TORCHINDUCTOR_CACHE_DIR", ""),
+        environ.get("TMPDIR") or "/tmp",  # noqa: S108 - it is looked at, as everybody uses it
+    ]
+    return [path for path in dict.fromkeys(named) if path.startswith("/")]
+
+
+def user_name() -> str:
+    """Who runs this; the number where the machine knows no name for it, as in containers."""
+    try:
+        import pwd
+
+        return pwd.getpwuid(os.getuid()).pw_name
+    except (KeyError, ImportError):
+        return str(os.getuid())
+
+
+def has_slurm(probe: Probe, environ: Mapping[str, str]) -> bool:
+    """Whether this machine belongs to a Slurm: its commands alone may be left from anything."""
+    named = environ.get("SLURM_CONF", "")
+    return any(probe.path(path).exists() for path in (named, "/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf") if path)
+
+
+# --- all of it --------------------------------------------------------------------------------------------------------
 
 DIRECT: tuple[Reader, ...] = (
     system.processors,
@@ -60,27 +181,26 @@ def collect(
     """
     probe = Probe(Path(root), command, time.monotonic() + seconds)
     environ = dict(os.environ) if probe.live else {}
-    kind = surroundings.container(probe, environ)
-    facts = HostFacts(hostname=_hostname(probe), user=surroundings.user_name() if probe.live else "", container=kind)
-    facts.environment = surroundings.environment(environ)
-    facts.place = place or surroundings.find_place(kind, environ, slurm=surroundings.has_slurm(probe, environ))
-    asking: list[Reader] = [*ASKING, partial(_stack, python=python), partial(_storage, names=names, folders=folders)]
-    if "step" not in facts.place and surroundings.has_slurm(probe, environ):
-        asking.append(surroundings.slurm)
+    kind, slurm = container(probe, environ), has_slurm(probe, environ)
+    name = platform.node() if probe.live else probe.read("/proc/sys/kernel/hostname") or probe.read("/etc/hostname")
+    facts = HostFacts(hostname=name or "?", user=user_name() if probe.live else "", container=kind)
+    facts.environment = credentials.environment(environ)
+    facts.place = place or find_place(kind, environ, slurm=slurm)
+    storage = partial(_storage, environ=environ, names=names, folders=folders)
+    asking: list[Reader] = [*ASKING, partial(_stack, python=python), storage]
+    if "step" not in facts.place and slurm:
+        asking.append(slurm_says)
     pool = ThreadPoolExecutor(max_workers=len(asking))
     try:
         started = [(reader, pool.submit(reader, probe)) for reader in asking]
         for reader in DIRECT:
             _take(facts, reader, lambda reader=reader: reader(probe))  # type: ignore[misc]
         for reader, future in started:
-            _take(facts, reader, partial(_result, future, probe))
+            left = max(0.0, probe.deadline - time.monotonic()) + GRACE
+            _take(facts, reader, partial(future.result, timeout=left))
     finally:
         pool.shutdown(wait=False)
     return facts
-
-
-def _result(future: Future[dict[str, Any]], probe: Probe) -> dict[str, Any]:
-    return future.result(timeout=max(0.0, probe.deadline - time.monotonic()) + GRACE)
 
 
 def _take(facts: HostFacts, reader: Any, read: Callable[[], dict[str, Any]]) -> None:
@@ -99,17 +219,12 @@ def _take(facts: HostFacts, reader: Any, read: Callable[[], dict[str, Any]]) -> 
             setattr(facts, key, value)
 
 
-def _hostname(probe: Probe) -> str:
-    return (platform.node() if probe.live else probe.read("/proc/sys/kernel/hostname") or probe.read("/etc/hostname")) or "?"
-
-
-def _storage(probe: Probe, *, names: Sequence[str], folders: Sequence[str]) -> dict[str, Any]:
-    environ = dict(os.environ) if probe.live else {}
+def _storage(probe: Probe, *, environ: Mapping[str, str], names: Sequence[str], folders: Sequence[str]) -> dict[str, Any]:
     wanted = mounts.MountQuery(
-        folders=[*surroundings.probe_folders(environ), *(folder for folder in folders if folder.startswith("/"))],
+        folders=[*probe_folders(environ), *(folder for folder in folders if folder.startswith("/"))],
         names=list(names),
-        files=surroundings.files_that_matter(environ, os.getcwd()),  # noqa: PTH109 - a plain word
-        libraries=surroundings.library_folders(environ),
+        files=files_that_matter(environ, os.getcwd()),  # noqa: PTH109 - a plain word
+        libraries=[path for path in dict.fromkeys(environ.get("LD_LIBRARY_PATH", "").split(":")) if path.startswith("/")],
     )
     return mounts.look(probe, wanted)
 

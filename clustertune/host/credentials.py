@@ -7,6 +7,7 @@ reports it takes out of the job's environment, and nothing that cannot be a secr
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 TOKEN = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
@@ -25,6 +26,19 @@ _PART = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|AC
 _SETTING = re.compile(r"(?im)(?<![a-z_])([a-z_]*(?:pass|secret|jwt_key)[a-z_]*(?:[ \t]*=|[ \t])(?:[ \t]|\\\r?\n)*)([^\s\\].*)$")
 """A secret setting of Slurm's files: in a comment too, behind another one, in the next line, or without its sign."""
 _IN_ADDRESS = re.compile(r"(?<=://)[^\s/@:]*:[^\s/@]+(?=@)")
+
+
+_RELEVANT = re.compile(
+    r"(SLURM|SRUN|SBATCH|NCCL|GLOO|UCX|UCC|FI|OMPI|PMI|PMIX|TORCH|TORCHINDUCTOR|PYTORCH|CUDA|NVIDIA|HF|HUGGINGFACE|TRANSFORMERS"
+    r"|DATASETS|TRITON|OMP|MKL|KMP|GOMP|OPENBLAS|APPTAINER|SINGULARITY|ENROOT|ACCELERATE|FSDP|WANDB|NLTK|LD|XDG|MASTER)_\w+"
+    r"|PYTHON\w+|(?i:(https?|all|no|ftp)_proxy)|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_RANK|ROLE_RANK"
+    r"|TMPDIR|HOME|VIRTUAL_ENV|CONDA_PREFIX|CONDA_DEFAULT_ENV|LC_ALL|LANG"
+)
+"""Names that steer Slurm, the frameworks, caches and proxies."""
+_KEY_IN_HEX = re.compile(r"\b[0-9a-f]{40}\b|\beyJ[A-Za-z0-9_.\-]{12,}")
+"""A key of W&B, or a signed web token: in a recipe 40 hex digits are a commit."""
+_LOGIN_IN_URL = re.compile(r"(?<=://)[^/\s]*@")
+_LONGEST = 4096
 
 
 def mask(text: str) -> str:
@@ -55,3 +69,18 @@ def names_secret(name: str) -> bool:
 def speaks_of_secret(name: str) -> bool:
     """Whether a variable has to do with a secret, such as a file that holds one: files that all can read must not name it."""
     return bool(_PART.search(name))
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that rules read. What looks like a secret is left out, by its name or by its value."""
+    found = {}
+    for name, value in sorted(environ.items()):
+        if not _RELEVANT.fullmatch(name) or may_name_secret(name) or holds_secret(value) or _KEY_IN_HEX.search(value):
+            continue
+        found[name] = _LOGIN_IN_URL.sub("***@", value[:_LONGEST])
+    return found
+
+
+def has_login(text: str) -> bool:
+    """Whether a URL held a name or password, which :func:`environment` has taken out."""
+    return "://***@" in text

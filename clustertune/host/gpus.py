@@ -5,10 +5,169 @@ from __future__ import annotations
 import json
 import re
 import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from typing import Any
 
-from clustertune.host import gpu_text, system
+from clustertune.host import system
+from clustertune.host.facts import Gpu
 from clustertune.host.probe import Probe
+
+# --- their texts ------------------------------------------------------------------------------------------------------
+
+# What ``nvidia-smi`` and the kernel's log say about GPUs, read from their texts alone.
+
+
+CSV_QUERY = "index,name,uuid,pci.bus_id,memory.total,memory.used"
+"""Fields that every driver of the last ten years knows: a query with one unknown field fails as a whole."""
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_REASON = re.compile(r"clocks_(?:event|throttle)_reason_(\w+)")
+_HARMLESS = ("gpu_idle", "applications_clocks_setting", "display_clocks_setting", "sync_boost")
+"""Reasons for low clocks that were requested, or that end with the first kernel."""
+
+
+def bus_address(text: str) -> str:
+    """``00000000:C1:00.0`` as the kernel writes it: ``0000:c1:00.0``; empty where it is not a PCI address."""
+    found = re.fullmatch(r"\s*(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7])\s*", text or "")
+    return f"{int(found[1] or '0', 16):04x}:{found[2].lower()}" if found else ""
+
+
+def number(text: str | None) -> int | None:
+    """The whole number that a field begins with (``80 MiB``, ``16x``); None of ``N/A``, ``[Not Supported]`` and the like."""
+    found = re.match(r"\s*(-?\d+)", text or "")
+    return int(found[1]) if found else None
+
+
+def flag(text: str | None) -> bool | None:
+    """``Enabled``, ``Yes``, ``Active``; None of anything that is neither that nor its opposite."""
+    word = (text or "").strip().lower()
+    if word in ("enabled", "yes", "active"):
+        return True
+    return False if word in ("disabled", "no", "not active") else None
+
+
+def parse_xml(text: str) -> tuple[str, str, list[Gpu]]:
+    """Driver version, CUDA version of the driver, and GPUs of ``nvidia-smi -q -x``, in its order.
+
+    Raises ValueError where it is not that. What comes before it, complaints about a lost GPU, is skipped.
+    """
+    start = text.find("<?xml")
+    start = text.find("<nvidia_smi_log") if start < 0 else start
+    last = text.rfind("</nvidia_smi_log>")  # a warning of a damaged infoROM comes after it
+    end = last + len("</nvidia_smi_log>") if last >= 0 else len(text)
+    try:
+        root = ET.fromstring(text[start:end] if start >= 0 else "")  # noqa: S314 - the driver's own text, or a recording of it
+    except ET.ParseError as error:
+        raise ValueError(f"no answer of nvidia-smi -q -x: {error}") from None
+    gpus = [_gpu(index, node) for index, node in enumerate(root.findall("gpu"))]
+    return _word(root.findtext("driver_version")), _word(root.findtext("cuda_version")), gpus
+
+
+def _word(text: str | None) -> str:
+    word = (text or "").strip()
+    return "" if word.startswith("[") or word.upper() in ("N/A", "ERR!", "NOT FOUND") else word
+
+
+def _gpu(index: int, node: ET.Element) -> Gpu:
+    pcie = "pci/pci_gpu_link_info/"
+    return Gpu(
+        index=index,
+        name=_word(node.findtext("product_name")),
+        uuid=_word(node.findtext("uuid")),
+        bus=bus_address(node.findtext("pci/pci_bus_id") or node.get("id") or ""),
+        memory_mib=number(node.findtext("fb_memory_usage/total")),
+        used_mib=number(node.findtext("fb_memory_usage/used")),
+        pids=_pids(node.find("processes")),
+        compute_mode=_word(node.findtext("compute_mode")),
+        persistence=flag(node.findtext("persistence_mode")),
+        mig=flag(node.findtext("mig_mode/current_mig")),
+        ecc=flag(node.findtext("ecc_mode/current_ecc")),
+        ecc_uncorrected=_uncorrected(node.find("ecc_errors/volatile")),
+        remap_pending=flag(node.findtext("remapped_rows/remapped_row_pending")),
+        remap_failed=flag(node.findtext("remapped_rows/remapped_row_failure")),
+        pcie_gen=number(node.findtext(f"{pcie}pcie_gen/max_link_gen")),
+        pcie_gen_max=number(node.findtext(f"{pcie}pcie_gen/max_device_link_gen")),
+        pcie_width=number(node.findtext(f"{pcie}link_widths/current_link_width")),
+        pcie_width_max=number(node.findtext(f"{pcie}link_widths/max_link_width")),
+        throttle=list(_throttle(node)),
+    )
+
+
+def _pids(node: ET.Element | None) -> list[int] | None:
+    """Processes that compute; those of a display do not count."""
+    if node is None or (node.text or "").strip().startswith(("N/A", "[")):
+        return None
+    found = []
+    for process in node.iter("process_info"):
+        pid = number(process.findtext("pid"))
+        if pid is not None and "C" in (process.findtext("type") or "C"):
+            found.append(pid)
+    return sorted(set(found))
+
+
+def _uncorrected(node: ET.Element | None) -> int | None:
+    """Uncorrected errors since the driver was loaded, over all kinds of memory; old drivers call them double bit."""
+    if node is None:
+        return None
+    counts = [number(item.text) for item in node.iter() if "uncorrectable" in item.tag and len(item) == 0]
+    counts += [number(node.findtext("double_bit/total"))]
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _throttle(node: ET.Element) -> Iterator[str]:
+    for item in node.iter():
+        found = _REASON.fullmatch(item.tag)
+        if found and found[1] not in _HARMLESS and flag(item.text):
+            yield found[1]
+
+
+def parse_csv(text: str, query: str = CSV_QUERY) -> list[Gpu]:
+    """GPUs of ``nvidia-smi --query-gpu=QUERY --format=csv,noheader``; lines that are none are skipped.
+
+    ``query``: fields of :data:`CSV_QUERY`, ``index`` first.
+    """
+    found = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) != len(query.split(",")) or not fields[0].isdigit():
+            continue
+        row = dict(zip(query.split(","), fields))  # noqa: B905 - 3.8 has no strict
+        gpu = Gpu(int(fields[0]), _word(row.get("name")), _word(row.get("uuid")), bus_address(row.get("pci.bus_id", "")))
+        gpu.memory_mib, gpu.used_mib = number(row.get("memory.total")), number(row.get("memory.used"))
+        found.append(gpu)
+    return found
+
+
+def plain_topology(text: str) -> str:
+    """``nvidia-smi topo -m`` without the escapes that underline its first line."""
+    return _ESCAPES.sub("", text)
+
+
+def gpu_links(topology: str) -> dict[tuple[int, int], str]:
+    """How GPUs reach each other, of ``nvidia-smi topo -m``: (0, 1) to ``NV18``, ``PIX``, ``PHB``, ``NODE``, ``SYS``."""
+    rows = [line.split("\t") for line in plain_topology(topology).splitlines()]
+    head = next((row for row in rows if any(cell.strip() == "GPU0" for cell in row)), None)
+    if head is None:
+        return {}
+    columns = [cell.strip() for cell in head]
+    links: dict[tuple[int, int], str] = {}
+    for row in rows:
+        own = re.fullmatch(r"GPU(\d+)", row[0].strip()) if row else None
+        for name, cell in zip(columns, row) if own and row is not head else ():  # noqa: B905 - 3.8 has no strict
+            other = re.fullmatch(r"GPU(\d+)", name)
+            if own and other and own[1] != other[1] and cell.strip():
+                links[int(own[1]), int(other[1])] = cell.strip()
+    return links
+
+
+def xid_lines(log: str) -> list[str]:
+    """The lines of a kernel's log in which the NVIDIA driver reports an error of a GPU, the newest last."""
+    return [line.strip()[:400] for line in log.splitlines() if "NVRM: Xid" in line][-100:]
+
+
+# --- by the driver, by CUDA -------------------------------------------------------------------------------------------
 
 SMI_SECONDS = 45.0
 """A driver without persistence mode wakes one GPU after the other, some seconds each."""
@@ -41,17 +200,16 @@ def driver(probe: Probe) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {"nvidia_smi": full.fault}
     try:
-        found["driver"], found["cuda_driver"], found["gpus"] = gpu_text.parse_xml(full.text)
+        found["driver"], found["cuda_driver"], found["gpus"] = parse_xml(full.text)
         if found["gpus"] and (full.fault.startswith("<") or "inforom" in full.fault.lower()):
             found["nvidia_smi"] = ""  # exit 14: it answered in full, and warns of a damaged infoROM, with which GPUs work
     except ValueError:
         found["nvidia_smi"] = full.fault or "an answer that is not XML"
         if "no answer" not in full.fault:  # a driver that hangs once hangs twice
-            short = probe.call("nvidia-smi", f"--query-gpu={gpu_text.CSV_QUERY}", "--format=csv,noheader", seconds=SMI_SECONDS)
-            found["gpus"] = gpu_text.parse_csv(short.text)
+            short = probe.call("nvidia-smi", f"--query-gpu={CSV_QUERY}", "--format=csv,noheader", seconds=SMI_SECONDS)
+            found["gpus"] = parse_csv(short.text)
     for gpu in found.get("gpus", ()):
-        numa = probe.number(f"/sys/bus/pci/devices/{gpu.bus}/numa_node") if gpu.bus else None
-        gpu.numa = numa if numa is not None and numa >= 0 else None
+        gpu.numa = probe.numa(f"/sys/bus/pci/devices/{gpu.bus}") if gpu.bus else None
     if found.get("gpus") and not found.get("driver"):
         found["driver"] = module_version(probe.read("/proc/driver/nvidia/version"))
     return found
@@ -60,7 +218,7 @@ def driver(probe: Probe) -> dict[str, Any]:
 def topology(probe: Probe) -> dict[str, Any]:
     """How the GPUs are connected."""
     answer = probe.call("nvidia-smi", "topo", "-m", seconds=SMI_SECONDS)
-    return {"topology": gpu_text.plain_topology(answer.text)} if answer.good and "GPU0" in answer.text else {}
+    return {"topology": plain_topology(answer.text)} if answer.good and "GPU0" in answer.text else {}
 
 
 def cuda(probe: Probe) -> dict[str, Any]:
@@ -84,7 +242,7 @@ def kernel_log(probe: Probe) -> dict[str, Any]:
     for command in (("dmesg",), ("journalctl", "-k", "-b", "-q", "--no-pager", "-n", "50000", "-o", "short-monotonic")):
         answer = probe.call(*command, seconds=5.0)
         if answer.good and answer.text.strip():
-            return {"kernel_log_read": True, "xids": gpu_text.xid_lines(answer.text)}
+            return {"kernel_log_read": True, "xids": xid_lines(answer.text)}
     return {}
 
 
@@ -92,7 +250,7 @@ def devices(probe: Probe) -> dict[str, Any]:
     """GPUs on the PCI bus and their device files, whether a driver serves them or not, and what the kernel has loaded."""
     folder = "/sys/bus/pci/devices"
     buses = probe.names(folder)
-    own = [bus for bus in buses if probe.read(f"{folder}/{bus}/vendor").lower() == "0x10de"]
+    own = [bus for bus in buses if _nvidia(probe, bus)]
     # 0x0300: VGA, 0x0302: a GPU without a display (linux/pci_ids.h)
     count = sum(probe.read(f"{folder}/{bus}/class")[:6] in ("0x0300", "0x0302") for bus in own)
     files = [f"/dev/{name}" for name in probe.names("/dev") if re.fullmatch(r"nvidia\d+", name)]
@@ -106,6 +264,10 @@ def devices(probe: Probe) -> dict[str, Any]:
     if version := module_version(text):
         found["driver"] = version
     return found
+
+
+def _nvidia(probe: Probe, bus: str) -> bool:
+    return probe.read(f"/sys/bus/pci/devices/{bus}/vendor").lower() == "0x10de"
 
 
 def module_version(text: str) -> str:
@@ -141,8 +303,7 @@ def acs_control(config: bytes) -> int | None:
 def bridges(probe: Probe) -> dict[str, Any]:
     """Bridges that redirect traffic between their ports. Needs root: others see 64 bytes of each device."""
     folder = "/sys/bus/pci/devices"
-    found: list[str] = []
-    hidden = False
+    found, hidden = [], False
     names = probe.names(folder)
     if not names:
         return {}
@@ -161,19 +322,12 @@ def bridges(probe: Probe) -> dict[str, Any]:
 
 def iommu(probe: Probe) -> dict[str, Any]:
     """Whether an IOMMU translates what devices address; in passthrough (``iommu=pt``) it does not."""
-    groups = probe.names("/sys/kernel/iommu_groups")
+    folder = "/sys/kernel/iommu_groups"
+    groups = probe.names(folder)
     if not groups:
         return {"iommu": False} if probe.path("/sys/kernel").is_dir() else {}
-    folder = "/sys/kernel/iommu_groups"
     # firmware and one old device may be translated while the GPUs pass through: theirs count, where there are any
-    own = [
-        group
-        for group in groups
-        if any(
-            probe.read(f"/sys/bus/pci/devices/{device}/vendor").lower() == "0x10de"
-            for device in probe.names(f"{folder}/{group}/devices")
-        )
-    ]
+    own = [group for group in groups if any(_nvidia(probe, device) for device in probe.names(f"{folder}/{group}/devices"))]
     types = {probe.read(f"{folder}/{group}/type") for group in own or groups}
     if types - {""}:
         return {"iommu": any(kind.startswith("DMA") for kind in types)}

@@ -35,41 +35,17 @@ MOST = 200
 """Mounts that are kept: a node of containers has thousands."""
 
 
-NETWORK_KINDS = (
-    "nfs",
-    "nfs4",
-    "nfs3",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "wekafs",
-    "glusterfs",
-    "cifs",
-    "smb3",
-    "9p",
-    "panfs",
-    "virtiofs",
-    "orangefs",
-    "pvfs2",
-    "afs",
+NETWORK_KINDS = frozenset(
+    """
+    nfs nfs4 nfs3 lustre gpfs beegfs ceph wekafs glusterfs cifs smb3 9p panfs virtiofs orangefs pvfs2 afs
+    """.split()  # noqa: SIM905 (as above)
 )
 """Kinds of file system that lie on other machines."""
 
 
 LOCAL_FUSE = frozenset(
     f"fuse.{name}"
-    for name in (
-        "squashfuse",
-        "squashfuse_ll",
-        "fuse-overlayfs",
-        "fuse2fs",
-        "ext2fuse",
-        "snapfuse",
-        "bindfs",
-        "gocryptfs",
-        "encfs",
-    )
+    for name in "squashfuse squashfuse_ll fuse-overlayfs fuse2fs ext2fuse snapfuse bindfs gocryptfs encfs".split()  # noqa: SIM905
 )
 """Kinds of FUSE that lie on this machine: images of containers, and what stands in front of a local folder."""
 

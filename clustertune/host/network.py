@@ -71,7 +71,6 @@ def interfaces(probe: Probe) -> dict[str, Any]:
 def _nic(probe: Probe, name: str) -> Nic:
     folder = f"{_NET}/{name}"
     speed = probe.number(f"{folder}/speed")
-    numa = probe.number(f"{folder}/device/numa_node")
     kind = probe.number(f"{folder}/type")
     links = probe.read(f"{folder}/bonding/slaves").split()
     bonded = probe.path(f"{folder}/bonding").is_dir()
@@ -81,7 +80,7 @@ def _nic(probe: Probe, name: str) -> Nic:
         carrier={"1": True, "0": False}.get(probe.read(f"{folder}/carrier")),
         mbit=speed if speed and 0 < speed < 10_000_000 else None,  # -1, or 2^32-1 of old kernels, where it is unknown
         mtu=probe.number(f"{folder}/mtu"),
-        numa=numa if numa is not None and numa >= 0 else None,
+        numa=probe.numa(f"{folder}/device"),
         driver=probe.target(f"{folder}/device/driver"),
         kind=_KINDS.get(kind, "other") if kind is not None else "",
         virtual=not bonded and not probe.path(f"{folder}/device").exists(),
@@ -108,47 +107,34 @@ def _is_up(probe: Probe, folder: str) -> bool | None:
 
 def rdma(probe: Probe) -> dict[str, Any]:
     """Ports of RDMA adapters, the device files that this process may use, and the libraries that drive them."""
-    ports = []
-    for device in probe.names(_IB):
-        folder = f"{_IB}/{device}"
-        numa = probe.number(f"{folder}/device/numa_node")
-        for number in probe.names(f"{folder}/ports"):
-            if number.isdigit():
-                port = _port(probe, device, int(number))
-                port.numa = numa if numa is not None and numa >= 0 else None
-                port.firmware = probe.read(f"{folder}/fw_ver")
-                ports.append(port)
-    return {"rdma": ports, "rdma_devices": _device_files(probe), **_verbs(probe)}
+    listed = [(device, name) for device in probe.names(_IB) for name in probe.names(f"{_IB}/{device}/ports") if name.isdigit()]
+    files = [f"/dev/infiniband/{name}" for name in probe.names("/dev/infiniband")]
+    usable = [name for name in files if os.access(probe.path(name), os.R_OK | os.W_OK)]
+    return {"rdma": [_port(probe, *port) for port in listed], "rdma_devices": usable, **_verbs(probe)}
 
 
-def _port(probe: Probe, device: str, number: int) -> RdmaPort:
+def _port(probe: Probe, device: str, number: str) -> RdmaPort:
     folder = f"{_IB}/{device}/ports/{number}"
     state = probe.read(f"{folder}/state").partition(":")[2].strip()
     rate = re.match(r"([\d.]+)", probe.read(f"{folder}/rate"))
     return RdmaPort(
         device=device,
-        port=number,
+        port=int(number),
         active=state == "ACTIVE" if state else None,
         state=state,
         physical=probe.read(f"{folder}/phys_state").partition(":")[2].strip(),
         gbit=float(rate[1]) if rate else None,
         link_layer=probe.read(f"{folder}/link_layer"),
         netdev=probe.read(f"{folder}/gid_attrs/ndevs/0"),
+        numa=probe.numa(f"{_IB}/{device}/device"),
+        firmware=probe.read(f"{_IB}/{device}/fw_ver"),
     )
 
 
-def _device_files(probe: Probe) -> list[str]:
-    names = [f"/dev/infiniband/{name}" for name in probe.names("/dev/infiniband")]
-    return [name for name in names if os.access(probe.path(name), os.R_OK | os.W_OK)]
-
-
 def _verbs(probe: Probe) -> dict[str, Any]:
-    providers = set()
-    for library in _PROVIDERS:
-        for pattern in ("libibverbs/lib*-rdmav*.so", "*/libibverbs/lib*-rdmav*.so"):
-            for path in probe.path(library).glob(pattern):
-                providers.add(path.name[3:].partition("-rdmav")[0])
-    found: dict[str, Any] = {"verbs_providers": sorted(providers)}
+    patterns = ("libibverbs/lib*-rdmav*.so", "*/libibverbs/lib*-rdmav*.so")
+    paths = [path for library in _PROVIDERS for pattern in patterns for path in probe.path(library).glob(pattern)]
+    found: dict[str, Any] = {"verbs_providers": sorted({path.name[3:].partition("-rdmav")[0] for path in paths})}
     if probe.live:
         try:
             ctypes.CDLL("libibverbs.so.1")

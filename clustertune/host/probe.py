@@ -131,6 +131,11 @@ class Probe:
         except (ValueError, IndexError):
             return None
 
+    def numa(self, folder: str) -> int | None:
+        """The NUMA node of a device; None where the kernel knows none (-1)."""
+        node = self.number(f"{folder}/numa_node")
+        return node if node is not None and node >= 0 else None
+
     def names(self, path: str) -> list[str]:
         """The names in a folder, sorted; none where there is no such folder."""
         try:

@@ -4,27 +4,165 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import json
+import math
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from clustertune.check.log_read import read
-from clustertune.check.rule import Finding, as_json
+from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, as_json
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.hardware import HARDWARE, LinkFacts, NetworkFacts, read_hardware
-from clustertune.errors import Problem, UserError
+from clustertune.config.schema import parse_minutes
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch import batch, step
+from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import environment
+from clustertune.launch.shape import JobShape
 from clustertune.manifest import write_durably
-from clustertune.nccl_check import gather
 from clustertune.nccl_check import judge as judging
+from clustertune.nccl_check import result as gather
+from clustertune.nccl_check.node import FACTS_SECONDS, start
 from clustertune.nccl_check.result import SCHEMA
-from clustertune.nccl_check.setup import CheckOptions, CollectiveCase, Setup
-from clustertune.nccl_check.target import Target, round_folder, run_round
+from clustertune.nccl_check.setup import (
+    END,
+    LAUNCHED,
+    MARGIN_SECONDS,
+    NODE,
+    SETUP,
+    CheckOptions,
+    CollectiveCase,
+    Setup,
+    await_file,
+    write_whole,
+)
 from clustertune.plan.measured import SUFFIX, beside, read_measured
+from clustertune.process import kill_group
+from clustertune.tree import ROOT
+
+# --- where it runs ----------------------------------------------------------------------------------------------------
+
+NODE_MODULE = "clustertune.nccl_check.node"
+SLACK_SECONDS = 15.0
+"""For the start of a step, of a container, and of Python, and for their end."""
+TICK_SECONDS = 0.5
+RECORD_SECONDS = 12.0
+"""How long the other nodes may take to end what is left of a round: they notice within a second that this one has ended."""
+
+
+@dataclass(frozen=True)
+class CheckTarget:
+    """Where a check runs."""
+
+    hosts: tuple[str, ...]
+    addresses: tuple[str, ...]
+    cluster: Cluster
+    command: Callable[[Path], list[str]]
+    """What runs a round whose folder is given."""
+    job: str | None = None
+    by_hand: bool = False
+    """Whether the nodes are machines that are each started with their number: this is the first of several."""
+
+
+def node_command(folder: Path, node: int = 0) -> list[str]:
+    """What runs one node of a round."""
+    return [sys.executable, "-m", NODE_MODULE, "--folder", str(folder), "--node", str(node)]
+
+
+def local_target(hosts: tuple[str, ...], addresses: tuple[str, ...], cluster: Cluster) -> CheckTarget:
+    """One node of its own number: the only one, or the first of several that were started by hand."""
+    return CheckTarget(hosts, addresses, cluster, node_command, by_hand=len(hosts) > 1)
+
+
+def job_target(allocation: Allocation, cluster: Cluster, environ: Mapping[str, str]) -> CheckTarget:
+    """The nodes of a Slurm job, reached by srun, in the cluster's container if it has one."""
+    # Slurm gives whole cores: a job that asked for one CPU has two, and srun warns of a step that wants both.
+    requested = environ.get("SLURM_CPUS_PER_TASK", "")
+    cpus = int(requested) if requested.isdigit() else allocation.cpus_per_node
+
+    def command(folder: Path) -> list[str]:
+        words = [sys.executable, "-m", NODE_MODULE, "--folder", str(folder)]
+        gpus = bool(allocation.gpus_per_node)
+        nodes = len(allocation.nodes)
+        return step.in_step(words, cluster, binds=[folder.parent], nodes=nodes, cpus=cpus, gpus=gpus, environ=environ)
+
+    # Slurm's names resolve on every node: training meets by them, too.
+    return CheckTarget(allocation.nodes, allocation.nodes, cluster, command, allocation.job_id)
+
+
+def _run_node(command: Sequence[str], folder: Path, output: str, seconds: float, tick: Callable[[Path], None]) -> None:
+    """Run a round's command to its end, or end it after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    child = start(command, folder / output, signal.SIGTERM, cwd=ROOT)
+    try:
+        while child.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(TICK_SECONDS)
+            tick(folder)
+    finally:
+        if child.poll() is None:  # it took too long, or this process was asked to stop
+            child.send_signal(signal.SIGTERM)  # srun ends its tasks, a node ends its ranks and leaves its record
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(5)
+            kill_group(child)
+
+
+def run_round(target: CheckTarget, folder: Path, setup: Setup, tick: Callable[[Path], None] = lambda _: None) -> None:
+    """Run a round to its end, or end it. Raises OSError where its folder cannot be written.
+
+    It is ended at the latest after its ``most_seconds``. ``tick`` is called with the folder now and then.
+    """
+    setup.write(folder)
+    began = time.monotonic()
+    limit = min(setup.limit + SLACK_SECONDS + (FACTS_SECONDS if setup.facts else 0), setup.most_seconds)
+    _run_node(target.command(folder), folder, LAUNCHED, limit, tick)
+    if target.by_hand:  # srun waits for all nodes by itself
+        until = min(time.monotonic(), began + setup.most_seconds) + RECORD_SECONDS
+        for node in range(len(target.hosts)):
+            await_file(folder / NODE.format(node=node), until - time.monotonic())
+
+
+def round_folder(folder: Path, number: int) -> Path:
+    """Of the rounds of a check, counted from 1."""
+    return folder / f"round-{number}"
+
+
+def finish(target: CheckTarget, folder: Path) -> None:
+    """Tell nodes that were started by hand that there is no further round. Raises OSError."""
+    if target.by_hand:
+        write_whole(folder / END, {})
+
+
+def join(folder: Path, node: int, seconds: float) -> int:
+    """Take part as one of the other nodes until the first one says that it is over. Returns the number of rounds.
+
+    ``seconds``: how long to wait for a round or for the end. Raises TimeoutError where neither comes.
+    """
+    for number in itertools.count(1):
+        following = round_folder(folder, number)
+        deadline = time.monotonic() + seconds
+        while not (following / SETUP).exists():
+            if (folder / END).exists():
+                return number - 1
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{following / SETUP} did not come within {seconds:.0f} s")
+            await_file(following / SETUP, 0.5)
+        setup = Setup.read(following)
+        limit = setup.limit + SLACK_SECONDS + FACTS_SECONDS
+        _run_node(node_command(following, node), following, f"launch-{node}.out", limit, lambda _: None)
+        seconds = min(seconds, setup.most_seconds + RECORD_SECONDS + SLACK_SECONDS)  # the first node ends its round by then
+    raise AssertionError("there is always a next number")
+
+
+# --- what it finds ----------------------------------------------------------------------------------------------------
 
 RESULT = "result.json"
 REQUESTED = "asked for"
@@ -44,7 +182,7 @@ def largest_for(backend: str, nodes: int) -> int:
     return GIB if backend == "nccl" else 64 * MIB if nodes > 1 else 16 * MIB
 
 
-def make_setup(target: Target, options: CheckOptions, changes: Mapping[str, str] | None = None) -> Setup:
+def make_setup(target: CheckTarget, options: CheckOptions, changes: Mapping[str, str] | None = None) -> Setup:
     """The first round of a check. ``changes``: variables that take the place of those of training."""
     nodes, cluster = len(target.hosts), target.cluster
     settings = environment(
@@ -75,7 +213,7 @@ def make_setup(target: Target, options: CheckOptions, changes: Mapping[str, str]
 
 
 def measure(
-    target: Target,
+    target: CheckTarget,
     options: CheckOptions,
     folder: Path,
     report: Callable[[str], None],
@@ -112,17 +250,10 @@ def next_setup(found: gather.Round, left: float, most: float) -> Setup | None:
     if not broken or min(left, most) < LEAST_SECONDS or len(found.up) < setup.world_size:
         return None
     skip = {*setup.skip, *((step.case["scope"], step.case["collective"], int(step.case["turn"])) for step in broken)}
-    if sum(scope == "pair" for scope, _, _ in skip) > 1:  # a node that hangs with one hangs with all
-        scopes = tuple(scope for scope in setup.scopes if scope != "pair")
-    else:
-        scopes = setup.scopes
-    incomplete = {id(step) for step in found.broken}
-    whole = [(CollectiveCase(**step.case), step) for step in found.steps if id(step) not in incomplete]
-    keys = {case.key for case, _ in whole}
-    known = {
-        (case.scope, case.collective, case.turn, case.back, case.bytes, max(float(d["median_s"]) for d in step.done.values()))
-        for case, step in whole
-    }
+    no_pairs = sum(scope == "pair" for scope, _, _ in skip) > 1  # a node that hangs with one hangs with all
+    scopes = tuple(scope for scope in setup.scopes if scope != "pair" or not no_pairs)
+    whole = [(CollectiveCase(**step.case), step) for step in found.steps if step.whole]
+    known = {(*case.track, case.bytes, max(float(d["median_s"]) for d in step.done.values())) for case, step in whole}
     changed = {name: value for node in found.nodes for name, value in (node.get("changed") or {}).items()}
     return replace(
         setup,
@@ -130,7 +261,6 @@ def next_setup(found: gather.Round, left: float, most: float) -> Setup | None:
         most_seconds=most,
         scopes=scopes,
         skip=tuple(sorted(skip)),
-        done=tuple(sorted({*setup.done, *keys})),
         known=tuple(sorted({*setup.known, *known})),
         environment={**setup.environment, **changed},
         facts=False,
@@ -138,7 +268,7 @@ def next_setup(found: gather.Round, left: float, most: float) -> Setup | None:
     )
 
 
-def document(target: Target, options: CheckOptions, rounds: list[gather.Round], seconds: float) -> dict[str, Any]:
+def document(target: CheckTarget, options: CheckOptions, rounds: list[gather.Round], seconds: float) -> dict[str, Any]:
     """What was found, without a verdict: :mod:`clustertune.nccl_check.result` explains each key."""
     first, measured = rounds[0], gather.measurements(rounds)
     hung, problems = gather.faults(rounds)
@@ -192,21 +322,11 @@ def expected(cluster: Cluster) -> dict[str, Any]:
     ops/hardware.yaml cannot be read.
     """
     compute, network, hardware = cluster.compute, cluster.network, read_hardware()
+    asked = {"gpus", "gpu", "interconnect", "nvlink_domain"}
+    named = {"kind", "gbit", "ports", "interface", "subnet", "hca"}
     found: dict[str, Any] = {
-        "compute": {
-            "gpus": compute.gpus,
-            "gpu": compute.gpu,
-            "interconnect": compute.interconnect,
-            "nvlink_domain": compute.nvlink_domain or 0,
-        },
-        "network": {
-            "kind": network.kind,
-            "gbit": network.gbit,
-            "ports": network.ports,
-            "interface": network.interface,
-            "subnet": network.subnet,
-            "hca": list(network.hca),
-        },
+        "compute": {**compute.model_dump(include=asked), "nvlink_domain": compute.nvlink_domain or 0},
+        "network": network.model_dump(include=named, mode="json"),
     }
     link = hardware.links.get(compute.interconnect or "")
     if link is not None and compute.gpus > 1:
@@ -223,9 +343,7 @@ def _carries(key: str, nominal: float, reached: float, facts: LinkFacts | Networ
     return {
         "nominal_gb_s": nominal,
         "expected_gb_s": reached,
-        "sources": [
-            f"ops/{HARDWARE.name} {key}: {name}: {source}" for name, source in facts.sources.items() if name != "latency_us"
-        ],
+        "sources": [f"ops/{HARDWARE.name} {key}: {at}: {text}" for at, text in facts.sources.items() if at != "latency_us"],
         "hint": facts.hint,
     }
 
@@ -244,11 +362,8 @@ def verdict(found: Mapping[str, Any], logs: Mapping[str, str]) -> tuple[list[Fin
     log = read(logs.values())
     findings = judging.judge_log(found, log)
     headline = judging.headline(found, log, findings)
-    return findings, {
-        "status": headline.partition(":")[0].lower(),
-        "headline": headline,
-        "findings": as_json(findings),
-    }
+    status = headline.partition(":")[0].lower()
+    return findings, {"status": status, "headline": headline, "findings": as_json(findings)}
 
 
 def write(found: Mapping[str, Any], path: Path) -> None:
@@ -302,3 +417,155 @@ def keep(found: Mapping[str, Any], cluster: Cluster) -> Path:
         shutil.copymode(path.with_name(f"{path.name.removesuffix(SUFFIX)}{Path(cluster.source).suffix}"), path)
     read_measured(path)
     return path
+
+
+# --- before a job -----------------------------------------------------------------------------------------------------
+
+# The short check before a training job: bounded, and never the reason why a job dies that would have trained.
+
+FOLDER = "nccl-check"
+"""In the folder of a run."""
+
+
+@dataclass(frozen=True)
+class LinkVerdict:
+    """The verdict of the check before a job."""
+
+    status: str
+    """One of clustertune.check.rule.STATUSES; ``unknown``: it could not be made."""
+    headline: str
+    file: Path | None
+    seconds: float
+    findings: tuple[Finding, ...] = ()
+
+    def event(self) -> dict[str, Any]:
+        """For ``metrics.jsonl``."""
+        faults = [f"{f.rule} {f.where}".strip() for f in self.findings if f.status in (FAIL, WARN)]
+        return {
+            "status": self.status,
+            "headline": self.headline,
+            "seconds": round(self.seconds, 1),
+            "file": str(self.file) if self.file else None,
+            "faults": faults,
+        }
+
+
+def options_for(seconds: float, backend: str, why: str, ranks_per_node: int, cpus_per_node: int, nodes: int) -> CheckOptions:
+    """A check that is over, its start and a thing that hangs included, within ``seconds``."""
+    return CheckOptions(
+        backend=backend,
+        backend_why=why,
+        ranks_per_node=ranks_per_node,
+        cpus_per_node=cpus_per_node,
+        seconds=max(4.0, 0.5 * seconds),
+        smallest=MIB,
+        largest=min(largest_for(backend, nodes), 256 * MIB),
+        factor=16,
+        iterations=10,
+        warmup=2,
+        collectives=("all_gather", "reduce_scatter", "all_reduce", "p2p"),
+        scopes=("world", "intra", "pair"),
+        place="step",
+        most_seconds=seconds,
+    )
+
+
+def before_job(target: CheckTarget, options: CheckOptions, folder: Path, report: Callable[[str], None]) -> LinkVerdict:
+    """Measure and judge into ``folder``. What breaks in the check itself is ``unknown``, never raised."""
+    began, number = time.monotonic(), 1
+    wanted = folder
+    while folder.exists():  # the same start of a job may be made twice by hand: records are added to, and would mix
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    try:
+        rounds = measure(target, options, folder, report)
+        found = document(target, options, rounds, time.monotonic() - began)
+        why = rounds[0].inconclusive
+        if why:
+            # The command says that this is a fault; a job that would have trained does not end for it.
+            for entry in found["hung"]:
+                text = str(entry["message"] or f"{entry['collective']} did not end")[:300]
+                found["problems"].append({"node": target.hosts[0], "message": f"{why}: {text}"})
+            found["hung"] = []
+        findings = judge(found, target.cluster, gather.logs(rounds[0]))
+        write(found, folder / RESULT)
+        status, headline = found["verdict"]["status"], found["verdict"]["headline"]
+        if why and status != FAIL:
+            status, headline = UNKNOWN, f"the links could not be measured: {why} ({folder})"
+        return LinkVerdict(status, headline, folder / RESULT, time.monotonic() - began, tuple(findings))
+    except Exception as error:  # whatever it is: the job is worth more than the check
+        text = f"the check before the job could not be made: {type(error).__name__}: {str(error)[:300]}"
+        return LinkVerdict(UNKNOWN, text, None, time.monotonic() - began)
+
+
+def decide(verdict: LinkVerdict, on_fail: str) -> None:
+    """Raise UserError where a failed verdict is to stop the job.
+
+    Exit 93: the recipe is right (2 would say that it is not), and on these nodes another start would end here again.
+    """
+    if verdict.status != FAIL or on_fail != "stop":
+        return
+    faults = [finding for finding in verdict.findings if finding.status == FAIL]
+    problems = [
+        Problem(f"{finding.rule}: {finding.where + ': ' if finding.where else ''}{finding.found}", fix=finding.fix)
+        for finding in faults
+    ]
+    fix = "fix it, or nccl_check: {on_fail: warn} in the cluster file; clustertune nccl-check shows more"
+    head = Problem(verdict.headline, file=str(verdict.file or ""), key="nccl_check.on_fail", fix=fix)
+    raise UserError([head, *problems], ExitCode.STOP)
+
+
+# --- as a job ---------------------------------------------------------------------------------------------------------
+
+# A header for whole nodes over the body of ops/nccl-check/nccl-check.sbatch.
+
+SCRIPT = ROOT / "ops" / "nccl-check" / "nccl-check.sbatch"
+START_MINUTES = 5
+"""For the start of the job, of containers and Python, and what is ended late."""
+
+
+def job_shape(cluster: Cluster, nodes: int | None, time: str | None, seconds: float) -> JobShape:
+    """Whole nodes, all of the cluster by default: a neighbour's traffic would be measured, too. Raises UserError."""
+    there, problems = len(cluster.compute_nodes), []
+    if cluster.slurm is None:
+        fix = "add a slurm section to its file, or --cluster names another one; without --submit it runs here"
+        raise UserError(Problem(f"cluster {cluster.name} has no Slurm", file=cluster.source, key="slurm", fix=fix))
+    wanted = there if nodes is None else nodes
+    if wanted > there:
+        text = f"{wanted} nodes, cluster {cluster.name} has {there}"
+        problems.append(Problem(text, file="command line", key="--nodes", fix=f"at most --nodes {there}"))
+    minutes = math.ceil(seconds / 60) + START_MINUTES if time is None else parse_minutes(time)
+    longest = parse_minutes(cluster.slurm.max_time)
+    if minutes is None or minutes < 1:
+        fix = "write --time MINUTES or HH:MM:SS"
+        problems.append(Problem(f"{time!r} is not a time limit", file="command line", key="--time", fix=fix))
+    elif minutes * 60 < seconds + MARGIN_SECONDS:
+        text = f"{minutes:g} min are too short for --seconds {seconds:g} and the start of a job"
+        fix = f"--time {math.ceil(seconds / 60) + START_MINUTES}"
+        problems.append(Problem(text, file="command line", key="--time", fix=fix))
+    elif longest is not None and minutes > longest:
+        text = f"{minutes:g} min, jobs of {cluster.name} run {longest:g} min at most"
+        problems.append(Problem(text, file="command line", key="--time", fix="ask for less time, or give fewer --seconds"))
+    if problems:
+        raise UserError(problems)
+    compute = cluster.compute
+    return JobShape(
+        nodes=wanted,
+        gpus_per_node=compute.gpus,
+        ranks_per_node=compute.gpus or 1,
+        cpus_per_node=compute.threads,
+        memory_gb=None,
+        minutes=math.ceil(minutes or 0),
+        partition=cluster.slurm.partition,
+        gres=cluster.slurm.gres,
+        site=cluster.slurm.site_options(),
+        modules=cluster.slurm.modules,
+    )
+
+
+def make_job(wanted: JobShape, folder: Path, arguments: Sequence[str]) -> batch.BatchJob:
+    """The job. ``arguments`` are those of the command that it runs; its folder is added."""
+    note = "Derived by clustertune nccl-check --submit from the cluster file."
+    script = batch.render("nccl-check", wanted, note, SCRIPT.read_text())
+    job_arguments = (*arguments, "--out", str(folder.absolute()))
+    return batch.BatchJob(shape=wanted, script=script, folder=folder.absolute(), arguments=job_arguments)

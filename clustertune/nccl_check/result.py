@@ -1,6 +1,6 @@
 """The document of an ``nccl-check``: one JSON file for the planner, the report and the judge.
 
-Standard library only, Python 3.8 or later: the judge reads it on bare login nodes. Every key but ``schema`` may be absent; the
+Every key but ``schema`` may be absent; the
 schema that a saved file must have is :class:`clustertune.plan.measured.CheckFile`. Of two nodes with two ranks each::
 
     {
@@ -53,16 +53,28 @@ NCCL's log was captured with ``NCCL_DEBUG=INFO``: that variable in a log is the 
 
 from __future__ import annotations
 
+import json
 import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from clustertune.check import links
+from clustertune.console import escape
+from clustertune.events import read_events
+from clustertune.nccl_check.setup import FACTS, LAUNCHED, LOGS, NODE, OUTPUT, RECORDS, Setup
 
 SCHEMA = "clustertune.nccl-check/1"
 """The name and version of the document."""
 COLLECTIVES = links.COLLECTIVES
 """What is measured."""
-SCOPES = ("world", "intra", "inter", "pair")
-"""``pair`` has its own list in the document, ``per_pair``."""
 
 
 def bus_factor(collective: str, ranks: int) -> float:
@@ -101,3 +113,486 @@ def show_size(size: int) -> str:
         value, unit = value / 1024, unit + 1
     names = ("B", "KiB", "MiB", "GiB")
     return f"{value:.0f} {names[unit]}" if value == int(value) or value >= 100 else f"{value:.1f} {names[unit]}"
+
+
+# --- gather -----------------------------------------------------------------------------------------------------------
+
+# From the files of a check's rounds to its document: what every rank wrote, put together. Reads only; nothing raises for a
+# file that is torn, missing or half written, because that is how a check looks after a fault.
+
+
+LEAST_START_SECONDS = 10.0
+"""Ranks that waited for less long may not have begun at the same time: Python comes from network storage."""
+LARGEST_LOG = 4 << 20
+"""Bytes of one rank's log that are judged: half where NCCL says how it goes, half at the end, where it says why it failed."""
+_ERROR = re.compile(r"error|exception|fatal|abort|cannot|failed", re.IGNORECASE)
+_WARNING = re.compile(r"\[[WI]\d|\s|frame #|Exception raised from|.*Warning")
+"""Of torch's C++ part, and of Python's warnings, whose second line is indented."""
+_OTHERS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "socket timeout",
+    "timed out waiting",
+    "broken pipe",
+    "failed to recv",
+)
+"""What a rank says whose peer has gone: it is not the one at fault."""
+
+
+@dataclass
+class CaseTimes:
+    """One case, as one group of ranks saw it."""
+
+    case: Mapping[str, Any]
+    ranks: list[int]
+    moved: int
+    done: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    hung: dict[int, float] = field(default_factory=dict)
+    """Seconds after which a rank gave up."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """What a rank reported."""
+
+    @property
+    def whole(self) -> bool:
+        return len(self.done) == len(self.ranks)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What was measured, as the document names it."""
+        return {"scope": self.case["scope"], "collective": self.case["collective"], "bytes": self.moved}
+
+
+@dataclass
+class Round:
+    """What is in the folder of one round."""
+
+    folder: Path
+    setup: Setup
+    steps: list[CaseTimes] = field(default_factory=list)
+    started: set[int] = field(default_factory=set)
+    """Ranks whose program ran."""
+    up: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Ranks that found the others, with their software."""
+    met: set[int] = field(default_factory=set)
+    """Ranks that reached the first one."""
+    connected: dict[str, float] = field(default_factory=dict)
+    """Seconds that making the communicators of a scope took, of the slowest rank; pairs are made turn by turn."""
+    spent: float = 0.0
+    """Seconds of measuring, by rank 0."""
+    early: dict[int, str] = field(default_factory=dict)
+    """Ranks that failed or waited in vain before that, with their messages."""
+    left_out: list[dict[str, Any]] = field(default_factory=list)
+    nodes: list[Mapping[str, Any]] = field(default_factory=list)
+
+    @property
+    def broken(self) -> list[CaseTimes]:
+        """What was begun and not ended by all."""
+        return [step for step in self.steps if not step.whole]
+
+    def cut_off(self, step: CaseTimes) -> bool:
+        """Whether a step was ended from outside for want of time: no rank gave it up, and none died by itself."""
+        each = self.setup.ranks_per_node
+        codes = [self.nodes[rank // each].get("codes") or [] for rank in step.ranks]
+        died = any(len(known) > rank % each and known[rank % each] for rank, known in zip(step.ranks, codes, strict=True))
+        return not (step.hung or step.failed or died)
+
+    @property
+    def inconclusive(self) -> str:
+        """Why nothing follows from ranks that did not find each other; empty where all ran and waited, or a node says why not.
+
+        A step that did not start, a program that could not be read in time, or a limit that was over while the ranks were
+        still starting is a fault of the check, not of the links.
+        """
+        setup = self.setup
+        if len(self.up) == setup.world_size or any(seen.get("problems") and seen.get("codes") == [] for seen in self.nodes):
+            return ""
+        absent = [rank for rank in range(setup.world_size) if rank not in self.started]
+        if absent:
+            hosts = setup.hosts_of(absent)
+            return f"no rank began on {', '.join(hosts[:3])}" + (f" and {len(hosts) - 3} nodes more" if len(hosts) > 3 else "")
+        if not self.early:
+            return f"{setup.most_seconds:.0f} s were over before the ranks had found each other"
+        if setup.start_seconds < LEAST_START_SECONDS:
+            return f"{setup.start_seconds:.0f} s are too short for the ranks to find each other"
+        return ""
+
+
+def read_round(folder: Path, setup: Setup) -> Round:  # noqa: PLR0912 - one branch for each kind of event
+    """A round's files."""
+    found = Round(folder, setup)
+    steps: dict[tuple[int, tuple[int, ...]], CaseTimes] = {}
+    for rank in range(setup.world_size):
+        mine: dict[int, CaseTimes] = {}
+        for event in read_events(folder / RECORDS.format(rank=rank)):
+            kind, number = event.get("event"), event.get("step")
+            step = mine.get(number) if isinstance(number, int) else None
+            if rank == 0 and 0 in found.up:
+                found.spent = max(found.spent, float(event.get("at", 0.0)) - float(found.up[0]["at"]))
+            if kind == "start":
+                found.started.add(rank)
+            elif kind == "up":
+                found.up[rank] = event
+            elif kind == "met":
+                found.met.add(rank)
+            elif kind == "connected" and event["scope"] != "pair":
+                found.connected[event["scope"]] = max(found.connected.get(event["scope"], 0.0), float(event["seconds"]))
+            elif kind == "left_out":
+                found.left_out.append({key: event.get(key) for key in ("scope", "collective", "bytes", "reason")})
+            elif kind == "begin" and isinstance(number, int):
+                ranks = [int(other) for other in event["ranks"]]
+                key = (number, tuple(ranks))
+                mine[number] = steps.setdefault(key, CaseTimes(event["case"], ranks, int(event["moved"])))
+            elif kind == "done" and step:
+                step.done[rank] = event
+            elif kind == "hung" and step and rank not in step.done:
+                step.hung[rank] = float(event["seconds"])
+            elif kind == "failed" and step and rank not in step.done:
+                step.failed[rank] = str(event["message"])
+            elif kind in ("hung", "failed") and rank not in found.up:
+                found.early[rank] = str(event.get("message", ""))
+    found.steps = [steps[key] for key in sorted(steps)]
+    found.nodes = [_json(folder / NODE.format(node=node)) or {} for node in range(len(setup.hosts))]
+    return found
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+# --- measurements ------------------------------------------------------------------------------------------------------
+
+
+def _figures(step: CaseTimes) -> dict[str, Any]:
+    """Of the slowest rank: the others wait for it, or have only handed over what they send."""
+    case = step.case
+    slowest = max(step.done.values(), key=lambda event: event["median_s"])
+    seconds = float(slowest["median_s"])
+    algbw = step.moved / seconds / 1e9 if seconds > 0 else 0.0
+    factor = bus_factor(case["collective"], len(step.ranks))  # 1 of p2p, one way or in a ring
+    return {
+        "collective": case["collective"],
+        "bytes": step.moved,
+        "algbw_gb_s": _rounded(algbw),
+        "busbw_gb_s": _rounded(algbw * factor),
+        "ranks": len(step.ranks),
+        "iterations": min(int(event.get("iterations", case["iterations"])) for event in step.done.values()),
+        "median_s": _rounded(seconds),
+        "spread": _rounded(float(slowest["spread"])),
+        "correct": all(bool(event["correct"]) for event in step.done.values()),
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def measurements(rounds: Sequence[Round]) -> dict[str, list[dict[str, Any]]]:
+    """``results``, ``per_node`` and ``per_pair``. What was measured twice counts with the most iterations."""
+    per_node: dict[Any, dict[str, Any]] = {}
+    per_pair: dict[Any, dict[str, Any]] = {}
+    results: dict[Any, dict[str, Any]] = {}
+
+    def keep(table: dict[Any, dict[str, Any]], key: Any, entry: dict[str, Any]) -> None:
+        if key not in table or entry["iterations"] >= table[key]["iterations"]:
+            table[key] = entry
+
+    for part in rounds:
+        for step in part.steps:
+            if not step.whole:
+                continue
+            found, scope = _figures(step), step.case["scope"]
+            kind = (found["collective"], found["bytes"])
+            nodes = part.setup.hosts_of(step.ranks)
+            if scope == "pair":
+                nodes = nodes[::-1] if step.case.get("back") else nodes
+                keep(per_pair, (*nodes, *kind), {"nodes": nodes, **found})
+            elif scope == "intra":
+                keep(per_node, (nodes[0], *kind), {"node": nodes[0], **found})
+            else:
+                keep(results, (scope, *kind), {"scope": scope, **found})
+    same: dict[Any, list[dict[str, Any]]] = {}
+    for (_, *kind), entry in per_node.items():
+        same.setdefault(("intra", *kind), []).append(entry)
+    for key, entries in same.items():
+        slowest = min(entries, key=lambda entry: float(entry["busbw_gb_s"]))
+        figures = {name: value for name, value in slowest.items() if name != "node"}
+        results[key] = {"scope": "intra", **figures, "correct": all(entry["correct"] for entry in entries)}
+    tables = {"results": results, "per_node": per_node, "per_pair": per_pair}
+    return {name: [table[key] for key in sorted(table)] for name, table in tables.items()}
+
+
+# --- faults ------------------------------------------------------------------------------------------------------------
+
+
+def faults(rounds: Sequence[Round]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """``hung`` and ``problems``."""
+    hung, problems = [], []
+    for part in rounds:
+        hung += [_hung(part, step) for step in part.broken if not part.cut_off(step)]
+        if absent := [rank for rank in range(part.setup.world_size) if rank not in part.up]:
+            guilty = [r for r in absent if r not in part.early] or [r for r in absent if r not in part.met] or absent
+            own = (text for text in part.early.values() if text and not _of_others(text))
+            message = next(own, "") or _as_text(part, guilty)
+            lacking = [part.setup.hosts[node] for node, seen in enumerate(part.nodes) if seen.get("problems")]
+            waited = part.setup.start_seconds
+            text = f"the ranks did not find each other within {waited:.0f} s" + (f": {message}" if message else "")
+            entry = {"scope": "world", "collective": "init", "bytes": 0, "seconds": waited, "ranks": absent}
+            hung.append({**entry, "hosts": lacking or part.setup.hosts_of(guilty), "message": text})
+        for node, seen in enumerate(part.nodes):
+            name = part.setup.hosts[node]
+            if not seen:
+                problems.append({"node": name, "message": "left no record: it was lost, or does not see the folder"})
+            problems += [{"node": name, "message": str(text)} for text in seen.get("problems", [])]
+    return hung, list({tuple(entry.values()): entry for entry in problems}.values())
+
+
+def _hung(part: Round, step: CaseTimes) -> dict[str, Any]:
+    """Who is to blame: a rank that went silent, or one that failed by itself; the others waited for it."""
+    silent = [r for r in step.ranks if r not in step.done and r not in step.hung and r not in step.failed]
+    broke = [rank for rank, text in step.failed.items() if not _of_others(text)]
+    text = next((step.failed[rank] for rank in broke), next(iter(step.failed.values()), ""))
+    return {
+        **step.about,
+        "seconds": max(step.hung.values(), default=0.0),
+        "ranks": [rank for rank in step.ranks if rank not in step.done],
+        "hosts": part.setup.hosts_of(broke or silent),
+        "message": text or _as_text(part, silent),
+    }
+
+
+def _of_others(text: str) -> bool:
+    return any(phrase in text.lower() for phrase in _OTHERS)
+
+
+def _as_text(part: Round, ranks: Sequence[int]) -> str:
+    """The last line of what a rank wrote, or how it was ended."""
+    for rank in ranks:
+        node, local = divmod(rank, part.setup.ranks_per_node)
+        codes = part.nodes[node].get("codes", [])
+        code = codes[local] if local < len(codes) else None
+        lines = _text(part.folder / OUTPUT.format(rank=rank), 1 << 16).splitlines()
+        if errors := [line.strip() for line in lines if _ERROR.search(line) and not _WARNING.match(line)]:
+            return f"rank {rank}: {errors[-1][:300]}"
+        if isinstance(code, int) and code < 0:
+            return f"rank {rank} was ended by signal {-code}"
+    if not part.started:  # what should have started the ranks may say why it did not
+        lines = [line.strip() for line in _text(part.folder / LAUNCHED, 1 << 16).splitlines()]
+        if errors := [line for line in lines if _ERROR.search(line)] or [line for line in lines if line]:
+            return errors[0][:300]
+    return ""
+
+
+def left_out(rounds: Sequence[Round], found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """What no round measured, for want of time or memory."""
+    there = defaultdict(list)
+    for entry in [*found["results"], *({"scope": "pair", **pair} for pair in found["per_pair"])]:
+        there[(entry["scope"], entry["collective"])].append(entry["bytes"])
+    unique: dict[Any, dict[str, Any]] = {}
+    reason = {"reason": "cut off in the middle"}
+    cut = [{**step.about, **reason} for part in rounds for step in part.broken if part.cut_off(step)]
+    for entry in [*(rounds[-1].left_out if rounds else []), *cut]:
+        near = any(0 <= entry["bytes"] - size < 4096 for size in there[(entry["scope"], entry["collective"])])
+        if not near:  # whole elements of all ranks are a little less than what was asked for
+            unique[(entry["scope"], entry["collective"], entry["bytes"])] = entry
+    return list(unique.values())
+
+
+# --- what else is there ------------------------------------------------------------------------------------------------
+
+
+def facts(rounds: Sequence[Round]) -> list[dict[str, Any]]:
+    """Those of each host, in the order of hosts; a host without any is left out."""
+    found: list[dict[str, Any]] = []
+    for part in rounds:
+        for node in range(len(part.setup.hosts)):
+            document = _json(part.folder / FACTS.format(node=node))
+            if isinstance(document, dict) and part.setup.facts:
+                # A scheduler's name of a node may be another one than its own: it is the one that all else here has.
+                found.append({**document, "hostname": part.setup.hosts[node]})
+    return found
+
+
+def software(part: Round) -> list[dict[str, Any]]:
+    """Versions of each node, one entry for ranks that have the same."""
+    found: dict[str, dict[str, Any]] = {}
+    for rank, event in part.up.items():
+        node = rank // part.setup.ranks_per_node
+        versions = {key: event.get(key) for key in ("torch", "nccl", "cuda")}
+        entry = {"node": part.setup.hosts[node], **versions, "python": part.nodes[node].get("python")}
+        found.setdefault(json.dumps(entry), {**entry, "ranks": []})["ranks"].append(rank)
+    return list(found.values())
+
+
+def steering(part: Round) -> dict[str, str]:
+    """The variables that training has, as the first node that tells had them."""
+    return next((dict(seen["environment"]) for seen in part.nodes if seen.get("environment")), {})
+
+
+def logs(part: Round) -> dict[str, str]:
+    """NCCL's log of each rank, by file name; one that is not there is left out."""
+    found = {}
+    for rank in range(part.setup.world_size):
+        path = part.folder / LOGS.format(rank=rank)
+        if text := _text(path, LARGEST_LOG, ends=True):
+            found[path.name] = text
+    return found
+
+
+def _text(path: Path, most: int, *, ends: bool = False) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(most)
+            if ends and file.seek(0, 2) > most:
+                file.seek(-(most // 2), 2)
+                data = data[: most // 2].rpartition(b"\n")[0] + b"\n" + file.read(most // 2).partition(b"\n")[2]
+            return data.decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def progress(folder: Path) -> tuple[int, str]:
+    """How many measurements a round has made, and what it measures now, by the file of rank 0."""
+    done, now = 0, "the ranks find each other"
+    for event in read_events(folder / RECORDS.format(rank=0)):
+        if event.get("event") == "done":
+            done += 1
+        elif event.get("event") == "begin":
+            case = event["case"]
+            now = f"{case['collective']} ({case['scope']})"
+    return done, now
+
+
+# --- table ------------------------------------------------------------------------------------------------------------
+
+# The table of a check, for people: the largest sizes of each collective, the slow ones of the nodes and pairs, the verdict.
+
+
+MARKS = {"fail": "FAIL", "warn": "WARN", "unknown": "?", "pass": "pass"}
+STYLES = {"fail": "bold red", "warn": "yellow", "unknown": "dim", "pass": "green"}
+COLUMNS = ("scope", "collective", "size", "algbw", "busbw", "of nominal", "median", "spread", "result")
+PAIR_COLUMNS = ("from", "to", "size", "GB/s", "of the median pair", "spread")
+WIDTH = 200
+"""More than any line: figures are looked for by programs and people alike, and a cut one is none."""
+SHOWN_SIZES = 3
+SHOWN_PAIRS = 5
+"""Of the slowest pairs; ``--json`` and result.json have all."""
+
+
+def render(found: Mapping[str, Any], console: Console) -> None:
+    """Print a document."""
+    for line in head(found):
+        console.print(Text(escape(line)), soft_wrap=True)
+    if rows := list(result_rows(found)):
+        console.print(_table(COLUMNS, rows))
+    if rows := list(pair_rows(found)):
+        console.print(Text("\nslowest pairs of nodes, one way"))
+        console.print(_table(PAIR_COLUMNS, rows), width=WIDTH, crop=False)
+    for line in notes(found):
+        console.print(Text(escape(line)), soft_wrap=True)
+    verdict(found.get("verdict") or {}, console)
+
+
+def head(found: Mapping[str, Any]) -> Iterator[str]:
+    """What was measured, on what."""
+    each, nodes = found["gpus_per_node"], found["nodes"]
+    unit = "GPUs" if found["backend"] == "nccl" else "CPU ranks"
+    on = f"{nodes} nodes with {each} {unit} each" if nodes > 1 else f"{each} {unit} of one node"
+    yield f"{found['backend']} over {found['transport']}: {on}, {found['seconds']:g} s ({found.get('backend_why', '')})"
+    if made := found.get("connect_s"):
+        yield "communicators: " + ", ".join(f"{scope} in {seconds:.3g} s" for scope, seconds in made.items())
+    yield "busbw as nccl-tests defines it, GB/s of 10^9 bytes; the slowest rank's median"
+
+
+def nominal_of(found: Mapping[str, Any], scope: str) -> float | None:
+    """What the links of a scope carry nominally, GB/s; None where it is unknown."""
+    level = (found.get("expected") or {}).get("intra" if scope == "intra" else "inter") or {}
+    value = level.get("nominal_gb_s")
+    return float(value) if isinstance(value, int | float) and value > 0 else None
+
+
+def result_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
+    """The largest sizes of every collective, worded."""
+    kinds = dict.fromkeys((entry["scope"], entry["collective"]) for entry in found["results"])
+    for scope, name in sorted(kinds, key=lambda kind: ("world intra inter".find(kind[0]), COLLECTIVES.index(kind[1]))):
+        same = [entry for entry in found["results"] if (entry["scope"], entry["collective"]) == (scope, name)]
+        nominal = nominal_of(found, scope)
+        for entry in sorted(same, key=lambda entry: -int(entry["bytes"]))[:SHOWN_SIZES]:
+            yield [
+                scope,
+                name,
+                show_size(entry["bytes"]),
+                f"{entry['algbw_gb_s']:.4g}",
+                f"{entry['busbw_gb_s']:.4g}",
+                f"{entry['busbw_gb_s'] / nominal:.0%}" if nominal else "",
+                f"{entry['median_s'] * 1e3:.4g} ms",
+                f"{entry['spread']:.0%}",
+                "ok" if entry["correct"] else "WRONG",
+            ]
+
+
+def pair_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
+    """The slowest pairs one way, each beside the median of all pairs."""
+    sized = sorted(found.get("per_pair", []), key=lambda entry: int(entry["bytes"]))
+    ways = {
+        tuple(entry["nodes"]): entry for entry in sized if entry["collective"] == "p2p"
+    }.values()  # the largest size of each
+    if not ways:
+        return
+    middle = statistics.median(entry["busbw_gb_s"] for entry in ways)
+    for entry in sorted(ways, key=lambda entry: float(entry["busbw_gb_s"]))[:SHOWN_PAIRS]:
+        share = f"{entry['busbw_gb_s'] / middle:.0%}" if middle else ""
+        size = show_size(entry["bytes"])
+        yield [*entry["nodes"], size, f"{entry['busbw_gb_s']:.4g}", share, f"{entry['spread']:.0%}"]
+
+
+def notes(found: Mapping[str, Any]) -> Iterator[str]:
+    """What did not end, what was left out, what else went wrong."""
+    for entry in found.get("hung", []):
+        where = f" on {', '.join(entry['hosts'])}" if entry["hosts"] else ""
+        size = f" of {show_size(entry['bytes'])}" if entry["bytes"] else ""
+        text = f": {entry['message']}" if entry["message"] else ""
+        yield f"did not end: {entry['collective']} ({entry['scope']}){size}{where}{text}"
+    for entry in found.get("problems", []):
+        yield f"{entry['node']}: {entry['message']}"
+    kinds: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
+    for entry in found.get("left_out", []):
+        kinds.setdefault((entry["scope"], entry["collective"], "memory" in entry["reason"]), []).append(entry)
+    for (scope, name, _), entries in kinds.items():
+        sizes = ", ".join(show_size(entry["bytes"]) for entry in sorted(entries, key=lambda entry: -int(entry["bytes"]))[:4])
+        more = f" and {len(entries) - 4} more" if len(entries) > 4 else ""
+        yield f"left out: {name} ({scope}) of {sizes}{more}: {entries[0]['reason']}"
+
+
+def verdict(document: Mapping[str, Any], console: Console) -> None:
+    """The findings, worst first; those that passed are counted."""
+    findings = document.get("findings", [])
+    for item in findings:
+        if item["status"] not in ("fail", "warn"):
+            continue
+        where = f" {item['where']}:" if item["where"] else ""
+        line = Text(f"\n{MARKS[item['status']]}", style=STYLES[item["status"]])
+        line.append(escape(f" {item['rule']}:{where} {item['found']}"), style="default")
+        console.print(line, soft_wrap=True)
+        for text in (item["why"], f"-> {item['fix']}", item["link"]):
+            if text:
+                console.print(Text(escape(f"     {text}")), soft_wrap=True)
+    passed = sum(item["status"] == "pass" for item in findings)
+    unknown = sum(item["status"] == "unknown" for item in findings)
+    status = document.get("status", "unknown")
+    headline = document.get("headline") or MARKS.get(status, status)
+    console.print()
+    console.print(Text(escape(headline), style=STYLES.get(status, "")), soft_wrap=True)
+    console.print(Text(f"{passed} rules passed, {unknown} could not be seen here", style="dim"), soft_wrap=True)
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    headers = ("scope", "collective", "from", "to", "result")
+    for name in names:
+        table.add_column(name, justify="left" if name in headers else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(escape(cell), style="bold red" if cell == "WRONG" else "") for cell in row))
+    return table

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.config.cluster_schema import Cluster
-from clustertune.nccl_check import gather
-from clustertune.nccl_check.check import make_setup
+from clustertune.nccl_check import result as gather
+from clustertune.nccl_check.check import CheckTarget, make_setup, round_folder, run_round
 from clustertune.nccl_check.setup import MARGIN_SECONDS, CheckOptions
-from clustertune.nccl_check.target import Target, round_folder, run_round
 
 SOCKETS = ((2, 4), (4, 4), (4, 8), (8, 4), (8, 8), (1, 1))
 """NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD: NCCL allows 16 threads, and 64 as their product."""
@@ -97,7 +96,7 @@ def size_of(found: Mapping[str, Any], scope: str) -> int | None:
 
 
 def tune(
-    target: Target,
+    target: CheckTarget,
     options: CheckOptions,
     found: Mapping[str, Any],
     folder: Path,
@@ -140,7 +139,9 @@ def tune(
     return _document(scope, size, baseline, wanted, "")
 
 
-def _try(target: Target, options: CheckOptions, candidate: TuneCandidate, folder: Path, tick: Callable[[Path], None]) -> None:
+def _try(
+    target: CheckTarget, options: CheckOptions, candidate: TuneCandidate, folder: Path, tick: Callable[[Path], None]
+) -> None:
     setup = replace(make_setup(target, options, candidate.environment), facts=False, probe=False, interface=None)
     run_round(target, folder, setup, tick)
     part = gather.read_round(folder, setup)

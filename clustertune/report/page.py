@@ -14,10 +14,8 @@ from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.evaluate.scores import BETTER, SAME, WORSE, read_result, shown
 from clustertune.manifest import MANIFEST, require_whole, write_durably
-from clustertune.nccl_check.check import RESULT
-from clustertune.nccl_check.prolog import FOLDER
-from clustertune.nccl_check.result import COLLECTIVES, SCHEMA, show_size
-from clustertune.nccl_check.table import nominal_of, pair_rows, result_rows
+from clustertune.nccl_check.check import FOLDER, RESULT
+from clustertune.nccl_check.result import COLLECTIVES, SCHEMA, nominal_of, pair_rows, result_rows, show_size
 from clustertune.report import content, cost, plots, telemetry
 from clustertune.report.content import UNKNOWN, duration, get, moment, number, percent, plain, size
 from clustertune.report.cost import AttemptCost, Cost, Expense

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from clustertune import lock
-from clustertune.containers import engines, wheelhouse
+from clustertune.containers import build as images
+from clustertune.containers import wheelhouse
 from clustertune.errors import UserError
 
 
@@ -70,7 +71,7 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
                 running[kind] = pool.submit(built, kind)
             return running[kind]
 
-        if wanted & {"oci", "image"} and has(engines.find_engine) is None:
+        if wanted & {"oci", "image"} and has(images.find_engine) is None:
             start("build-image")
         yield start
 
@@ -87,7 +88,7 @@ def has(find: Callable[[], str]) -> str | None:
 @pytest.fixture(scope="session")
 def cpu_sif(request: pytest.FixtureRequest, started: Started) -> dict[str, Any]:
     """What ``make build-sif VARIANT=cpu BASE=standin`` said about it."""
-    if (reason := has(engines.find_apptainer)) is not None:
+    if (reason := has(images.find_apptainer)) is not None:
         pytest.skip(reason)
     # Where pytest was not started on this folder it never heard of the option.
     if given := request.config.getoption("--sif", default=None):
@@ -100,9 +101,9 @@ def cpu_sif(request: pytest.FixtureRequest, started: Started) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def cpu_oci(started: Started) -> Iterator[dict[str, Any]]:
     """What ``make build-image VARIANT=cpu BASE=standin`` said about it."""
-    if (reason := has(engines.find_engine)) is not None:
+    if (reason := has(images.find_engine)) is not None:
         pytest.skip(reason)
     answer = started("build-image").result()
     yield answer
-    subprocess.run([engines.find_engine(), "rmi", "--force", TAG], capture_output=True, timeout=300, check=False)
+    subprocess.run([images.find_engine(), "rmi", "--force", TAG], capture_output=True, timeout=300, check=False)
     Path(answer["sbom"]).unlink()

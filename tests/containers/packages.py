@@ -8,7 +8,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-from clustertune.containers.lockfile import LockedPackage, PackageLock
+from clustertune.containers.lock import LockedPackage, PackageLock
 
 
 def digest(path: Path) -> str:

@@ -7,7 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
-from clustertune.containers import lock, lockfile, pins
+from clustertune.containers import lock, pins
+from clustertune.containers import lock as locks
 
 INSTALL = (pins.FOLDER / "install.sh").read_text()
 PACKAGES = set(re.findall(r"[\w.+-]+", " ".join(re.findall(r"packages\+?=\((.*?)\)", INSTALL))))
@@ -28,7 +29,7 @@ def test_the_image_has_what_async_io_asks_for() -> None:
     linked = set(re.findall(r"'-l(\w+)'", source))
     assert linked == {"aio", "cuda", "cudart"}
     assert {name for name in linked if f"lib{name}.so" in INSTALL} == {"cuda", "cudart"}
-    assert set(lock.NVCC) <= set(lockfile.read(lock.path_of("extra-deepspeed")).entries)
+    assert set(lock.NVCC) <= set(locks.read(lock.path_of("extra-deepspeed")).entries)
 
 
 def test_the_image_has_what_cpu_adam_asks_for() -> None:
@@ -36,12 +37,12 @@ def test_the_image_has_what_cpu_adam_asks_for() -> None:
     assert "class CPUAdamBuilder(CPUOpBuilder)" in builder("cpu/cpu_adam")
     assert {"gcc", "g++"} <= PACKAGES
     for name in ("extra-deepspeed", "train-cpu"):
-        assert "ninja" in lockfile.read(lock.path_of(name)).entries
+        assert "ninja" in locks.read(lock.path_of(name)).entries
 
 
 def test_the_cuda_compiler_is_of_the_cuda_that_torch_was_built_with() -> None:
     """DeepSpeed and torch compare them."""
-    layer, below = (lockfile.read(lock.path_of(name)).entries for name in ("extra-deepspeed", "train"))
+    layer, below = (locks.read(lock.path_of(name)).entries for name in ("extra-deepspeed", "train"))
     wanted = below["cuda-toolkit"].version.split(".")[:2]
     assert [layer[name].version.split(".")[:2] for name in lock.NVCC] == [wanted] * len(lock.NVCC)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.containers import build, deflint, lockfile, pins
+from clustertune.containers import build, deflint, pins
+from clustertune.containers import lock as locks
 from tests import tree
 
 TEXTS = {name: text for name, text in tree.texts().items() if name.startswith("containers/")}
@@ -110,7 +111,7 @@ def test_the_dockerfile_is_told_what_the_definition_is_told() -> None:
     assert given == wanted
     for name in ("train", "reference"):
         arguments = deflint.read(TEXTS[f"containers/{name}.def"]).arguments()
-        assert lockfile.read(pins.FOLDER / f"{arguments['lock']}.lock").python == arguments["python"]
+        assert locks.read(pins.FOLDER / f"{arguments['lock']}.lock").python == arguments["python"]
 
 
 def test_the_image_is_no_roots() -> None:

@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 
-from clustertune.containers import engines, lockfile, pins
-from clustertune.containers.wheelhouse import text_digest
+from clustertune.containers import build as images
+from clustertune.containers import lock as locks
+from clustertune.containers import pins
+from clustertune.containers.lock import text_digest
 from tests import tree
 from tests.containers.conftest import TAG
 
@@ -72,14 +74,14 @@ def build(kind: str, *options: str | Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def sif(cpu_sif: dict[str, Any]) -> Image:
     """``make build-sif VARIANT=cpu BASE=standin``."""
-    return Image(cpu_sif, engines.in_sif(engines.find_apptainer(), Path(cpu_sif["file"])))
+    return Image(cpu_sif, images.in_sif(images.find_apptainer(), Path(cpu_sif["file"])))
 
 
 @pytest.fixture(scope="module")
 def oci(cpu_oci: dict[str, Any]) -> Image:
     """``make build-image VARIANT=cpu BASE=standin``."""
-    engine = engines.find_engine()
-    return Image(cpu_oci, [engine, "run", "--rm", "--interactive", "--network", "none", *engines._limits(engine), TAG])
+    engine = images.find_engine()
+    return Image(cpu_oci, [engine, "run", "--rm", "--interactive", "--network", "none", *images.limits(engine), TAG])
 
 
 @pytest.fixture(params=["sif", "oci"])
@@ -93,13 +95,13 @@ def test_it_holds_what_is_locked(image: Image) -> None:
     done = image.run(*PIP_LIST)
     assert done.returncode == 0, done.stderr
     have = {pins.normal(item["name"]): item["version"] for item in json.loads(done.stdout)}
-    locked = lockfile.read(pins.FOLDER / "train-cpu.lock")
+    locked = locks.read(pins.FOLDER / "train-cpu.lock")
     assert have == {name: entry.version for name, entry in locked.entries.items()}
 
 
 def test_it_works_without_a_network(image: Image) -> None:
     """The image's own test: imports, two ranks that add, a few training steps."""
-    done = image.run("python", engines.SELFTEST)
+    done = image.run("python", images.SELFTEST)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^2-rank gloo all_reduce: 1 \+ 2 = 3$", done.stdout, re.MULTILINE)
     assert "training steps: loss" in done.stdout
@@ -140,22 +142,22 @@ def test_nothing_of_this_machine_is_in_it(image: Image) -> None:
     there = "2-rank gloo all_reduce"  # the search itself is tried too, in the same pass: an image has 50,000 files
     done = image.run("python", "-c", SEARCH, text="\0".join([*words_of_this_machine(), there]))
     found = done.stdout.splitlines()
-    assert done.returncode == 0 and f"{engines.SELFTEST} {there}" in found, done.stderr[-500:]
+    assert done.returncode == 0 and f"{images.SELFTEST} {there}" in found, done.stderr[-500:]
     assert [line for line in found if not line.endswith(there)] == []
 
 
 def test_what_travels_beside_the_files_says_nothing_either(sif: Image, oci: Image) -> None:
     """Labels, environment, the definition, the history of the layers."""
-    program, engine = engines.find_apptainer(), engines.find_engine()
+    program, engine = images.find_apptainer(), images.find_engine()
     answers = [
-        engines.answer([program, "inspect", "--all", sif.answer["file"]]),
-        engines.answer([engine, "inspect", oci.answer["image"]]),
-        engines.answer([engine, "history", "--no-trunc", oci.answer["image"]]),
+        images.answer([program, "inspect", "--all", sif.answer["file"]]),
+        images.answer([engine, "inspect", oci.answer["image"]]),
+        images.answer([engine, "history", "--no-trunc", oci.answer["image"]]),
     ]
     for text in answers:
         assert text and len(text) > 200
         assert not [word for word in words_of_this_machine() if word in text]
-    digest = text_digest(lockfile.read(pins.FOLDER / "train-cpu.lock").text())
+    digest = text_digest(locks.read(pins.FOLDER / "train-cpu.lock").text())
     assert digest in str(answers[0]) and digest in str(answers[1])
 
 
@@ -171,7 +173,7 @@ def test_the_sif_is_what_its_sum_says(sif: Image) -> None:
 def test_the_bill_names_every_package(image: Image) -> None:
     """Of Python with the hash of the wheel, and of the distribution."""
     bill = json.loads(Path(image.answer["sbom"]).read_text())
-    locked = lockfile.read(pins.FOLDER / "train-cpu.lock")
+    locked = locks.read(pins.FOLDER / "train-cpu.lock")
     python = {item["name"]: item for item in bill["components"] if item["purl"].startswith("pkg:pypi/")}
     assert set(python) == set(locked.entries)
     for name, item in python.items():
@@ -192,25 +194,15 @@ def test_an_altered_hash_ends_the_build(sif: Image, tmp_path: Path) -> None:
     for part in ("clustertune", "containers"):
         shutil.copytree(tree.REPO / part, checkout / part, ignore=shutil.ignore_patterns("__pycache__"))
     lock = checkout / "containers" / "train-cpu.lock"
-    digest = lockfile.read(lock).entries["sqlitedict"].hashes[0]
+    digest = locks.read(lock).entries["sqlitedict"].hashes[0]
     lock.write_text(lock.read_text().replace(digest, digest[::-1]))
     there, copied = (root / "build" / "containers" for root in (tree.REPO, checkout))
     shutil.copytree(there / "wheels" / "train-cpu", copied / "wheels" / "train-cpu", copy_function=os.link)
     for archive in there.glob("standin-*.tar"):
         os.link(archive, copied / archive.name)
     out = tmp_path / "altered.sif"
-    command = [
-        sys.executable,
-        "-m",
-        "clustertune.containers",
-        "build-sif",
-        "--variant",
-        "cpu",
-        "--base",
-        "standin",
-        "--out",
-        str(out),
-    ]
+    options = ["--variant", "cpu", "--base", "standin", "--out", str(out)]
+    command = [sys.executable, "-m", "clustertune.containers", "build-sif", *options]
     environ = {**os.environ, "PATH": f"{Path(sif.inside[0]).parent}:{os.environ['PATH']}"}
     done = subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2 and "containers/train-cpu.lock: sqlitedict: a file has another hash" in done.stderr, done.stderr
@@ -220,13 +212,13 @@ def test_an_altered_hash_ends_the_build(sif: Image, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_cuda_image(tmp_path: Path) -> None:
     """The whole stack with DeepSpeed, 3 GB to fetch: NCCL and CUDA are torch's own; it imports and compiles without a GPU."""
-    program = engines.find_apptainer()
+    program = images.find_apptainer()
     out = tmp_path / "train.sif"
     answer = build("build-sif", "--extras", "deepspeed", "--base", "standin", "--out", out)
-    command = engines.in_sif(program, out, "python", engines.SELFTEST, "--compile")
+    command = images.in_sif(program, out, "python", images.SELFTEST, "--compile")
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "DeepSpeed's async_io: compiled" in done.stdout
-    locked = lockfile.read(pins.FOLDER / "train.lock")
+    locked = locks.read(pins.FOLDER / "train.lock")
     assert f"NCCL {locked.entries['nvidia-nccl-cu13'].version}" in done.stdout and "torch's CUDA: 13.0" in done.stdout
     assert answer["bytes"] < 4 << 30

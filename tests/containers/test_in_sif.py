@@ -19,7 +19,8 @@ import pytest
 
 from clustertune.cluster.cluster import ThrowawayCluster
 from clustertune.config.cluster import load_cluster
-from clustertune.containers import engines, pins
+from clustertune.containers import build as images
+from clustertune.containers import pins
 from clustertune.launch import container, stack
 from tests.command import REPO
 from tests.containers.in_sif import cluster_file, job
@@ -51,7 +52,7 @@ def file(cpu_sif: dict[str, Any], slurm_session: ThrowawayCluster, tmp_path_fact
     """The cluster file. Root without every capability starts no container but in a user namespace."""
     options = ["--userns"] if os.geteuid() == 0 else []
     folder = tmp_path_factory.mktemp("insif")
-    return cluster_file(folder, slurm_session, image=Path(cpu_sif["file"]), program=engines.find_apptainer(), options=options)
+    return cluster_file(folder, slurm_session, image=Path(cpu_sif["file"]), program=images.find_apptainer(), options=options)
 
 
 @pytest.fixture(scope="module")

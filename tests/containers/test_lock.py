@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from clustertune.containers import lock, lockfile, pins
-from clustertune.containers.lock import ANY, ARM, SPECS, X86
-from clustertune.containers.lockfile import LockedPackage, PackageLock
+from clustertune.containers import lock, pins
+from clustertune.containers import lock as locks
+from clustertune.containers.lock import ANY, ARM, SPECS, X86, LockedPackage, PackageLock
 from clustertune.errors import UserError
 from tests import tree
 
@@ -20,8 +20,8 @@ PINS = pins.read()
 @pytest.mark.parametrize("spec", SPECS, ids=[spec.name for spec in SPECS])
 def test_the_locks_hold_to_the_pins(spec: lock.LockSpec) -> None:
     """A version that is moved in one place only: the image would run another stack than the tests."""
-    assert lock.held_to_pins(spec, lockfile.read(spec.path), PINS) == []
-    assert spec.path.read_text() == lockfile.read(spec.path).text()
+    assert lock.held_to_pins(spec, locks.read(spec.path), PINS) == []
+    assert spec.path.read_text() == locks.read(spec.path).text()
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_version_moved_in_one_place_only_is_found(group: str, name: str) -> No
     """Whichever group it stands in."""
     moved = pins.read()
     moved[group][name] = "99.0"
-    problems = [str(problem) for spec in SPECS for problem in lock.held_to_pins(spec, lockfile.read(spec.path), moved)]
+    problems = [str(problem) for spec in SPECS for problem in lock.held_to_pins(spec, locks.read(spec.path), moved)]
     assert problems and all(f"{name}: is " in line and "99.0 in containers/versions.env" in line for line in problems)
 
 
@@ -40,7 +40,7 @@ def test_a_new_pin_and_a_new_day_ask_for_new_locks() -> None:
     moved = pins.read()
     moved["PY"]["spoon"] = "1"
     moved.dates["vllm"] = "2031-01-01"
-    problems = [str(problem) for spec in SPECS for problem in lock.held_to_pins(spec, lockfile.read(spec.path), moved)]
+    problems = [str(problem) for spec in SPECS for problem in lock.held_to_pins(spec, locks.read(spec.path), moved)]
     assert sum("spoon: is asked for and not locked" in line for line in problems) == 4  # reference takes it too
     assert sum("2031-01-01" in line for line in problems) == 1
 
@@ -135,20 +135,15 @@ def test_a_layer_holds_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = next(spec for spec in SPECS if spec.name == "extra-ray")
     assert set(lock.make(spec, PINS, {"train": below}).entries) == {"pan"}
     assert given == {"requirements": [f"ray=={PINS['DEV']['ray']}"], "constraints": ["kiln==1"]}
-    present = PackageLock(
-        "extra-ray",
-        "3.12",
-        X86,
-        "",
-        {"pan": LockedPackage("pan", "1", ("h",)), "torch": LockedPackage("torch", "2+cpu", ("h",))},
-    )
+    entries = {"pan": LockedPackage("pan", "1", ("h",)), "torch": LockedPackage("torch", "2+cpu", ("h",))}
+    present = PackageLock("extra-ray", "3.12", X86, "", entries)
     lock.make(spec, PINS, {"train": below, "extra-ray": present}, keep=True)
     assert given["constraints"] == ["pan==1", "kiln==1"]
 
 
 def test_lock_check_tells_a_lock_that_is_not_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that the pins do not give, or another one: somebody edited, or the index changed under the date."""
-    now = {spec.name: lockfile.read(spec.path) for spec in SPECS}
+    now = {spec.name: locks.read(spec.path) for spec in SPECS}
     monkeypatch.setattr(lock, "make_all", lambda *_, keep: now if keep else {})
     assert set(lock.check_all(lambda _: None)) == set(now)
     wheel = now["train"].entries["wandb"]
@@ -161,5 +156,5 @@ def test_lock_check_tells_a_lock_that_is_not_fresh(monkeypatch: pytest.MonkeyPat
 
 def test_the_reference_is_the_documents_stack() -> None:
     """Its eight packages, to the version."""
-    found = lockfile.read(lock.path_of("reference"))
+    found = locks.read(lock.path_of("reference"))
     assert {name: found.entries[name].version for name in PINS["REF"]} == PINS["REF"] and len(PINS["REF"]) == 8

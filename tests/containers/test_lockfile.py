@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from clustertune.containers import lockfile
-from clustertune.containers.lockfile import LockedPackage, PackageLock
+from clustertune.containers import lock as locks
+from clustertune.containers.lock import LockedPackage, PackageLock
 from clustertune.errors import UserError
 
 A, B = "a" * 64, "b" * 64
@@ -17,8 +17,8 @@ LOCK = PackageLock(
 
 def test_read_what_was_written() -> None:
     """Byte for byte: lock-check tells an edit by hand by it."""
-    assert lockfile.parse(LOCK.text(), "x.lock") == LOCK
-    assert lockfile.parse(LOCK.text(), "x.lock").text() == LOCK.text()
+    assert locks.parse(LOCK.text(), "x.lock") == LOCK
+    assert locks.parse(LOCK.text(), "x.lock").text() == LOCK.text()
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_what_pip_would_not_hold_to_a_hash(old: str, new: str, fault: str) -> No
     """One line without a hash turns hash checking off for what it names."""
     assert old in LOCK.text()
     with pytest.raises(UserError) as caught:
-        lockfile.parse(LOCK.text().replace(old, new), "x.lock")
+        locks.parse(LOCK.text().replace(old, new), "x.lock")
     assert [problem.message for problem in caught.value.problems if fault in problem.message]
     assert all(problem.file == "x.lock" for problem in caught.value.problems)
 
@@ -47,7 +47,7 @@ def test_what_pip_would_not_hold_to_a_hash(old: str, new: str, fault: str) -> No
 def test_an_empty_file_is_no_lock() -> None:
     """All faults at once."""
     with pytest.raises(UserError) as caught:
-        lockfile.parse("", "x.lock")
+        locks.parse("", "x.lock")
     assert len(caught.value.problems) == 5
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from clustertune.config.cluster import load_cluster
-from clustertune.containers import engines, pins
+from clustertune.containers import build as images
+from clustertune.containers import pins
 from clustertune.launch import container
 from tests import tree
 from tests.containers.test_images import build
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.containers, pytest.mark.long, pytest.mark.timeout(3600
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """``make build-sif DEFINITION=reference BASE=standin``."""
-    engines.find_apptainer()
+    images.find_apptainer()
     return build(
         "build-sif", "--definition", "reference", "--base", "standin", "--out", tmp_path_factory.mktemp("sif") / "r.sif"
     )
@@ -31,7 +32,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_its_own_test(reference: dict[str, Any]) -> None:
     """Versions, two ranks that add, a few steps of LoRA."""
-    command = engines.in_sif(engines.find_apptainer(), Path(reference["file"]), "python", engines.SELFTEST)
+    command = images.in_sif(images.find_apptainer(), Path(reference["file"]), "python", images.SELFTEST)
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for name, version in pins.read()[pins.REF].items():
@@ -40,7 +41,7 @@ def test_its_own_test(reference: dict[str, Any]) -> None:
 
 def test_the_tiny_chain_twice(reference: dict[str, Any], tmp_path: Path) -> None:
     """TRL 1.2.0 draws LoRA's matrices without a seed of its own: two runs of one recipe would differ from the first step on."""
-    file, program = tmp_path / "here.yaml", engines.find_apptainer()
+    file, program = tmp_path / "here.yaml", images.find_apptainer()
     options = "--userns" if os.geteuid() == 0 else ""
     file.write_text(
         f"name: here\nnodes: [{{name: {os.uname().nodename}, address: 127.0.0.1, roles: [login, compute]}}]\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.containers import sbom
-from clustertune.containers.lockfile import LockedPackage, PackageLock
+from clustertune.containers import build
+from clustertune.containers.lock import LockedPackage, PackageLock
 from clustertune.containers.wheelhouse import Wheel
 
 LOCK = PackageLock("train", "3.12", "x86_64-manylinux_2_28", "2030-01-31", {})
@@ -30,7 +30,7 @@ NOW = datetime(2030, 1, 31, tzinfo=UTC)
 
 def test_what_scanners_read() -> None:
     """Names as package URLs, hashes, licences, who asks for whom."""
-    document = sbom.document("train.sif", LOCK, WHEELS, INVENTORY, "stand-in bookworm", NOW)
+    document = build.bill_of("train.sif", LOCK, WHEELS, INVENTORY, "stand-in bookworm", NOW)
     assert (document["bomFormat"], document["specVersion"], document["version"]) == ("CycloneDX", "1.6", 1)
     kiln, pan, libc = document["components"]
     assert kiln["purl"] == "pkg:pypi/kiln@2.0%2Bcpu" and kiln["hashes"] == [{"alg": "SHA-256", "content": "a" * 64}]
@@ -49,4 +49,4 @@ def test_an_image_that_is_not_what_was_locked_gets_none(change: str) -> None:
         INVENTORY["python"][:1] if change == "gone" else [*INVENTORY["python"], {**INVENTORY["python"][0], "name": "guest"}]
     )
     with pytest.raises(ValueError, match="pan" if change == "gone" else "guest"):
-        sbom.document("train.sif", LOCK, WHEELS, {**INVENTORY, "python": python}, "x", NOW)
+        build.bill_of("train.sif", LOCK, WHEELS, {**INVENTORY, "python": python}, "x", NOW)

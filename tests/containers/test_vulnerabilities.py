@@ -13,17 +13,12 @@ from typing import Any
 import pytest
 
 from clustertune.containers import __main__ as commands
-from clustertune.containers import lockfile
-from clustertune.containers.lockfile import LockedPackage, NoDatabase, PackageLock, Vulnerability
+from clustertune.containers import lock as locks
+from clustertune.containers.lock import LockedPackage, NoDatabase, PackageLock, Vulnerability
 from clustertune.errors import UserError
 
-LOCK = PackageLock(
-    "x",
-    "3.12",
-    "any",
-    "",
-    {name: LockedPackage(name, version, ("h",)) for name, version in (("kiln", "1.0"), ("oven", "2.0+cpu"))},
-)
+ENTRIES = {name: LockedPackage(name, version, ("h",)) for name, version in (("kiln", "1.0"), ("oven", "2.0+cpu"))}
+LOCK = PackageLock("x", "3.12", "any", "", ENTRIES)
 
 
 @contextmanager
@@ -55,7 +50,7 @@ def database(answer: Any) -> Iterator[tuple[str, list[Any]]]:
 def test_what_is_known_is_told_once() -> None:
     """With the version that is locked, without torch's mark of a build, which the database does not know."""
     with database({"results": [{}, {"vulns": [{"id": "PYSEC-1"}, {"id": "GHSA-2"}]}]}) as (address, requests):
-        known = lockfile.ask([LOCK, LOCK], address)
+        known = locks.ask([LOCK, LOCK], address)
     assert known == [Vulnerability("oven", "2.0", "PYSEC-1"), Vulnerability("oven", "2.0", "GHSA-2")]
     ((path, question),) = requests
     assert path == "/v1/querybatch"
@@ -63,9 +58,9 @@ def test_what_is_known_is_told_once() -> None:
         {"package": {"name": "kiln", "ecosystem": "PyPI"}, "version": "1.0"},
         {"package": {"name": "oven", "ecosystem": "PyPI"}, "version": "2.0"},
     ]
-    (problem,) = lockfile.judge(known, {"GHSA-2": "not used"})
+    (problem,) = locks.judge(known, {"GHSA-2": "not used"})
     assert problem.key == "oven" and "PYSEC-1" in problem.message and "GHSA" not in problem.message
-    assert lockfile.judge(known, {"GHSA-2": "a", "PYSEC-1": "b"}) == []
+    assert locks.judge(known, {"GHSA-2": "a", "PYSEC-1": "b"}) == []
 
 
 def test_a_mirror_is_named_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,14 +77,14 @@ def test_a_mirror_is_named_on_the_command_line(monkeypatch: pytest.MonkeyPatch, 
 def test_an_answer_that_is_none_is_no_clean_bill(answer: Any) -> None:
     """A portal's login page is not `nothing known`."""
     with database(answer) as (address, _), pytest.raises(NoDatabase):
-        lockfile.ask([LOCK], address)
+        locks.ask([LOCK], address)
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9", "file:///etc/passwd", "nonsense"])
 def test_no_database_is_told(address: str) -> None:
     """Not done is not the same as clean."""
     with pytest.raises(NoDatabase):
-        lockfile.ask([LOCK], address)
+        locks.ask([LOCK], address)
 
 
 def test_what_is_lived_with_has_a_reason(tmp_path: Path) -> None:
@@ -97,6 +92,6 @@ def test_what_is_lived_with_has_a_reason(tmp_path: Path) -> None:
     listed = tmp_path / "x.txt"
     listed.write_text("# why\nPYSEC-1 only on Windows\nGHSA-2\nGHSA-3 \n")
     with pytest.raises(UserError) as caught:
-        lockfile.accepted(listed)
+        locks.accepted(listed)
     assert [problem.file for problem in caught.value.problems] == [f"{listed}:3", f"{listed}:4"]
-    lockfile.accepted()
+    locks.accepted()

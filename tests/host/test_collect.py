@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.host import gpus, mounts, network, probe_process, surroundings, system
+from clustertune.host import collect as look
+from clustertune.host import credentials, gpus, mounts, network, probe_process, system
 from clustertune.host.collect import collect
 from clustertune.host.facts import from_dict
 from clustertune.host.network import nccl_files
@@ -131,18 +132,9 @@ def test_the_users_nccl_file_wins_over_the_systems(tmp_path: Path, monkeypatch: 
 def test_a_recorded_machine(tree: Path) -> None:
     """Everything that /proc, /sys and commands tell of a GPU node."""
     f = collect(root=str(tree), command=recorded)
-    assert f.unread == [] and (f.hostname, f.kernel, f.os, f.uptime_s) == (
-        "gpu01",
-        "6.8.0-45-generic",
-        "Ubuntu 24.04.1 LTS",
-        864000.12,
-    )
-    assert (f.memory_bytes, f.memory_available_bytes, f.swap_bytes, f.swap_used_bytes) == (
-        1056768 << 10,
-        528384 << 10,
-        2 << 20,
-        1 << 20,
-    )
+    assert f.unread == [] and (f.hostname, f.kernel, f.uptime_s) == ("gpu01", "6.8.0-45-generic", 864000.12)
+    assert (f.os, f.swap_bytes, f.swap_used_bytes) == ("Ubuntu 24.04.1 LTS", 2 << 20, 1 << 20)
+    assert (f.memory_bytes, f.memory_available_bytes) == (1056768 << 10, 528384 << 10)
     assert (f.memory_limit_bytes, f.cpus, f.numa_cpus, f.thp_defrag) == (1 << 30, 64, {"0": "0-31", "1": "32-63"}, "madvise")
     assert (f.driver, f.peermem, f.nvidia_devices, f.gpu_files) == ("580.65.06", True, 1, ["/dev/nvidia0", "/dev/nvidia1"])
     assert (f.iommu, f.acs_redirect, f.port_range) == (True, ["0000:17:00.0"], [32768, 60999])
@@ -160,12 +152,8 @@ def test_recorded_interfaces(tree: Path) -> None:
     nics = {nic.name: nic for nic in collect(root=str(tree), command=recorded).nics}
     assert set(nics) == {"bond0", "ens1", "ens2", "ib0", "lo", "veth1"}
     bond = nics["bond0"]
-    assert (bond.bond_mode, bond.bond_hash, bond.bond_links, bond.bond_links_up) == (
-        "802.3ad",
-        "layer3+4",
-        ["ens1", "ens2"],
-        ["ens1"],
-    )
+    assert (bond.bond_mode, bond.bond_hash) == ("802.3ad", "layer3+4")
+    assert (bond.bond_links, bond.bond_links_up) == (["ens1", "ens2"], ["ens1"])
     assert (bond.mbit, bond.virtual, bond.addresses, bond.mtu, bond.up) == (100000, False, ["10.0.0.11/24"], 9000, True)
     assert (nics["ens1"].driver, nics["ens1"].numa, nics["ens2"].numa, nics["ens2"].mbit) == ("mlx5_core", 1, None, None)
     assert [nics[name].kind for name in ("ib0", "lo", "ens1")] == ["infiniband", "loopback", "ethernet"]
@@ -265,9 +253,9 @@ def test_small_texts() -> None:
     assert system.parse_chrony("7F7F0101,,10,0,1.5,0,0,0,0,0,0,0,0,Not synchronised") == (False, 1.5)
     assert system.parse_chrony("506 Cannot talk to daemon") is None
     config = "TaskPlugin              = task/cgroup\nCgroup Support Configuration:\nConstrainDevices        = yes\nOther = 1\n"
-    assert surroundings.parse_config(config) == {"TaskPlugin": "task/cgroup", "ConstrainDevices": "yes"}
+    assert look.parse_config(config) == {"TaskPlugin": "task/cgroup", "ConstrainDevices": "yes"}
     nodes = "n1|idle|none\nn2|down*|Not responding\nn3|drained|bad gpu | x\nn4|mixed|none\nn5|idle*|none\n"
-    assert surroundings.parse_nodes(nodes) == {"n2": "down* (Not responding)", "n3": "drained (bad gpu | x)", "n5": "idle*"}
+    assert look.parse_nodes(nodes) == {"n2": "down* (Not responding)", "n3": "drained (bad gpu | x)", "n5": "idle*"}
     assert parse_torch_version("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip = None\n") == "13.0"
     assert parse_torch_version("cuda = '12.1'") == "12.1" and parse_torch_version("cuda: Optional[str] = None") == ""
     assert network.parse_addresses("nonsense\n1: lo    inet 127.0.0.1/8 scope host lo\n") == {"lo": ["127.0.0.1/8"]}
@@ -281,12 +269,12 @@ def test_secrets_stay_out() -> None:
         "http_proxy": "http://user:pass@proxy:3128/", "NCCL_DEBUG": "INFO", "HF_HOME": "/shared/hf", "SLURM_JOB_ID": "7",
         "HF_HUB_ETAG_TIMEOUT": "10", "DATABASE_URL": "postgres://u:p@h/", "WANDB_NAME": "f" * 40, "SBATCH_ACCOUNT": "lab",
     }  # fmt: skip
-    found = surroundings.environment(planted)
+    found = credentials.environment(planted)
     assert found == {
         "http_proxy": "http://***@proxy:3128/", "NCCL_DEBUG": "INFO", "HF_HOME": "/shared/hf", "SLURM_JOB_ID": "7",
         "HF_HUB_ETAG_TIMEOUT": "10", "SBATCH_ACCOUNT": "lab",
     }  # fmt: skip
-    assert surroundings.has_login(found["http_proxy"])
+    assert credentials.has_login(found["http_proxy"])
 
 
 @pytest.mark.parametrize(
@@ -305,7 +293,7 @@ def test_secrets_stay_out() -> None:
 )
 def test_places(kind: str, environ: dict[str, str], slurm: bool, expected: str) -> None:
     """Login node, step, container; nodes that are containers themselves are not an image of the ranks."""
-    assert surroundings.find_place(kind, environ, slurm=slurm) == expected
+    assert look.find_place(kind, environ, slurm=slurm) == expected
 
 
 # --- this machine ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clustertune.host import gpu_text
+from clustertune.host import gpus as gpu_text
 from clustertune.host.gpus import driver, module_version, topology
 from clustertune.host.probe import ABSENT, CommandOutput, Probe
 

@@ -8,7 +8,7 @@ from typing import Any
 from clustertune.commands import nccl_check as program
 from clustertune.config.cluster import load_cluster
 from clustertune.launch.batch import BatchJob
-from clustertune.nccl_check import batch
+from clustertune.nccl_check import check
 
 
 def command_line(**changes: Any) -> program.NcclCheckArguments:
@@ -18,5 +18,5 @@ def command_line(**changes: Any) -> program.NcclCheckArguments:
 
 def job(name: str) -> BatchJob:
     cluster = load_cluster(name)
-    wanted = batch.shape(cluster, None, None, program.GPU_SECONDS)
-    return batch.make(wanted, Path("/folder"), program.arguments(command_line(cluster=name), cluster))
+    wanted = check.job_shape(cluster, None, None, program.GPU_SECONDS)
+    return check.make_job(wanted, Path("/folder"), program.arguments(command_line(cluster=name), cluster))

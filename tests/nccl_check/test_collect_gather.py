@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from clustertune.nccl_check import check, gather
+from clustertune.nccl_check import check
+from clustertune.nccl_check import result as gather
 from clustertune.nccl_check.setup import CollectiveCase
 from tests.nccl_check.documents import Files, setup
 
 MIB = 1 << 20
 
 
+def measured(files: Files, name: str = "results") -> list[dict[str, Any]]:
+    return gather.measurements([gather.read_round(files.folder, files.setup)])[name]
+
+
 def test_the_slowest_rank_counts(tmp_path: Path) -> None:
     """A rank that only hands its data over is done before anything has arrived."""
     files = Files(tmp_path, setup(2))
     files.whole(1, CollectiveCase("world", "all_gather", MIB, 20), {0: 0.001, 1: 0.004})
-    part = gather.read_round(tmp_path, files.setup)
-    (entry,) = gather.measurements([part])["results"]
+    (entry,) = measured(files)
     assert entry["algbw_gb_s"] == pytest.approx(MIB / 0.004 / 1e9, rel=1e-5)
     assert entry["busbw_gb_s"] == pytest.approx(entry["algbw_gb_s"] / 2, rel=1e-5)
     assert (entry["ranks"], entry["iterations"], entry["correct"]) == (2, 20, True)
@@ -30,9 +35,8 @@ def test_inside_the_nodes_the_slowest_node_counts(tmp_path: Path) -> None:
     case = CollectiveCase("intra", "all_reduce", MIB, 20)
     files.whole(1, case, {0: 0.001, 1: 0.001})
     files.whole(1, case, {2: 0.010, 3: 0.002})
-    found = gather.measurements([gather.read_round(tmp_path, files.setup)])
-    assert [(e["node"], e["median_s"]) for e in found["per_node"]] == [("n1", 0.001), ("n2", 0.01)]
-    assert [(e["scope"], e["median_s"]) for e in found["results"]] == [("intra", 0.01)]
+    assert [(e["node"], e["median_s"]) for e in measured(files, "per_node")] == [("n1", 0.001), ("n2", 0.01)]
+    assert [(e["scope"], e["median_s"]) for e in measured(files)] == [("intra", 0.01)]
 
 
 def test_both_ways_of_a_pair(tmp_path: Path) -> None:
@@ -40,7 +44,7 @@ def test_both_ways_of_a_pair(tmp_path: Path) -> None:
     files = Files(tmp_path, setup(2, 2))
     files.whole(1, CollectiveCase("pair", "p2p", MIB, 20), dict.fromkeys(range(4), 0.001))
     files.whole(2, CollectiveCase("pair", "p2p", MIB, 20, back=True), dict.fromkeys(range(4), 0.002))
-    found = gather.measurements([gather.read_round(tmp_path, files.setup)])["per_pair"]
+    found = measured(files, "per_pair")
     assert [(e["nodes"], e["median_s"]) for e in found] == [(["n1", "n2"], 0.001), (["n2", "n1"], 0.002)]
     assert found[0]["busbw_gb_s"] == pytest.approx(MIB / 0.001 / 1e9, rel=1e-5)
 
@@ -50,7 +54,7 @@ def test_a_second_look_with_more_iterations_counts(tmp_path: Path) -> None:
     files = Files(tmp_path, setup(2))
     files.whole(1, CollectiveCase("world", "p2p", MIB, 3), {0: 0.9, 1: 0.9})
     files.whole(2, CollectiveCase("world", "p2p", MIB, 20), {0: 0.1, 1: 0.1})
-    (entry,) = gather.measurements([gather.read_round(tmp_path, files.setup)])["results"]
+    (entry,) = measured(files)
     assert (entry["iterations"], entry["median_s"]) == (20, 0.1)
 
 
@@ -60,7 +64,7 @@ def test_a_wrong_value_on_one_rank_is_wrong(tmp_path: Path) -> None:
     files.begin(1, CollectiveCase("world", "all_reduce", MIB, 20), [0, 1])
     files.done(1, 0, 0.1)
     files.done(1, 1, 0.1, correct=False)
-    (entry,) = gather.measurements([gather.read_round(tmp_path, files.setup)])["results"]
+    (entry,) = measured(files)
     assert entry["correct"] is False
 
 
@@ -83,7 +87,7 @@ def test_the_silent_rank_is_named(tmp_path: Path) -> None:
     following = check.next_setup(part, 30.0, 60.0)
     assert following is not None
     assert following.skip == (("world", "all_reduce", 0),)
-    assert ("world", "all_gather", MIB, 0, False) in following.done
+    assert following.known[0][:5] == ("world", "all_gather", 0, False, MIB)
     assert following.known == (("world", "all_gather", 0, False, MIB, 0.1),), "else it would plan as on a link without limits"
     assert following.most_seconds == 60.0
     assert not following.facts
@@ -92,38 +96,30 @@ def test_the_silent_rank_is_named(tmp_path: Path) -> None:
     assert check.next_setup(part, 60.0, 5.0) is None
 
 
-def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
-    """Its peers only see that the connection closed."""
+LOST = "RuntimeError: [pair.cc:547] Connection closed by peer [10.0.0.3]:4711"
+ECC = "AcceleratorError: CUDA error: uncorrectable ECC error encountered"
+
+
+@pytest.mark.parametrize(
+    ("said", "codes", "guilty", "message"),
+    [
+        ({0: LOST, 1: LOST}, [4, 4, -9], "n3", LOST),  # killed: its peers only see that the connection closed
+        ({0: "RuntimeError: Connection reset by peer", 1: ECC, 2: LOST}, [0, 0, 0], "n2", ECC),  # its own fault is believed
+        ({1: ECC}, [None, 4, None], "n2", ECC),  # NCCL's other ranks wait in their kernels and are killed without a word
+    ],
+)
+def test_the_rank_at_fault_is_named(
+    tmp_path: Path, said: dict[int, str], codes: list[int | None], guilty: str, message: str
+) -> None:
+    """Not the ranks that waited for it."""
     files = Files(tmp_path, setup(3))
     files.begin(1, CollectiveCase("world", "broadcast", MIB, 20), [0, 1, 2])
-    for rank in (0, 1):
-        files.say(rank, "failed", step=1, message="RuntimeError: [pair.cc:547] Connection closed by peer [10.0.0.3]:4711")
-    for node, codes in enumerate(([4], [4], [-9])):
-        files.node(node, codes)
+    for rank, text in said.items():
+        files.say(rank, "failed", step=1, message=text)
+    for node, code in enumerate(codes):
+        files.node(node, [code])
     (entry,), _ = gather.faults([gather.read_round(tmp_path, files.setup)])
-    assert entry["hosts"] == ["n3"]
-    assert "Connection closed by peer" in entry["message"]
-
-
-def test_a_rank_that_says_why_is_believed(tmp_path: Path) -> None:
-    """Its own fault, not what the others see of it."""
-    files = Files(tmp_path, setup(2))
-    files.begin(1, CollectiveCase("world", "broadcast", MIB, 20), [0, 1])
-    files.say(0, "failed", step=1, message="RuntimeError: Connection reset by peer")
-    files.say(1, "failed", step=1, message="AcceleratorError: CUDA error: uncorrectable ECC error encountered")
-    (entry,), _ = gather.faults([gather.read_round(tmp_path, files.setup)])
-    assert (entry["hosts"], entry["message"][:16]) == (["n2"], "AcceleratorError")
-
-
-def test_a_rank_that_says_why_comes_before_the_silent(tmp_path: Path) -> None:
-    """NCCL's other ranks wait in their kernels and are killed without a word."""
-    files = Files(tmp_path, setup(3))
-    files.begin(1, CollectiveCase("world", "broadcast", MIB, 20), [0, 1, 2])
-    files.say(1, "failed", step=1, message="AcceleratorError: CUDA error: unspecified launch failure")
-    for node, codes in enumerate(([None], [4], [None])):
-        files.node(node, codes)
-    (entry,), _ = gather.faults([gather.read_round(tmp_path, files.setup)])
-    assert entry["hosts"] == ["n2"]
+    assert (entry["hosts"], entry["message"]) == ([guilty], message)
 
 
 def test_the_end_of_the_time_is_no_hang(tmp_path: Path) -> None:
@@ -171,8 +167,9 @@ def test_a_torn_line_loses_itself_only(tmp_path: Path, torn: str) -> None:
     """A killed rank's last line, or a block of zeros after a power loss."""
     files = Files(tmp_path, setup(2))
     files.whole(1, CollectiveCase("world", "p2p", MIB, 20), {0: 0.1, 1: 0.1})
-    files.cut(1, torn)
-    assert len(gather.measurements([gather.read_round(tmp_path, files.setup)])["results"]) == 1
+    with (tmp_path / gather.RECORDS.format(rank=1)).open("a") as out:
+        out.write(torn)
+    assert len(measured(files)) == 1
 
 
 def test_an_empty_folder_is_a_lost_round(tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Rule, finding
 from clustertune.cluster.cluster import ThrowawayCluster
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.allocation import Allocation
-from clustertune.nccl_check import check, gather, prolog
+from clustertune.nccl_check import check, result
 from clustertune.nccl_check.setup import CheckOptions
-from clustertune.nccl_check.target import LocalNode, Nodes
 from tests.command import events
 from tests.launch.machines import machine
 from tests.nccl_check.documents import Files, setup
@@ -30,22 +29,22 @@ RULE = Rule("a-rule", "something", "it hurts", "https://example.org")
 FAILED = finding(RULE, FAIL, "eth0 is down", "plug it in", where="n2")
 
 
-def verdict(status: str) -> prolog.LinkVerdict:
-    return prolog.LinkVerdict(status, "the headline", Path("x/result.json"), 3.0, (FAILED,) if status == FAIL else ())
+def verdict(status: str) -> check.LinkVerdict:
+    return check.LinkVerdict(status, "the headline", Path("x/result.json"), 3.0, (FAILED,) if status == FAIL else ())
 
 
 def options(seconds: float, **changes: Any) -> CheckOptions:
-    return prolog.options_for(seconds, "gloo", "a test", 2, 2, 1, **changes)
+    return check.options_for(seconds, "gloo", "a test", 2, 2, 1, **changes)
 
 
 def test_only_a_failure_stops_and_only_where_it_is_to() -> None:
     """Exit 93 is what no launcher starts again."""
     for status in (PASS, WARN, UNKNOWN, FAIL):
-        prolog.decide(verdict(status), "warn")
+        check.decide(verdict(status), "warn")
     for status in (PASS, WARN, UNKNOWN):
-        prolog.decide(verdict(status), "stop")
+        check.decide(verdict(status), "stop")
     with pytest.raises(UserError) as error:
-        prolog.decide(verdict(FAIL), "stop")
+        check.decide(verdict(FAIL), "stop")
     assert error.value.code is ExitCode.STOP
     assert "n2: eth0 is down" in str(error.value) and "plug it in" in str(error.value)
 
@@ -61,10 +60,10 @@ def test_the_event_names_the_faults() -> None:
 def test_it_measures_and_judges_within_its_time(tmp_path: Path) -> None:
     """On one machine by the code that srun starts on nodes, in a folder of its own where one start was made before by hand."""
     (tmp_path / "1-0").mkdir()
-    target = LocalNode(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
+    target = check.local_target(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
     began = time.monotonic()
     short = replace(options(60.0), largest=check.MIB, collectives=("all_gather",), iterations=3)
-    found = prolog.run(target, short, tmp_path / "1-0", lambda _text: None)  # type: ignore[arg-type]
+    found = check.before_job(target, short, tmp_path / "1-0", lambda _text: None)
     assert time.monotonic() - began < 60 + 20
     assert found.status == UNKNOWN and "NCCL was not touched" in found.headline, found
     assert found.file == tmp_path / "1-0-2" / "result.json"
@@ -82,7 +81,9 @@ def test_an_srun_that_breaks_is_bounded(tmp_path: Path, answer: str, monkeypatch
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     given = Allocation("7", 0, ("n1", "n2"), 0, 2, 1, None)
     began = time.monotonic()
-    found = prolog.run(Nodes(given, machine(gpus=0), False, os.environ), options(10.0), tmp_path / "run", lambda _text: None)
+    found = check.before_job(
+        check.job_target(given, machine(gpus=0), os.environ), options(10.0), tmp_path / "run", lambda _text: None
+    )
     assert time.monotonic() - began < 10 + 12
     assert found.status == UNKNOWN, found
     assert "could not be measured: no rank began on n1, n2" in found.headline
@@ -91,17 +92,17 @@ def test_an_srun_that_breaks_is_bounded(tmp_path: Path, answer: str, monkeypatch
     assert document["hung"] == [] and document["results"] == []
     messages = " ".join(entry["message"] for entry in document["problems"])
     assert ("no such partition" in messages) is ("partition" in answer)
-    prolog.decide(found, "stop")
+    check.decide(found, "stop")
 
 
 def test_a_check_that_breaks_itself_is_unknown(tmp_path: Path) -> None:
     """A file where its folder must be, or a fault in a rule: told, not raised, and no reason to stop."""
     (tmp_path / "file").write_text("")
-    target = LocalNode(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
-    found = prolog.run(target, options(10.0), tmp_path / "file" / "x", lambda _text: None)  # type: ignore[arg-type]
+    target = check.local_target(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
+    found = check.before_job(target, options(10.0), tmp_path / "file" / "x", lambda _text: None)
     assert found.status == UNKNOWN
     assert "could not be made" in found.headline
-    prolog.decide(found, "stop")
+    check.decide(found, "stop")
 
 
 @pytest.mark.parametrize(
@@ -120,18 +121,17 @@ def test_only_ranks_that_all_waited_show_that_a_link_is_dead(
 ) -> None:
     """Of a rank that never began, or began when the others had given up, nothing follows for the network."""
     wanted = setup(2, start_seconds=start_seconds)
-    wanted.write(tmp_path)
-    files = Files.bare(tmp_path, wanted)
+    files = Files(tmp_path, wanted, bare=True)
     for rank in started:
         files.say(rank, "start", rank=rank, pid=1)
     for rank in early:
         files.say(rank, "hung", step=0, seconds=start_seconds)
-    found = gather.read_round(tmp_path, wanted).inconclusive
+    found = result.read_round(tmp_path, wanted).inconclusive
     assert found.count(word) == 1 if word else found == "", found
     if not word:
         return
     files.node(1, [], problems=["there is no interface eth0"])
-    assert gather.read_round(tmp_path, wanted).inconclusive == "", "the node says what is wrong with it"
+    assert result.read_round(tmp_path, wanted).inconclusive == "", "the node says what is wrong with it"
 
 
 def test_what_the_nodes_lack_stops_a_job_whatever_else_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,17 +142,19 @@ def test_what_the_nodes_lack_stops_a_job_whatever_else_broke(tmp_path: Path, mon
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setattr(check.judging, "judge_log", lambda *_: [FAILED])
     given = Allocation("7", 0, ("n1", "n2"), 0, 2, 1, None)
-    found = prolog.run(Nodes(given, machine(gpus=0), False, os.environ), options(10.0), tmp_path / "run", lambda _text: None)
+    found = check.before_job(
+        check.job_target(given, machine(gpus=0), os.environ), options(10.0), tmp_path / "run", lambda _text: None
+    )
     assert found.status == FAIL
     with pytest.raises(UserError):
-        prolog.decide(found, "stop")
+        check.decide(found, "stop")
 
 
 @pytest.mark.parametrize("seconds", [10, 30, 120, 3600])
 def test_the_parts_of_its_time_fit(seconds: int) -> None:
     """Measuring, and one thing that hangs, end before the launcher ends everything."""
     wanted = options(float(seconds))
-    setup = check.make_setup(LocalNode(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2)), wanted)
+    setup = check.make_setup(check.local_target(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2)), wanted)
     assert wanted.most_seconds == seconds
     assert setup.limit <= setup.most_seconds < seconds, "what does not answer has to be ended, too"
     assert setup.start_seconds + setup.case_seconds <= setup.most_seconds
@@ -165,16 +167,9 @@ def job(slurm: ThrowawayCluster, folder: Path, on_fail: str, gbit: float) -> Job
     """A training whose cluster file asks for the check."""
     file = cluster_file(folder, f"nccl_check: {{seconds: 60, on_fail: {on_fail}}}\n")
     file.write_text(file.read_text().replace("gbit: 1}", f"gbit: {gbit:g}}}"))
-    words = [
-        "recipes/tiny-oasst2",
-        "--tiny",
-        "--to",
-        "train",
-        "train.max_steps=2",
-        "train.eval_on_start=false",
-        "train.max_length=64",
-    ]
-    made = Job(slurm, folder / "r", words=[*words, "--cluster", str(file)])
+    words = ["recipes/tiny-oasst2", "--tiny", "--to", "train", "--cluster", str(file)]
+    words += ["train.max_steps=2", "train.eval_on_start=false", "train.max_length=64"]
+    made = Job(slurm, folder / "r", words=words)
     made.options = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2", "--mem=8G", "--time=01:00:00"]
     return made.submit()
 

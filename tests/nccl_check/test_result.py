@@ -12,37 +12,23 @@ import pytest
 from clustertune.config.cluster import load_cluster
 from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import UserError
-from clustertune.nccl_check import check, table
+from clustertune.nccl_check import check
+from clustertune.nccl_check import result as table
 from clustertune.plan.measured import find_measured, read_measured
 from clustertune.report import page
 
 
 def entry(scope: str, collective: str = "all_gather", size: int = 1 << 30, busbw: float = 40.0, **more: Any) -> dict[str, Any]:
-    figures = {"ranks": 16, "iterations": 20, "median_s": 0.02, "spread": 0.05, "correct": True}
-    return {
-        "scope": scope,
-        "collective": collective,
-        "bytes": size,
-        "algbw_gb_s": busbw * 16 / 15,
-        "busbw_gb_s": busbw,
-        **figures,
-    } | more
+    figures = {"ranks": 16, "iterations": 20, "median_s": 0.02, "spread": 0.05, "correct": True, "bytes": size}
+    return {"scope": scope, "collective": collective, "algbw_gb_s": busbw * 16 / 15, "busbw_gb_s": busbw, **figures, **more}
 
 
 def document(**changes: Any) -> dict[str, Any]:
     """What a check of two nodes of eight GPUs finds."""
     pair = {key: value for key, value in entry("world", "p2p").items() if key != "scope"}
     found = {
-        "schema": "clustertune.nccl-check/1",
-        "cluster": "mine",
-        "date": "2026-11-02",
-        "nodes": 2,
-        "gpus_per_node": 8,
-        "backend": "nccl",
-        "backend_why": "8 GPUs",
-        "transport": "NET/IB",
-        "hosts": ["n1", "n2"],
-        "seconds": 118.2,
+        "schema": "clustertune.nccl-check/1", "cluster": "mine", "date": "2026-11-02", "nodes": 2, "gpus_per_node": 8,
+        "backend": "nccl", "backend_why": "8 GPUs", "transport": "NET/IB", "hosts": ["n1", "n2"], "seconds": 118.2,
         "results": [entry("world"), entry("intra", busbw=350.0), entry("world", "p2p"), entry("world", "broadcast")],
         "per_node": [{"node": "n1", **pair}],
         "per_pair": [{"nodes": ["n1", "n2"], **pair}, {"nodes": ["n2", "n1"], **pair, "busbw_gb_s": 10.0}],
@@ -55,7 +41,7 @@ def document(**changes: Any) -> dict[str, Any]:
         "environment": {"NCCL_DEBUG": "WARN"},
         "expected": {"inter": {"nominal_gb_s": 50.0, "expected_gb_s": 45.0}},
         "verdict": {"status": "pass", "headline": "PASS: fine", "findings": []},
-    }
+    }  # fmt: skip
     return {**found, **changes}
 
 
@@ -148,15 +134,8 @@ def test_the_table_has_the_share_of_nominal_and_the_slow_way() -> None:
 
 def test_the_table_says_what_went_wrong() -> None:
     """Hung, wrong, left out, and what a node said."""
-    hung = {
-        "scope": "world",
-        "collective": "all_reduce",
-        "bytes": 1024,
-        "seconds": 9.0,
-        "ranks": [1],
-        "hosts": ["n2"],
-        "message": "x",
-    }
+    hung = {"scope": "world", "collective": "all_reduce", "bytes": 1024, "seconds": 9.0, "ranks": [1], "hosts": ["n2"]}
+    hung["message"] = "x"
     left = [{"scope": "world", "collective": "p2p", "bytes": 1 << n, "reason": "no time was left"} for n in range(10, 20)]
     lines = list(table.notes(document(hung=[hung], left_out=left, problems=[{"node": "n1", "message": "no facts"}])))
     assert lines[0] == "did not end: all_reduce (world) of 1 KiB on n2: x"

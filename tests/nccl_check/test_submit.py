@@ -13,7 +13,7 @@ from clustertune.check.rule import EXIT
 from clustertune.cluster.cluster import ThrowawayCluster
 from clustertune.commands import nccl_check
 from clustertune.errors import UserError
-from clustertune.nccl_check import batch
+from clustertune.nccl_check import check
 from tests.command import REPO, run
 from tests.launch.machines import CLUSTER_FILES, machine
 from tests.nccl_check.command_line import command_line, job
@@ -33,7 +33,7 @@ def test_the_command_prints_what_it_would_submit(name: str) -> None:
 
 def test_the_scripts_have_no_known_mistake(tmp_path: Path) -> None:
     """By the project's own lint of batch scripts."""
-    for number, text in enumerate((job(CLUSTER_FILES[0]).script, batch.SCRIPT.read_text())):
+    for number, text in enumerate((job(CLUSTER_FILES[0]).script, check.SCRIPT.read_text())):
         path = tmp_path / f"{number}.sbatch"
         path.write_text(text)
         done = run("doctor", "sbatch", str(path))
@@ -53,7 +53,7 @@ def test_what_cannot_be_submitted(nodes: int | None, time: str | None, seconds: 
     """Before the queue, each with its option."""
     cluster = machine(slurm={"partition": "gpu", "gres": None, "max_time": "12:00:00"})
     with pytest.raises(UserError) as error:
-        batch.shape(cluster, nodes, time, seconds)
+        check.job_shape(cluster, nodes, time, seconds)
     assert word in str(error.value)
     assert "--" in str(error.value)
 
@@ -61,7 +61,7 @@ def test_what_cannot_be_submitted(nodes: int | None, time: str | None, seconds: 
 def test_a_cluster_without_slurm_is_told_so() -> None:
     """It can still be measured here."""
     with pytest.raises(UserError, match="no Slurm"):
-        batch.shape(machine(slurm=None), None, None, 60)
+        check.job_shape(machine(slurm=None), None, None, 60)
 
 
 def test_the_job_gets_what_was_given() -> None:
@@ -93,20 +93,8 @@ def test_on_two_nodes_of_a_real_slurm(slurm: ThrowawayCluster, tmp_path: Path) -
     file, out = cluster_file(tmp_path), tmp_path / "out"
     slurm.limit("200mbit")
     try:
-        words = [
-            "nccl-check",
-            "--submit",
-            "--cluster",
-            str(file),
-            "--seconds",
-            "40",
-            "--max",
-            "4M",
-            "--out",
-            str(out),
-            "--json",
-            "--wait",
-        ]
+        given = {"--cluster": str(file), "--seconds": "40", "--max": "4M", "--out": str(out)}
+        words = ["nccl-check", "--submit", "--json", "--wait", *(word for pair in given.items() for word in pair)]
         done = slurm.run([sys.executable, "-m", "clustertune", *words], cwd=REPO, check=False, timeout=800)
     finally:
         slurm.limit(None)
@@ -127,6 +115,6 @@ def test_on_two_nodes_of_a_real_slurm(slurm: ThrowawayCluster, tmp_path: Path) -
 
 def test_the_script_says_where_to_call_it(tmp_path: Path) -> None:
     """sbatch in another folder: the words, exit 2, no traceback."""
-    done = subprocess.run(["bash", str(batch.SCRIPT)], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", str(check.SCRIPT)], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "is not a checkout of clustertune" in done.stderr

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from clustertune.nccl_check import gather, measure
-from clustertune.nccl_check.node import NodeCheck
-from clustertune.nccl_check.probe import PairProbe
+from clustertune.nccl_check import rank as measure
+from clustertune.nccl_check import result as gather
+from clustertune.nccl_check.node import NodeCheck, probe_pairs
 from clustertune.nccl_check.setup import CollectiveCase, Setup
 from tests.command import REPO
 from tests.nccl_check.documents import setup
@@ -203,7 +203,7 @@ def test_an_interface_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
 @pytest.mark.jobs
 def test_the_probe_of_two_is_right() -> None:
     """The same program that two GPUs run, on gloo."""
-    (entry,) = PairProbe(2, "gloo", os.environ, pairwise=False).run(60.0)
+    (entry,) = probe_pairs(2, "gloo", os.environ, 60.0, pairwise=False)
     assert (entry["gpus"], entry["status"], entry["message"]) == ([0, 1], "ok", "")
 
 
@@ -213,8 +213,7 @@ def test_a_probe_that_hangs_is_ended(tmp_path: Path) -> None:
     (tmp_path / "torch" / "__init__.py").write_text(
         f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, f'pid-{{os.getpid()}}').touch()\ntime.sleep(600)\n"
     )
-    probe = PairProbe(4, "gloo", {**os.environ, "PYTHONPATH": str(tmp_path)}, pairwise=True, seconds=3.0)
-    found = probe.run(60.0)
+    found = probe_pairs(4, "gloo", {**os.environ, "PYTHONPATH": str(tmp_path)}, 60.0, pairwise=True, seconds=3.0)
     assert [entry["status"] for entry in found] == ["hung"] * 2 + ["skipped"] * 4
     assert sorted(tuple(entry["gpus"]) for entry in found) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
     pids = [int(path.name.partition("-")[2]) for path in tmp_path.glob("pid-*")]
@@ -226,7 +225,7 @@ def test_a_probe_that_fails_says_how(tmp_path: Path) -> None:
     """The last line of what it said."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('CUDA error: peer access is not supported')\n")
-    (entry,) = PairProbe(2, "gloo", {**os.environ, "PYTHONPATH": str(tmp_path)}, pairwise=False).run(60.0)
+    (entry,) = probe_pairs(2, "gloo", {**os.environ, "PYTHONPATH": str(tmp_path)}, 60.0, pairwise=False)
     assert entry["status"] == "failed"
     assert "peer access is not supported" in entry["message"]
 

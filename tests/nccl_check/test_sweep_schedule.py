@@ -7,10 +7,9 @@ from itertools import combinations
 
 import pytest
 
-from clustertune.nccl_check import schedule
+from clustertune.nccl_check import setup as schedule
 from clustertune.nccl_check.result import COLLECTIVES, bus_factor
-from clustertune.nccl_check.schedule import CaseSchedule, members, shapes, tournament
-from clustertune.nccl_check.setup import CollectiveCase, Setup
+from clustertune.nccl_check.setup import CaseSchedule, CollectiveCase, Setup, members, shapes, tournament
 from tests.nccl_check.documents import setup
 
 MIB = 1 << 20
@@ -21,8 +20,9 @@ def play(
 ) -> tuple[list[CollectiveCase], list[tuple[str, str, int, str]], float]:
     """The cases of a round on links of a rate; what was left out; and the time that it took."""
     now = [0.0]
-    made = CaseSchedule(wanted, lambda: now[0], seconds, room)
-    cases, run = [], made.run()
+    left_out: list[tuple[str, str, int, str]] = []
+    report = lambda **entry: left_out.append(tuple(entry.values()))  # noqa: E731
+    cases, run = [], CaseSchedule(wanted, lambda: now[0], seconds, room, report).run()
     try:
         case = next(run)
         while True:
@@ -31,7 +31,7 @@ def play(
             now[0] += each * (case.iterations + case.warmup + 1)
             case = run.send(each)
     except StopIteration:
-        return cases, made.left_out, now[0]
+        return cases, left_out, now[0]
 
 
 def even(rate: float) -> Callable[[CollectiveCase], float]:
@@ -74,7 +74,7 @@ def test_slow_is_not_hung(rate: float, seconds: float) -> None:
     """1 Mbit/s to 8 Gbit/s: all iterations together are over before the time after which one of them counts as hung."""
     wanted = setup(3, 1, largest=64 * MIB, case_seconds=max(10.0, seconds / 4))
     cases, _, _ = play(wanted, even(rate), seconds=seconds)
-    assert len({case.key for case in cases}) >= len(COLLECTIVES)
+    assert len({(*case.track, case.bytes) for case in cases}) >= len(COLLECTIVES)
     for case in cases:
         each = 1e-4 + case.bytes / rate / 1e9
         assert each * (case.iterations + case.warmup + 1) < wanted.case_seconds / 2 + each, case
@@ -121,9 +121,10 @@ def test_what_was_done_or_hung_before_is_not_made_again() -> None:
     """The round after a hang measures the rest."""
     wanted = setup(2, largest=MIB)
     first, _, _ = play(wanted, even(1.0))
-    keys = tuple(case.key for case in first[:5])
-    second, _, _ = play(setup(2, largest=MIB, done=keys, skip=(("world", "all_reduce", 0),)), even(1.0))
-    assert not {case.key for case in second} & set(keys)
+    known = tuple((*case.track, case.bytes, 0.001) for case in first[:5])
+    keys = {entry[:5] for entry in known}
+    second, _, _ = play(setup(2, largest=MIB, known=known, skip=(("world", "all_reduce", 0),)), even(1.0))
+    assert not {(*case.track, case.bytes) for case in second} & set(keys)
     assert not any((c.scope, c.collective) == ("world", "all_reduce") for c in second)
     assert len(second) > 10
 
@@ -131,8 +132,7 @@ def test_what_was_done_or_hung_before_is_not_made_again() -> None:
 def test_a_later_round_knows_the_link() -> None:
     """It would take a slow link for one without limits, measure the largest size for minutes, and call that hung."""
     known = tuple(("world", name, 0, False, size, size / MIB * 8) for name in COLLECTIVES for size in schedule.FIRST_BYTES)
-    done = tuple(("world", name, size, 0, False) for name in COLLECTIVES for size in schedule.FIRST_BYTES)
-    wanted = setup(2, largest=64 * MIB, scopes=("world",), done=done, known=known)
+    wanted = setup(2, largest=64 * MIB, scopes=("world",), known=known)
     cases, left_out, took = play(wanted, even(MIB / 8e9), seconds=30.0)
     assert took <= 30.0
     assert 0 < max(case.bytes for case in cases) < MIB
