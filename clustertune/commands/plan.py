@@ -228,9 +228,9 @@ def _plan(calibrated: CalibratedCluster, recipe: str, changes: list[str], tiny: 
 def _show(found: Plan, given: tuple[str, ...], as_document: bool, scored: Evaluation) -> None:
     from clustertune.config.hardware import price
     from clustertune.launch.shape import merge_seconds
-    from clustertune.plan import document, explanation
+    from clustertune.plan import explanation
+    from clustertune.plan.advise import remedies
     from clustertune.plan.predict import GIB
-    from clustertune.plan.remedy import remedies
 
     money = price(found.machine.gpu)
     better = [] if found.fits else remedies(found, given)
@@ -238,8 +238,11 @@ def _show(found: Plan, given: tuple[str, ...], as_document: bool, scored: Evalua
     whole = None if found.hours is None else found.hours * found.strategy.world_size
     whole = None if whole is None or scored.gpu_hours is None else whole + scored.gpu_hours
     if as_document:
-        body = document.as_json(found, money) | {"evaluation": scored.as_json(), "merge": {"seconds": merge, "gpu_hours": 0.0}}
-        body["total"] = {"gpu_hours": whole, "cost": document.spent(whole, money)}
+        body = explanation.as_json(found, money) | {
+            "evaluation": scored.as_json(),
+            "merge": {"seconds": merge, "gpu_hours": 0.0},
+        }
+        body["total"] = {"gpu_hours": whole, "cost": explanation.spent(whole, money)}
         if not found.fits:
             body["remedies"] = [{"change": r.what, "overrides": r.arguments, "step_s": r.plan.step.seconds} for r in better]
         emit_json(body)
@@ -250,7 +253,7 @@ def _show(found: Plan, given: tuple[str, ...], as_document: bool, scored: Evalua
         show(f"\nmerge: about {max(1, merge / 60):.0f} min on a node's CPUs, no GPU" if merge else "")
         show(str(scored))
         if whole is not None:
-            spent = explanation.money(document.spent(whole, money))
+            spent = explanation.money(explanation.spent(whole, money))
             show(f"in all: {whole:,.1f} GPU-hours" + (f", {spent}" if spent else ""))
     if found.fits:
         return
@@ -268,13 +271,13 @@ def _show(found: Plan, given: tuple[str, ...], as_document: bool, scored: Evalua
 
 def _compare(plans: list[Plan], as_document: bool) -> None:
     from clustertune.config.hardware import price
-    from clustertune.plan import document
+    from clustertune.plan import explanation
 
     one, other = plans
     if as_document:
         emit_json(
             {
-                "plans": [document.as_json(p, price(p.machine.gpu)) for p in plans],
+                "plans": [explanation.as_json(p, price(p.machine.gpu)) for p in plans],
                 "speedup": one.step.seconds / other.step.seconds,
             }
         )
@@ -290,7 +293,7 @@ def _advise(calibrated: CalibratedCluster, found: Plan, request: PlanRequest) ->
     from clustertune.config.hardware import price
     from clustertune.config.overrides import RecipeSource
     from clustertune.plan import advise as advisor
-    from clustertune.plan import document
+    from clustertune.plan import explanation
 
     counts = _counts(request.nodes, found)
     source = RecipeSource(found.resolved, tuple(request.overrides))
@@ -299,7 +302,7 @@ def _advise(calibrated: CalibratedCluster, found: Plan, request: PlanRequest) ->
     )  # fmt: skip
     named = advisor.overrides(advice, source)
     if request.as_document:
-        emit_json(document.advice_json(advice, named, calibrated.cluster, price(found.machine.gpu)))
+        emit_json(explanation.advice_json(advice, named, calibrated.cluster, price(found.machine.gpu)))
     else:
         from clustertune.plan import tables
 

@@ -20,7 +20,7 @@ from clustertune.config.resolved import Resolved
 from clustertune.config.schema import Number, Section
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.plan.constants import Constants
-from clustertune.plan.document import as_json
+from clustertune.plan.explanation import as_json
 from clustertune.plan.machine import PlanMachine, machine
 from clustertune.plan.measured import MeasuredLinks, beside, find_measured, read_measured
 from clustertune.plan.predict import make_plan

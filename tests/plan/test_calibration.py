@@ -18,8 +18,8 @@ from clustertune.plan import memory
 from clustertune.plan.calibration import IDENTIFIED, PRIOR, CalibratedRun, Fit, Observation, fit, read, store
 from clustertune.plan.constants import Constants
 from clustertune.plan.machine import PlanMachine
-from clustertune.plan.shape import ModelShape
 from clustertune.plan.step import step
+from clustertune.plan.strategy import ModelShape
 from tests.plan.world import counted, machine, mixture, shape
 
 COMPUTING = machine(peak_flops=1e11)

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from clustertune.plan.constants import Constants
-from clustertune.plan.term import number
+from clustertune.plan.constants import Constants, number
 from tools.planner_grade.case import case
 from tools.planner_grade.claims import ClaimResult, check_claims
 from tools.planner_grade.data import claims_file, published_runs

@@ -12,9 +12,8 @@ from clustertune.config.yamlfile import Document
 from clustertune.plan import memory
 from clustertune.plan.constants import Constants
 from clustertune.plan.machine import PlanMachine, machine
-from clustertune.plan.shape import ModelShape
 from clustertune.plan.step import Step, step
-from clustertune.plan.strategy import Strategy
+from clustertune.plan.strategy import ModelShape, Strategy
 from tools.planner_grade.data import DTYPE_BYTES, PublishedRun, published_clusters, published_models
 
 HALF_LAYER = 0.5

@@ -15,7 +15,7 @@ from typing import Any
 from clustertune.config.counted import ParameterCount
 from clustertune.config.hardware import load_hardware
 from clustertune.config.parameters import count, lora_parameter_count
-from clustertune.plan.term import number
+from clustertune.plan.constants import number
 from tools.planner_grade.data import PublishedRun, published_models, published_runs
 
 GB = 1e9

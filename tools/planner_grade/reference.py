@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clustertune.plan import memory
-from clustertune.plan.compute import flops
-from clustertune.plan.constants import Constants
-from clustertune.plan.step import step
-from clustertune.plan.term import total
+from clustertune.plan.constants import Constants, total
+from clustertune.plan.step import flops, step
 from tools.planner_grade.case import Case, case
 from tools.planner_grade.data import DTYPE_BYTES, published_runs
 
