@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,8 @@ def render(body: Mapping[str, Any], recipe_file: str) -> str:
     from jinja2 import Environment
 
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)  # noqa: S701 - it makes Markdown
-    environment.filters |= {
-        "number": number, "gib": gib, "percent": percent, "interval": interval, "distribution": format_distribution,
-        "command": lambda words: shlex.join(map(str, words)),
-    }  # fmt: skip
+    filters: dict[str, Callable[[Any], Any]] = {"number": number, "gib": gib, "percent": percent, "interval": interval}
+    filters |= {"distribution": format_distribution, "command": lambda words: shlex.join(map(str, words))}
+    environment.filters |= filters
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(body, headline=headline(body), recipe_file=recipe_file)

@@ -8,8 +8,7 @@ import pytest
 
 from clustertune.plan import constants as constants_module
 from tools.planner_grade.__main__ import page
-from tools.planner_grade.grade import Flow, flows
-from tools.planner_grade.reference import alternatives, floors
+from tools.planner_grade.grade import Flow, alternatives, floors, flows
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "planner.md"
 

@@ -14,10 +14,8 @@ from clustertune.config.hardware import load_hardware
 from clustertune.config.parameters import count, parameter_count
 from tests.tree import REPO
 from tools.planner_grade import data
-from tools.planner_grade.case import cluster_document
-from tools.planner_grade.claims import check, check_claims, judge
-from tools.planner_grade.data import claims_file, published_clusters, published_models, published_runs
-from tools.planner_grade.formulas import FORMULAS, compute, node_bandwidth
+from tools.planner_grade.data import claims_file, cluster_document, published_clusters, published_models, published_runs
+from tools.planner_grade.formulas import FORMULAS, check, check_claims, compute, judge, node_bandwidth
 
 CLAIMS = {claim.id: claim for claim in claims_file().claims}
 NUMERIC = [claim.id for claim in CLAIMS.values() if any(isinstance(value, int | float) for value in claim.inputs.values())]
