@@ -75,11 +75,8 @@ class Fit:
 
 
 def fit(runs: Sequence[Observation], start: Constants | None = None) -> Fit:
-    """Fit the factors. Raises UserError without runs."""
-    if not runs:
-        raise UserError(
-            Problem("no run was given", file="command line", key="--calibrate", fix="give run folders with metrics.jsonl")
-        )
+    """Fit the factors. Raises UserError where no cluster can have had them."""
+    assert runs, "the command refuses a calibration without runs"
     base = start or Constants()
     names = [name for name in PRIOR if name != "memory_scale" or any(run.peak_bytes for run in runs)]
     _, deviation = solve(runs, base, names, PRIOR)

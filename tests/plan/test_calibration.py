@@ -122,12 +122,6 @@ def test_what_was_calibrated_is_more_certain() -> None:
     assert 0 < found.deviation["compute_scale"] < IDENTIFIED * PRIOR["compute_scale"]
 
 
-def test_no_run_is_no_calibration() -> None:
-    """An empty list would give the prior back as if it were learnt."""
-    with pytest.raises(UserError, match="no run was given"):
-        fit([])
-
-
 RUN = CalibratedRun(name="run", measured_s=2.0, before_s=1.8, after_s=1.98)
 FOUND = Fit({"compute_scale": 1.1}, {"compute_scale": 0.03}, {"inter_scale": 0.9}, (RUN,))
 

@@ -34,13 +34,6 @@ def test_every_goal_is_met(graded: dict[str, Flow]) -> None:
         assert flow.memory_mean <= 0.03, flow.name
 
 
-def test_all_rows_of_the_regression_set_are_graded(graded: dict[str, Flow]) -> None:
-    """17 runs on three clusters; where a run calibrates it does not count."""
-    assert len(graded["as shipped, NVLink and InfiniBand"].rows) == 14
-    assert len(graded["one run per cluster"].rows) == 17 - 3
-    assert len(graded["one model left out"].rows) == 17 - 1
-
-
 def test_a_worse_constant_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grade depends on the constants: matrix products a third slower miss the goal."""
     shares = dict(constants_module.Constants().gemm_share)
