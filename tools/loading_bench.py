@@ -15,11 +15,9 @@ import importlib
 import importlib.util
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,12 +25,10 @@ from typing import Any
 
 from clustertune.config.deepspeed_keys import ZERO
 from clustertune.config.distribution import Distribution
-from clustertune.process import die_with_parent
 
 WAYS = ("rows", "stock", "whole")
 SECONDS = 1800
 """After which a rank that hangs is ended, by default; it says where it was."""
-POLL = 0.05
 
 
 @dataclass(frozen=True)
@@ -196,43 +192,15 @@ def _fsdp(way: str, store: Path, axes: Axes) -> Any:
 
 
 def _forked(work: Callable[[int], object], count: int, seconds: int = SECONDS) -> None:
-    """Run ``work(number)`` in ``count`` children. Raises RuntimeError where one fails: its trace is on stderr.
+    """Run ``work(number)`` in ``count`` children. Raises torch's ProcessException where one fails, with its trace; the others,
+    which would wait half an hour for it in a collective, are ended then. One that hangs says where it was, and fails."""
+    from torch import multiprocessing
 
-    The others are ended then: they would wait half an hour for it in a collective.
-    """
-    children = []
-    for number in range(count):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                die_with_parent(signal.SIGKILL)
-                faulthandler.dump_traceback_later(seconds, exit=True)
-                work(number)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    codes = _wait(children)
-    if any(codes):
-        raise RuntimeError(f"ranks ended with {codes}")
+    def guarded(number: int) -> None:
+        faulthandler.dump_traceback_later(seconds, exit=True)
+        work(number)
 
-
-def _wait(children: list[int]) -> list[int]:
-    """The children's exit codes, in their order; once one has failed, the others are killed."""
-    codes: dict[int, int] = {}
-    while len(codes) < len(children):
-        for child in children:
-            if child not in codes and (ended := os.waitpid(child, os.WNOHANG))[0]:
-                codes[child] = os.waitstatus_to_exitcode(ended[1])
-                if codes[child]:
-                    for other in set(children) - set(codes):
-                        os.kill(other, signal.SIGKILL)
-        time.sleep(POLL)
-    return [codes[child] for child in children]
+    multiprocessing.start_processes(guarded, nprocs=count, start_method="fork")
 
 
 def measure(folder: Path, way: str, axes: Axes, seconds: int = SECONDS) -> list[Measured]:

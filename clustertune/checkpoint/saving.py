@@ -34,7 +34,7 @@ from clustertune.checkpoint.store import CheckpointStore
 from clustertune.host.probe import Probe
 from clustertune.host.system import memory
 from clustertune.manifest import SHA256, TENSORS, XXH3_128, FileRecord, Ranks, new_hasher
-from clustertune.plan.host import COPY_SHARE
+from clustertune.plan.memory import COPY_SHARE
 from clustertune.storage import is_full, storage_cause
 
 

@@ -333,12 +333,12 @@ def _tell(body: dict[str, Any], path: Path) -> None:
 
 def _show(bench: Bench, args: BenchArguments, cluster: Cluster) -> None:
     """What would be run: folder, steps, command, and what the planner says about it."""
-    from clustertune.bench import project
+    from clustertune.bench import result
     from clustertune.launch.local import accelerate_command, rank_program
 
     run, schedule = RunDir(args.request.run_path), args.request.schedule
     command = accelerate_command(run, bench.measured, rank_program(run.path, 1, quiet=False))
-    plan, why = project.predict(bench.whole, cluster, bench.lengths)
+    plan, why = result.predict(bench.whole, cluster, bench.lengths)
     body = {
         "run_dir": str(run.path),
         "out": str(args.results),
@@ -350,7 +350,7 @@ def _show(bench: Bench, args: BenchArguments, cluster: Cluster) -> None:
         "train": command,
         "changes": {key: bench.measured.train_args.get(key) for key in ("max_steps", "eval_strategy", "save_strategy")},
         "made_up": None if bench.made is None else {"tokens": round(bench.made[0]), "conversations": bench.made[1]},
-        "plan": project.brief(plan) if plan is not None else {"unknown": why},
+        "plan": result.brief(plan) if plan is not None else {"unknown": why},
     }
     if args.as_json:
         emit_json(body)
@@ -366,7 +366,7 @@ def _show(bench: Bench, args: BenchArguments, cluster: Cluster) -> None:
     if plan is None:
         say(f"no plan: {why}")
     else:
-        figures = project.brief(plan)
+        figures = result.brief(plan)
         say(
             f"planned on {plan.machine.name}: {figures['step_s']:.3g} s a step, {figures['needed_gib_per_gpu']:.1f} GiB per GPU"
         )
@@ -376,14 +376,14 @@ def _show(bench: Bench, args: BenchArguments, cluster: Cluster) -> None:
 
 
 def _submit(args: BenchArguments, cluster: Cluster) -> int:
-    from clustertune.bench import batch, project
+    from clustertune.bench import batch, result
 
     made = batch.make(args.request, cluster, args.cluster, args.results, args.time)
     if args.dry_run:
         body: dict[str, Any] = {}
         if args.as_json:
-            plan, why = project.predict(made.bench.whole, cluster, made.bench.lengths)
-            body["plan"] = project.brief(plan) if plan is not None else {"unknown": why}
+            plan, why = result.predict(made.bench.whole, cluster, made.bench.lengths)
+            body["plan"] = result.brief(plan) if plan is not None else {"unknown": why}
         else:
             _show(made.bench, args, cluster)
         made.show(args.as_json, **body)

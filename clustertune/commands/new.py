@@ -55,7 +55,7 @@ def new(
     from clustertune.config.hardware import price
     from clustertune.config.resolve import resolve
     from clustertune.console import emit_json, say
-    from clustertune.plan.document import cost
+    from clustertune.plan.explanation import cost
     from clustertune.plan.explanation import money as in_words
     from clustertune.plan.predict import GIB, make_plan
 

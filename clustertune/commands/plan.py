@@ -7,14 +7,14 @@ import json
 import math
 import re
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from clustertune import console
-from clustertune.arguments import AsJson, ClusterOption, Tiny, path_argument
+from clustertune.arguments import AsJson, ClusterOption, Tiny, path_argument, takes
 from clustertune.commands.new import DataOption, GpusOption, MethodOption, ModelOption
 from clustertune.console import emit_json, show
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
@@ -38,182 +38,149 @@ Targets = Annotated[
 ]
 
 
+GOALS = ("time", "cost", "memory")
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """The command line."""
+
+    targets: Targets = None
+    model: ModelOption = None
+    gpus: GpusOption = None
+    method: MethodOption = "lora"
+    data: DataOption = None
+    cluster: ClusterOption = None
+    tiny: Tiny = False
+    why: Annotated[
+        str | None,
+        typer.Option(metavar="PART", help="Show the arithmetic of one part: step, memory, communication, hours, mfu ..."),
+    ] = None
+    advise: Annotated[bool, typer.Option("--advise", help="Search the strategies that fit and rank them.")] = False
+    goal: Annotated[str, typer.Option(metavar="time|cost|memory", help="What --advise ranks by.")] = "time"
+    nodes: Annotated[
+        str | None, typer.Option(metavar="N[,N...]", help="Node counts that --advise tries; the recipe's by default.")
+    ] = None
+    compare: Annotated[bool, typer.Option("--compare", help="Compare two recipes.")] = False
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Fit the planner to measured runs and save the result next to the cluster file.")
+    ] = False
+    nccl_check: Annotated[str | None, typer.Option(metavar="FILE", help="Use the result of an nccl-check on this cluster.")] = (
+        None
+    )
+    lengths: Annotated[
+        str | None, typer.Option(metavar="FILE", help="File with tokens per conversation, one number a line.")
+    ] = None
+    as_document: AsJson = False
+
+    @property
+    def names(self) -> list[str]:
+        """Recipes, or runs."""
+        return [text for text in self.targets or [] if "=" not in text]
+
+    @property
+    def overrides(self) -> list[str]:
+        return [text for text in self.targets or [] if "=" in text]
+
+
 def add(app: typer.Typer) -> None:
     """Register the command."""
     app.command("plan")(plan)
 
 
-def plan(
-    targets: Targets = None,
-    model: ModelOption = None,
-    gpus: GpusOption = None,
-    method: MethodOption = "lora",
-    data: DataOption = None,
-    cluster: ClusterOption = None,
-    tiny: Tiny = False,
-    why: Annotated[
-        str | None,
-        typer.Option(metavar="PART", help="Show the arithmetic of one part: step, memory, communication, hours, mfu ..."),
-    ] = None,
-    advise: Annotated[bool, typer.Option("--advise", help="Search the strategies that fit and rank them.")] = False,
-    goal: Annotated[str, typer.Option(metavar="time|cost|memory", help="What --advise ranks by.")] = "time",
-    nodes: Annotated[
-        str | None, typer.Option(metavar="N[,N...]", help="Node counts that --advise tries; the recipe's by default.")
-    ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Compare two recipes.")] = False,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Fit the planner to measured runs and save the result next to the cluster file.")
-    ] = False,
-    nccl_check: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Use the result of an nccl-check on this cluster.")
-    ] = None,
-    lengths: Annotated[
-        str | None, typer.Option(metavar="FILE", help="File with tokens per conversation, one number a line.")
-    ] = None,
-    as_document: AsJson = False,
-) -> None:
+@takes(PlanArguments)
+def plan(args: PlanArguments) -> None:
     """Predict whether a recipe fits, its hours, cost and limits.
 
     --advise ranks alternatives. --model plans a model without a recipe.
     """
-    request = PlanRequest(
-        names=[t for t in targets or [] if "=" not in t], overrides=[t for t in targets or [] if "=" in t], cluster=cluster,
-        model=model, gpus=gpus, method=method, data=data, tiny=tiny, why=why, advise=advise, goal=goal, nodes=nodes,
-        compare=compare, calibrate=calibrate, nccl_check=nccl_check,
-        lengths=lengths, as_document=as_document,
-    )  # fmt: skip
-    answer(request)
-
-
-GOALS = ("time", "cost", "memory")
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """The command line of ``plan``."""
-
-    names: list[str]
-    overrides: list[str]
-    cluster: str | None
-    model: str | None
-    gpus: str | None
-    method: str
-    data: str | None
-    tiny: bool
-    why: str | None
-    advise: bool
-    goal: str
-    nodes: str | None
-    compare: bool
-    calibrate: bool
-    nccl_check: str | None
-    lengths: str | None
-    as_document: bool
-
-
-def answer(request: PlanRequest) -> None:
-    """Do what was asked. Raises UserError; exits with 2 where a recipe does not fit."""
     from clustertune.config.cluster import load_cluster, of_gpus
     from clustertune.plan.calibration import find_calibrated
     from clustertune.plan.lengths import of_counts, read_lengths
 
-    _check_usage(request)
-    check = path_argument(request.nccl_check) if request.nccl_check else None
-    known = read_lengths(path_argument(request.lengths)) if request.lengths else None
-    if request.model is not None:
-        _answer_model(request, known)
+    _check_usage(args)
+    check = path_argument(args.nccl_check) if args.nccl_check else None
+    known = read_lengths(path_argument(args.lengths)) if args.lengths else None
+    if args.model is not None:
+        _answer_model(args, known)
         return
-    calibrated = find_calibrated(of_gpus(request.gpus) if request.gpus else load_cluster(request.cluster), check)
-    if request.calibrate:
-        _calibrate(calibrated, request.names, known, request.as_document)
+    calibrated = find_calibrated(of_gpus(args.gpus) if args.gpus else load_cluster(args.cluster), check)
+    if args.calibrate:
+        _calibrate(calibrated, args.names, known, args.as_document)
         return
-    size = [f"slurm.nodes={len(calibrated.cluster.compute_nodes)}", f"slurm.gpus_per_node={calibrated.cluster.compute.gpus}"]
-    request = replace(request, overrides=[*(size if request.gpus else []), *request.overrides])
-    if request.data is not None:
+    overrides = args.overrides
+    if args.gpus:
+        nodes, gpus = len(calibrated.cluster.compute_nodes), calibrated.cluster.compute.gpus
+        overrides = [f"slurm.nodes={nodes}", f"slurm.gpus_per_node={gpus}", *overrides]
+    if args.data is not None:
         from clustertune.data.measure import measure
         from clustertune.draft import stated
 
-        found = measure(request.data, stated(request.overrides).get("data"))
+        found = measure(args.data, stated(overrides).get("data"))
         known = known or (of_counts(list(found.tokens.items()), found.source) if found.tokens else None)
-        request = replace(
-            request, overrides=[*(f"data.{key}={_yaml(value)}" for key, value in found.section.items()), *request.overrides]
-        )
-    _answer(request, calibrated, [_plan(calibrated, name, request.overrides, request.tiny, known) for name in request.names])
+        overrides = [*(f"data.{key}={json.dumps(value)}" for key, value in found.section.items()), *overrides]
+    _answer(args, overrides, calibrated, [_plan(calibrated, name, overrides, args.tiny, known) for name in args.names])
 
 
-def _yaml(value: object) -> str:
-    return json.dumps(value)
-
-
-def _answer_model(request: PlanRequest, known: Lengths | None) -> None:
+def _answer_model(args: PlanArguments, known: Lengths | None) -> None:
     """The same of a model that no recipe describes: the recipe that ``new`` would write is planned."""
     from clustertune import draft
     from clustertune.commands.new import read
 
-    of_data = draft.stated(request.overrides).get("data")
-    model, data, at = read(request.model, request.data, request.method, request.gpus, request.cluster, of_data=of_data)
-    name = re.sub(r"[^A-Za-z0-9.-]+", "-", str(model.section["name"]).rpartition("/")[2]).lower()[:50] + f"-{request.method}"
-    with draft.drafted(name, model, request.method, data, at) as (made, folder):
-        plan = _plan(at.calibrated, str(folder), request.overrides, request.tiny, known or made.lengths)
+    of_data = draft.stated(args.overrides).get("data")
+    model, data, at = read(args.model, args.data, args.method, args.gpus, args.cluster, of_data=of_data)
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", str(model.section["name"]).rpartition("/")[2]).lower()[:50] + f"-{args.method}"
+    with draft.drafted(name, model, args.method, data, at) as (made, folder):
+        plan = _plan(at.calibrated, str(folder), args.overrides, args.tiny, known or made.lengths)
         plan.notes.extend(made.assumed)
-        _answer(request, at.calibrated, [plan])
+        _answer(args, args.overrides, at.calibrated, [plan])
 
 
-def _answer(request: PlanRequest, calibrated: CalibratedCluster, plans: list[Plan]) -> None:
+def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedCluster, plans: list[Plan]) -> None:
     from clustertune.launch.serving import evaluation
     from clustertune.plan import explanation
 
-    if request.compare:
-        _compare(plans, request.as_document)
-    elif request.why is not None:
-        lines = explanation.why(plans[0], request.why)
-        if request.as_document:
-            emit_json({"part": request.why, "arithmetic": lines})
+    if args.compare:
+        _compare(plans, args.as_document)
+    elif args.why is not None:
+        lines = explanation.why(plans[0], args.why)
+        if args.as_document:
+            emit_json({"part": args.why, "arithmetic": lines})
         else:
             show("\n".join(lines))
-    elif request.advise:
-        _advise(calibrated, plans[0], request)
+    elif args.advise:
+        _advise(calibrated, plans[0], args, overrides)
     else:
-        _show(plans[0], tuple(request.overrides), request.as_document, evaluation(plans[0].resolved, calibrated.cluster))
+        _show(plans[0], tuple(overrides), args.as_document, evaluation(plans[0].resolved, calibrated.cluster))
 
 
-def _check_usage(request: PlanRequest) -> None:
+def _check_usage(args: PlanArguments) -> None:
+    """Raise UserError with all that the command line contradicts itself in."""
     from clustertune.config.load import did_you_mean
 
-    names, compare, calibrate, goal = request.names, request.compare, request.calibrate, request.goal
-    problems = []
-    wanted = 2 if compare else 1
-    if calibrate and not names:
-        problems.append(
-            Problem("no run was given", file="command line", key="--calibrate", fix="give run folders with metrics.jsonl")
-        )
-    elif request.model is not None and (names or compare or calibrate):
-        text = "--model plans one model, without a recipe"
-        problems.append(Problem(text, file="command line", key="--model", fix="leave the recipe, --compare or --calibrate out"))
-    elif not calibrate and len(names) != wanted and request.model is None:
-        text = f"{'--compare needs two recipes' if compare else 'one recipe is needed'}, got {len(names)}"
-        problems.append(
-            Problem(
-                text,
-                file="command line",
-                key="RECIPE",
-                fix="clustertune plan RECIPE [section.key=value]..., or --model OWNER/NAME",
-            )
-        )
-    if sum((compare, calibrate, request.advise, request.why is not None)) > 1:
-        text = "--compare, --calibrate, --advise and --why exclude each other"
-        problems.append(Problem(text, file="command line", fix="ask one after the other"))
-    if request.nodes is not None and not request.advise:
-        fix = "add --advise, or slurm.nodes=N for a plan on so many nodes"
-        problems.append(Problem("is read only with --advise", file="command line", key="--nodes", fix=fix))
-    if calibrate and request.overrides:
-        text = f"{request.overrides[0]}: a run is taken as it was"
-        problems.append(Problem(text, file="command line", key="--calibrate", fix="leave the overrides out"))
-    if request.gpus is not None and request.cluster is not None:
-        text = "--gpus and --cluster exclude each other: a cluster file says which GPUs there are"
-        problems.append(Problem(text, file="command line", key="--gpus", fix="leave one out"))
-    if goal not in GOALS:
-        problems.append(Problem(f"{goal!r} is not a goal", file="command line", key="--goal", fix=did_you_mean(goal, GOALS)))
+    problems: list[Problem] = []
+
+    def wrong(key: str | None, text: str, fix: str | None) -> None:
+        problems.append(Problem(text, file="command line", key=key, fix=fix))
+
+    wanted = 2 if args.compare else 1
+    if args.calibrate and not args.names:
+        wrong("--calibrate", "no run was given", "give run folders with metrics.jsonl")
+    elif args.model is not None and (args.names or args.compare or args.calibrate):
+        wrong("--model", "--model plans one model, without a recipe", "leave the recipe, --compare or --calibrate out")
+    elif not args.calibrate and len(args.names) != wanted and args.model is None:
+        text = f"{'--compare needs two recipes' if args.compare else 'one recipe is needed'}, got {len(args.names)}"
+        wrong("RECIPE", text, "clustertune plan RECIPE [section.key=value]..., or --model OWNER/NAME")
+    if sum((args.compare, args.calibrate, args.advise, args.why is not None)) > 1:
+        wrong(None, "--compare, --calibrate, --advise and --why exclude each other", "ask one after the other")
+    if args.nodes is not None and not args.advise:
+        wrong("--nodes", "is read only with --advise", "add --advise, or slurm.nodes=N for a plan on so many nodes")
+    if args.calibrate and args.overrides:
+        wrong("--calibrate", f"{args.overrides[0]}: a run is taken as it was", "leave the overrides out")
+    if args.gpus is not None and args.cluster is not None:
+        wrong("--gpus", "--gpus and --cluster exclude each other: a cluster file says which GPUs there are", "leave one out")
+    if args.goal not in GOALS:
+        wrong("--goal", f"{args.goal!r} is not a goal", did_you_mean(args.goal, GOALS))
     raise_if(problems)
 
 
@@ -228,9 +195,9 @@ def _plan(calibrated: CalibratedCluster, recipe: str, changes: list[str], tiny: 
 def _show(found: Plan, given: tuple[str, ...], as_document: bool, scored: Evaluation) -> None:
     from clustertune.config.hardware import price
     from clustertune.launch.shape import merge_seconds
-    from clustertune.plan import document, explanation
+    from clustertune.plan import explanation
+    from clustertune.plan.advise import remedies
     from clustertune.plan.predict import GIB
-    from clustertune.plan.remedy import remedies
 
     money = price(found.machine.gpu)
     better = [] if found.fits else remedies(found, given)
@@ -238,8 +205,11 @@ def _show(found: Plan, given: tuple[str, ...], as_document: bool, scored: Evalua
     whole = None if found.hours is None else found.hours * found.strategy.world_size
     whole = None if whole is None or scored.gpu_hours is None else whole + scored.gpu_hours
     if as_document:
-        body = document.as_json(found, money) | {"evaluation": scored.as_json(), "merge": {"seconds": merge, "gpu_hours": 0.0}}
-        body["total"] = {"gpu_hours": whole, "cost": document.spent(whole, money)}
+        body = explanation.as_json(found, money) | {
+            "evaluation": scored.as_json(),
+            "merge": {"seconds": merge, "gpu_hours": 0.0},
+        }
+        body["total"] = {"gpu_hours": whole, "cost": explanation.spent(whole, money)}
         if not found.fits:
             body["remedies"] = [{"change": r.what, "overrides": r.arguments, "step_s": r.plan.step.seconds} for r in better]
         emit_json(body)
@@ -250,7 +220,7 @@ def _show(found: Plan, given: tuple[str, ...], as_document: bool, scored: Evalua
         show(f"\nmerge: about {max(1, merge / 60):.0f} min on a node's CPUs, no GPU" if merge else "")
         show(str(scored))
         if whole is not None:
-            spent = explanation.money(document.spent(whole, money))
+            spent = explanation.money(explanation.spent(whole, money))
             show(f"in all: {whole:,.1f} GPU-hours" + (f", {spent}" if spent else ""))
     if found.fits:
         return
@@ -268,13 +238,13 @@ def _show(found: Plan, given: tuple[str, ...], as_document: bool, scored: Evalua
 
 def _compare(plans: list[Plan], as_document: bool) -> None:
     from clustertune.config.hardware import price
-    from clustertune.plan import document
+    from clustertune.plan import explanation
 
     one, other = plans
     if as_document:
         emit_json(
             {
-                "plans": [document.as_json(p, price(p.machine.gpu)) for p in plans],
+                "plans": [explanation.as_json(p, price(p.machine.gpu)) for p in plans],
                 "speedup": one.step.seconds / other.step.seconds,
             }
         )
@@ -286,26 +256,26 @@ def _compare(plans: list[Plan], as_document: bool) -> None:
         raise typer.Exit(int(ExitCode.CONFIG))
 
 
-def _advise(calibrated: CalibratedCluster, found: Plan, request: PlanRequest) -> None:
+def _advise(calibrated: CalibratedCluster, found: Plan, args: PlanArguments, overrides: list[str]) -> None:
     from clustertune.config.hardware import price
     from clustertune.config.overrides import RecipeSource
     from clustertune.plan import advise as advisor
-    from clustertune.plan import document
+    from clustertune.plan import explanation
 
-    counts = _counts(request.nodes, found)
-    source = RecipeSource(found.resolved, tuple(request.overrides))
+    counts = _counts(args.nodes, found)
+    source = RecipeSource(found.resolved, tuple(overrides))
     advice = advisor.advise(
-        source, calibrated.machine(max(counts)), found.constants, nodes=counts, goal=request.goal, lengths=found.lengths,  # type: ignore[arg-type]
+        source, calibrated.machine(max(counts)), found.constants, nodes=counts, goal=args.goal, lengths=found.lengths,  # type: ignore[arg-type]
     )  # fmt: skip
     named = advisor.overrides(advice, source)
-    if request.as_document:
-        emit_json(document.advice_json(advice, named, calibrated.cluster, price(found.machine.gpu)))
+    if args.as_document:
+        emit_json(explanation.advice_json(advice, named, calibrated.cluster, price(found.machine.gpu)))
     else:
         from clustertune.plan import tables
 
-        given = {"--model": request.model, "--data": request.data, "--gpus": request.gpus, "--cluster": request.cluster}
-        given |= {"--method": request.method} if request.model else {}
-        recipe = [*request.names, *(word for key, value in given.items() if value for word in (key, value))]
+        given = {"--model": args.model, "--data": args.data, "--gpus": args.gpus, "--cluster": args.cluster}
+        given |= {"--method": args.method} if args.model else {}
+        recipe = [*args.names, *(word for key, value in given.items() if value for word in (key, value))]
         quoted = {family: [shlex.quote(text) for text in arguments] for family, arguments in named.items()}
         money = price(found.machine.gpu)
         tables.advice(advice, quoted, found, console.stdout, recipe=shlex.join(recipe), cluster=calibrated.cluster, price=money)

@@ -19,8 +19,8 @@ from clustertune.errors import Problem, UserError
 from clustertune.launch import serving
 from clustertune.launch.slurm import format_minutes
 from clustertune.plan.calibration import find_calibrated
-from clustertune.plan.host import RANK_HOST_BYTES
 from clustertune.plan.machine import has_cudnn_attention
+from clustertune.plan.memory import RANK_HOST_BYTES
 from clustertune.plan.predict import Footprint, fewest_nodes, footprint
 from clustertune.plan.schedule import TOKENS_PER_CPU_S, tokens_to_prepare
 from clustertune.rundir import STAGES

@@ -20,7 +20,7 @@ from clustertune.config.resolved import Resolved
 from clustertune.config.schema import Number, Section
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.plan.constants import Constants
-from clustertune.plan.document import as_json
+from clustertune.plan.explanation import as_json
 from clustertune.plan.machine import PlanMachine, machine
 from clustertune.plan.measured import MeasuredLinks, beside, find_measured, read_measured
 from clustertune.plan.predict import make_plan
@@ -75,11 +75,8 @@ class Fit:
 
 
 def fit(runs: Sequence[Observation], start: Constants | None = None) -> Fit:
-    """Fit the factors. Raises UserError without runs."""
-    if not runs:
-        raise UserError(
-            Problem("no run was given", file="command line", key="--calibrate", fix="give run folders with metrics.jsonl")
-        )
+    """Fit the factors. Raises UserError where no cluster can have had them."""
+    assert runs, "the command refuses a calibration without runs"
     base = start or Constants()
     names = [name for name in PRIOR if name != "memory_scale" or any(run.peak_bytes for run in runs)]
     _, deviation = solve(runs, base, names, PRIOR)

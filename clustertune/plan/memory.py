@@ -1,21 +1,27 @@
-"""Memory of one GPU by part and by moment. The largest moment is the peak.
+"""Memory of one GPU by part and by moment, and RAM of a node. The largest moment is the peak.
 
-What rests and what is kept for backward is counted (kept.py); what comes and goes in between (weights gathered from other
-ranks, gradients on their way to them, the loss) was followed, storage by storage, through steps of small models on two ranks
+What rests and what is kept for backward is counted; what comes and goes in between (weights gathered from other ranks,
+gradients on their way to them, the loss) was followed, storage by storage, through steps of small models on two ranks
 (tests/plan/test_measured_memory.py) and of layers of the real size on 64 ranks of fake tensors (tests/plan/test_full_size.py).
+What a layer keeps for its backward pass is counted, not fitted, where no compiler decides: with a dispatch mode that follows
+storages, on transformers 5.23's Llama, Qwen3 and Qwen3-MoE under FSDP2, FSDP1 and DDP on two ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from clustertune.config.counted import LayerKind
-from clustertune.plan.constants import Constants
-from clustertune.plan.saved_activations import FULL, HALF, Policy, SavedActivations
-from clustertune.plan.shape import ModelShape
-from clustertune.plan.term import BYTES, Term, total
+from clustertune.config.counted import LayerKind, ParameterCount
+from clustertune.config.distribution import IN_FLIGHT
+from clustertune.config.resolved import Resolved
+from clustertune.plan.constants import BYTES, Constants, Term, total
+from clustertune.plan.strategy import ModelShape
 
+HALF, FULL = 2, 4
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""Projections that share an input."""
 TILE_TOKENS, TILE_ENTRIES = 4096, 32768
 """TRL's loss projects so many tokens on so many vocabulary entries at once, in a buffer that is this wide even where the
 vocabulary is not (trl/kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE; trl/trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE)."""
@@ -60,18 +66,240 @@ def reserved(peak: float, constants: Constants) -> list[Term]:
     return [gaps, Term("buffers", size, BYTES, "CUDA context, NCCL's channels and cuBLAS' workspaces", {})]
 
 
+# --- what layers keep for their backward pass, in bytes and in work that is spared ------------------------------------
+
+WHOLE = ("o_proj", "down_proj", "gate")
+"""Projections whose result tensor parallelism leaves whole on every rank."""
+
+
 @dataclass(frozen=True)
-class _Memory:
+class Product:
+    """One matrix product of a layer's forward pass."""
+
+    name: str
+    width: float
+    """Elements of its result per token, on one rank."""
+    weights: float
+    """Weights that a token meets in it, on one rank: half of its FLOPs."""
+    adapter: bool = False
+
+
+def products(shape: ModelShape, kind: LayerKind) -> Iterator[Product]:
+    """The products in the order in which they run, LoRA's two after the base's (peft/tuners/lora/layer.py, forward).
+
+    All experts of one name are one grouped product (transformers' grouped_mm).
+    """
+    plan = shape.strategy
+    for linear in kind.linears:
+        name = linear.name.split(".")[-1]
+        # The result of a row-parallel product is a sum over all ranks: each has it whole.
+        split = 1 if name in WHOLE else plan.tp
+        width, rows = linear.outputs * linear.active / split, linear.inputs * linear.active
+        yield Product(name, width, rows * linear.outputs / plan.tp)
+        if plan.lora and name in shape.targets:
+            yield Product(f"{name}.lora_A", shape.rank * linear.active, rows * shape.rank, adapter=True)
+            yield Product(f"{name}.lora_B", width, width * shape.rank, adapter=True)
+
+
+@dataclass(frozen=True)
+class SavedActivations:
+    """Bytes per token, of one kind of layer, of one strategy."""
+
     shape: ModelShape
     constants: Constants
 
-    @cached_property
-    def sizes(self) -> SavedActivations:
-        return SavedActivations(self.shape, self.constants)
+    @property
+    def width(self) -> int:
+        """Bytes of a number that matrix products read."""
+        return FULL if self.shape.strategy.compute == "fp32" else HALF
 
-    @cached_property
-    def policy(self) -> Policy:
-        return Policy(self.shape, self.sizes)
+    @property
+    def autocast(self) -> bool:
+        """Weights rest in float32 and are cast where they are used; FSDP and DeepSpeed cast them before (mixed precision)."""
+        plan = self.shape.strategy
+        return plan.kind in ("DDP", "NO") and self.width == HALF
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a number between layers: under autocast norms and sums stay in the type of the weights."""
+        return FULL if self.autocast and self.shape.strategy.weight_bytes >= FULL else self.width
+
+    @property
+    def masked(self) -> bool:
+        """Attention gets a mask: of padded rows, and of packed ones that hold several sequences. Flash attention takes lengths
+        instead."""
+        plan = self.shape.strategy
+        return plan.attention != "flash" and (not plan.packing or plan.isolated)
+
+    def layer(self, kind: LayerKind) -> float:
+        """All that one layer keeps where nothing is recomputed."""
+        plan, hidden = self.shape.strategy, self.shape.counted.hidden
+        if plan.compiled:
+            outside = HALF * self.constants.kept_compiled_hidden * hidden
+            inside = self.width * (self.heads(kind) + self.constants.kept_compiled_inner * kind.inner)
+            outside, inside = outside - self._unread((0, 2), hidden), inside - self._unread((3,), kind.inner)
+        else:
+            outside = self.norms(kind) * self.norm() * hidden + self.experts(kind)
+            # Liger's gate computes its activation again in backward (liger_kernel/ops/swiglu.py).
+            wide = 2 if self.shape.strategy.liger else 3
+            inside = self.width * (self.heads(kind) + wide * kind.inner) + self.inputs(kind) + self.head_norms(kind)
+        split = plan.tp if plan.sequence_parallel else 1
+        return outside / split + (inside + self.scores(kind)) / plan.tp + self.mask()
+
+    def norms(self, kind: LayerKind) -> int:
+        """Norms of the layer's whole width: 2 in Llama, 4 in Gemma."""
+        return max(2, kind.other // self.shape.counted.hidden)
+
+    def norm(self) -> float:
+        """Of a norm its input in float32 (in float32 training that is the residual sum itself), and for the gradient of its
+        weight the normalised row. Liger's norm keeps its input as it is (liger_kernel/ops/rms_norm.py)."""
+        if self.shape.strategy.liger:
+            return self.stream
+        return FULL + (0 if self.shape.strategy.lora else self.stream)
+
+    def head_norms(self, kind: LayerKind) -> float:
+        """Of norms over queries and keys (Qwen3) the same."""
+        attention = kind.attention
+        if kind.other % self.shape.counted.hidden != 2 * attention.qk_dim:
+            return 0.0
+        return self.norm() * (attention.heads + attention.kv_heads) * attention.qk_dim
+
+    def heads(self, kind: LayerKind) -> int:
+        """Elements of queries, keys, values and attention's output. Under a mask the keys and values of a group are repeated
+        for each of its heads (transformers/integrations/sdpa_attention.py, use_gqa_in_sdpa); a compiler repeats them again."""
+        attention = kind.attention
+        plan = self.shape.strategy
+        copies = 2 if self.shape.cudnn_attention and plan.attention == "sdpa" and (plan.compiled or self.masked) else 1
+        wide = attention.heads * (attention.qk_dim + attention.v_dim * copies)
+        return wide + (attention.heads if self.repeats else attention.kv_heads) * (attention.qk_dim + attention.v_dim)
+
+    @property
+    def repeats(self) -> bool:
+        """Keys and values of a group are written out for each of its heads."""
+        return not self.shape.strategy.compiled and (self.masked or self.shape.strategy.attention == "eager")
+
+    def scores(self, kind: LayerKind) -> float:
+        """Without a fused kernel: a score for every head and token before, as products give it and as the softmax's float32."""
+        plan = self.shape.strategy
+        return kind.attention.heads * plan.row * (self.width + FULL) if plan.attention == "eager" else 0.0
+
+    def mask(self) -> float:
+        """An entry for every token of the row, shared by all heads: sdpa makes a boolean mask one of the queries' type, in
+        every layer."""
+        plan = self.shape.strategy
+        return float(self.width * plan.row) if self.masked and plan.attention == "sdpa" and not plan.compiled else 0.0
+
+    def shared_mask(self) -> float:
+        """The mask that all layers are given: boolean for sdpa. Layers that are computed again hold it until the first one's
+        backward pass; others let it go before the loss."""
+        plan = self.shape.strategy
+        each = 1 if plan.attention == "sdpa" else self.width
+        return float(each * plan.row) if self.masked and plan.recompute.share else 0.0
+
+    def experts(self, kind: LayerKind) -> float:
+        """Each token's row once for every expert that it goes to: sorted before, and their output before it is weighed."""
+        active = max((linear.active for linear in kind.linears if linear.copies > 1), default=0.0)
+        return 2 * self.width * active * self.shape.counted.hidden
+
+    def inputs(self, kind: LayerKind) -> float:
+        """What a product's weight gradient is computed from. A frozen weight has none; LoRA's first matrix does."""
+        attention = kind.attention
+        sizes = (self.shape.counted.hidden, attention.heads * attention.v_dim, self.shape.counted.hidden, kind.inner)
+        return sum(size * self._of_group(index, names) for index, (size, names) in enumerate(zip(sizes, GROUPS, strict=True)))
+
+    def _of_group(self, index: int, names: tuple[str, ...]) -> float:
+        """Bytes for each element of the input that some projections share. Attention's output is kept by attention itself."""
+        shape, kept_already = self.shape, index == 1
+        if not shape.strategy.lora:
+            if self.stream > self.width and index in (0, 2):
+                return float(self.width * len(names))  # autocast casts the norm's float32 row for each product again
+            return 0.0 if kept_already else float(self.width)
+        adapted = sum(name in shape.targets for name in names)
+        if shape.dropout:
+            return adapted * self.constants.kept_dropout * self.width
+        if self.autocast:
+            return float(adapted * self.width)  # PEFT casts to the adapter's float32, autocast back, for each
+        return float(self.width) if adapted and not kept_already else 0.0
+
+    def _unread(self, groups: tuple[int, ...], size: int) -> float:
+        """Inputs that only the weight gradient of something frozen would need, of what a compiler keeps."""
+        shape = self.shape
+        frozen = [index for index in groups if shape.strategy.lora and not any(n in shape.targets for n in GROUPS[index])]
+        return float(self.width * size * len(frozen))
+
+    def rank(self) -> float:
+        """LoRA's narrow rows: a row of the rank for each adapted module, of all layers together."""
+        shape = self.shape
+        count = sum(
+            kind.count * sum(linear.name.split(".")[-1] in shape.targets for linear in kind.linears)
+            for kind in shape.counted.layers
+        )
+        return self.width * shape.rank * count / shape.strategy.tp if shape.strategy.lora else 0.0
+
+    def last_norm(self) -> float:
+        """The last norm and its row, from which the head computes."""
+        plan = self.shape.strategy
+        return (self.norm() + self.width) * self.shape.counted.hidden / (plan.tp if plan.sequence_parallel else 1)
+
+    def working(self, kind: LayerKind) -> float:
+        """Gradients on their way through the widest part of a layer: of the product, of the activation and of up, less the
+        product itself, which is gone; and that of the residual sum. Without a fused kernel it may be attention: the softmax's
+        gradient and that of its scores, both in float32, less the probabilities as the product takes them."""
+        plan = self.shape.strategy
+        scores = kind.attention.heads * plan.row * (2 * FULL - self.width) if plan.attention == "eager" else 0
+        return max(2.0 * self.width * kind.inner, scores) / plan.tp + self.stream * self.shape.counted.hidden
+
+    # -- activation_checkpointing.save ------------------------------------------------------------------------------------
+
+    @property
+    def save(self) -> tuple[str, ...]:
+        return self.shape.strategy.recompute.save if self.shape.strategy.recompute.share else ()
+
+    def saved(self, kind: LayerKind) -> list[Product]:
+        """The products whose results are kept: all, or the first, third, fifth ... of the layer."""
+        found = list(products(self.shape, kind))
+        return found if "matmul" in self.save else found[::2] if "every_second_matmul" in self.save else []
+
+    def beside_input(self, kind: LayerKind) -> float:
+        """Bytes per token that a recomputed layer keeps beside its input."""
+        return self.width * sum(product.width for product in self.saved(kind)) + self._kernel(kind)
+
+    def _kernel(self, kind: LayerKind) -> float:
+        """The kernel's result, and of each head the logarithm of its sum in float32."""
+        attention, plan = kind.attention, self.shape.strategy
+        held = attention.heads * (attention.v_dim * self.width + FULL) / plan.tp
+        return held if "attention" in self.save else 0.0
+
+    def taken(self, kind: LayerKind) -> float:
+        """Of that, what a layer which is computed again keeps for its backward pass anyway: the same tensors."""
+        attention, plan = kind.attention, self.shape.strategy
+        names = {"gate_proj", "up_proj"} | (set() if self.repeats else {"v_proj"})
+        adapted = set(self.shape.targets) if plan.lora else set()
+        width = sum(product.width for product in self.saved(kind) if product.name in names - adapted)
+        if "attention" in self.save:
+            width += attention.heads * attention.v_dim / plan.tp
+        return self.width * width
+
+    @property
+    def products_again(self) -> float:
+        """Share of the layers' products that recomputation repeats, of those that are recomputed at all."""
+        spared = whole = 0.0
+        for kind in self.shape.counted.layers:
+            whole += kind.count * sum(p.weights for p in products(self.shape, kind) if not p.adapter)
+            spared += kind.count * sum(p.weights for p in self.saved(kind) if not p.adapter)
+        return 1 - spared / whole
+
+    @property
+    def attention_again(self) -> float:
+        """The same of attention: all or nothing."""
+        return 0.0 if "attention" in self.save else 1.0
+
+
+# --- the moments of a step --------------------------------------------------------------------------------------------
+
+
+class _Memory(SavedActivations):
+    """All parts of a GPU's memory."""
 
     # -- what rests -------------------------------------------------------------------------------------------------------
 
@@ -139,7 +367,7 @@ class _Memory:
         of the last one are on their way while the inputs of all others are still kept; of the first two. Then the end."""
         layers = self.shape.layers
         found = []
-        working = max(self.shape.tokens * self.sizes.working(k) + self._down_gradient(k) for k in self.shape.counted.layers)
+        working = max(self.shape.tokens * self.working(k) + self._down_gradient(k) for k in self.shape.counted.layers)
         working += self._expert_gradients()
         for index in sorted({max(0.0, n) for n in (layers - 1, layers - 2, min(1.0, layers - 1), 0.0)}, reverse=True):
             done = 1 - (index + 1) / layers
@@ -162,13 +390,13 @@ class _Memory:
     def layer_bytes(self) -> float:
         """The largest layer, gathered. A quantised base travels quantised; the product's operand is bfloat16."""
         plan, shape = self.shape.strategy, self.shape
-        own = shape.local_trained / shape.layers * self.sizes.width if plan.lora and plan.kind == "FSDP2" else 0.0
+        own = shape.local_trained / shape.layers * self.width if plan.lora and plan.kind == "FSDP2" else 0.0
         return shape.largest * (plan.gather_bytes + (HALF if plan.gather_bytes < HALF else 0) / 2) + own
 
     @property
     def end_bytes(self) -> float:
         """Bytes of a gathered number of embedding and head, which are never quantised."""
-        return max(HALF, min(self.shape.strategy.gather_bytes, self.sizes.width))
+        return max(HALF, min(self.shape.strategy.gather_bytes, self.width))
 
     @property
     def head(self) -> float:
@@ -234,7 +462,7 @@ class _Memory:
     def cast_weights(self, left: float) -> Term:
         """Under autocast every matrix has a copy in 16 bits from its use in the forward pass to that in the backward pass."""
         shape = self.shape
-        held = self.sizes.autocast and shape.strategy.weight_bytes >= FULL
+        held = self.autocast and shape.strategy.weight_bytes >= FULL
         count = shape.body * left + (self.head if left == 1 else 0.0) if held else 0.0
         return Term("buffers", count * HALF, BYTES, "{count} parameters x 2 B, autocast's copies", {"count": count})
 
@@ -284,8 +512,8 @@ class _Memory:
         """Gradients of the layer at work before their reduction. FSDP1 joins them into one row first."""
         plan = self.shape.strategy
         copies = {"FSDP2": 1.0, "FSDP1": 2.0}.get(plan.kind, 0.0) if plan.gradient_shards > 1 else 0.0
-        values = {"copies": copies, "count": self.layer_trained, "bytes": self.sizes.width}
-        size = copies * self.layer_trained * self.sizes.width
+        values = {"copies": copies, "count": self.layer_trained, "bytes": self.width}
+        size = copies * self.layer_trained * self.width
         return Term("gradients", size, BYTES, "{copies} x {count} parameters of a layer x {bytes} B, not yet reduced", values)
 
     def in_flight(self, index: float) -> Term:
@@ -300,7 +528,7 @@ class _Memory:
         return self._reducing(count, waiting)
 
     def _reducing(self, count: float, waiting: float = 0.0) -> Term:
-        size, width = self.shape.strategy.reduce_bytes, self.sizes.width
+        size, width = self.shape.strategy.reduce_bytes, self.width
         values = {"count": count, "bytes": size, "waiting": waiting, "width": width}
         text = "{count} gradients in reduction x {bytes} B + {waiting} of the root waiting x {width} B"
         return Term("buffers", count * size + waiting * width, BYTES, text, values)
@@ -309,7 +537,7 @@ class _Memory:
         """Bytes of the first weight gradient of a layer's turn, which is there while the feed-forward's widest rows are."""
         plan = self.shape.strategy
         down = (linear for linear in kind.linears if linear.name.endswith("down_proj") and not plan.lora)
-        return sum(linear.parameters / plan.tp / (plan.ep if linear.copies > 1 else 1) for linear in down) * self.sizes.width
+        return sum(linear.parameters / plan.tp / (plan.ep if linear.copies > 1 else 1) for linear in down) * self.width
 
     def root_gradients(self) -> list[list[Term]]:
         """The end: the embedding's gradient, or the root's with the head's. FSDP1 joins them into one row; FSDP2 gives its
@@ -319,8 +547,8 @@ class _Memory:
             return []
         count = shape.counted.embedding / plan.tp if plan.ends_apart else shape.ends
         copies = 2.0 if plan.kind == "FSDP1" else 1.0
-        values = {"copies": copies, "count": count, "bytes": self.sizes.width}
-        own = Term("gradients", copies * count * self.sizes.width, BYTES, "{copies} x {count} of the root x {bytes} B", values)
+        values = {"copies": copies, "count": count, "bytes": self.width}
+        own = Term("gradients", copies * count * self.width, BYTES, "{copies} x {count} of the root x {bytes} B", values)
         before = [own, self._ends(count), self._reducing(self.layer_trained if plan.kind == "FSDP2" else 0.0)]
         return [before] if plan.kind == "FSDP1" else [before, [own, self._reducing(count)]]
 
@@ -329,13 +557,13 @@ class _Memory:
     @cached_property
     def kept_by_layers(self) -> float:
         """Bytes per token of all layers where nothing is recomputed."""
-        return sum(kind.count * self.sizes.layer(kind) for kind in self.shape.counted.layers) + self.sizes.rank()
+        return sum(kind.count * self.layer(kind) for kind in self.shape.counted.layers) + self.rank()
 
     @cached_property
     def largest_kept(self) -> float:
         """The same of the layer with most."""
         counted = self.shape.counted
-        return max(self.sizes.layer(kind) for kind in counted.layers) + self.sizes.rank() / counted.num_layers
+        return max(self.layer(kind) for kind in counted.layers) + self.rank() / counted.num_layers
 
     def activations(self, share: float) -> list[Term]:
         """What a share of the layers keeps for backward. Of a pipeline the first stage keeps that of as many micro batches as
@@ -346,11 +574,11 @@ class _Memory:
             inflight = min(plan.accumulation, plan.pp) * (
                 1 + (plan.pp - 1) / (plan.pp * plan.virtual) if plan.virtual > 1 else 1
             )
-        whole = self.kept_by_layers * (1 - plan.recompute.share) * share + (self.sizes.last_norm() if share == 1 else 0.0)
-        row = self.sizes.stream * shape.counted.hidden / (plan.tp if plan.sequence_parallel else 1)
-        saved = sum(kind.count * self.policy.layer(kind) for kind in shape.counted.layers)
+        whole = self.kept_by_layers * (1 - plan.recompute.share) * share + (self.last_norm() if share == 1 else 0.0)
+        row = self.stream * shape.counted.hidden / (plan.tp if plan.sequence_parallel else 1)
+        saved = sum(kind.count * self.beside_input(kind) for kind in shape.counted.layers)
         inputs = 0.0 if plan.recompute.offload else shape.counted.num_layers * row
-        stored = (inputs + saved) * plan.recompute.share * share + self.sizes.shared_mask()
+        stored = (inputs + saved) * plan.recompute.share * share + self.shared_mask()
         scale = self.constants.memory_scale * shape.tokens * inflight / plan.pp
         values = {"tokens": shape.tokens, "bytes": whole, "inflight": inflight, "pp": plan.pp}
         text = "{tokens} tokens x {bytes} B (all layers) x {inflight} micro batches / {pp} stages"
@@ -361,13 +589,13 @@ class _Memory:
         """Adapted experts with the update in them, which the product of a layer that is not recomputed keeps for backward."""
         count = self.shape.all_experts * share
         text = "{count} parameters of experts x {bytes} B, with LoRA's update in them"
-        return Term("activations", count * self.sizes.width, BYTES, text, {"count": count, "bytes": self.sizes.width})
+        return Term("activations", count * self.width, BYTES, text, {"count": count, "bytes": self.width})
 
     def _expert_gradients(self) -> float:
         """Of the layer at work: the adapted experts' own gradient, and a copy of it in the order in which A's and B's are made
         of it; of a recomputed layer also the experts with the update in them."""
         plan, largest = self.shape.strategy, max(self.shape.experts(kind) for kind in self.shape.counted.layers)
-        return largest * self.sizes.width * (3 if plan.recompute.share else 2)
+        return largest * self.width * (3 if plan.recompute.share else 2)
 
     def recomputed(self, index: float) -> list[Term]:
         """The layer that is recomputed at the moment. Where some are not recomputed, the last one is among them, and what it
@@ -375,7 +603,7 @@ class _Memory:
         plan, shape = self.shape.strategy, self.shape
         if not plan.recompute.share or (plan.recompute.share < 1 and index >= shape.layers - 1):
             return []
-        largest = self.largest_kept - min(self.policy.taken(kind) for kind in shape.counted.layers)
+        largest = self.largest_kept - min(self.taken(kind) for kind in shape.counted.layers)
         values = {"tokens": shape.tokens, "bytes": largest}
         return [Term("one recomputed layer", largest * shape.tokens, BYTES, "{tokens} tokens x {bytes} B", values)]
 
@@ -387,10 +615,10 @@ class _Memory:
         plan, shape = self.shape.strategy, self.shape
         if plan.fused_loss:
             rows = min(shape.tokens, TILE_TOKENS) if plan.tiled_loss else 0.0
-            values = {"rows": rows, "entries": TILE_ENTRIES, "bytes": self.sizes.width}
-            size = rows * TILE_ENTRIES * self.sizes.width
+            values = {"rows": rows, "entries": TILE_ENTRIES, "bytes": self.width}
+            size = rows * TILE_ENTRIES * self.width
             return Term("logits", size, BYTES, "a tile of {rows} tokens x {entries} vocabulary entries x {bytes} B", values)
-        entries, half = shape.counted.vocabulary / plan.tp, self.sizes.width == HALF
+        entries, half = shape.counted.vocabulary / plan.tp, self.width == HALF
         size = 3 * FULL if back else 2 * FULL + (HALF if half else 0)
         if half and ((plan.compiled and not plan.whole_loss) or plan.half_loss):
             size = (4 if back else 3) * HALF
@@ -402,15 +630,15 @@ class _Memory:
         """A loop's own variable keeps the logits until the next forward pass has new ones."""
         plan, shape = self.shape.strategy, self.shape
         entries = shape.counted.vocabulary / plan.tp if plan.holds_logits else 0.0
-        values = {"tokens": shape.tokens, "entries": entries, "bytes": self.sizes.width}
+        values = {"tokens": shape.tokens, "entries": entries, "bytes": self.width}
         text = "{tokens} tokens x {entries} vocabulary entries x {bytes} B, held by the program through the backward pass"
-        return Term("logits", shape.tokens * entries * self.sizes.width, BYTES, text, values)
+        return Term("logits", shape.tokens * entries * self.width, BYTES, text, values)
 
     def head_gradient(self) -> Term:
         """TRL's tiles add up the head's gradient, whole, in float32, and cast it at the end; that of the rows likewise."""
         plan, shape = self.shape.strategy, self.shape
         tiles = plan.fused_loss and plan.tiled_loss
-        cast = self.sizes.width if self.sizes.width < FULL else 0
+        cast = self.width if self.width < FULL else 0
         each = FULL + cast if tiles and not plan.lora else 0
         rows = shape.tokens * shape.counted.hidden if tiles else 0.0
         values = {"count": self.head, "bytes": each, "rows": rows}
@@ -425,3 +653,97 @@ class _Memory:
         values = {"count": held, "bytes": size, "shards": plan.state_shards}
         text = "{count} trained parameters x {bytes} B / {shards} ranks"
         return Term("buffers", held * size / plan.state_shards, BYTES, text, values)
+
+
+# --- RAM of a node: what loading takes, and what is offloaded to it ---------------------------------------------------
+
+WEIGHTS = "offloaded weights"
+RANK_HOST_BYTES = 2e9
+"""Interpreter, torch and CUDA context of a rank. Measured: 0.6 GB without CUDA; the context's host side assumed."""
+
+COPY_SHARE = 0.8
+"""Of a node's free memory, what copies for saves may take: page cache and data loaders need the rest. Assumed."""
+
+
+def host_parts(resolved: Resolved, shape: ModelShape) -> list[Term]:
+    """What the node of rank 0 holds at most, while loading or while training, whichever is more."""
+    plan = shape.strategy
+    ranks = plan.ranks_per_node
+    own = Term("ranks", ranks * RANK_HOST_BYTES, BYTES, "{ranks} ranks x 2 GB", {"ranks": ranks})
+    resting = _offloaded(shape)
+    # Rows are read into weights that lie in host memory already; a whole copy is given back as they are filled.
+    there = [term for term in resting if term.name == WEIGHTS] if resolved.distribution.reads_parts else []
+    loading = [*there, _loading(resolved, shape)]
+    more = [t for t in max(loading, resting, key=lambda terms: sum(t.value for t in terms)) if t.value]
+    return [own, *more]
+
+
+def save_copy(shape: ModelShape) -> Term | None:
+    """The copy of trained weights and optimizer state that a save behind training takes of a node's RAM, kept from the first
+    save on; None where training waits for its saves (:mod:`clustertune.checkpoint.saving`).
+    """
+    plan = shape.strategy
+    if not plan.kind.startswith(("FSDP", "DDP", "NO")):
+        return None
+    ranks = plan.ranks_per_node if plan.kind.startswith("FSDP") else 1  # where all ranks have the same, the first one saves it
+    each = (4 if plan.lora else plan.weight_bytes) + plan.state_bytes
+    values = {"ranks": ranks, "count": shape.local_trained, "bytes": each, "shards": plan.state_shards}
+    size = ranks * shape.local_trained * each / plan.state_shards
+    return Term("copy for saves", size, BYTES, "{ranks} ranks x {count} trained x {bytes} B / {shards}", values)
+
+
+def _loading(resolved: Resolved, shape: ModelShape) -> Term:
+    """Weights in host memory at once: a few parts (FSDP2 and ZeRO-3), all in one rank (FSDP1), or all in every rank."""
+    plan, size = shape.strategy, 2.0 * shape.counted.total
+    if plan.kind == "Megatron":
+        return Term("loading", size / plan.world_size * plan.ranks_per_node, BYTES, "each rank reads its own shard", {})
+    if resolved.distribution.reads_parts:
+        largest, each = shape.counted.largest, row_bytes(resolved)
+        values = {"ranks": plan.ranks_per_node, "parts": IN_FLIGHT, "count": largest, "bytes": each}
+        values |= {"shards": plan.weight_shards}
+        size = rows_in_flight(resolved, shape.counted, plan.ranks_per_node, plan.weight_shards)
+        return Term("loading", size, BYTES, "{ranks} ranks x {parts} parts x {count} parameters x {bytes} B / {shards}", values)
+    if resolved.distribution.loading == "first":
+        return Term("loading", size, BYTES, "{count} parameters x 2 B in one rank", {"count": shape.counted.total})
+    values = {"ranks": plan.ranks_per_node, "count": shape.counted.total}
+    return Term("loading", plan.ranks_per_node * size, BYTES, "{ranks} ranks x {count} parameters x 2 B", values)
+
+
+def row_bytes(resolved: Resolved) -> int:
+    """Bytes that a parameter takes while it is read: in bfloat16 and, trained itself, as the float32 that FSDP2 makes of it.
+
+    DeepSpeed makes its float32 copies later, of what lies in its place by then.
+    """
+    return 2 + 4 if resolved.distribution.is_fsdp and resolved.recipe.lora is None else 2
+
+
+def rows_in_flight(resolved: Resolved, counted: ParameterCount, ranks: int, shards: int) -> float:
+    """Bytes that the ranks of a node hold at once while each reads its part; ``shards``: ranks that share a matrix."""
+    return ranks * IN_FLIGHT * counted.largest * row_bytes(resolved) / shards
+
+
+def _offloaded(shape: ModelShape) -> list[Term]:
+    """Shards of weights, gradients and optimizer state that live in host memory."""
+    plan, ranks = shape.strategy, shape.strategy.ranks_per_node
+    found = []
+    if plan.offload_params == "cpu":
+        each = shape.stored / shape.parameters
+        values = {"ranks": ranks, "count": shape.parameters, "bytes": each, "shards": plan.weight_shards}
+        size = ranks * shape.stored / plan.weight_shards
+        found.append(Term(WEIGHTS, size, BYTES, "{ranks} ranks x {count} parameters x {bytes} B / {shards}", values))
+        if plan.reference_bytes:
+            values |= {"bytes": plan.reference_bytes}
+            size = ranks * shape.parameters * plan.reference_bytes / plan.weight_shards
+            text = "{ranks} ranks x {count} parameters x {bytes} B / {shards}"
+            found.append(Term("offloaded reference", size, BYTES, text, values))
+    if plan.offload_optimizer == "cpu":
+        each = plan.state_bytes + plan.gradient_bytes
+        values = {"ranks": ranks, "count": shape.local_trained, "bytes": each, "shards": plan.state_shards}
+        size = ranks * shape.local_trained * each / plan.state_shards
+        found.append(Term("offloaded optimizer", size, BYTES, "{ranks} ranks x {count} trained x {bytes} B / {shards}", values))
+    if plan.recompute.offload:
+        size = ranks * shape.tokens * shape.layers * shape.counted.hidden * 2
+        values = {"ranks": ranks, "tokens": shape.tokens, "layers": shape.layers, "hidden": shape.counted.hidden}
+        text = "{ranks} ranks x {tokens} tokens x {layers} layers x {hidden} x 2 B"
+        found.append(Term("offloaded checkpoints", size, BYTES, text, values))
+    return found

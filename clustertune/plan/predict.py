@@ -11,17 +11,14 @@ from clustertune.config.parameters import KNOWN, adapted_experts, count, lora_pa
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.plan import memory
-from clustertune.plan.compute import flops
-from clustertune.plan.constants import Constants
-from clustertune.plan.host import COPY_SHARE, host_parts, save_copy
+from clustertune.plan.constants import Constants, Term, total
 from clustertune.plan.lengths import Lengths, known_lengths
 from clustertune.plan.machine import PlanMachine
+from clustertune.plan.memory import COPY_SHARE, host_parts, save_copy
 from clustertune.plan.saves import with_saves
 from clustertune.plan.schedule import Schedule, schedule
-from clustertune.plan.shape import ModelShape
-from clustertune.plan.step import Step, step
-from clustertune.plan.strategy import DEFAULT_MAX_LENGTH, FUSED_LOSS, WHOLE_LOGITS, Strategy, strategy
-from clustertune.plan.term import Term, total
+from clustertune.plan.step import Step, flops, step
+from clustertune.plan.strategy import DEFAULT_MAX_LENGTH, FUSED_LOSS, WHOLE_LOGITS, ModelShape, Strategy, strategy
 
 GIB = 2**30
 MOST_NODES = 4096
@@ -187,7 +184,7 @@ class Work:
 
 
 def work_of(resolved: Resolved, lengths: Lengths | None = None) -> Work | None:
-    """The count of :mod:`clustertune.plan.compute`; None for an architecture that it cannot count."""
+    """The count of :mod:`clustertune.plan.step`; None for an architecture that it cannot count."""
     try:
         used, _ = real_length(read_strategy(resolved), lengths)
         shape = make_shape(resolved, used)

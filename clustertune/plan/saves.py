@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from clustertune.config.resolved import Resolved
 from clustertune.config.schema import parse_minutes, seconds_of
+from clustertune.plan.constants import SECONDS, Term
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.schedule import Schedule, every_steps
-from clustertune.plan.term import SECONDS, Term
 
 NODE_MTBF_HOURS = 1000 * 24 / 6.5
 """Hours between two failures of one node where the cluster file does not say: 6.5 failures in 1,000 days of a node (Kokolis et

@@ -6,14 +6,11 @@ import math
 from dataclasses import dataclass
 
 from clustertune.config.resolved import Resolved
-from clustertune.plan.compute import micro_batch
-from clustertune.plan.constants import Constants
+from clustertune.plan.constants import SECONDS, Constants, Term, total
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths
 from clustertune.plan.machine import PlanMachine
-from clustertune.plan.shape import ModelShape
-from clustertune.plan.strategy import DEFAULT_MAX_LENGTH
-from clustertune.plan.term import SECONDS, Term, total
-from clustertune.plan.traffic import traffic
+from clustertune.plan.step import micro_batch, traffic
+from clustertune.plan.strategy import DEFAULT_MAX_LENGTH, ModelShape
 
 START_S = 60.0
 """Interpreter, imports, NCCL's first connections, data set and trainer of one start, seconds. Assumed."""

@@ -1,22 +1,429 @@
 """The time of one optimizer step by part: computing, communication that nothing hides, the pipeline's bubble, the optimizer.
 
-Communication runs beside computing as FSDP prefetches: of each pass the longer one counts, and a small share of the shorter.
-What the next product waits for (tensor, expert and pipeline parallelism) counts whole.
+Matrix products take their FLOPs, everything else the bytes that it moves through the GPU's memory. Communication runs beside
+computing as FSDP prefetches: of each pass the longer one counts, and a small share of the shorter. What the next product
+waits for (tensor, expert and pipeline parallelism) counts whole.
+
+FLOPs of a matrix product of (t x n) and (n x m): 2 t n m. Backward takes as many for the input's gradient and, for trained
+weights, as many again for the weight's. LoRA's frozen base has no weight gradients. A checkpointed layer runs forward twice.
+Attention by a fused kernel: forward 2 products over the causal half, backward 5 (https://arxiv.org/abs/2307.08691, 3.1).
+Packed conversations: the causal half of each, or under a mask the whole square of the micro batch, which no kernel skips parts
+of. Padded rows count as the causal half, as in the runs that ``attention_share`` was fitted to.
+
+Ranks are numbered as accelerate's mesh and Megatron-Core do: tensor parallel innermost, then context, then data parallel,
+pipeline outermost; the ranks of a node follow each other.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clustertune.plan.compute import ComputeTime, micro_batch
-from clustertune.plan.constants import Constants
+from clustertune.config.counted import LayerKind
+from clustertune.plan.constants import SECONDS, Constants, Term, total
 from clustertune.plan.machine import PlanMachine
-from clustertune.plan.shape import ModelShape
-from clustertune.plan.term import SECONDS, Term, total
-from clustertune.plan.traffic import Collective, Traffic, traffic
+from clustertune.plan.memory import SavedActivations
+from clustertune.plan.strategy import ModelShape, Strategy
 
-# --- host memory and NVMe ----------------------------------------------------------------------------------------------
+# --- computing --------------------------------------------------------------------------------------------------------
 
+ATTENTION_BACKWARD = 2.5
+
+
+@dataclass(frozen=True)
+class ComputeTime:
+    """One micro batch on one rank (of a pipeline: one stage)."""
+
+    forward: list[Term]
+    backward: list[Term]
+
+    @property
+    def seconds(self) -> float:
+        return total(self.forward) + total(self.backward)
+
+
+def micro_batch(shape: ModelShape, machine: PlanMachine, constants: Constants) -> ComputeTime:
+    """The parts of one micro batch, forward and backward."""
+    work = _Work(shape, machine, constants)
+    forward = [*work.products(1, "forward"), work.attention(1, "forward"), work.elements(1, "forward"), work.loss(1)]
+    again = shape.strategy.recompute.share
+    backward = [
+        *work.products(1 if shape.strategy.lora else 2, "backward"),
+        work.attention(ATTENTION_BACKWARD, "backward"),
+        work.elements(2, "backward"),
+        work.loss(2),
+    ]
+    if shape.strategy.lora:
+        forward.append(work.adapters(1))
+        backward.append(work.adapters(2))
+        forward.append(work.expert_updates(1))
+        backward.append(work.expert_updates(2 + again))
+    if name := shape.strategy.second_forward:
+        forward += [*work.products(1, name), work.attention(1, name), work.elements(1, name), work.loss(1)]
+    if shape.quantised and shape.strategy.compute != "fp8":
+        forward.append(work.dequantising(2 if shape.strategy.second_forward else 1))
+        backward.append(work.dequantising(1 + again))
+    if shape.strategy.weight_bytes == 4 and shape.strategy.weight_shards > 1:
+        forward.append(work.casts(1))
+        backward.append(work.casts(2 if shape.strategy.reshard else 1))
+    if again:
+        name, policy = "recomputation", SavedActivations(shape, constants)
+        backward += work.products(again * policy.products_again, name, head=False)
+        backward += [work.attention(again * policy.attention_again, name), work.elements(again, name)]
+    return ComputeTime([t for t in forward if t.value], [t for t in backward if t.value])
+
+
+def flops(shape: ModelShape, *, hardware: bool) -> float:
+    """FLOPs of one optimizer step over all ranks: the model's, or with ``hardware`` also what checkpointing computes again.
+    A reference's forward pass is the model's.
+
+    Of LoRA the frozen base counts 4 per parameter and token, its adapters 6; attention counts the causal half of each
+    conversation, with ``hardware`` what a mask makes of it.
+    """
+    plan, counted = shape.strategy, shape.counted
+    policy = SavedActivations(shape, Constants())
+    again = plan.recompute.share if hardware else 0.0
+    second = int(plan.second_forward == "reference")
+    passes = (2 if plan.lora else 3) + second + again * policy.products_again
+    looks = 1 + second + ATTENTION_BACKWARD + again * policy.attention_again
+    per_token = 0.0
+    for kind in counted.layers:
+        per_token += kind.count * (2 * kind.active_matmul * passes + _attention_flops(kind, plan, masks=hardware) * looks)
+    per_token += 2 * shape.head_weights * ((2 if plan.lora else 3) + second) + 6 * shape.per_token
+    return per_token * shape.step_tokens
+
+
+def _attention_flops(kind: LayerKind, plan: Strategy, *, masks: bool = True) -> float:
+    """Forward FLOPs of one token in one layer: it sees half of its conversation, or its window; under a mask (unless not
+    ``masks``) the kernel computes the whole row."""
+    attention, length = kind.attention, plan.conversation or plan.sequence
+    seen = length / 2
+    if attention.window is not None and attention.window < length:
+        window = attention.window
+        seen = window * (1 - window / (2 * length))
+    if masks and plan.packing and plan.isolated and plan.attention != "flash":
+        seen = plan.row
+    return 2 * attention.heads * (attention.qk_dim + attention.v_dim) * seen
+
+
+@dataclass(frozen=True)
+class _Work:
+    shape: ModelShape
+    machine: PlanMachine
+    constants: Constants
+
+    @property
+    def speed(self) -> float:
+        """FLOP/s of matrix products in the type that the strategy computes in."""
+        machine, constants = self.machine, self.constants
+        peak = machine.peak_flops * constants.gemm(machine.generation)
+        compute = self.shape.strategy.compute
+        if compute == "fp8" and machine.peak_flops_fp8:
+            peak = machine.peak_flops_fp8 * constants.gemm(machine.generation) * constants.fp8_share
+        if compute == "fp32":
+            peak /= 2  # TF32: half of bfloat16 on every generation that has both
+        return peak / constants.compute_scale
+
+    @property
+    def memory(self) -> float:
+        """Bytes per second of kernels that only move data."""
+        return self.machine.hbm_bytes_per_s * self.constants.hbm_share / self.constants.compute_scale
+
+    def products(self, passes: float, name: str, *, head: bool = True) -> list[Term]:
+        """Linear layers and the output head; ``passes`` in units of a forward pass."""
+        plan, shape = self.shape.strategy, self.shape
+        weights = sum(kind.count * kind.active_matmul for kind in shape.counted.layers) / plan.pp / plan.tp
+        sizes = {"matrix products": weights}
+        if head:
+            # Of a pipeline the last stage alone has the head; the schedule waits for the slowest stage.
+            sizes["output head"] = shape.head_weights / plan.tp
+        text = "{passes} FLOPs x {weights} weights x {tokens} tokens / {speed} FLOP/s"
+        values = {"tokens": shape.tokens, "passes": 2 * passes, "speed": self.speed}
+        each = 2 * passes * shape.tokens / self.speed
+        return [Term(f"{what}, {name}", each * size, SECONDS, text, values | {"weights": size}) for what, size in sizes.items()]
+
+    def attention(self, passes: float, name: str) -> Term:
+        """Scores and weighted sums of attention."""
+        plan, shape = self.shape.strategy, self.shape
+        per_token = sum(kind.count * _attention_flops(kind, plan) for kind in shape.counted.layers) / plan.pp / plan.tp
+        machine, constants = self.machine, self.constants
+        speed = machine.peak_flops * constants.gemm(machine.generation) * constants.attention_share / constants.compute_scale
+        value = passes * per_token * shape.tokens / speed
+        values = {"passes": passes, "flops": per_token, "tokens": shape.tokens, "speed": speed}
+        return Term(f"attention, {name}", value, SECONDS, "{passes} x {flops} FLOPs x {tokens} tokens / {speed} FLOP/s", values)
+
+    def elements(self, passes: float, name: str) -> Term:
+        """Norms, activations, residuals, rotary embeddings and casts: bytes over bandwidth."""
+        plan, shape, constants = self.shape.strategy, self.shape, self.constants
+        hidden = constants.compiled_hidden if plan.compiled or plan.liger else constants.eager_hidden
+        # A forward pass is a third of forward and backward together.
+        width = shape.counted.num_layers * hidden * shape.counted.hidden / 3
+        width /= plan.pp * (plan.tp if plan.sequence_parallel else 1)
+        value = passes * width * 2 * shape.tokens / self.memory
+        values = {"passes": passes, "width": width, "tokens": shape.tokens, "speed": self.memory}
+        text = "{passes} x {width} elements x 2 B x {tokens} tokens / {speed} B/s"
+        return Term(f"element-wise kernels, {name}", value, SECONDS, text, values)
+
+    def casts(self, passes: float) -> Term:
+        """A float32 shard is cast before each all-gather, and the reduced gradient copied into its shard: 6 to 8 bytes each."""
+        count = self.shape.parameters / self.shape.strategy.weight_shards
+        values = {"passes": passes, "count": count, "speed": self.memory}
+        text = "{passes} x 7 B x {count} parameters / {speed} B/s"
+        return Term("casts of the shards", passes * 7 * count / self.memory, SECONDS, text, values)
+
+    def dequantising(self, passes: float) -> Term:
+        """Each use of a quantised weight writes it out in 16 bits first: no fused product is used in training
+        (bitsandbytes/autograd/_functions.py, MatMul4Bit)."""
+        shape = self.shape
+        size = shape.strategy.weight_bytes + 2
+        values = {"passes": passes, "count": shape.body, "bytes": size, "speed": self.memory}
+        text = "{passes} x {count} parameters x {bytes} B / {speed} B/s"
+        return Term("dequantising", passes * shape.body * size / self.memory, SECONDS, text, values)
+
+    def loss(self, passes: float) -> Term:
+        """Cross-entropy over the vocabulary: a third in the forward pass, two in the backward pass."""
+        plan, shape = self.shape.strategy, self.shape
+        size = self.constants.loss_bytes / (3 if plan.fused_loss else 1)
+        entries = shape.counted.vocabulary / plan.tp
+        value = passes / 3 * size * entries * shape.tokens / self.memory
+        values = {"passes": passes / 3, "bytes": size, "entries": entries, "tokens": shape.tokens, "speed": self.memory}
+        text = "{passes} x {bytes} B x {entries} vocabulary entries x {tokens} tokens / {speed} B/s"
+        return Term("cross-entropy", value, SECONDS, text, values)
+
+    def adapters(self, passes: float) -> Term:
+        """LoRA's own products are too thin to be bound by FLOPs: the bytes of inputs and outputs count."""
+        shape = self.shape
+        per_token = (
+            self.constants.lora_passes / 3 * shape.per_token / max(1, shape.rank) / (shape.strategy.tp * shape.strategy.pp)
+        )
+        value = passes * per_token * 2 * shape.tokens / self.memory
+        values = {"passes": passes, "width": per_token, "tokens": shape.tokens, "speed": self.memory}
+        return Term("LoRA", value, SECONDS, "{passes} x {width} elements x 2 B x {tokens} tokens / {speed} B/s", values)
+
+    def expert_updates(self, passes: float) -> Term:
+        """B A of every adapted expert, whatever tokens come: written, read with the weights, and their sum written."""
+        count, rank = self.shape.all_experts, self.shape.rank
+        values = {"passes": passes, "count": count, "rank": rank, "speed": self.speed, "memory": self.memory}
+        text = "{passes} x {count} parameters of experts x (2 x {rank} FLOPs / {speed} FLOP/s + 4 x 2 B / {memory} B/s)"
+        value = passes * count * (2 * rank / self.speed + 8 / self.memory)
+        return Term("LoRA on experts", value, SECONDS, text, values)
+
+
+# --- what a rank sends, collective by collective, from the strategy alone; and how long a collective takes ------------
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """``size`` ranks, ``stride`` apart."""
+
+    size: int
+    stride: int = 1
+
+    def inside(self, machine: PlanMachine) -> bool:
+        """Whether all members are joined by the fast link."""
+        return self.size * self.stride <= machine.domain or self.size == 1
+
+    def bandwidth(self, machine: PlanMachine, intra_scale: float = 1.0, inter_scale: float = 1.0) -> float:
+        """Bytes per second of a ring over the group, per member.
+
+        A ring that leaves the node (or the NVLink domain) crosses its border once in each direction; all groups that have
+        members in one node share its network cards.
+        """
+        intra = machine.intra.bytes_per_s * intra_scale
+        if self.inside(machine):
+            return intra
+        members = max(1, machine.domain // self.stride)
+        sharing = machine.domain // members
+        nodes = max(1, machine.domain // machine.gpus_per_node)
+        inter = machine.inter.bytes_per_s * inter_scale * nodes / max(1, sharing)
+        return min(intra, inter) if members > 1 else inter
+
+    def latency(self, machine: PlanMachine) -> float:
+        """Seconds of one step from a member to the next, the slowest."""
+        return machine.intra.latency_s if self.inside(machine) else machine.inter.latency_s
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective of a step."""
+
+    name: str
+    kind: str
+    """``gather`` (all-gather and reduce-scatter move as much), ``reduce`` (all-reduce), ``exchange`` (all-to-all), ``send``."""
+    group: RankGroup
+    size: float
+    """Bytes of the whole tensor (of what one rank sends, for ``exchange`` and ``send``) of all calls together."""
+    calls: float
+    """How many calls that is, for the latency."""
+
+    def seconds(self, machine: PlanMachine, intra_scale: float = 1.0, inter_scale: float = 1.0) -> float:
+        """Time on the wire: a ring's (nccl-tests' definition of the bus bandwidth), and its latency."""
+        members = self.group.size
+        if members == 1 or self.size == 0:
+            return 0.0
+        if self.kind == "exchange":
+            return self._exchange(machine, intra_scale, inter_scale)
+        share = 1.0 if self.kind == "send" else (members - 1) / members * (2 if self.kind == "reduce" else 1)
+        bandwidth = self.group.bandwidth(machine, intra_scale, inter_scale)
+        return self.size * share / bandwidth + self.latency(machine)
+
+    def latency(self, machine: PlanMachine) -> float:
+        """Seconds of all calls that no bandwidth shortens: a ring has a step less than members."""
+        steps = 1 if self.kind in ("send", "exchange") else self.group.size - 1
+        return self.calls * steps * self.group.latency(machine)
+
+    def _exchange(self, machine: PlanMachine, intra_scale: float, inter_scale: float) -> float:
+        """All-to-all: every rank of a node sends at once what goes to other nodes through the node's network cards."""
+        members, near = self.group.size, self.group.size
+        latency = self.latency(machine)
+        if not self.group.inside(machine):
+            near = max(1, machine.domain // self.group.stride)
+        inside = self.size * (near - 1) / members / (machine.intra.bytes_per_s * intra_scale)
+        if near == members:
+            return inside + latency
+        card = machine.inter.bytes_per_s * inter_scale / machine.gpus_per_node
+        return max(inside, self.size * (members - near) / members / card) + latency
+
+    @property
+    def factor(self) -> str:
+        """The share of the tensor that one member moves, as text."""
+        if self.kind == "send":
+            return "1"
+        return f"{2 if self.kind == 'reduce' else 1} x {self.group.size - 1}/{self.group.size}"
+
+
+ACTIVATION_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of one micro batch and of the end of a step."""
+
+    forward: list[Collective]
+    """Beside the forward pass of each micro batch: the next layer's weights travel while this one computes."""
+    backward: list[Collective]
+    """Beside the backward pass of each micro batch."""
+    last: list[Collective]
+    """Beside the backward pass of the last micro batch of a step: gradients."""
+    exposed: list[Collective]
+    """Of each micro batch, with nothing beside them: the next product needs the result."""
+    after: list[Collective]
+    """After the optimizer step."""
+
+
+def traffic(shape: ModelShape) -> Traffic:
+    """All collectives of a step. Sizes follow the tensors; see each part's comment for where it is from."""
+    plan = shape.strategy
+    result = Traffic([], [], [], [], [])
+    shards = RankGroup(plan.weight_shards, plan.tp)
+    if plan.weight_shards > 1:
+        gathered = Collective(_gather_name(shape), "gather", shards, shape.gathered, shape.layers + 1)
+        result.forward.extend([gathered, gathered] if plan.second_forward else [gathered])
+        if plan.reshard:
+            result.backward.append(gathered)
+    _gradients(shape, result)
+    _tensor(shape, result)
+    _context(shape, result)
+    _experts(shape, result)
+    if plan.pp > 1:
+        sent = shape.tokens * shape.counted.hidden * ACTIVATION_BYTES / (plan.tp if plan.sequence_parallel else 1)
+        stages = RankGroup(plan.pp, plan.world_size // plan.pp)
+        result.exposed.append(Collective("pipeline send", "send", stages, 2 * sent * plan.virtual, 2 * plan.virtual))
+    return result
+
+
+def _gather_name(shape: ModelShape) -> str:
+    return "all-gather of the weights" if shape.strategy.kind != "Megatron" else "all-gather of the updated weights"
+
+
+def _gradients(shape: ModelShape, result: Traffic) -> None:
+    """Reduce-scatter where gradients are split, all-reduce where each rank keeps them; HSDP both, one after the other.
+
+    transformers' Trainer holds the reduction back until a step's last micro batch (no_sync) but under DeepSpeed, whose stages 2
+    and 3 reduce in every backward pass.
+    """
+    plan = shape.strategy
+    size = shape.local_trained * plan.reduce_bytes
+    every = plan.reduce_each or plan.kind in ("ZeRO-2", "ZeRO-3")
+    when = result.backward if every else result.last
+    layers = shape.layers + 1
+    if plan.gradient_shards > 1:
+        group = RankGroup(plan.gradient_shards, plan.tp)
+        when.append(Collective("reduce-scatter of the gradients", "gather", group, size, layers))
+        size /= plan.gradient_shards
+    elif plan.state_shards > 1 and plan.weight_shards == 1:
+        # ZeRO-1 and Megatron's distributed optimizer keep whole gradients, but each rank needs the sum of its share only.
+        group = RankGroup(plan.state_shards, plan.tp)
+        when.append(Collective("reduce-scatter of the gradients", "gather", group, size, layers))
+    elif plan.data_parallel_size * plan.cp // plan.replicas > 1 and plan.weight_shards == 1:
+        group = RankGroup(plan.data_parallel_size * plan.cp // plan.replicas, plan.tp)
+        when.append(Collective("all-reduce of the gradients", "reduce", group, size, layers))
+    if plan.replicas > 1:
+        group = RankGroup(plan.replicas, plan.tp * plan.data_parallel_size * plan.cp // plan.replicas)
+        when.append(Collective("all-reduce of the gradients between replicas", "reduce", group, size, layers))
+    if plan.state_shards > 1 and plan.weight_shards == 1:
+        # ZeRO-1, ZeRO-2 and Megatron's distributed optimizer: each rank updates its share, then all need all of it.
+        updated = shape.local_trained * ACTIVATION_BYTES
+        result.after.append(
+            Collective("all-gather of the updated weights", "gather", RankGroup(plan.state_shards, plan.tp), updated, 1)
+        )
+
+
+def _tensor(shape: ModelShape, result: Traffic) -> None:
+    """Two all-reduces of a layer's output in forward and two in backward (https://arxiv.org/abs/1909.08053, 3); with sequence
+    parallelism an all-gather and a reduce-scatter each, which move as much. Recomputation repeats the forward ones."""
+    plan = shape.strategy
+    if plan.tp == 1:
+        return
+    size = shape.tokens * shape.counted.hidden * ACTIVATION_BYTES
+    group, name = RankGroup(plan.tp), "tensor-parallel all-reduce"
+    if plan.overlap_tp:
+        forward, backward = 2 * shape.layers, shape.layers * (2 + 2 * plan.recompute.share)
+        result.forward.append(Collective(name, "reduce", group, forward * size, forward))
+        result.backward.append(Collective(name, "reduce", group, backward * size, backward))
+        return
+    calls = shape.layers * (4 + 2 * plan.recompute.share)
+    result.exposed.append(Collective(name, "reduce", group, calls * size, calls))
+
+
+def _context(shape: ModelShape, result: Traffic) -> None:
+    """Ring attention: keys and values of all other ranks pass by, their gradients in backward as well
+    (https://arxiv.org/abs/2310.01889)."""
+    plan = shape.strategy
+    if plan.cp == 1:
+        return
+    group = RankGroup(plan.cp, plan.tp)
+    width = (
+        sum(k.count * k.attention.kv_heads * (k.attention.qk_dim + k.attention.v_dim) for k in shape.counted.layers) / plan.pp
+    )
+    whole = width * plan.micro_batch * plan.sequence * ACTIVATION_BYTES / plan.tp
+    calls = shape.layers
+    result.forward.append(Collective("keys and values around the ring", "gather", group, whole, calls))
+    again = 2 + plan.recompute.share
+    result.backward.append(
+        Collective("keys, values and their gradients around the ring", "gather", group, again * whole, calls)
+    )
+
+
+def _experts(shape: ModelShape, result: Traffic) -> None:
+    """Each token goes to its experts and comes back, in forward and in backward."""
+    plan = shape.strategy
+    if plan.ep == 1:
+        return
+    passes = 0.0
+    for kind in shape.counted.layers:
+        experts = [linear.active for linear in kind.linears if linear.copies > 1]
+        passes += kind.count * (max(experts) if experts else 0)
+    size = (
+        shape.tokens * shape.counted.hidden * ACTIVATION_BYTES * passes / plan.pp / (plan.tp if plan.sequence_parallel else 1)
+    )
+    rounds = 4 + 2 * plan.recompute.share
+    calls = rounds * shape.layers
+    result.exposed.append(
+        Collective("all-to-all of the experts", "exchange", RankGroup(plan.ep, plan.tp), rounds * size, calls)
+    )
+
+
+# --- host memory and NVMe ---------------------------------------------------------------------------------------------
 
 HOST_ADAM_BYTES_PER_S = 150e9
 """Bytes per second that AdamW on all cores of a node reads and writes: about half of what two sockets of DDR5 copy. Assumed."""

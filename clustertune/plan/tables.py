@@ -15,9 +15,9 @@ from clustertune.config.hardware import Price
 from clustertune.plan import explanation
 from clustertune.plan.advise import ALIKE, Advice, CostedCandidate, reasons
 from clustertune.plan.calibration import Fit, unexplained
-from clustertune.plan.document import cost, memory_parts
+from clustertune.plan.constants import quantity
+from clustertune.plan.explanation import cost, memory_parts
 from clustertune.plan.predict import GIB, Plan
-from clustertune.plan.term import quantity
 
 BAR = 40
 """Characters of the bar of a step."""

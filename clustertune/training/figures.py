@@ -126,7 +126,7 @@ class Figures:
     def take(self, seconds: float) -> dict[str, Any]:
         """Figures of the steps since the last call, which took ``seconds`` together; times are means of the median rank.
 
-        ``mfu`` counts tokens of conversations, ``hfu`` padding and recomputation too (:mod:`clustertune.plan.compute`);
+        ``mfu`` counts tokens of conversations, ``hfu`` padding and recomputation too (:mod:`clustertune.plan.step`);
         ``padding``: share of computed tokens that are none; ``imbalance``: tokens of the fullest rank over the mean.
         """
         steps, self._steps = self._steps, []

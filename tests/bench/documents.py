@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from clustertune.bench import project, result
-from clustertune.bench.project import Work
+from clustertune.bench import result
+from clustertune.plan.predict import Work
 
 PROFILE = {
     "steps": 2, "seconds": 1.0, "communication_s": 0.4, "exposed_s": 0.1, "communication_share": 0.4, "exposed_share": 0.1,
@@ -34,7 +34,7 @@ def document(seconds: float = 0.5, peer: float | None = 1.0, **more: Any) -> dic
         "peer": "trl", "what": "TRL", "failed": None if theirs else "TRL: out of memory", "measured": theirs,
         "ratio": result.ratio(ours, theirs) if theirs else None, "pairs": paired if theirs else None, "same_tokens": True,
     }  # fmt: skip
-    used = project.utilisation(Work(5e10, 6e10), ours, "NVIDIA H100 80GB HBM3")
+    used = result.utilisation(Work(5e10, 6e10), ours, "NVIDIA H100 80GB HBM3")
     rows = {"step_s": {"plan": 0.4, "measured": seconds, "ratio": seconds / 0.4}}
     return {
         "schema": "clustertune.bench/2", "recipe": "llama8b", "model": "llama", "dataset": "oasst2", "bf16": True,

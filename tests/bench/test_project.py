@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.bench import page, preparation, project
+from clustertune.bench import page, preparation, result
 from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
 from clustertune.plan.predict import Work, work_of
@@ -27,7 +27,7 @@ ENDS = {"evaluation_s": 60.0, "checkpoint_s": 30.0}
 
 def test_utilisation_by_hand() -> None:
     """1,000 tokens/s at 100 GFLOP each are 100 TFLOP/s: 10.1 % of an H100; padding and recomputation count in HFU alone."""
-    found = project.utilisation(Work(1e11, 1.2e11), MEASURED, "NVIDIA H100 80GB HBM3")
+    found = result.utilisation(Work(1e11, 1.2e11), MEASURED, "NVIDIA H100 80GB HBM3")
     assert found["mfu"] == pytest.approx(100 / 989.4) and found["hfu"] == pytest.approx(1.2 * 125 / 989.4)
     assert found["gpu"] == "h100-sxm"
 
@@ -42,7 +42,7 @@ def test_utilisation_by_hand() -> None:
 )
 def test_no_peak_is_no_utilisation(work: Work | None, device: str | None, word: str) -> None:
     """A utilisation against a guessed peak would be a made-up figure."""
-    found = project.utilisation(work, MEASURED, device)
+    found = result.utilisation(work, MEASURED, device)
     assert found["mfu"] is None and word in found["why"]
 
 
@@ -55,7 +55,7 @@ def test_the_work_of_a_token_is_the_planners() -> None:
 def test_hours_are_steps_ends_and_start() -> None:
     """The reference: 36 steps, 18 evaluations and one at the start, 2 checkpoints."""
     whole = resolve("llama405b-oasst2", ["train.eval_on_start=true"])
-    found = project.whole(whole, MEASURED, ENDS, None, None, "rtx-pro-6000-blackwell-server")
+    found = result.whole(whole, MEASURED, ENDS, None, None, "rtx-pro-6000-blackwell-server")
     assert (found["steps"], found["evaluations"], found["checkpoints"]) == (36, 19, 2)
     assert found["hours"] == pytest.approx((100 + 360 + 19 * 60 + 2 * 30) / 3600)
     assert found["gpu_hours"] == pytest.approx(16 * found["hours"])
@@ -73,16 +73,16 @@ def test_hours_are_steps_ends_and_start() -> None:
 )
 def test_how_many_steps_there_are(overrides: list[str], rows: int | None, steps: int | None) -> None:
     """What was read counts more than what was expected, and what is not known is not made up."""
-    found, why = project.steps_of(resolve("llama405b-oasst2", overrides), rows, None)
+    found, why = result.whole_steps(resolve("llama405b-oasst2", overrides), rows, None)
     assert found == steps and why
 
 
 def test_beside_the_plan() -> None:
     """Measured over planned: above 1 the step takes longer than was said."""
     made = preparation.make(_request())
-    plan, why = project.predict(made.whole, load_cluster("rno-rtxpro6000"), made.lengths)
+    plan, why = result.predict(made.whole, load_cluster("rno-rtxpro6000"), made.lengths)
     assert plan is not None and why is None
-    found = project.beside_plan(plan, None, MEASURED, {"mfu": 0.1, "hfu": 0.2}, 3.0)
+    found = result.beside_plan(plan, None, MEASURED, {"mfu": 0.1, "hfu": 0.2}, 3.0)
     row = found["rows"]["step_s"]
     assert row["ratio"] == pytest.approx(10.0 / plan.step.seconds) and row["plan"] == plan.step.seconds
     assert found["rows"]["hours"]["measured"] == 3.0
@@ -91,10 +91,10 @@ def test_beside_the_plan() -> None:
 def test_a_cluster_without_gpus_has_no_plan() -> None:
     """The words of the planner are kept: a benchmark on CPUs is not held against a guess."""
     made = preparation.make(_request())
-    plan, why = project.predict(made.whole, load_cluster("local"), made.lengths)
+    plan, why = result.predict(made.whole, load_cluster("local"), made.lengths)
     if plan is not None:
         pytest.skip("this machine has GPUs")
-    assert project.beside_plan(None, why, MEASURED, {}, None) == {"unknown": why} and why
+    assert result.beside_plan(None, why, MEASURED, {}, None) == {"unknown": why} and why
 
 
 def _request() -> preparation.BenchRequest:

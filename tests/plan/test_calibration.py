@@ -18,8 +18,8 @@ from clustertune.plan import memory
 from clustertune.plan.calibration import IDENTIFIED, PRIOR, CalibratedRun, Fit, Observation, fit, read, store
 from clustertune.plan.constants import Constants
 from clustertune.plan.machine import PlanMachine
-from clustertune.plan.shape import ModelShape
 from clustertune.plan.step import step
+from clustertune.plan.strategy import ModelShape
 from tests.plan.world import counted, machine, mixture, shape
 
 COMPUTING = machine(peak_flops=1e11)
@@ -120,12 +120,6 @@ def test_what_was_calibrated_is_more_certain() -> None:
     """Of each factor found the deviation is less than half of what it was before."""
     found = fit([run(factors(compute_scale=1.1), COMPUTING)])
     assert 0 < found.deviation["compute_scale"] < IDENTIFIED * PRIOR["compute_scale"]
-
-
-def test_no_run_is_no_calibration() -> None:
-    """An empty list would give the prior back as if it were learnt."""
-    with pytest.raises(UserError, match="no run was given"):
-        fit([])
 
 
 RUN = CalibratedRun(name="run", measured_s=2.0, before_s=1.8, after_s=1.98)

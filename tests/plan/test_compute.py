@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.plan.compute import flops, micro_batch
-from clustertune.plan.shape import ModelShape
+from clustertune.plan.step import flops, micro_batch
+from clustertune.plan.strategy import ModelShape
 from tests.plan.world import (
     ADAPTERS,
     HBM,

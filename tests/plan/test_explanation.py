@@ -12,12 +12,11 @@ import pytest
 from clustertune.config.hardware import Price
 from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
-from clustertune.plan import document, explanation
-from clustertune.plan.constants import Constants
+from clustertune.plan import explanation
+from clustertune.plan.constants import Constants, Term, number, quantity
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import Link, PlanMachine
 from clustertune.plan.predict import Plan, make_plan
-from clustertune.plan.term import Term, number, quantity
 from tests.plan.test_advise import EXPERTS, NF4
 from tests.plan.world import FSDP2, INTER, INTRA, LORA_SECTION, constants, machine, write_recipe
 
@@ -56,7 +55,7 @@ def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Plan:
 
 def test_the_document_holds_what_is_promised(plan: Plan) -> None:
     """Keys and types that programs read."""
-    body = document.as_json(plan, PRICE)
+    body = explanation.as_json(plan, PRICE)
     for key, kind in PROMISED.items():
         assert isinstance(body[key], kind), key
     assert body["fits"] == (body["needed_gib_per_gpu"] <= body["usable_gib_per_gpu"])
@@ -65,7 +64,7 @@ def test_the_document_holds_what_is_promised(plan: Plan) -> None:
 
 def test_parts_sum_up(plan: Plan) -> None:
     """Of the step, of the memory, of the hours."""
-    body = document.as_json(plan, PRICE)
+    body = explanation.as_json(plan, PRICE)
     parts = body["step_parts_s"]
     own = ("compute", "exposed_communication", "pipeline_bubble", "optimizer")
     assert sum(parts[name] for name in own) == pytest.approx(body["step_s"])
@@ -79,20 +78,20 @@ def test_parts_sum_up(plan: Plan) -> None:
 
 def test_rates_money_and_time_belong_together(plan: Plan) -> None:
     """Tokens a second x seconds = tokens; GPU-hours x price = money."""
-    body = document.as_json(plan, PRICE)
+    body = explanation.as_json(plan, PRICE)
     assert body["tokens_per_s"] * body["step_s"] == pytest.approx(64 * 2048)
     assert body["gpu_hours"] == pytest.approx(body["hours"] * plan.strategy.world_size)
     assert body["cost"]["on_demand"] == pytest.approx(2 * body["gpu_hours"])
     assert body["cost"]["spot"] == pytest.approx(0.5 * body["gpu_hours"])
     assert 0 < body["mfu"] <= body["hfu"] < 1
-    assert document.cost(plan, None) is None
-    assert document.as_json(plan, PRICE.model_copy(update={"spot": None}))["cost"]["spot"] is None
+    assert explanation.cost(plan, None) is None
+    assert explanation.as_json(plan, PRICE.model_copy(update={"spot": None}))["cost"]["spot"] is None
 
 
 def test_without_lengths_there_is_no_price(tmp_path: Path) -> None:
     """What is unknown is null, and the reason is among the assumptions."""
     unknown = make_plan(resolve(write_recipe(tmp_path / "recipe")), machine(), constants())
-    body = document.as_json(unknown, PRICE)
+    body = explanation.as_json(unknown, PRICE)
     assert body["hours"] is body["gpu_hours"] is body["cost"] is body["steps"] is None
     assert any("number of steps is unknown" in line for line in body["assumptions"])
     assert explanation.why(unknown, "hours")[0].startswith("the number of steps is unknown")

@@ -17,9 +17,9 @@ import pytest
 from clustertune.config.parameters import count
 from clustertune.plan import memory
 from clustertune.plan.constants import Constants
-from clustertune.plan.shape import ModelShape
+from clustertune.plan.strategy import ModelShape
 from tests.tree import REPO
-from tools.planner_grade.case import case as published_case
+from tools.planner_grade.data import case as published_case
 from tools.planner_grade.data import published_models, published_runs
 
 pytestmark = pytest.mark.timeout(900)

@@ -9,10 +9,9 @@ import pytest
 
 from clustertune.config.resolve import resolve
 from clustertune.plan import memory
-from clustertune.plan.host import RANK_HOST_BYTES, host_parts, save_copy
-from clustertune.plan.memory import Moment
+from clustertune.plan.memory import RANK_HOST_BYTES, Moment, host_parts, save_copy
 from clustertune.plan.predict import make_shape, read_strategy
-from clustertune.plan.shape import ModelShape
+from clustertune.plan.strategy import ModelShape
 from tests.plan.world import (
     ADAPTERS,
     ENDS,

@@ -14,14 +14,13 @@ from clustertune.config.cluster import load_cluster
 from clustertune.config.overrides import RecipeSource
 from clustertune.config.resolve import resolve
 from clustertune.plan import memory
-from clustertune.plan.compute import flops, micro_batch
+from clustertune.plan.advise import remedies
+from clustertune.plan.constants import total
 from clustertune.plan.machine import machine as read_machine
+from clustertune.plan.memory import SavedActivations, products
 from clustertune.plan.predict import Plan, make_plan, read_strategy
-from clustertune.plan.remedy import remedies
-from clustertune.plan.saved_activations import Policy, SavedActivations, products
-from clustertune.plan.shape import ModelShape
-from clustertune.plan.term import total
-from clustertune.plan.traffic import traffic
+from clustertune.plan.step import flops, micro_batch, traffic
+from clustertune.plan.strategy import ModelShape
 from tests.command import run
 from tests.plan.world import (
     FSDP2,
@@ -48,8 +47,8 @@ ATTENTION = 2 * HIDDEN + 4 * 4
 """Bytes of a token's attention: 4 heads of 16 elements in 16 bits, and a float32 for each head."""
 
 
-def policy(of: ModelShape) -> Policy:
-    return Policy(of, SavedActivations(of, constants()))
+def policy(of: ModelShape) -> SavedActivations:
+    return SavedActivations(of, constants())
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_what_a_policy_keeps_and_spares(save: tuple[str, ...], saved: int, weigh
     """By hand, from the widths of the seven products."""
     of = shape(**ALL, save=save)
     found = policy(of)
-    assert found.layer(of.counted.layers[0]) == saved
+    assert found.beside_input(of.counted.layers[0]) == saved
     assert found.products_again == pytest.approx(weights / MATMUL)
     assert found.attention_again == attention
 
@@ -78,7 +77,7 @@ def test_what_a_policy_keeps_and_spares(save: tuple[str, ...], saved: int, weigh
 def test_a_policy_without_recomputation_is_none() -> None:
     """The search tries a ratio of 0 for every recipe, also for one that has a policy."""
     of = shape(**{**ALL, "checkpointed": 0.0}, save=("matmul", "attention"))
-    assert policy(of).layer(of.counted.layers[0]) == 0 and policy(of).products_again == 1
+    assert policy(of).beside_input(of.counted.layers[0]) == 0 and policy(of).products_again == 1
 
 
 def test_products_in_the_order_in_which_they_run() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
+from clustertune.plan.advise import Remedy, remedies
 from clustertune.plan.machine import PlanMachine, machine
 from clustertune.plan.predict import Plan, make_plan
-from clustertune.plan.remedy import Remedy, remedies
 from tests.plan.world import FSDP2, LLAMA_70B, LORA_SECTION, write_cluster, write_recipe
 
 GIB = 2**30

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from clustertune.plan.compute import micro_batch
-from clustertune.plan.shape import ModelShape
-from clustertune.plan.step import ADAM_BYTES, HOST_ADAM_BYTES_PER_S, NVME_BYTES_PER_S, Step, offload, step
-from clustertune.plan.term import total
+from clustertune.plan.constants import total
+from clustertune.plan.step import ADAM_BYTES, HOST_ADAM_BYTES_PER_S, NVME_BYTES_PER_S, Step, micro_batch, offload, step
+from clustertune.plan.strategy import ModelShape
 from tests.plan.world import ADAPTERS, HBM, INTER, LORA, TOTAL, WHOLE, constants, machine, shape
 
 RING = TOTAL * 2 * 15 / 16 / INTER

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clustertune.plan.machine import Link
-from clustertune.plan.traffic import Collective, RankGroup, traffic
+from clustertune.plan.step import Collective, RankGroup, traffic
 from tests.plan.world import (
     ADAPTERS,
     ENDS,

@@ -11,8 +11,7 @@ from clustertune.config.counted import Attention, LayerKind, Linear, ParameterCo
 from clustertune.config.distribution import Recompute
 from clustertune.plan.constants import Constants
 from clustertune.plan.machine import Link, PlanMachine
-from clustertune.plan.shape import ModelShape
-from clustertune.plan.strategy import Strategy
+from clustertune.plan.strategy import ModelShape, Strategy
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 64, 128, 4, 1000
 NARROW = 32

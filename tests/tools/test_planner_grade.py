@@ -8,8 +8,7 @@ import pytest
 
 from clustertune.plan import constants as constants_module
 from tools.planner_grade.__main__ import page
-from tools.planner_grade.grade import Flow, flows
-from tools.planner_grade.reference import alternatives, floors
+from tools.planner_grade.grade import Flow, alternatives, floors, flows
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "planner.md"
 
@@ -33,13 +32,6 @@ def test_every_goal_is_met(graded: dict[str, Flow]) -> None:
         assert flow.mean <= flow.goal, flow.name
         assert flow.memory_mean is not None
         assert flow.memory_mean <= 0.03, flow.name
-
-
-def test_all_rows_of_the_regression_set_are_graded(graded: dict[str, Flow]) -> None:
-    """17 runs on three clusters; where a run calibrates it does not count."""
-    assert len(graded["as shipped, NVLink and InfiniBand"].rows) == 14
-    assert len(graded["one run per cluster"].rows) == 17 - 3
-    assert len(graded["one model left out"].rows) == 17 - 1
 
 
 def test_a_worse_constant_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The arithmetic of the sources' figures: one small pure function for each kind of figure.
+"""The figures of other people's documents, each beside what arithmetic gives: one small pure function for each kind.
 
 Each takes the inputs of a claim by name and gives the value and the arithmetic with its numbers. Parameters are counted from a
 model's architecture, times of published runs are read from their rows: nothing that can be derived is an input.
@@ -9,14 +9,15 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from clustertune.config.counted import ParameterCount
 from clustertune.config.hardware import load_hardware
 from clustertune.config.parameters import count, lora_parameter_count
-from clustertune.plan.term import number
-from tools.planner_grade.data import PublishedRun, published_models, published_runs
+from clustertune.plan.constants import number
+from tools.planner_grade.data import Claim, PublishedRun, claims_file, published_models, published_runs
 
 GB = 1e9
 Figure = tuple[float, str]
@@ -329,3 +330,48 @@ def compute(formula: str, inputs: Mapping[str, Any]) -> Figure:
     except TypeError as error:  # Python names the argument
         raise KeyError(f"{formula}: {error}") from error
     return value, f"{arithmetic} = {number(value)}"
+
+
+# --- claims: right, imprecise or refuted ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ClaimResult:
+    """A claim and its check."""
+
+    claim: Claim
+    computed: float
+    arithmetic: str
+    """The computation with its numbers."""
+    verdict: str
+    """right | imprecise | refuted; one that is not the claim's own is a fault of the data file or of the formula."""
+
+
+def check_claims() -> list[ClaimResult]:
+    """Every claim checked, in the order of the file."""
+    return [check(claim) for claim in claims_file().claims]
+
+
+def check(claim: Claim) -> ClaimResult:
+    """One claim: the figure computed from its inputs, and how far the claimed one lies from it."""
+    value, arithmetic = compute(claim.formula, claim.inputs)
+    return ClaimResult(claim, value, arithmetic, judge(claim, value))
+
+
+def judge(claim: Claim, value: float) -> str:
+    """The verdict on a claim where arithmetic gives ``value``."""
+    limits = claims_file()
+    off = distance(claim, value)
+    if off <= (limits.tolerance if claim.tolerance is None else claim.tolerance):
+        return "right"
+    return "imprecise" if off <= (limits.coarse if claim.coarse is None else claim.coarse) else "refuted"
+
+
+def distance(claim: Claim, value: float) -> float:
+    """How far ``value`` lies outside what is claimed, as a share of the smaller of the two; 0 inside."""
+    low, high = claim.claimed if isinstance(claim.claimed, tuple) else (claim.claimed, claim.claimed)
+    if claim.relation != "at_least" and value > high:
+        return value / high - 1
+    if claim.relation != "at_most" and value < low:
+        return low / value - 1
+    return 0.0
