@@ -20,6 +20,7 @@ from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import cluster_paths, shape, signal_margin, slurm, submit
 from clustertune.rundir import STAGES, RunDir
+from clustertune.submission import Submission
 from tests.launch.job_record import job_record
 from tests.launch.machines import OURS, machine
 from tests.slurm import slurm as slurm_cluster
@@ -367,7 +368,7 @@ def test_shell_quoting_of_what_is_shown(tmp_path: Path) -> None:
 
 def test_the_run_folder_is_the_same_for_every_job(tmp_path: Path) -> None:
     """A tiny run takes the cluster's size: each job gets it as overrides, or its own allocation would name another run."""
-    found = command.Submission.make("llama405b-oasst2", [], True, "local", tmp_path / "run", None, "report", one_job=False)
+    found = Submission.make("llama405b-oasst2", [], True, "local", tmp_path / "run", None, "report", one_job=False)
     words = shape.tiny_size("llama405b-oasst2", [], found.machine)
     for job in found.jobs:
         assert set(words) <= set(job.arguments)
