@@ -21,7 +21,7 @@ from clustertune.errors import UserError, raise_if
 from clustertune.rundir import STAGES, RunDir
 
 if TYPE_CHECKING:
-    from clustertune.launch.status import StagesStatus
+    from clustertune.launch.submit import StagesStatus
 
 
 def add(app: typer.Typer) -> None:
@@ -70,12 +70,12 @@ def submit(
 
 
 def _show_status(path: Path, as_json: bool) -> None:
-    from clustertune.launch import status
+    from clustertune.launch.submit import read_status
 
     run = RunDir(existing_folder(path, "a run folder"))
     if not run.run_json.exists() and not (path / "jobs").is_dir():
         run.read()  # says that it is none
-    found = status.read(run)
+    found = read_status(run)
     if as_json:
         emit_json({"run_dir": str(path), **found.as_dict()})
         return
@@ -85,7 +85,7 @@ def _show_status(path: Path, as_json: bool) -> None:
 
 def _render(found: StagesStatus) -> None:
     """A table whose lines are never broken: job states are looked for by programs and people alike."""
-    from clustertune.launch.status import duration
+    from clustertune.launch.submit import duration
 
     names = ("stage", "job", "state", "time", "nodes", "restarts", "attempts", "step", "reason")
     lines: list[tuple[str, ...]] = [names]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -356,14 +353,6 @@ def test_slurm_takes_every_header(slurm_cluster: Throwaway, tmp_path: Path) -> N
             script.write_text(submit.render(f"{recipe}-{stage}", wanted, 60))
             done = slurm_cluster.run(["sbatch", "--test-only", str(script)], check=False)
             assert done.returncode == 0, done.stderr
-
-
-def test_shell_quoting_of_what_is_shown(tmp_path: Path) -> None:
-    """The printed line, pasted into a shell, is the command."""
-    words = jobs_for(tmp_path / "a b'c", ["train"], ["/r/$(id)"])[0].command(None)
-    script = f"printf '%s\\0' {shlex.join(words)}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=dict(os.environ))
-    assert done.stdout.split("\0")[:-1] == words
 
 
 def test_the_run_folder_is_the_same_for_every_job(tmp_path: Path) -> None:
