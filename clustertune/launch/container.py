@@ -74,18 +74,10 @@ def wrap(
     # driver's libraries and devices. --env, also after --cleanenv: an image that does not say it itself would take packages of
     # a bound home folder.
     device = ["--nv"] if gpus and "--rocm" not in settings.options else []
-    start = [
-        str(repo / INSIDE),
-        settings.command,
-        "exec",
-        *device,
-        "--containall",
-        "--cleanenv",
-        "--no-home",
-        *settings.options,
-    ]
+    start = [str(repo / INSIDE), settings.command, "exec"]
+    contained = [*device, "--containall", "--cleanenv", "--no-home", *settings.options]
     seen = ["--env", "PYTHONNOUSERSITE=1", "--pwd", str(work), *(word for bind in places for word in ("--bind", bind))]
-    return ContainerCommand((*start, *seen, settings.image or "", *launched))
+    return ContainerCommand((*start, *contained, *seen, settings.image or "", *launched))
 
 
 def places_of(resolved: Resolved, run_path: Path) -> list[Path]:
