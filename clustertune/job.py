@@ -250,16 +250,7 @@ def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
     found, notes = image.look(cluster.container)
     if found is None:
         return
-    command = step.on_first_node(
-        [sys.executable, "-m", stack.MODULE],
-        cluster,
-        binds=[run.path.resolve()],
-        host=allocation.nodes[0],
-        gpus=bool(allocation.gpus_per_node),
-        environ=os.environ,
-    )
-    pinned = pins.read()
-    seen = stack.ask(command, found.image)
+    pinned, seen = pins.read(), _inventory(run, cluster, allocation, found.image)
     problems, warnings = stack.judge(seen, pinned, found.image, stack.oldest_python())
     problems += stack.lacking(seen, run.resolved().train_args, found.image, gpus=bool(allocation.gpus_per_node))
     for text in (*notes, image.changed(run.read().get("container"), found), *warnings):
@@ -268,25 +259,25 @@ def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
     raise_if(problems)
     say(f"container: {found.image}, sha256 {(found.sha256 or 'unknown')[:16]}, Python {seen.python}")
     run.update(container={**found.as_json(), **stack.record(seen, pinned)})
-    check_megatron_image(run, cluster, allocation)
-
-
-def check_megatron_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
-    """The same of the image that the ranks of a Megatron recipe run in. Raises UserError."""
     inner = megatron.of_training(run.resolved(), cluster)
     if inner is cluster:
         return
-    found, notes = image.look(inner.container)
+    found, notes = image.look(inner.container)  # the ranks of a Megatron recipe run in another image
     assert found is not None  # both images are named where one is
-    command = [sys.executable, "-m", stack.MODULE]
-    gpus, host, binds = bool(allocation.gpus_per_node), allocation.nodes[0], [run.path.resolve()]
-    seen = stack.ask(step.on_first_node(command, inner, binds=binds, host=host, gpus=gpus, environ=os.environ), found.image)
+    seen = _inventory(run, inner, allocation, found.image)
     for text in notes:
         say(f"warning: {text}")
     raise_if(megatron.judge(seen, found.image))
     versions = {name: seen.packages[name] for name in megatron.NEEDED}
     say(f"container of the ranks: {found.image}, Megatron-Bridge {versions['megatron-bridge']}")
     run.update(megatron_container={**found.as_json(), "python": seen.python, "packages": versions})
+
+
+def _inventory(run: RunDir, cluster: Cluster, allocation: Allocation, name: str) -> stack.Stack:
+    """What the cluster's image, ``name``, has installed. Raises UserError where it does not start."""
+    command, gpus = [sys.executable, "-m", stack.MODULE], bool(allocation.gpus_per_node)
+    binds, host = [run.path.resolve()], allocation.nodes[0]
+    return stack.ask(step.on_first_node(command, cluster, binds=binds, host=host, gpus=gpus, environ=os.environ), name)
 
 
 def run(

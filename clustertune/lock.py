@@ -39,17 +39,9 @@ def held(path: Path, doing: str, *, shown: Path, fix: str) -> Iterator[None]:
 @contextlib.contextmanager
 def in_turn(path: Path, wait: Callable[[], None]) -> Iterator[None]:
     """Hold the file ``path``, made where it is absent; where another process has it, call ``wait`` once and wait for it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = _open(path)
+    fd = take(path, wait=lambda _holder: wait())
+    assert isinstance(fd, int)  # who waits gets it in the end
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            wait()
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
         yield
     finally:
         os.close(fd)

@@ -9,9 +9,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
@@ -26,6 +27,17 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     """The stop signals, and SIGHUP (a closed terminal) unless it is ignored here: ``nohup`` asks for that."""
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (*STOP_SIGNALS, *hangup)
+
+
+@contextlib.contextmanager
+def handled(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Have ``handler`` called for each of the stop signals while the context lasts."""
+    previous = {number: signal.signal(number, handler) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 class StopFlag:

@@ -33,11 +33,20 @@ from clustertune.checkpoint import store
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import local, progress, rendezvous, torchrun
-from clustertune.launch.agent import POLL_SECONDS, Agent, launcher_pid_file, log_file, monitored, rank_pids, read_anew
+from clustertune.launch.agent import (
+    POLL_SECONDS,
+    Agent,
+    launcher_pid_file,
+    log_file,
+    monitored,
+    rank_pids,
+    read_anew,
+    signal_ranks,
+)
 from clustertune.launch.judge import Outcome, conclude, judge
 from clustertune.launch.plan import OUTCOME, AttemptPlan, Node, newest_attempt
 from clustertune.manifest import write_durably
-from clustertune.process import stop_signals
+from clustertune.process import handled
 from clustertune.rundir import RunDir
 from clustertune.tree import ROOT
 
@@ -200,12 +209,9 @@ class RankAgent(Agent):
         while not ended.wait(1.0):
             if stop.exists():
                 self.received.append(signal.SIGUSR1)
-                pids = rank_pids(self.folder, self.plan, self.node)
-                if not pids:  # nothing to save before it is up
+                if not rank_pids(self.folder, self.plan, self.node):  # nothing to save before it is up
                     child.kill()
-                for pid in pids.values():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGUSR1)
+                signal_ranks(self.folder, self.plan, self.node, signal.SIGUSR1)
                 return
 
 
@@ -313,15 +319,11 @@ class RayChain(Chain):
 
         shown = Shown(self.run.path)
         thread = threading.Thread(target=fit, name="ray-fit", daemon=True)
-        previous = {number: signal.signal(number, handle) for number in stop_signals()}
-        try:
+        with handled(handle):
             thread.start()
             while thread.is_alive():
                 thread.join(0.5)
                 shown.follow()
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
         return errors[0] if errors else None
 
     def _outcome(self, error: BaseException | None) -> Outcome:

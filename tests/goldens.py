@@ -14,13 +14,13 @@ from typing import Any
 from typer.testing import CliRunner
 
 from clustertune.cli import app
-from clustertune.commands.submit import Submission
 from clustertune.config import show
 from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
 from clustertune.launch.step import EXPORTED
 from clustertune.launch.submit import SCRIPT, split_script
 from clustertune.ops.slurm.planning import all_texts, make_plan
+from clustertune.submission import Submission
 from tests.launch.machines import CLUSTER_FILES, OURS, RECIPES, REPO, cluster_of
 from tests.nccl_check.command_line import job
 

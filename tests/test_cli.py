@@ -20,7 +20,7 @@ import yaml
 from clustertune import __version__, arguments, cli, console, manifest
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.rundir import STAGES
-from tests.command import REPO, run
+from tests.command import REPO
 
 TINY = REPO / "recipes" / "tiny-oasst2"
 LONG = "x" * 300
@@ -101,14 +101,14 @@ def test_what_is_wrong_is_said_and_nothing_is_made(call: Call, arguments: tuple[
     assert list(Path().iterdir()) == []
 
 
-def test_a_hundred_spoiled_recipes(call: Call, tmp_path: Path) -> None:
+def test_forty_spoiled_recipes(call: Call, tmp_path: Path) -> None:
     """Keys misspelt and values of another kind, one to forty at once: exit 2, one screen, nothing on disk."""
     source = random.Random(5)
     shutil.copytree(REPO / "recipes", tmp_path / "recipes")
     recipe = tmp_path / "recipes" / "tiny-oasst2" / "recipe.yaml"
     lines = recipe.read_text().splitlines()
     capped = 0
-    for number in range(100):
+    for number in range(40):
         text = list(lines)
         for _ in range(source.choice([1, 1, 2, 5])):
             at = source.choice([i for i, line in enumerate(text) if ":" in line])
@@ -124,7 +124,7 @@ def test_a_hundred_spoiled_recipes(call: Call, tmp_path: Path) -> None:
         capped += "more" in err.splitlines()[-1]
         assert list(Path().iterdir()) == []
         assert number % 2 or len(strict(out)["problems"]) >= 1
-    assert capped >= 25
+    assert capped >= 10
 
 
 @pytest.mark.parametrize(
@@ -337,11 +337,6 @@ def test_a_second_stop_does_not_break_off_what_the_first_began() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def test_the_real_command_prints_no_traceback_for_usage() -> None:
-    done = run("run", TINY, "--ranks", "0", "--json")
-    assert done.code == 2 and "--ranks" in done.json["problems"][0]["message"]
 
 
 def test_the_version(call: Call) -> None:

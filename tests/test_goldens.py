@@ -6,13 +6,13 @@ from functools import cache
 
 import pytest
 
-from clustertune.commands.submit import Submission
 from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
 from clustertune.launch import signal_margin
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
+from clustertune.submission import Submission
 from tests import goldens
 from tests.goldens import GOLDEN, PLANS, RUNS
 from tests.launch.machines import REPO, cluster_of

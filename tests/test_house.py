@@ -38,6 +38,7 @@ ORDER = (
     ("push",),
     ("chain", "rank", "summary"),
     ("job", "launched", "raytrain", "sweep", "draft"),
+    ("submission",),
     ("bench",),
     ("arguments",),
     ("commands",),

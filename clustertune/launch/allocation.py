@@ -194,26 +194,14 @@ def check(
             faults.append(("--mem", text))
     line = sbatch_line(resolved, cluster, arguments, margin=margin)
     problems = [Problem(text, file=f"job {allocation.job_id}", key=key, fix=f"use: {line}") for key, text in faults]
-    if not resolved.tiny:
-        problems += _fit_problems(allocation, resolved, cluster, arguments, margin)
-    return problems
-
-
-def _fit_problems(
-    allocation: Allocation,
-    resolved: Resolved,
-    cluster: Cluster,
-    arguments: Sequence[str],
-    margin: SignalMargin | None,
-) -> list[Problem]:
-    """What does not fit even in the shape that was asked for, with the line for the smallest shape that would hold it."""
-    problems = shape.fit_problems(resolved, cluster)
-    least = shape.least_nodes(resolved, cluster) if problems else None
-    if least is None or least <= resolved.recipe.slurm.nodes:
-        return problems
-    more = [word for word in arguments if not word.startswith("slurm.nodes=")]
-    line = sbatch_line(resolved, cluster, insert_overrides(more, [f"slurm.nodes={least}"]), nodes=least, margin=margin)
-    return [replace(problem, file=f"job {allocation.job_id}", fix=f"use: {line}") for problem in problems]
+    # What does not fit even in the shape that was asked for gets the line for the smallest shape that would hold it.
+    unfit = shape.fit_problems(resolved, cluster)
+    least = shape.least_nodes(resolved, cluster) if unfit else None
+    if least is not None and least > wanted_nodes:
+        more = [word for word in arguments if not word.startswith("slurm.nodes=")]
+        line = sbatch_line(resolved, cluster, insert_overrides(more, [f"slurm.nodes={least}"]), nodes=least, margin=margin)
+        unfit = [replace(problem, file=f"job {allocation.job_id}", fix=f"use: {line}") for problem in unfit]
+    return problems + unfit
 
 
 def insert_overrides(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:

@@ -70,9 +70,14 @@ def wrap(
     launched = ("python3", *command[1:])
     if settings.runtime == "pyxis":
         return ContainerCommand(launched, tuple(_pyxis(settings, places, work)), PYXIS_EXPORTED, ("PYTHONNOUSERSITE=1",))
-    # Apptainer and Singularity take the same arguments.
-    start = (str(repo / INSIDE), settings.command, "exec")
-    return ContainerCommand((*start, *_contained(settings, gpus), *_seen(places, work), settings.image or "", *launched))
+    # Apptainer and Singularity take the same arguments. --no-home: its caches and packages are not the image's. --nv: the
+    # driver's libraries and devices. --env, also after --cleanenv: an image that does not say it itself would take packages of
+    # a bound home folder.
+    device = ["--nv"] if gpus and "--rocm" not in settings.options else []
+    start = [str(repo / INSIDE), settings.command, "exec"]
+    contained = [*device, "--containall", "--cleanenv", "--no-home", *settings.options]
+    seen = ["--env", "PYTHONNOUSERSITE=1", "--pwd", str(work), *(word for bind in places for word in ("--bind", bind))]
+    return ContainerCommand((*start, *contained, *seen, settings.image or "", *launched))
 
 
 def places_of(resolved: Resolved, run_path: Path) -> list[Path]:
@@ -93,17 +98,6 @@ def unbindable(paths: Sequence[str | Path]) -> list[Problem]:
     return [Problem("the container cannot be shown a path with ',' or ':'", file=path, fix=fix) for path in bad]
 
 
-def _contained(settings: Settings, gpus: bool) -> list[str]:
-    """``--no-home``: its caches and packages are not the image's. ``--nv``: the driver's libraries and devices."""
-    device = ["--nv"] if gpus and "--rocm" not in settings.options else []
-    return [*device, "--containall", "--cleanenv", "--no-home", *settings.options]
-
-
-def _seen(places: Sequence[str], repo: Path) -> list[str]:
-    # --env, also after --cleanenv: an image that does not say it itself would take packages of a bound home folder.
-    return ["--env", "PYTHONNOUSERSITE=1", "--pwd", str(repo), *(word for bind in places for word in ("--bind", bind))]
-
-
 PYXIS_EXPORTED = (
     "PATH", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR", *cluster_paths.VARIABLES,
 )  # fmt: skip
@@ -119,7 +113,7 @@ def _pyxis(settings: Settings, places: Sequence[str], repo: Path) -> list[str]:
     root = [] if "--container-remap-root" in chosen else ["--no-container-remap-root"]
     # An entrypoint prints and may wait; ours is not needed.
     entry = [] if "--container-entrypoint" in chosen else ["--no-container-entrypoint"]
-    mounts = ",".join(_mount(bind) for bind in places)
+    mounts = ",".join(bind if ":" in bind else f"{bind}:{bind}" for bind in places)  # SRC:DST[:FLAGS]
     return [
         f"--container-image={enroot_name(settings.image or '')}",
         f"--container-mounts={mounts}",
@@ -130,11 +124,6 @@ def _pyxis(settings: Settings, places: Sequence[str], repo: Path) -> list[str]:
         "--container-env=PYTHONNOUSERSITE",
         *chosen,
     ]
-
-
-def _mount(bind: str) -> str:
-    """``SRC:DST[:FLAGS]``."""
-    return bind if ":" in bind else f"{bind}:{bind}"
 
 
 def enroot_name(image: str) -> str:

@@ -95,7 +95,8 @@ class _Traces:
     def read(cls, folder: Path, plan: AttemptPlan) -> _Traces:
         ask_anew(folder)
         nodes = {node: node_record(folder, node) or None for node in range(len(plan.nodes))}
-        return cls(folder, plan, _records(folder, plan), nodes)
+        found = ((rank, rank_record(folder, rank)) for rank in range(plan.world_size))
+        return cls(folder, plan, {rank: record for rank, record in found if record}, nodes)
 
     @property
     def codes(self) -> set[ExitCode]:
@@ -140,8 +141,8 @@ class _Traces:
                 f"the rendezvous port was taken: {_last_line(text)}", file=str(log_file(self.folder, 0)), fix=AGAIN
             )
             return Outcome(ExitCode.AGAIN, [problem], port_taken=True)
-        ended = [Problem(**p) for body in self.nodes.values() if body for p in body["problems"]]
-        return Outcome(ExitCode.AGAIN, _unique(ended), self.gone) if ended else None
+        ended = _problems(body for body in self.nodes.values() if body)
+        return Outcome(ExitCode.AGAIN, ended, self.gone) if ended else None
 
     def killed_first(self) -> Outcome | None:
         """A rank without a record that its node's launcher saw die first by a signal."""
@@ -189,11 +190,6 @@ class _Traces:
         return Outcome(ExitCode(first["code"]), _problems([first], prefix=text))
 
 
-def _records(folder: Path, plan: AttemptPlan) -> dict[int, dict[str, Any]]:
-    found = ((rank, rank_record(folder, rank)) for rank in range(plan.world_size))
-    return {rank: record for rank, record in found if record}
-
-
 def _signal_words(number: int) -> str:
     name = signal.Signals(number).name if number in {s.value for s in signal.Signals} else f"signal {number}"
     return "killed (SIGKILL: out of memory, kill -9, or a node fault)" if number == signal.SIGKILL else f"ended by {name}"
@@ -201,11 +197,7 @@ def _signal_words(number: int) -> str:
 
 def _problems(records: Iterable[dict[str, Any]], prefix: str = "") -> list[Problem]:
     found = (Problem(**{**p, "message": prefix + p["message"]}) for record in records for p in record["problems"])
-    return _unique(found)
-
-
-def _unique(problems: Iterable[Problem]) -> list[Problem]:
-    return list(dict.fromkeys(problems))
+    return list(dict.fromkeys(found))
 
 
 def _last_line(text: str) -> str:

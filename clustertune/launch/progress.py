@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ ENDED_MOST = 60
 """So many however short they were: what ends a job as soon as it starts would send it round for ever."""
 
 REQUEUED = "requeued.json"
+_PLACE = re.compile(r"rank \d+ on [A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def _mark(run_path: Path) -> list[int]:
 def _advice(attempts: Sequence[PastAttempt]) -> str:
     """What the messages of the attempts have in common."""
     texts = [" ".join(attempt.problems) for attempt in attempts]
-    places = Counter(word for text in texts for word in set(_places(text)))
+    places = Counter(word for text in texts for word in set(_PLACE.findall(text)))
     if places:
         location, count = places.most_common(1)[0]
         if count == len(texts) and " on " in location:
@@ -148,12 +150,6 @@ def _advice(attempts: Sequence[PastAttempt]) -> str:
     if len(set(texts)) == 1 and texts[0]:
         return "the same each time: not the machine; fix it, then submit again"
     return "look at the logs of the attempts, fix it, then submit again: a new job counts from zero"
-
-
-def _places(text: str) -> list[str]:
-    import re
-
-    return re.findall(r"rank \d+ on [A-Za-z0-9._-]+", text)
 
 
 # --- lease ----------------------------------------------------------------------------------------------------------------

@@ -126,11 +126,16 @@ def _size(resolved: Resolved, cluster: Cluster) -> tuple[int, int]:
 def stage_shapes(resolved: Resolved, cluster: Cluster) -> dict[str, JobShape]:
     """The shape of each stage's job."""
     limit = _limit(cluster)
+    # The trained weights in float32, once as read and once as written, beside the process.
+    export_gb = PROCESS_GB + 2 * 4 * (trained_count(resolved.architecture, resolved.recipe.lora) or 0) / GIB
+    # Half an hour beside the merge itself; rounded up to ten minutes. Memory does not grow with the model: 192 MiB of buffers,
+    # and two shards of page cache for the device to keep up.
+    merge_minutes = 10 * math.ceil((30 + merge_seconds(resolved) / 60) / 10)
     shapes = {
         "prepare": _prepare(resolved, cluster),
         "train": train_shape(resolved, cluster),
-        "export": _helper(resolved, cluster, cpus=4, memory=_export_gb(resolved), minutes=EXPORT_MINUTES),
-        "merge": _helper(resolved, cluster, cpus=16, memory=PROCESS_GB + 2 * MERGE_SHARD_GB, minutes=_merge_minutes(resolved)),
+        "export": _helper(resolved, cluster, cpus=4, memory=export_gb, minutes=EXPORT_MINUTES),
+        "merge": _helper(resolved, cluster, cpus=16, memory=PROCESS_GB + 2 * MERGE_SHARD_GB, minutes=merge_minutes),
         "eval": _eval(resolved, cluster),
         "report": _helper(resolved, cluster, cpus=2, memory=PROCESS_GB, minutes=REPORT_MINUTES),
     }
@@ -174,19 +179,6 @@ def _prepare(resolved: Resolved, cluster: Cluster) -> JobShape:
     cpus = min(max(PREPARE_CPUS, math.ceil(cpu_seconds / PREPARE_SECONDS)), cluster.compute.threads)
     memory = 3 * PROCESS_GB + TOKENISER_GB * cpus
     return _helper(resolved, cluster, cpus=cpus, memory=memory, minutes=max(PREPARE_MINUTES, 30 + 2 * cpu_seconds / cpus / 60))
-
-
-def _export_gb(resolved: Resolved) -> float:
-    """The trained weights in float32, once as read and once as written, beside the process."""
-    return PROCESS_GB + 2 * 4 * (trained_count(resolved.architecture, resolved.recipe.lora) or 0) / GIB
-
-
-def _merge_minutes(resolved: Resolved) -> float:
-    """Half an hour beside the merge itself; rounded up to ten minutes.
-
-    Memory does not grow with the model: 192 MiB of buffers, and two shards of page cache for the device to keep up.
-    """
-    return 10 * math.ceil((30 + merge_seconds(resolved) / 60) / 10)
 
 
 def merge_seconds(resolved: Resolved) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 from clustertune.config.cluster_schema import Cluster
 from clustertune.launch import cluster_paths, container
-from clustertune.process import die_with_parent, stop_signals
+from clustertune.process import die_with_parent, handled
 
 BASIC = (
     "PATH",
@@ -150,9 +150,8 @@ def run_step(
     that lost its power and came back before Slurm noticed. ``ask`` asks the ranks for a save in place of SIGUSR1 through srun.
     """
     child = subprocess.Popen(list(command), stdin=subprocess.DEVNULL, preexec_fn=in_srun)  # noqa: PLW1509 - libc only
-    previous = {number: signal.signal(number, _forward(child, signals, ask)) for number in stop_signals()}
     since: float | None = None
-    try:
+    with handled(_forward(child, signals, ask)):
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(POLL_SECONDS)
@@ -162,9 +161,6 @@ def run_step(
             if (since is not None and now - since > END_SECONDS) or not still_mine():
                 child.kill()
                 return child.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _forward(child: subprocess.Popen[bytes], signals: list[int], ask: Callable[[], None] | None) -> Any:

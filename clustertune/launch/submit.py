@@ -15,13 +15,15 @@ from typing import Any
 
 from clustertune import secrets
 from clustertune.config.cluster_schema import Cluster
-from clustertune.config.schema import NAME
+from clustertune.config.schema import NAME, parse_minutes
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.events import read_object
 from clustertune.launch import cluster_paths, slurm
+from clustertune.launch.plan import OUTCOME, read_attempts
 from clustertune.launch.shape import JobShape
 from clustertune.manifest import write_durably
-from clustertune.rundir import STAGES
+from clustertune.rundir import STAGES, RunDir
 from clustertune.tree import ROOT, env_file, python_lines
 
 SCRIPT = ROOT / "launch" / "run.sbatch"
@@ -289,3 +291,147 @@ def _after_refusal(stage: str, left: Sequence[str]) -> Problem:
         return Problem(f"the job for {stage} could not be submitted; nothing of this submission is left in the queue")
     text = f"the job for {stage} could not be submitted, and those before it ({', '.join(left)}) could not be cancelled"
     return Problem(text, fix=f"scancel {' '.join(left)}")
+
+
+# --- status ---------------------------------------------------------------------------------------------------------------
+
+# The jobs of a run as they are: from the controller while it knows them, else from what they left in the run folder.
+
+FORGOTTEN = "FORGOTTEN"
+"""The controller does not know the job any more, and the run folder does not tell how it ended."""
+UNKNOWN = "UNKNOWN"
+"""The controller cannot be asked."""
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage, or one job that runs several."""
+
+    stage: str
+    job: str | None = None
+    state: str = "-"
+    """Slurm's word in capitals; ``done`` where the stage's record is there."""
+    reason: str = ""
+    seconds: float | None = None
+    """Run time of the job's newest start, or of the finished stage; None for one that never began."""
+    nodes: str = ""
+    restarts: int = 0
+    attempts: int | None = None
+    """Of the training: its attempts so far."""
+    step: int | None = None
+    """Of the training: step of the newest whole checkpoint."""
+
+
+@dataclass(frozen=True)
+class StagesStatus:
+    """All stages of a run."""
+
+    rows: tuple[StageRow, ...]
+    note: str | None = None
+    """Why Slurm could not be asked."""
+
+    @property
+    def live(self) -> bool:
+        """Whether a job runs or may run yet."""
+        outside = {*slurm.ENDED, FORGOTTEN, UNKNOWN, "done", "-"}
+        return any(row.state not in outside for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The ``--json`` form."""
+        return {"stages": [vars(row) for row in self.rows], "live": self.live, "note": self.note}
+
+
+def read_status(run: RunDir, run_command: slurm.Run = slurm.call) -> StagesStatus:
+    """The status of a run. Raises UserError where the folder's own files cannot be read; never for lack of Slurm."""
+    newest: dict[str, Mapping[str, Any]] = {str(entry.get("stage")): entry for entry in read_jobs(run.path)["jobs"]}
+    note: str | None = None
+    rows = []
+    for stage in (*([WHOLE] if WHOLE in newest else []), *STAGES):
+        entry = newest.get(stage)
+        found: dict[str, str] | None = None
+        if entry is not None and note is None:
+            try:
+                found = slurm.show_job(str(entry.get("id")), run_command)
+            except UserError as error:
+                note = error.problems[0].message
+        if found is not None and entry is not None and not is_ours(entry, found):
+            found = None
+        rows.append(_row(run, stage, entry, found, requested=note is None))
+    return StagesStatus(tuple(rows), note)
+
+
+def _row(
+    run: RunDir, stage: str, entry: Mapping[str, Any] | None, found: Mapping[str, str] | None, *, requested: bool
+) -> StageRow:
+    record = run.stage(stage) or {}
+    training: dict[str, Any] = {}
+    if stage in ("train", WHOLE):
+        training = {"attempts": len(read_attempts(run.path)), "step": newest_step(run.path)}
+    job = str(entry["id"]) if entry is not None else None
+    if found is not None:
+        return StageRow(
+            stage,
+            job,
+            found.get("JobState", UNKNOWN),
+            _reason(found.get("Reason"), job),
+            _seconds(found.get("RunTime")) if found.get("NodeList") else None,
+            _shown(found.get("NodeList")),
+            int(found.get("Restarts", "0") or 0) if found.get("Restarts", "0").isdigit() else 0,
+            **training,
+        )
+    if record:  # a controller that has forgotten a job, or is down, does not undo what the job finished
+        return StageRow(stage, job, "done", "", _float(record.get("seconds")), **training)
+    if job is None:
+        return StageRow(stage, **training)
+    reason = last_words(run.path) if stage in ("train", WHOLE) else ""
+    return StageRow(stage, job, FORGOTTEN if requested else UNKNOWN, reason, **training)
+
+
+def _reason(value: str | None, job: str | None) -> str:
+    """Slurm's word for why a job waits, with what to do where it waits for a person.
+
+    It holds a requeued job whose start fails: seen where a cut-off node came back and still had the old one (22.05).
+    """
+    text = _shown(value)
+    return f"{text} -> scontrol release {job}" if "held" in text.lower() else text
+
+
+def _shown(value: str | None) -> str:
+    return "" if value in (None, "None", "(null)") else str(value)
+
+
+def _float(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _seconds(text: str | None) -> float | None:
+    minutes = parse_minutes(text or "")
+    return None if minutes is None else round(minutes * 60)
+
+
+def newest_step(run_path: Path) -> int | None:
+    """The highest step of a checkpoint with a manifest. Files are not compared here: a look must not read terabytes."""
+    steps = []
+    for path in (run_path / "checkpoints").glob("step-*/MANIFEST.json"):
+        number = path.parent.name.removeprefix("step-").partition(".")[0]
+        steps += [int(number)] if number.isdigit() else []
+    return max(steps, default=None)
+
+
+def last_words(run_path: Path) -> str:
+    """What the newest attempt's outcome says, in one line; empty where there is none."""
+    for folder, _ in reversed(read_attempts(run_path)):
+        outcome = read_object(folder / OUTCOME)
+        problems = outcome.get("problems", [])
+        if outcome and isinstance(problems, list) and all(isinstance(problem, dict) for problem in problems):
+            ended = f"attempt {int(folder.name)} ended with code {outcome.get('code')}"
+            return str(problems[0].get("message", "")) if problems else ended
+    return ""
+
+
+def duration(seconds: float | None) -> str:
+    """``1:02:03``, or nothing."""
+    if seconds is None:
+        return ""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

@@ -47,6 +47,8 @@ def test_up_run_status_down(name: str, tmp_path: Path) -> None:
     assert again.code == 2 and "is up already" in again.err and "cluster down --name" in again.err
     done = cluster("run", "--", "bash", "-c", "hostname; pwd; echo oops >&2; exit 7", cwd=tmp_path)
     assert (done.code, done.out, done.err) == (7, f"ctl\n{tmp_path}\n", "oops\n")
+    reading = [sys.executable, "-m", "clustertune", "cluster", "run", "--name", name, "cat"]  # a script is piped into sbatch
+    assert subprocess.run(reading, input=b"a\n", cwd=REPO, capture_output=True, check=True, timeout=120).stdout == b"a\n"
     assert cluster("run", "sbatch", "-o", "/dev/null", "-J", "a|b", "--wrap", "sleep 99").code == 0
     status = cluster("status", "--json").json["clusters"][0]
     assert [job["name"] for job in status["jobs"]] == ["a|b"] and status["nodes"][0]["name"] == "node1"
@@ -58,14 +60,6 @@ def test_up_run_status_down(name: str, tmp_path: Path) -> None:
     assert state and left(Path(state.root)) == [] and not state.alive
     ended, shown = cluster("down"), cluster("status")
     assert (ended.code, shown.code) == (0, 1) and "nothing to end" in ended.err and "cluster up" in shown.err
-
-
-def test_input_reaches_the_command(name: str) -> None:
-    """A script may be piped into sbatch."""
-    keeper.up(name, ClusterSpec(nodes=1, gpus=0))
-    command = [sys.executable, "-m", "clustertune", "cluster", "run", "--name", name, "cat"]
-    done = subprocess.run(command, input=b"a\n", cwd=REPO, capture_output=True, check=True, timeout=120)
-    assert done.stdout == b"a\n"
 
 
 def test_a_keeper_that_is_killed(name: str) -> None:

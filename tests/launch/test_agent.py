@@ -15,7 +15,6 @@ import pytest
 
 from clustertune.errors import ExitCode
 from clustertune.launch import agent as agents
-from clustertune.launch import heartbeat_monitor
 from clustertune.launch.agent import Agent, launcher_pid_file, record_file
 from clustertune.launch.judge import Outcome, judge
 from clustertune.launch.plan import AttemptPlan, Node
@@ -165,7 +164,7 @@ def test_sigterm_in_a_slurm_step_is_no_wish_of_a_person(tmp_path: Path, launcher
 
 def test_a_stopped_rank_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP leaves it in every collective for ever; SIGKILL ends also a stopped process."""
-    monkeypatch.setattr(heartbeat_monitor, "STOPPED_SECONDS", 0.5)
+    monkeypatch.setattr(agents, "STOPPED_SECONDS", 0.5)
     agent = agent_of(tmp_path)
     pid = agent.folder / "rank-0.pid"
     when(filled(pid), lambda: os.kill(int(pid.read_text()), signal.SIGSTOP))
@@ -187,7 +186,7 @@ def test_patience_follows_the_pace(tmp_path: Path) -> None:
     """Loading and saving may take an hour; under way five times the longest silence, 300 s at least."""
     now = [0.0]
     plan = AttemptPlan(attempt=1, nodes=(Node("here", "here"),), ranks_per_node=1)
-    look = heartbeat_monitor.HeartbeatMonitor(tmp_path, plan, 0, clock=lambda: now[0])
+    look = agents.HeartbeatMonitor(tmp_path, plan, 0, clock=lambda: now[0])
 
     def at(seconds: float, heartbeat: str | None = None) -> bool:
         now[0] = seconds
@@ -209,7 +208,7 @@ def test_a_small_models_pace_has_its_floor(tmp_path: Path) -> None:
     """Steps of a second: whoever says nothing for five minutes hangs."""
     now = [0.0]
     plan = AttemptPlan(attempt=1, nodes=(Node("here", "here"),), ranks_per_node=1)
-    look = heartbeat_monitor.HeartbeatMonitor(tmp_path, plan, 0, clock=lambda: now[0])
+    look = agents.HeartbeatMonitor(tmp_path, plan, 0, clock=lambda: now[0])
     for count in range(5):
         now[0] = float(count)
         (tmp_path / "rank-0.heartbeat").write_text(f"{count} train {count}\n")

@@ -171,7 +171,7 @@ def test_a_run_that_goes_on_in_another_image_says_so(sif: Path) -> None:
 
 def test_submit_tells_of_an_image_before_anything_is_queued(sif: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole one goes into the run's record; a damaged one, and a run folder that cannot be bound, are reported together."""
-    from clustertune.commands.submit import Submission
+    from clustertune.submission import Submission
     from tests.launch.machines import REPO
 
     file = tmp_path / "mine.yaml"

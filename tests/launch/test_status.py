@@ -11,7 +11,7 @@ import pytest
 from clustertune.cluster.cluster import ThrowawayCluster as Throwaway
 from clustertune.commands import submit as command
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import slurm, status
+from clustertune.launch import slurm, submit
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.rundir import RunDir
 from tests.launch.job_record import job_record
@@ -24,8 +24,6 @@ __all__ = ["slurm_cluster", "slurm_session"]
 
 def submitted(folder: Path) -> RunDir:
     """A run whose prepare, train and export were submitted as 101, 102 and 103."""
-    from clustertune.launch import submit
-
     recorder = Recorder()
     submit.submit_all(folder, jobs_for(folder, ["prepare", "train", "export"]), recorder.send, recorder.run)
     return RunDir(folder)
@@ -49,7 +47,7 @@ def away(words: Sequence[str]) -> str:
     raise slurm.Unreachable(Problem("scontrol: Unable to contact slurm controller"), ExitCode.AGAIN)
 
 
-def states(found: status.StagesStatus) -> dict[str, str]:
+def states(found: submit.StagesStatus) -> dict[str, str]:
     return {row.stage: row.state for row in found.rows}
 
 
@@ -57,7 +55,7 @@ def test_live_and_forgotten_jobs(tmp_path: Path) -> None:
     """The controller drops ended jobs after MinJobAge; what they finished stands in the run folder."""
     run = submitted(tmp_path)
     run.finish_stage("prepare", 7.0)
-    found = status.read(run, controller(run, {"102": "RUNNING", "103": "PENDING"}))
+    found = submit.read_status(run, controller(run, {"102": "RUNNING", "103": "PENDING"}))
     assert states(found) == {
         "prepare": "done", "train": "RUNNING", "export": "PENDING", "merge": "-", "eval": "-", "report": "-",
     }  # fmt: skip
@@ -71,7 +69,7 @@ def test_a_held_job_says_how_it_goes_on(tmp_path: Path) -> None:
     """Slurm holds a requeued job whose start failed, and no message is sent."""
     run = submitted(tmp_path)
     ask = controller(run, {"102": "PENDING"})
-    held = status.read(run, lambda words: ask(words).replace("Reason=None", "Reason=launch_failed_requeued_held"))
+    held = submit.read_status(run, lambda words: ask(words).replace("Reason=None", "Reason=launch_failed_requeued_held"))
     assert held.rows[1].reason == "launch_failed_requeued_held -> scontrol release 102"
 
 
@@ -87,24 +85,24 @@ def test_forgotten_without_a_record(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         if whole:
             (tmp_path / "checkpoints" / name / "MANIFEST.json").write_text("{}")
-    train = status.read(run, controller(run, {})).rows[1]
-    assert (train.state, train.reason, train.attempts, train.step) == (status.FORGOTTEN, "rank 3 failed first", 1, 40)
+    train = submit.read_status(run, controller(run, {})).rows[1]
+    assert (train.state, train.reason, train.attempts, train.step) == (submit.FORGOTTEN, "rank 3 failed first", 1, 40)
 
 
 def test_a_failed_job_shows_although_an_older_record_is_there(tmp_path: Path) -> None:
     """A stage that was asked for again and failed is not done."""
     run = submitted(tmp_path)
     run.finish_stage("prepare", 7.0)
-    assert states(status.read(run, controller(run, {"101": "FAILED"})))["prepare"] == "FAILED"
+    assert states(submit.read_status(run, controller(run, {"101": "FAILED"})))["prepare"] == "FAILED"
 
 
 def test_without_a_controller(tmp_path: Path) -> None:
     """Said once, and the rest is reported all the same."""
     run = submitted(tmp_path)
     run.finish_stage("prepare", 7.0)
-    found = status.read(run, away)
+    found = submit.read_status(run, away)
     assert found.note is not None
-    assert (states(found)["prepare"], states(found)["train"]) == ("done", status.UNKNOWN)
+    assert (states(found)["prepare"], states(found)["train"]) == ("done", submit.UNKNOWN)
     assert not found.live
 
 
@@ -112,7 +110,7 @@ def test_a_foreign_job_of_the_same_number(tmp_path: Path) -> None:
     """Job 101 of a controller that was set up again is somebody else's."""
     run = submitted(tmp_path)
     other = controller(RunDir(tmp_path / "other"), {"101": "RUNNING"})
-    assert states(status.read(run, other))["prepare"] == status.FORGOTTEN
+    assert states(submit.read_status(run, other))["prepare"] == submit.FORGOTTEN
 
 
 @pytest.mark.parametrize("text", ["{", '{"problems": 1}', '{"problems": [1]}', "[]"])
@@ -122,13 +120,13 @@ def test_a_damaged_outcome_is_passed_over(tmp_path: Path, text: str) -> None:
     attempt.mkdir(parents=True)
     AttemptPlan(1, (Node("n1", "n1"),), 1).write(attempt)
     (attempt / "outcome.json").write_text(text)
-    assert status.last_words(tmp_path) == ""
+    assert submit.last_words(tmp_path) == ""
 
 
 def test_what_a_person_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line a stage, never broken: states are searched for."""
     run = submitted(tmp_path)
-    command._render(status.read(run, controller(run, {"101": "COMPLETED", "102": "RUNNING", "103": "PENDING"})))
+    command._render(submit.read_status(run, controller(run, {"101": "COMPLETED", "102": "RUNNING", "103": "PENDING"})))
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].split() == ["stage", "job", "state", "time", "nodes", "restarts", "attempts"]
     assert [line.split()[:3] for line in lines[1:4]] == [
@@ -140,19 +138,17 @@ def test_what_a_person_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_on_a_real_slurm(slurm_cluster: Throwaway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the queue to the end, and what a cancelled job looks like."""
-    from clustertune.launch import submit
-
     stand_in = tmp_path / "run.sbatch"
     stand_in.write_text("#!/bin/bash\nsleep 600\n")
     monkeypatch.setattr(submit, "SCRIPT", stand_in)
     run, ask = RunDir(tmp_path / "a b"), cluster_call(slurm_cluster)
     entries = submit.submit_all(run.path, jobs_for(run.path, ["prepare", "train"]), sender(slurm_cluster), ask)
     slurm_cluster.wait(entries[0]["id"], "RUNNING")
-    found = status.read(run, ask)
+    found = submit.read_status(run, ask)
     assert states(found)["prepare"] == "RUNNING"
     assert (found.rows[1].state, found.rows[1].reason, found.rows[1].seconds) == ("PENDING", "Dependency", None)
     assert found.rows[0].nodes
     slurm.cancel([entry["id"] for entry in entries], ask)
     for entry in entries:
         slurm_cluster.wait(entry["id"], "CANCELLED")
-    assert not status.read(run, ask).live
+    assert not submit.read_status(run, ask).live

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import cluster_paths, shape, signal_margin, slurm, submit
 from clustertune.rundir import STAGES, RunDir
+from clustertune.submission import Submission
 from tests.launch.job_record import job_record
 from tests.launch.machines import OURS, machine
 from tests.slurm import slurm as slurm_cluster
@@ -357,17 +355,9 @@ def test_slurm_takes_every_header(slurm_cluster: Throwaway, tmp_path: Path) -> N
             assert done.returncode == 0, done.stderr
 
 
-def test_shell_quoting_of_what_is_shown(tmp_path: Path) -> None:
-    """The printed line, pasted into a shell, is the command."""
-    words = jobs_for(tmp_path / "a b'c", ["train"], ["/r/$(id)"])[0].command(None)
-    script = f"printf '%s\\0' {shlex.join(words)}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=dict(os.environ))
-    assert done.stdout.split("\0")[:-1] == words
-
-
 def test_the_run_folder_is_the_same_for_every_job(tmp_path: Path) -> None:
     """A tiny run takes the cluster's size: each job gets it as overrides, or its own allocation would name another run."""
-    found = command.Submission.make("llama405b-oasst2", [], True, "local", tmp_path / "run", None, "report", one_job=False)
+    found = Submission.make("llama405b-oasst2", [], True, "local", tmp_path / "run", None, "report", one_job=False)
     words = shape.tiny_size("llama405b-oasst2", [], found.machine)
     for job in found.jobs:
         assert set(words) <= set(job.arguments)

@@ -1,0 +1,332 @@
+"""One submission: the jobs of a recipe's stages on a cluster, what keeps them from being sent, and what ``submit`` prints."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from clustertune import chain, lock
+from clustertune.config.cluster import argument, load_cluster
+from clustertune.config.cluster_schema import Cluster
+from clustertune.config.models import find_obstacles
+from clustertune.config.resolved import Resolved, expand_home, is_there
+from clustertune.console import emit_json, say
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch import cluster_paths, container, image, megatron, serving, shape, signal_margin, stack
+from clustertune.launch import submit as launch
+from clustertune.launch.allocation import Allocation
+from clustertune.launch.environment import Setting, environment
+from clustertune.launch.plan import newest_attempt
+from clustertune.plan.schedule import check_schedule_end
+from clustertune.rundir import STAGES, RunDir, keep_private, require_stage
+from clustertune.staging import bundle
+from clustertune.tree import ROOT
+
+DONE = "every stage is finished: nothing is left to submit"
+PLANNED = "JOB"
+"""Stands for a job's id where nothing was submitted yet."""
+
+
+@dataclass
+class Submission:
+    """One submission on its way."""
+
+    resolved: Resolved
+    machine: Cluster
+    path: Path
+    stages: list[str]
+    margin: signal_margin.SignalMargin
+    jobs: list[launch.StageJob]
+    variables: list[Setting]
+    """Of every stage and rank: where caches lie."""
+    shapes: dict[str, shape.JobShape]
+    """Of the job of each stage, also of those that are finished."""
+    number: int
+    """Of the description in ``run.json`` that the jobs read."""
+    image: image.Image | None = None
+    """The cluster's image, once :meth:`find_problems` has held it against its sum."""
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def make(
+        cls,
+        recipe: str,
+        overrides: list[str],
+        tiny: bool,
+        cluster: str | None,
+        run_dir: Path | None,
+        first: str | None,
+        last: str,
+        one_job: bool,
+    ) -> Submission:
+        """Resolve and derive. Raises UserError."""
+        for key, stage in (("--from", first), ("--to", last)):
+            if stage is not None:
+                require_stage(stage, key)
+        machine = load_cluster(cluster)
+        resolved, shaped = shape.resolve_on(recipe, overrides, machine, tiny=tiny)
+        variables = cluster_paths.settings(machine)
+        collected, notes = bundle.offered(resolved, cluster_paths.folder(machine, "models"))
+        if collected is not None:
+            shaped += [f"staged={collected}"]
+            resolved = resolved.with_staged(collected)
+        path = (run_dir or chain.default_run_dir(resolved, cluster_paths.runs(machine))).absolute()
+        finished = [stage for stage in STAGES if RunDir(path).stage(stage) is not None]
+        stages = launch.left_to_do(finished, first, last)
+        needed = signal_margin.needed(path, resolved)
+        shapes = shape.stage_shapes(resolved, machine)
+        number = RunDir(path).describe(resolved, machine, shapes, write=False)
+        jobs = []
+        if stages:
+            jobs = launch.make_jobs(
+                resolved.name,
+                stages,
+                shapes,
+                path,
+                arguments=[resolved.folder, *shaped],
+                flags=[
+                    *(["--tiny"] if tiny else []),
+                    *(["--cluster", argument(cluster)] if cluster else []),
+                    *cluster_paths.flags(variables),
+                    *("--description", str(number)),
+                ],
+                signal_seconds=min(needed.seconds, signal_margin.LONGEST_SECONDS),
+                one_job=one_job,
+            )
+        return cls(resolved, machine, path, stages, needed, jobs, variables, shapes, number, notes=notes)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the training is among what is submitted."""
+        return "train" in self.stages
+
+    def find_problems(self, dry_run: bool) -> list[Problem]:
+        """Everything that keeps this from being submitted, at once."""
+        problems = shape.find_problems(self.resolved, self.machine) if self.trains else []
+        problems += megatron.find_problems(self.resolved, self.machine) + self._megatron_problems()
+        problems += find_obstacles(self.resolved) + self._base_problems()
+        wrong = bundle.find_problems(self.resolved)
+        problems += wrong
+        if self.trains and self.machine.container.runtime == "none" and self.resolved.recipe.megatron is None:
+            problems += stack.trackers(self.resolved.train_args)
+        if self.trains:
+            minutes = shape.train_shape(self.resolved, self.machine).minutes
+            problems += signal_margin.find_problems(self.margin, minutes, file=self.resolved.name)
+        there = next(path for path in (self.path, *self.path.parents) if path.exists())
+        fix = "give another --run-dir, or correct storage.runs in the cluster file"
+        if not there.is_dir():
+            problems.append(Problem("is a file, a run needs a folder", file=str(there), fix=fix))
+        elif not dry_run and not os.access(there, os.W_OK | os.X_OK):
+            problems.append(Problem("you may not write there, where the run folder is to be", file=str(there), fix=fix))
+        if not wrong and "prepare" in self.stages:
+            problems += bundle.missing_inputs(self.resolved)
+        if dry_run:
+            return problems
+        fix = "call this on a login node of the cluster; --dry-run needs no Slurm, clustertune demo-slurm brings its own"
+        problems += launch.find_missing(self.machine, [("the run folder", self.path)], fix)
+        if self.machine.slurm is None:
+            fix = "add a slurm section to its file, or --cluster names another one"
+            problems.append(Problem(f"cluster {self.machine.name} has no Slurm", file=self.machine.source, fix=fix))
+        return [*problems, *self._image_problems()]
+
+    def _base_problems(self) -> list[Problem]:
+        """What of a base that lies here is not what the recipe says: its first job would end with it."""
+        from clustertune.doctor.recipe_context import ModelFolder
+        from clustertune.training import base_model
+
+        given, found = self.resolved.recipe.model.path, list[Problem]()
+        if given is None or self.resolved.tiny or "prepare" not in self.stages or not is_there(folder := expand_home(given)):
+            return []
+        try:
+            base_model.check(str(folder), None, self.resolved)
+        except UserError as error:
+            found += error.problems
+        tokens = {key: self.resolved.train_args.get(key) for key in ("eos_token", "pad_token")}
+        known = ModelFolder(folder).vocabulary if any(tokens.values()) else None
+        fix = f"name a token of {folder / 'tokenizer.json'}"
+        for key, token in tokens.items():
+            if known is not None and token is not None and token not in known:
+                found.append(Problem(f"{token!r} is not in the tokenizer's vocabulary", key=f"train.{key}", fix=fix))
+        return found
+
+    def _megatron_problems(self) -> list[Problem]:
+        """What of the recipe Megatron-Bridge does not do."""
+        if self.resolved.recipe.megatron is None:
+            return []
+        from clustertune.megatron import settings
+
+        return settings.find_problems(self.resolved)
+
+    def _image_problems(self) -> list[Problem]:
+        """An image that is not what its sum says, or cannot be shown the run; returns what it is."""
+        if self.machine.container.runtime == "none":
+            return []
+        caches = cluster_paths.binds({setting.name: setting.value for setting in self.variables})
+        problems = container.unbindable([ROOT, *container.places_of(self.resolved, self.path), *caches])
+        try:
+            self.image, found_problems = image.look(self.machine.container)
+            self.notes += found_problems
+        except UserError as error:
+            problems += error.problems
+        return problems
+
+    def warnings(self) -> list[str]:
+        """What is allowed and probably not meant."""
+        caches = [
+            (setting.name, Path(setting.value)) for setting in self.variables if setting.name in ("HF_HOME", "HF_HUB_CACHE")
+        ]
+        unseen = map(str, cluster_paths.find_unshared(caches, self.machine))
+        return [
+            *self.resolved.warnings,
+            *self.machine.notes,
+            *shape.warnings(self.resolved, self.machine),
+            *check_schedule_end(self.resolved),
+            *self.notes,
+            *unseen,
+        ]
+
+    def node_lines(self) -> tuple[list[dict[str, str]], list[str]]:
+        """The environment of the ranks with the reason of each variable, and the command that starts every node."""
+        from clustertune import job as program
+
+        wanted = shape.train_shape(self.resolved, self.machine)
+        names = tuple(host.name for host in self.machine.compute_nodes[: wanted.nodes])
+        given = Allocation(PLANNED, 0, names, wanted.gpus_per_node, wanted.cpus_per_node, 1, None)
+        settings = environment(
+            self.machine,
+            world_size=self.resolved.world_size,
+            ranks_per_node=wanted.ranks_per_node,
+            cpus_per_node=wanted.cpus_per_node,
+            job=PLANNED,
+            cpu_only=not wanted.gpus_per_node,
+        )
+        environ = {setting.name: setting.value for setting in self.variables}
+        command = program.step_command(self.resolved, self.path, newest_attempt(self.path) + 1, self.machine, given, environ)
+        return [{"name": s.name, "value": s.value, "reason": s.reason} for s in settings], command
+
+    def commands(self) -> list[list[str]]:
+        """The sbatch commands, with a name in place of the id that is not known yet."""
+        before: list[str | None] = [None, *(f"<id of {job.stage}>" for job in self.jobs)]
+        return [job.command(after) for job, after in zip(self.jobs, before, strict=False)]
+
+    def show(self, as_json: bool, verbose: bool) -> None:
+        """Print what ``submit`` would do: a line for each job, or with ``verbose`` everything."""
+        if as_json:
+            settings, command = self.node_lines()
+            jobs = [
+                {
+                    "stage": job.stage,
+                    "shape": vars(job.shape),
+                    "file": str(job.path),
+                    "script": job.script,
+                    "command": command_line,
+                }
+                for job, command_line in zip(self.jobs, self.commands(), strict=True)
+            ]
+            margin = {"seconds": self.margin.seconds, "reason": self.margin.reason}
+            document: dict[str, Any] = {"run_dir": str(self.path), "cluster": self.machine.name, "jobs": jobs, "lead": margin}
+            document["evaluation"] = serving.evaluation(self.resolved, self.machine).as_json()
+            document["job_environment"] = [vars(setting) for setting in self.variables]
+            if self.resolved.recipe.megatron is not None:
+                document["megatron"] = self._megatron()
+            emit_json({**document, "environment": settings, "node_command": command, "warnings": self.warnings()})
+            return
+        for line in self.lines() if verbose else self.summary():
+            typer.echo(line)  # what a person saves or compares
+
+    def summary(self) -> list[str]:
+        """What would be submitted, a line for each job."""
+        found = [f"run folder: {self.path}", f"cluster: {self.machine.name} ({self.machine.source})"]
+        if not self.jobs:
+            return [*found, DONE]
+        width = max(len(job.stage) for job in self.jobs)
+        after = ["", *(f", after {job.stage}" for job in self.jobs)]
+        found += [
+            "",
+            *(f"{job.stage:<{width}}  {job.shape}{then}" for job, then in zip(self.jobs, after, strict=False)),
+            *([str(serving.evaluation(self.resolved, self.machine))] if "eval" in self.stages else []),
+            *self._site_lines(),
+            "",
+            *([self._signal()] if self.trains else []),
+            "--verbose adds the scripts, the environment with its reasons, and the commands",
+        ]
+        return found
+
+    def lines(self) -> list[str]:
+        """Everything, for people. The body is the same in all scripts and is printed once."""
+        found = [f"run folder: {self.path}", f"cluster: {self.machine.name} ({self.machine.source})"]
+        if not self.jobs:
+            return [*found, DONE]
+        for number, (job, command_line) in enumerate(zip(self.jobs, self.commands(), strict=True)):
+            header, body = launch.split_script(job.script)
+            text = header + body if number == 0 else f"{header}# ... and the body of launch/run.sbatch, as above"
+            found += ["", f"# {job.stage}: {job.shape}", f"# {job.path}", text.rstrip("\n"), f"$ {shlex.join(command_line)}"]
+        found += self._site_lines()
+        if self.variables:
+            found += ["", "# environment of every stage, and of every rank"]
+            found += [f"{setting.name}={setting.value}  # {setting.reason}" for setting in self.variables]
+        if self.trains:
+            settings, command = self.node_lines()
+            found += ["", f"# {self._signal()}"]
+            found += ["# environment of every rank", *(f"{s['name']}={s['value']}  # {s['reason']}" for s in settings)]
+            found += ["# on the nodes, for each attempt", f"$ {shlex.join(command)}"]
+            if self.resolved.recipe.megatron is not None:
+                found += self._megatron_lines()
+        return found
+
+    def _signal(self) -> str:
+        return f"Slurm signals the job {self.margin.seconds} s before its time limit so that it can save: {self.margin.reason}"
+
+    def _site_lines(self) -> list[str]:
+        """What of the shell takes the place of the header: sbatch reads SBATCH_ACCOUNT and its like before a script's lines."""
+        named = ("account", "qos", "constraint", "reservation")
+        slurm = self.machine.slurm
+        chosen = {name: (os.environ.get(f"SBATCH_{name.upper()}"), getattr(slurm, name, None)) for name in named}
+        lines = [
+            f"# --{name}={ours}: SBATCH_{name.upper()} of this shell{f', not {theirs} of slurm.{name}' if theirs else ''}"
+            for name, (ours, theirs) in chosen.items()
+            if ours
+        ]
+        return ["", *lines] if lines else []
+
+    def _megatron(self) -> dict[str, Any]:
+        from clustertune.megatron import shown
+
+        return shown.document(self.resolved, self.machine, self.path)
+
+    def _megatron_lines(self) -> list[str]:
+        from clustertune.megatron import shown
+
+        return shown.lines(self.resolved, self.machine, self.path)
+
+    def send(self, as_json: bool) -> None:
+        """Submit, or say why not."""
+        keep_private(self.machine)
+        opened = chain.open_run(self.resolved, self.path, chain.command_line(), take=False)
+        folder = self.path / "jobs"
+        if self.image is not None:
+            if note := image.changed(opened.read().get("container"), self.image):
+                say(f"warning: {note}")
+            opened.update(container=self.image.as_json())
+        with lock.held(folder / "lock", "submits this run", shown=self.path, fix="wait for it"):
+            launch.require_none_live(self.path, "jobs of this run", "clustertune submit --status")
+            opened.update(environment=[vars(setting) for setting in self.variables])
+            opened.write_own_files(self.resolved)
+            if opened.describe(self.resolved, self.machine, self.shapes) != self.number:
+                text = "another command has changed this run meanwhile"
+                raise UserError(text, file=str(opened.run_json), fix="submit again", code=ExitCode.AGAIN)
+            sent = launch.submit_all(opened.path, self.jobs)
+        if as_json:
+            emit_json({"run_dir": str(self.path), "jobs": sent})
+            return
+        for entry, job in zip(sent, self.jobs, strict=True):
+            say(f"{entry['stage']}: job {entry['id']}, {job.shape}" + (f", after {entry['after']}" if entry["after"] else ""))
+        if not sent:
+            say(DONE)
+        say(f"run folder: {self.path}")
+        say(f"clustertune submit --status {shlex.quote(str(self.path))}")
