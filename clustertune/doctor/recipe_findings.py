@@ -91,7 +91,7 @@ def render() -> str:
     import jinja2
 
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)  # noqa: S701 - no HTML
-    template = environment.from_string(Path(__file__).with_name("page.jinja").read_text(encoding="utf-8"))
+    template = environment.from_string(Path(__file__).with_name("page.md.jinja").read_text(encoding="utf-8"))
     machine, nodes = ([one.rule for one in checks(*subjects)] for subjects in ((MACHINE,), (NODES, LOOKS)))
     titles = ("Each machine", "Between the nodes of a job", "Recipe, stack, data and runs", "Batch scripts")
     return template.render(sections=zip(titles, (machine, nodes, recipe_rules(), script_rules()), strict=True))
