@@ -173,11 +173,14 @@ class StateWriter:
                 return False
         return True
 
-    def wait_for_copy(self) -> float:
-        """Wait until no tensor of training is read any more: call it before each optimizer step. Returns the seconds."""
-        began = time.perf_counter()
+    @property
+    def is_copying(self) -> bool:
+        """Tensors of training are being read."""
+        return not self._is_copied.is_set()
+
+    def wait_for_copy(self) -> None:
+        """Wait until no tensor of training is read any more: call it before they change."""
         self._is_copied.wait()
-        return time.perf_counter() - began
 
     def start(
         self,
@@ -226,14 +229,18 @@ class StateWriter:
     ) -> WrittenCheckpoint:
         began, copying = time.perf_counter(), 0.0
         records, fault, found, finite = dict[str, FileRecord](), None, state.digest, True
-        try:
-            copying = self._put_copy(state, ready) if copied else 0.0
+        if copied:  # all ranks have one, or none begins to write: the others would wait in the collectives of the shards
+            reason = None
+            try:
+                copying = self._put_copy(state, ready)
+            except Exception as error:
+                reason = describe_error(error)
+            if bad := [f"rank {rank}: {one}" for rank, one in enumerate(self._ranks.gather(reason)) if one]:
+                raise NotSaved("no copy of the state: " + "; ".join(bad), stored=False)
             began += copying
-        except Exception as error:
-            fault = (describe_error(error), False)
         folder = folder or store.begin(step)
         try:
-            records = self._write(folder, state) if fault is None else {}
+            records = self._write(folder, state)
             finite = all(bool(torch.isfinite(part).all()) for part in state.parts[: state.trained])
             found = found or (digest(state.parts) if state.parts else None)
         except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
@@ -241,8 +248,8 @@ class StateWriter:
         gathered = self._ranks.gather((fault, found, finite))
         if failed := [f"rank {rank}: {one[0]}" for rank, (one, _, _) in enumerate(gathered) if one]:
             raise NotSaved("; ".join(failed), stored=any(one and one[1] for one, _, _ in gathered))
-        if bad := [rank for rank, (_, _, good) in enumerate(gathered) if not good]:
-            raise NotFinite(bad)
+        if ranks := [rank for rank, (_, _, good) in enumerate(gathered) if not good]:
+            raise NotFinite(ranks)
         size = store.commit(folder, {**meta, "state_digests": [one for _, one, _ in gathered if one]}, records)
         seconds = time.perf_counter() - began
         return WrittenCheckpoint(size, store.prune(), seconds, copying)

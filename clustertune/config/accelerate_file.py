@@ -205,7 +205,7 @@ def _find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> I
     if isinstance(precision, str) and precision in _NO_PRECISION:
         text, fix = _NO_PRECISION[precision]
         yield ("mixed_precision",), f"{precision}: {text}", fix
-    elif precision not in ("no", "bf16", False):  # YAML 1.1 reads `no` as false, as accelerate does
+    elif precision is not False and precision not in ("no", "bf16"):  # YAML 1.1 reads `no` as false, as accelerate does
         yield ("mixed_precision",), f"{show_value(precision)} is not one of no, bf16", "leave it out"
     if section(body, "fp8_config"):
         yield ("fp8_config",), "has no effect: mixed_precision fp8 is none that the trainer takes", "leave it out"

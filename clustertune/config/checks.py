@@ -444,6 +444,13 @@ TP_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "embedding
 EP_STYLES = frozenset({"ep_dispatch_experts", "grouped_gemm"})
 
 
+def check_quantization(train: Mapping[str, Any], lora: object) -> Iterator[Found]:
+    """Quantised weights that nothing would be trained beside."""
+    if quantization.of(train) is not None and lora is None:
+        fix = "add a lora section, or leave the quantisation out"
+        yield ("train", "model_init_kwargs", QUANTIZATION), "quantised weights cannot be trained themselves", fix
+
+
 def check_strategy(
     train: Mapping[str, Any],
     lora: object,
@@ -465,9 +472,6 @@ def check_strategy(
             text = f"{sizes[axis]}, with distributed_type: {kind}: only FSDP2 is combined with it here"
             yield _mesh(axis), text, f"write distributed_type: FSDP with {acc.FSDP2}"
     config = quantization.of(train)
-    if config is not None and lora is None:
-        fix = "add a lora section, or leave the quantisation out"
-        yield ("train", "model_init_kwargs", QUANTIZATION), "quantised weights cannot be trained themselves", fix
     if kind in ("FSDP", "DEEPSPEED") and config is not None:
         yield from _quantized(config, train, accelerate, zero)
     if kind == "FSDP" and "tp" in sizes:

@@ -314,6 +314,7 @@ class _Work:
             text = f"{named or 'no'}, while the recipe's train section means {wanted} (TRL's default is bf16)"
             self.report([(("accelerate", "mixed_precision"), text, "leave it out, or change train.bf16")])
         self.report(kernels.find_problems(self.train, self.architecture, distribution, accelerate_shown))
+        self.report(checks.check_quantization(self.train, lora))
         if self.megatron is None:
             zeros = distribution.get("distributed_type") == "DEEPSPEED"
             zero = acc.zero_stage(distribution, deep.data if deep else None) if zeros else None

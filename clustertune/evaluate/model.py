@@ -138,6 +138,8 @@ def _check_config(folder: Path) -> list[Problem]:
     try:
         config = read_json(path)
     except UserError as error:
+        if path.exists():
+            return list(error.problems)
         fix = "an adapter must be merged first" if (folder / "adapter_config.json").exists() else "is this a model folder?"
         return [replace(problem, fix=fix) for problem in error.problems]
     if not isinstance(config.get("model_type"), str):

@@ -271,7 +271,7 @@ def rank_pids(folder: Path, plan: AttemptPlan, node: int) -> dict[int, int]:
 def signal_ranks(folder: Path, plan: AttemptPlan, node: int, number: signal.Signals) -> None:
     """Send a signal to every rank of a node that has begun and still lives."""
     for pid in rank_pids(folder, plan, node).values():
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):  # it has ended, or another user's process has its id by now
             os.kill(pid, number)
 
 

@@ -197,7 +197,10 @@ def _check_finite(tensors: list[Tensor], file: str) -> list[Problem]:
         dtype, exponent = _EXPONENTS[tensor.dtype]
         for start in range(0, tensor.size, _BLOCK):
             size = min(_BLOCK, tensor.size - start)
-            values = np.fromfile(tensor.file, dtype, size // np.dtype(dtype).itemsize, offset=tensor.offset + start)
+            count = size // np.dtype(dtype).itemsize
+            values = np.fromfile(tensor.file, dtype, count, offset=tensor.offset + start)
+            if len(values) < count:
+                return [Problem("ends before its last tensor", file=file, fix="export it again")]
             if bool(((values & exponent) == exponent).any()):
                 bad.append(tensor.name)
                 break

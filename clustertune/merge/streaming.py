@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -101,7 +101,8 @@ def _resume(job: MergeJob, workers: int) -> Journal:
 def _check_finished(job: MergeJob) -> None:
     """Raises UserError where the finished output has been damaged since."""
     with DigestComparison(job.out) as comparison:
-        raise_if(comparison.finish())
+        fix = "move the folder away, then run the same command again"
+        raise_if(replace(problem, fix=fix) for problem in comparison.finish())
     if job.staging.is_dir():
         with locked(job.staging):
             clear(job.staging)

@@ -25,6 +25,8 @@ from clustertune.checkpoint.shards import DTYPES
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.tensorfile import Tensor, read_header
 
+_NO_WEIGHTS = {"C64", "U16", "U32", "U64"}
+"""Types of a checkpoint's values that weights do not have: packed integers would be read as numbers."""
 SHOWN = 3
 """Names of tensors that a note shows; an error shows all."""
 FETCH = "fetch the file again (hf download, or clustertune stage), or take it from a whole copy"
@@ -52,7 +54,7 @@ def survey(paths: Iterable[Path], index: Mapping[str, str] | None = None) -> dic
             if tensor.name in found:
                 other = found[tensor.name].file.name
                 problems.append(Problem(f"stands in {other} too", file=str(path), key=tensor.name, fix=FETCH))
-            elif tensor.dtype not in DTYPES:
+            elif tensor.dtype not in DTYPES or tensor.dtype in _NO_WEIGHTS:
                 problems.append(Problem(f"has the dtype {tensor.dtype}", file=str(path), key=tensor.name, fix="another copy"))
             found.setdefault(tensor.name, tensor)
     for name, file in (index or {}).items():

@@ -444,16 +444,33 @@ class RankTrainer(Base):  # type: ignore[misc]
         copied, tier = behind and not self.is_deepspeed_enabled, self.tier if local else None
         if copied and not self._copies:
             self._copies = True
-            self.optimizer.optimizer.register_step_pre_hook(self._wait_for_copy)
+            self.optimizer.optimizer.register_step_pre_hook(self._before_step)
         future = writer.start(int(meta["step"]), state, meta, folder, tier, copied=copied)
+        if copied and self._changes_between_steps:
+            writer.wait_for_copy()
         stall = time.perf_counter() - began
         return Saving(int(meta["step"]), bool(meta["final"]), future, behind, began, stall, local)
 
-    def _wait_for_copy(self, *_: Any) -> None:
-        """Before each optimizer step: what is being copied must not change."""
-        seconds = self.writer.wait_for_copy()
-        if self._saving is not None:
-            self._saving.stall_seconds += seconds
+    @property
+    def _changes_between_steps(self) -> bool:
+        """The optimizer changes weights outside of its step: schedule-free ones on ``train()``, others in the backward pass."""
+        name = str(getattr(self.args.optim, "value", self.args.optim))
+        return hasattr(self.optimizer.optimizer, "train") or name.endswith(("lomo", "layerwise"))
+
+    def _before_step(self, *_: Any) -> None:
+        self.wait_for_copy()
+
+    def wait_for_copy(self) -> float:
+        """Before each optimizer step: what is being copied must not change. Returns the seconds that training stood still."""
+        if self._saving is None or not self.writer.is_copying:
+            return 0.0
+        began = time.perf_counter()
+        self.heartbeat("save", self._saving.step)
+        self.writer.wait_for_copy()
+        self.heartbeat("train", self.state.global_step)
+        seconds = time.perf_counter() - began
+        self._saving.stall_seconds += seconds
+        return seconds
 
     def finish_save(self) -> None:
         """Wait until the save under way is whole on disk; returns at once where there is none. All ranks call this together.

@@ -76,6 +76,17 @@ def no_room() -> None:
     saving.StateWriter.room_for = lambda *_: "too little" if os.environ["RANK"] == "1" else None  # type: ignore[assignment]
 
 
+def no_copy() -> None:
+    """The copy fails on rank 1."""
+    from clustertune.checkpoint import saving
+
+    def copy(*_: Any) -> None:
+        raise RuntimeError("no memory could be pinned")
+
+    if os.environ["RANK"] == "1":
+        saving.StateWriter.copy = copy  # type: ignore[assignment,method-assign]
+
+
 def full() -> None:
     """The disk of rank 1 is full behind training."""
     from clustertune.checkpoint import saving, shards
@@ -207,6 +218,15 @@ def test_a_rank_killed_during_a_save_costs_that_save_alone(forge: Forge, ready: 
     assert run(forge, folder, attempt=2) == [0, 0]
     assert events(folder, "start")[-1]["step"] == 1
     assert shards(folder)["4"] == shards(waited)["4"]
+
+
+def test_a_copy_that_fails_on_one_rank_ends_all_and_leaves_no_checkpoint(forge: Forge, ready: Path) -> None:
+    """No rank waits for it in the collectives of a save."""
+    folder = shutil.copytree(ready, ready.parent / "no-copy")
+    assert run(forge, folder, "no_copy") == [ExitCode.FAILED] * 2
+    assert whole(folder) == []
+    record = json.loads((folder / "attempts/0001/rank-0.json").read_bytes())
+    assert "rank 1: no memory could be pinned" in record["problems"][0]["message"]
 
 
 @pytest.mark.jobs
