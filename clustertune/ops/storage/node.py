@@ -361,11 +361,16 @@ def _sweep(folder: int) -> None:
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in itertools.islice(entries, _MOST):
             number = entry.name[len(mine) :].partition(".")[0]
-            if entry.name.startswith(mine) and number.isdecimal():
-                # Whether a process of that number is there, and not only waiting to be reaped.
-                process = Path(f"/proc/{number}/cmdline")
-                if not (process.exists() and process.read_bytes()):
-                    os.unlink(entry.name, dir_fd=folder)
+            if entry.name.startswith(mine) and number.isdecimal() and not _runs(number):
+                os.unlink(entry.name, dir_fd=folder)
+
+
+def _runs(number: str) -> bool:
+    """Whether a process of that number is there, and not only waiting to be reaped."""
+    try:
+        return bool(Path(f"/proc/{number}/cmdline").read_bytes())
+    except OSError:
+        return False
 
 
 def _map(fd: int, data: bytes) -> str:

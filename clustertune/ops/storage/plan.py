@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -554,6 +555,8 @@ def _command(step: StorageStep, done: ApplyResult, report: Report, seconds: floa
     try:
         _, output = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):  # its helpers too, where it has ended itself
+            os.killpg(child.pid, signal.SIGKILL)
         kill_group(child)
         done.left.append(f"{step}: no answer in {seconds:g} s; run the same command again once what it waits for is there")
         return False
