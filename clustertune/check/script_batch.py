@@ -102,7 +102,8 @@ def _given(words: Sequence[str], long: Mapping[str, str], short: Mapping[str, st
     word, following = words[0], words[1] if len(words) > 1 else None
     if word.startswith("--") and len(word) > 2:
         name, equals, value = word.partition("=")
-        if equals or long.get(name[2:]) != "required" or following is None:
+        meant = full_name(name[2:]) if long is SBATCH else name[2:]  # sbatch takes a prefix of a name
+        if equals or long.get(meant or "") != "required" or following is None:
             return [_Given(name, value if equals else None, 1)]
         return [_Given(name, following, 2)]
     found: list[_Given] = []

@@ -266,7 +266,10 @@ def _as_image(scratch: Path, name: str, out: Path) -> None:
     """A docker-archive of one layer (https://github.com/moby/docker-image-spec/blob/main/v1.2.md)."""
     layer = scratch / "layer.tar"
     digest = file_digest(layer)
-    machine = captured(["dpkg", "--print-architecture"], 30).stdout.strip()
+    asked = captured(["dpkg", "--print-architecture"], 30)
+    if asked.returncode != 0:
+        raise UserError(f"dpkg does not name the architecture: {asked.stderr.strip()[-300:]}", fix="repair dpkg on this host")
+    machine = asked.stdout.strip()
     config = {
         "architecture": machine, "os": "linux", "created": "1970-01-01T00:00:00Z",
         "config": {"Env": ["PATH=/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"]},

@@ -86,7 +86,7 @@ def parse_nodes(text: str) -> dict[str, str]:
     return found
 
 
-def slurm_says(probe: Probe) -> dict[str, Any]:
+def slurm(probe: Probe) -> dict[str, Any]:
     """What the controller says. Not to be asked by every node of a job at once: it is one process for all of them."""
     config = probe.call("scontrol", "show", "config", seconds=8.0)
     if not config.present:
@@ -181,15 +181,15 @@ def collect(
     """
     probe = Probe(Path(root), command, time.monotonic() + seconds)
     environ = dict(os.environ) if probe.live else {}
-    kind, slurm = container(probe, environ), has_slurm(probe, environ)
+    kind, in_slurm = container(probe, environ), has_slurm(probe, environ)
     name = platform.node() if probe.live else probe.read("/proc/sys/kernel/hostname") or probe.read("/etc/hostname")
     facts = HostFacts(hostname=name or "?", user=user_name() if probe.live else "", container=kind)
     facts.environment = credentials.environment(environ)
-    facts.place = place or find_place(kind, environ, slurm=slurm)
+    facts.place = place or find_place(kind, environ, slurm=in_slurm)
     storage = partial(_storage, environ=environ, names=names, folders=folders)
     asking: list[Reader] = [*ASKING, partial(_stack, python=python), storage]
-    if "step" not in facts.place and slurm:
-        asking.append(slurm_says)
+    if "step" not in facts.place and in_slurm:
+        asking.append(slurm)
     pool = ThreadPoolExecutor(max_workers=len(asking))
     try:
         started = [(reader, pool.submit(reader, probe)) for reader in asking]
