@@ -68,7 +68,7 @@ def judge(folder: Path, plan: AttemptPlan, *, requested: bool = False) -> Outcom
 
 
 def conclude(folder: Path, plan: AttemptPlan, *, requested: bool = False) -> Outcome:
-    """:func:`judge`, and ``outcome.json`` beside the plan: what whoever started an attempt does at its end."""
+    """:func:`judge`, and ``outcome.json`` beside the plan: what the starter of an attempt does at its end."""
     outcome = judge(folder, plan, requested=requested)
     with contextlib.suppress(OSError):  # a full disk is what it may have to tell
         outcome.write(folder)

@@ -3,7 +3,7 @@
 Node 0's call opens a rendezvous: ``torchrun/call.json`` with an id of its own, and a heartbeat that shows it lives.
 Every other call answers that id with a file which only one process can create, and then waits for what node 0 tells: the
 attempt to take part in, or that there is nothing to do. What an earlier round of calls left behind has another id: two rounds
-never mix, whoever was killed at which moment. No clock is compared between machines.
+never mix, no matter which process was killed, and when. No clock is compared between machines.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class RendezvousServer:
             write_durably(self.folder / ANSWER, json.dumps({"code": int(self._code)}) + "\n")
 
     def done(self) -> None:
-        """Training is finished: whoever still waits need not any more."""
+        """Training is finished: nobody needs to wait any longer."""
         self._code = ExitCode.OK
 
     def gather(self, seconds: float) -> tuple[Node, ...]:

@@ -221,7 +221,7 @@ def _torn(text: bytes, name: str, lines: Sequence[str]) -> tuple[int, int, bytes
 
 
 def _lines(text: bytes) -> list[bytes]:
-    """Lines that end in a line feed only: a carriage return belongs to whoever wrote it."""
+    """Lines that end in a line feed only: a carriage return is part of what an administrator wrote."""
     parts = text.split(b"\n")
     return [part + b"\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
 

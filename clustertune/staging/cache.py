@@ -1,7 +1,7 @@
 """The staging folder of a node: one tree for each model or dataset, who uses it, and what makes room for the next.
 
 ``PATH/clustertune-UID/KEY/`` holds ``MANIFEST.json`` (written last) and the tree in a folder that has the source's name. Beside
-it lies ``KEY.lock``: whoever fills or removes the tree holds it alone, whoever reads from it shares it. The kernel frees a
+it lies ``KEY.lock``: a job that fills or removes the tree holds it alone, jobs that read from it share it. The kernel frees a
 lock with its process, so that a killed job uses nothing; the file's time says when the tree was used last.
 """
 
@@ -403,7 +403,7 @@ class Stager:
             return [MANIFEST]
         recorded = found.meta.get("signs", {})
         records = {f"{source.name}/{file.name}" for file in files}
-        # What is none of the copy's: transformers would read some files by their names. Hidden folders are the libraries' own
+        # What is not part of the copy: transformers would read some files by their names. Hidden folders are the libraries' own
         # (datasets keeps its tables in .cache beside the data).
         there = {name for name in list_files(folder) if not any(part.startswith(".") for part in name.split("/"))}
         wrong = sorted(there ^ records)

@@ -1,7 +1,7 @@
 """The process that touches the storage for ``stage``: ``python -m clustertune.staging.copier``, one order as JSON on stdin.
 
 A mount that hangs takes the process that reads from it with it, and no signal helps: so that is a process of its own, which
-whoever started it gives up when it shows no progress. On stdout goes one JSON object a line: ``{"bytes": N}`` as the work goes
+its parent gives up when it shows no progress. On stdout goes one JSON object a line: ``{"bytes": N}`` as the work goes
 on, ``{"file": ...}`` for each whole file, and at the end ``{"answer": ...}`` or ``{"error": ...}``.
 """
 
@@ -294,7 +294,7 @@ TELL_SECONDS = 0.2
 
 
 class _Teller:
-    """Lines to whoever gave the order; counted bytes a few times a second."""
+    """Lines to the process that gave the order; counted bytes a few times a second."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -31,7 +31,7 @@ _TRANSPORT = {
     "concurrent", "threading", "selectors", "contextlib", "ftplib", "smtplib", "xmlrpc", "importlib", "runpy", "functools",
     "tenacity", "backoff", "fsspec", "sitecustomize", "tqdm", "_pytest", "site", "httpx_aiohttp", "websocket", "websockets",
 }  # fmt: skip
-"""Libraries that carry what others ask for: who tried is whoever called them."""
+"""Libraries that carry what others ask for: their caller is named."""
 _CONNECTS = ("socket.connect", "socket.sendto", "socket.sendmsg")
 _LOOKS_UP = ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr", "socket.getnameinfo")
 _WATCHED = frozenset({*_CONNECTS, *_LOOKS_UP})

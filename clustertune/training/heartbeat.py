@@ -76,4 +76,4 @@ class Attempt:
     tokens: Mapping[str, str] = field(default_factory=dict)
     """The user's, by the names of their variables; rank 0 alone has them."""
     plan: AttemptPlan | None = None
-    """None where whoever started the ranks left none."""
+    """None where the starter of the ranks left none."""

@@ -481,7 +481,7 @@ def why_not_parts(model: torch.nn.Module) -> str | None:
 
 
 def own_elements(parameter: Any) -> tuple[int, int]:
-    """The elements of a parameter that this rank keeps, first and one after the last; padding is none of them."""
+    """The elements of a parameter that this rank keeps, first and one after the last; without padding."""
     size = parameter.ds_tensor.ds_numel
     begin = min(dist.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
     return begin, min(begin + size, parameter.ds_numel)

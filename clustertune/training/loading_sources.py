@@ -4,7 +4,7 @@ The files' names are not always the model's: transformers renames, stacks expert
 (``transformers/core_model_loading.py``). The same rules are asked here for their answer alone, on tensors without data.
 
 Rows are read plainly: only the bytes that are asked for, none of them mapped. A mapped file counts as resident memory of
-whoever touches it, and over NFS or FUSE each page is a request of its own.
+the process that touches it, and over NFS or FUSE each page is a request of its own.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class RowReader:
 
 
 class Unfollowed(Exception):
-    """transformers would load it, but not by rows: whoever catches this leaves the loading to transformers."""
+    """transformers would load it, but not by rows: callers leave the loading to transformers."""
 
 
 @dataclass(eq=False)

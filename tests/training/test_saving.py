@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from clustertune import manifest
 from clustertune.checkpoint import store
@@ -74,6 +75,25 @@ def no_room() -> None:
     from clustertune.checkpoint import saving
 
     saving.StateWriter.room_for = lambda *_: "too little" if os.environ["RANK"] == "1" else None  # type: ignore[assignment]
+
+
+def between() -> None:
+    """The optimizer may change weights before its step, as schedule-free ones do; the copy takes half a second."""
+    from clustertune.checkpoint import saving
+    from clustertune.training.trainer import Trainer
+
+    copy, train = saving.StateWriter.copy, Trainer.training_step
+    torch.optim.AdamW.train = lambda _: None  # type: ignore[attr-defined]
+
+    def late_copy(self: Any, *args: Any) -> Any:
+        time.sleep(0.5)
+        return copy(self, *args)
+
+    def then_copied(self: Any, *args: Any, **options: Any) -> Any:
+        assert not self.writer.is_copying, "a step began within the copy"
+        return train(self, *args, **options)
+
+    saving.StateWriter.copy, Trainer.training_step = late_copy, then_copied  # type: ignore[method-assign]
 
 
 def no_copy() -> None:
@@ -218,6 +238,12 @@ def test_a_rank_killed_during_a_save_costs_that_save_alone(forge: Forge, ready: 
     assert run(forge, folder, attempt=2) == [0, 0]
     assert events(folder, "start")[-1]["step"] == 1
     assert shards(folder)["4"] == shards(waited)["4"]
+
+
+def test_an_optimizer_that_changes_weights_between_steps_waits_for_the_copy(forge: Forge, ready: Path) -> None:
+    folder = shutil.copytree(ready, ready.parent / "between")
+    assert run(forge, folder, "between") == [0, 0]
+    assert saved(folder)[0]["save_stall_s"] >= 0.5
 
 
 def test_a_copy_that_fails_on_one_rank_ends_all_and_leaves_no_checkpoint(forge: Forge, ready: Path) -> None:

@@ -71,7 +71,7 @@ class NodeFacts:
     """Of the files and folders that have an owner and a mode, those that are there."""
     systemd: bool = False
     owns: bool = True
-    """Whether whoever asks may give files to others: root may."""
+    """Whether this process may give files to other users: root may."""
 
 
 def collect(cluster: Cluster, node: Host, root: Path = NODE) -> NodeFacts:
@@ -223,7 +223,7 @@ def user(s: SlurmSubject) -> Iterator[Seen]:
     if not set(s.node.roles) & {"slurmctld", "compute"}:
         return
     if s.facts.users is None:
-        yield Seen(UNKNOWN, "no /etc/passwd here: folders stay with whoever makes them")
+        yield Seen(UNKNOWN, "no /etc/passwd here: folders stay with the user who makes them")
     elif USER not in s.facts.users:
         fix = f"install slurmctld or slurmd, which make him; or useradd --system --uid N {USER}, with one N on all machines"
         yield Seen(FAIL if s.facts.local else WARN, f"there is no user {USER}", fix)

@@ -577,7 +577,7 @@ def look_at_device(path: str) -> BlockDevice:
         return BlockDevice(path, "other")
     if os.geteuid() != 0:
         return BlockDevice(path, "unknown")
-    # In a child: a disk that does not answer holds whoever reads it, for ever.
+    # In a child: a process that reads a disk which does not answer hangs for ever.
     answer = ask(partial(_content, path), 3 * DEVICE_SECONDS)
     return BlockDevice(path, **(answer.found or {"state": "silent" if answer.silent else "unknown"}))
 

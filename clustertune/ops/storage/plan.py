@@ -253,14 +253,14 @@ def _as_meant(mount: FstabMount, entry: MountLine) -> bool:
 def _folders(wanted: StorageLayout) -> tuple[list[SharedFolder], list[str]]:
     """Those that are absent, on bricks that are no part of the root disk; a message for each that is not as it should be."""
     works: dict[str, Work] = {folder.path: partial(_mode, folder.path) for folder in (*wanted.folders, *wanted.local)}
-    answers = ask_all({**works, **{brick.path: partial(own_disk, brick.path) for brick in wanted.own}}, PROBE_SECONDS)
+    answers = ask_all({**works, **{_own(brick.path): partial(own_disk, brick.path) for brick in wanted.own}}, PROBE_SECONDS)
     notes: list[str] = []
     found: list[SharedFolder] = []
     for brick in wanted.own:
         of_brick = [folder for folder in wanted.folders if folder.path.startswith(f"{brick.path}/")]
-        if any(answers[path].silent for path in (brick.path, *(folder.path for folder in of_brick))):
+        if any(answers[key].silent for key in (_own(brick.path), *(folder.path for folder in of_brick))):
             notes.append(f"{brick.path} does not answer: clustertune ops storage check says more")
-        elif wanted.at(brick.path) is None and not (answers[brick.path].found or {}).get("own"):
+        elif wanted.at(brick.path) is None and not (answers[_own(brick.path)].found or {}).get("own"):
             notes.append(f"{brick.path} is on the root disk, or is not there: mount its file system; no folders are made on it")
         else:
             found += of_brick
@@ -273,6 +273,11 @@ def _folders(wanted: StorageLayout) -> tuple[list[SharedFolder], list[str]]:
             text = f"{folder.path} has mode {seen & 0o7777:04o}, {folder.mode:04o} is meant; apply changes none that is there"
             notes.append(f"{text}: chmod {folder.mode:04o} {folder.path}")
     return absent, notes
+
+
+def _own(path: str) -> str:
+    """The name of the question about a brick's disk: a staging folder of the same path is asked for its mode."""
+    return f"disk of {path}"
 
 
 def _mode(path: str) -> dict[str, int]:
