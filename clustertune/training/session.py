@@ -70,7 +70,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self._began = time.perf_counter()
 
     def on_pre_optimizer_step(self, *args: Any, **kw: Any) -> None:  # noqa: ARG002
-        self._began += self.trainer.wait_for_copy()  # the save's time, not the step's
+        self._began += self.trainer.wait_for_copy()  # what is being copied must not change; the save's time, not the step's
         self._optimizer = self.trainer.clock.begin()
 
     def on_optimizer_step(self, *args: Any, **kw: Any) -> None:  # noqa: ARG002

@@ -136,8 +136,6 @@ class RankTrainer(Base):  # type: ignore[misc]
     _writer: StateWriter | None = None
     _saving: Saving | None = None
     """The save that is being written; its checkpoint does not exist yet."""
-    _copies = False
-    """A state has been copied: the optimizer waits for copies."""
     _waits_for_saves = False
     """A copy of the state does not fit into host memory."""
     _saved_step = -1
@@ -442,9 +440,6 @@ class RankTrainer(Base):  # type: ignore[misc]
                 self._waits_for_saves = True
                 self.store.tell(f"note: training waits for each save: {reason}")
         copied, tier = behind and not self.is_deepspeed_enabled, self.tier if local else None
-        if copied and not self._copies:
-            self._copies = True
-            self.optimizer.optimizer.register_step_pre_hook(self._before_step)
         future = writer.start(int(meta["step"]), state, meta, folder, tier, copied=copied)
         if copied and self._changes_between_steps:
             writer.wait_for_copy()
@@ -456,9 +451,6 @@ class RankTrainer(Base):  # type: ignore[misc]
         """The optimizer changes weights outside of its step: schedule-free ones on ``train()``, others in the backward pass."""
         name = str(getattr(self.args.optim, "value", self.args.optim))
         return hasattr(self.optimizer.optimizer, "train") or name.endswith(("lomo", "layerwise"))
-
-    def _before_step(self, *_: Any) -> None:
-        self.wait_for_copy()
 
     def wait_for_copy(self) -> float:
         """Before each optimizer step: what is being copied must not change. Returns the seconds that training stood still."""
