@@ -2,6 +2,6 @@
 
 import sys
 
-from clustertune.cli import main
+from clustertune.cli.app import main
 
 sys.exit(main())

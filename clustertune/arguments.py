@@ -16,7 +16,7 @@ import typer
 from clustertune.errors import Problem, UserError
 
 if TYPE_CHECKING:
-    from clustertune.config.schema import Eval
+    from clustertune.recipe.schema import Eval
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.")]
 OptionalRecipe = Annotated[
@@ -146,7 +146,7 @@ def eval_settings(values: Mapping[str, Any]) -> Eval:
     """The settings of an evaluation as the command line gives them. Raises UserError."""
     from pydantic import ValidationError
 
-    from clustertune.config.schema import Eval
+    from clustertune.recipe.schema import Eval
 
     try:
         return Eval.model_validate(values)

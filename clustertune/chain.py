@@ -18,9 +18,7 @@ from typing import Any
 
 from clustertune import manifest, secrets
 from clustertune.checkpoint import store
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.resolved import Resolved, is_there
-from clustertune.config.schema import Push
+from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
 from clustertune.launch import local, stack
@@ -29,7 +27,9 @@ from clustertune.launch.judge import Outcome, conclude
 from clustertune.launch.plan import AttemptPlan
 from clustertune.megatron import inputs
 from clustertune.monitor import live
+from clustertune.recipe.schema import Push
 from clustertune.report import cost, source
+from clustertune.resolve.resolved import Resolved, is_there
 from clustertune.rundir import SCHEMA, STAGES, RunDir
 from clustertune.staging import bundle, needs
 from clustertune.storage import storage_cause
@@ -113,7 +113,7 @@ def keep_forecast(run: RunDir, resolved: Resolved, cluster: Cluster | None = Non
     """
     if "forecast" in run.read() or (cluster is None and not visible_gpus()):
         return
-    from clustertune.config.cluster import load_cluster
+    from clustertune.cluster.load import load_cluster
     from clustertune.plan.calibration import forecast
 
     try:
@@ -358,8 +358,8 @@ class Chain:
         return Problem("stopped on request after saving", file=str(self.run.path), fix="the same command continues")
 
     def export(self) -> dict[str, Any]:
-        from clustertune.adapter.export import export
-        from clustertune.adapter.whole import export_model
+        from clustertune.export.export import export
+        from clustertune.export.whole import export_model
 
         path = store.find_checkpoint(self.run.path)
         if (found := store.parse(path)) is None or not _is_final(found):

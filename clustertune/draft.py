@@ -12,18 +12,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from clustertune.config.accelerate_file import ALONE, SHARDED, merged
-from clustertune.config.cluster import load_cluster, of_gpus
-from clustertune.config.load import read_overrides
-from clustertune.config.models import Model, size_of
-from clustertune.config.overrides import RecipeSource, loading
-from clustertune.config.parameters import count
-from clustertune.config.resolve import resolve
+from clustertune.cluster.load import load_cluster, of_gpus
 from clustertune.errors import Problem, UserError, raise_if, storage_error
 from clustertune.plan.advise import CostedCandidate, advise
 from clustertune.plan.calibration import CalibratedCluster, find_calibrated
 from clustertune.plan.lengths import Lengths, of_counts
 from clustertune.plan.predict import GIB, fewest_nodes
+from clustertune.recipe.accelerate_file import ALONE, SHARDED, merged
+from clustertune.recipe.load import read_overrides
+from clustertune.recipe.parameters import count
+from clustertune.resolve.models import KnownModel, size_of
+from clustertune.resolve.overrides import RecipeSource, loading
+from clustertune.resolve.resolve import resolve
 
 if TYPE_CHECKING:
     from clustertune.data.measure import MeasuredData
@@ -92,7 +92,7 @@ def where(gpus: str | None, cluster: str | None, nccl_check: Path | None = None)
 @contextmanager
 def drafted(
     name: str,
-    model: Model,
+    model: KnownModel,
     method: str,
     data: MeasuredData | None,
     at: PlanTarget,
@@ -136,7 +136,7 @@ class NothingFits(UserError):
     """No distribution holds the model on these GPUs."""
 
 
-def draft(model: Model, method: str, data: MeasuredData | None, nodes: int, gpus: int) -> Draft:
+def draft(model: KnownModel, method: str, data: MeasuredData | None, nodes: int, gpus: int) -> Draft:
     """A recipe before its distribution is chosen: FSDP2 over all GPUs, every layer recomputed."""
     world = nodes * gpus
     batch = world * -(-BATCH // world)
@@ -230,7 +230,7 @@ def write(made: Draft, folder: Path) -> None:
         raise storage_error(error, "cannot be written", folder) from None
 
 
-def page(made: Draft, name: str, model: Model, options: Sequence[str]) -> str:
+def page(made: Draft, name: str, model: KnownModel, options: Sequence[str]) -> str:
     """``README.md`` of a new recipe: what it is, what was assumed, and the commands from here. ``words`` name the GPUs."""
     what = f"{model.section['name']}, {size_of(made.architecture)} parameters. **Planned, not measured.** Assumed:"
     lines = [f"# {name}", "", what, "", *(f"- {one}" for one in made.assumed)]

@@ -17,8 +17,7 @@ from typing import Any
 
 from clustertune import chain, secrets
 from clustertune.checkpoint import store
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.resolved import Resolved
+from clustertune.cluster.schema import Cluster
 from clustertune.console import say, show_error
 from clustertune.containers import pins
 from clustertune.doctor import preflight
@@ -33,6 +32,7 @@ from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.launch.rendezvous import first_port
 from clustertune.nccl_check import check
 from clustertune.process import STOP_SIGNALS, Stopped
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, RunDir, keep_private
 from clustertune.training.events import EventLog
 

@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 from clustertune import secrets
 from clustertune.checkpoint.cadence import Cadence
 from clustertune.checkpoint.store import CheckpointStore
-from clustertune.config.resolved import Resolved
-from clustertune.config.schema import Save
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch import binding
 from clustertune.launch.agent import launcher_pid_file
@@ -32,8 +30,10 @@ from clustertune.launch.plan import PLAN, AttemptPlan, check_fence
 from clustertune.monitor.machine import gpu_names
 from clustertune.plan.saves import seconds_between_ends
 from clustertune.process import StopFlag, die_with_parent
+from clustertune.recipe.schema import Save
 from clustertune.report import cost
 from clustertune.report.cost import failures
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 from clustertune.staging import bundle, needs, node, worker
 from clustertune.storage import is_full, storage_cause

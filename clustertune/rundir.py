@@ -22,8 +22,8 @@ from clustertune.events import read_object
 from clustertune.manifest import write_durably
 
 if TYPE_CHECKING:
-    from clustertune.config.cluster_schema import Cluster
-    from clustertune.config.resolved import Resolved
+    from clustertune.cluster.schema import Cluster
+    from clustertune.resolve.resolved import Resolved
 
 STAGES = ("prepare", "train", "export", "merge", "eval", "report")
 """The chain, in order."""
@@ -130,7 +130,7 @@ class RunDir:
 
     def resolved(self) -> Resolved:
         """The recipe as this run resolved it. Raises UserError where it does not have the fingerprint that was recorded."""
-        from clustertune.config.resolved import Resolved
+        from clustertune.resolve.resolved import Resolved
 
         body = self.read()
         try:
@@ -155,8 +155,8 @@ class RunDir:
 
     def description(self, number: int) -> Description:
         """What the submission of this number decided. Raises UserError where ``run.json`` does not have it."""
-        from clustertune.config.cluster_schema import Cluster
-        from clustertune.config.resolved import Resolved
+        from clustertune.cluster.schema import Cluster
+        from clustertune.resolve.resolved import Resolved
 
         body = self.read()
         found = next((one for one in (body, *body.get("earlier", [])) if one.get("description") == number), None)
@@ -200,7 +200,7 @@ class RunDir:
     @property
     def accelerate_file(self) -> Path:
         """The accelerate configuration that this run's ranks read (:meth:`write_own_files`)."""
-        from clustertune.config import accelerate_file as acc
+        from clustertune.recipe import accelerate_file as acc
 
         return self.path / acc.ACCELERATE
 
@@ -214,7 +214,7 @@ class RunDir:
             return  # Megatron-Bridge reads neither
         import yaml
 
-        from clustertune.config import accelerate_file as acc
+        from clustertune.recipe import accelerate_file as acc
 
         deepspeed = self.path / acc.DEEPSPEED if resolved.deepspeed is not None else None
         if deepspeed is not None:

@@ -11,10 +11,8 @@ from typing import Any
 import typer
 
 from clustertune import chain, lock
-from clustertune.config.cluster import argument, load_cluster
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.models import find_obstacles
-from clustertune.config.resolved import Resolved, expand_home, is_there
+from clustertune.cluster.load import argument, load_cluster
+from clustertune.cluster.schema import Cluster
 from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import cluster_paths, container, image, megatron, serving, shape, signal_margin, stack
@@ -23,6 +21,8 @@ from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import Setting, environment
 from clustertune.launch.plan import newest_attempt
 from clustertune.plan.schedule import check_schedule_end
+from clustertune.resolve.models import find_obstacles
+from clustertune.resolve.resolved import Resolved, expand_home, is_there
 from clustertune.rundir import STAGES, RunDir, keep_private, require_stage
 from clustertune.staging import bundle
 from clustertune.tree import ROOT

@@ -15,8 +15,8 @@ def main() -> int:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     import typer
 
-    from clustertune.cli import run_command
-    from clustertune.commands.launchers import ray_train
+    from clustertune.cli.app import run_command
+    from clustertune.cli.launchers import ray_train
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(ray_train)

@@ -13,13 +13,13 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from clustertune.cli import app
-from clustertune.config import show
-from clustertune.config.cluster import load_cluster
-from clustertune.config.resolve import resolve
+from clustertune.cli.app import app
+from clustertune.cluster.load import load_cluster
 from clustertune.launch.step import EXPORTED
 from clustertune.launch.submit import SCRIPT, split_script
 from clustertune.ops.slurm.planning import all_texts, make_plan
+from clustertune.resolve import show
+from clustertune.resolve.resolve import resolve
 from clustertune.submission import Submission
 from tests.launch.machines import CLUSTER_FILES, OURS, RECIPES, REPO, cluster_of
 from tests.nccl_check.command_line import job

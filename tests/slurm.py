@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from clustertune.cluster import inside
-from clustertune.cluster.cluster import ClusterFailed, ThrowawayCluster, inner_ids
-from clustertune.cluster.spec import ClusterSpec, can_isolate, missing
+from clustertune.testbed import inside
+from clustertune.testbed.cluster import ClusterFailed, ThrowawayCluster, inner_ids
+from clustertune.testbed.spec import ClusterSpec, can_isolate, missing
 
 LONG = 120.0
 """Seconds that a wait for something which must come may take."""

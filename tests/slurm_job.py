@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clustertune.cluster.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import ThrowawayCluster
 from tests.command import REPO, events
 from tests.slurm import wait_for
 

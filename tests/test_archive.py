@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from clustertune import manifest
 from clustertune.checkpoint import store
-from clustertune.cli import app
-from clustertune.commands import archive
+from clustertune.cli import archive
+from clustertune.cli.app import app
 from clustertune.errors import UserError
 from tests.command import REPO, Done, run
 
@@ -95,10 +95,10 @@ def test_killed_again_and_again(ended: Path, tmp_path: Path, restoring: bool) ->
 
 SLOW = """
 import sys, time
-from clustertune.commands import archive
+from clustertune.cli import archive
 record = archive.Destination.record
 archive.Destination.record = lambda *words: (time.sleep(0.02), record(*words))[1]
-from clustertune.cli import main
+from clustertune.cli.app import main
 sys.exit(main())
 """
 

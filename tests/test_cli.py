@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune import __version__, arguments, cli, console, manifest
+from clustertune import __version__, arguments, console, manifest
+from clustertune.cli import app as cli
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.rundir import STAGES
 from tests.command import REPO
@@ -282,7 +283,7 @@ def test_each_end_has_its_code(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr("clustertune.config.resolve.resolve", fail)
+    monkeypatch.setattr("clustertune.resolve.resolve.resolve", fail)
     found, out, err = call("show", TINY, "--json")
     assert found == code and words in err and strict(out)["exit_code"] == code
     assert ("Traceback" in err) is (code == 1)
@@ -355,7 +356,7 @@ def test_what_only_programs_start_is_hidden_and_works(call: Call) -> None:
 def test_shells_complete_commands(shell: str) -> None:
     words = {"COMP_WORDS": "clustertune pl", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "clustertune pl"}
     words |= {"_CLUSTERTUNE_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    command = [sys.executable, "-c", "import sys; sys.argv[0] = 'clustertune'; from clustertune.cli import main; main()"]
+    command = [sys.executable, "-c", "import sys; sys.argv[0] = 'clustertune'; from clustertune.cli.app import main; main()"]
     done = subprocess.run(command, cwd=REPO, env={**os.environ, **words}, capture_output=True, text=True, check=False)
     assert re.findall(r"\bplan\b", done.stdout) and "prepare" not in done.stdout and done.stderr == ""
 

@@ -6,12 +6,12 @@ from functools import cache
 
 import pytest
 
-from clustertune.config.cluster import load_cluster
-from clustertune.config.resolve import resolve
-from clustertune.config.resolved import Resolved
+from clustertune.cluster.load import load_cluster
 from clustertune.launch import signal_margin
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
+from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import Resolved
 from clustertune.submission import Submission
 from tests import goldens
 from tests.goldens import GOLDEN, PLANS, RUNS

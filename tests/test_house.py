@@ -18,16 +18,18 @@ ORDER = (
     ("errors", "events", "host"),
     ("check",),
     ("console", "lock", "manifest", "process", "storage", "tensorfile"),
-    ("config",),
+    ("recipe",),
+    ("cluster",),
+    ("resolve",),
     ("plan", "ops", "containers"),
     ("rundir",),
     ("secrets",),
     ("launch",),
-    ("nccl_check", "cluster"),
+    ("nccl_check", "testbed"),
     ("data",),
     ("checkpoint",),
     ("training",),
-    ("adapter",),
+    ("export",),
     ("merge",),
     ("evaluate",),
     ("megatron",),
@@ -41,7 +43,6 @@ ORDER = (
     ("submission",),
     ("bench",),
     ("arguments",),
-    ("commands",),
     ("cli",),
     ("__main__",),
 )
@@ -158,42 +159,46 @@ KEYS = re.compile(
 )
 """Keys of accelerate's and DeepSpeed's files."""
 READERS = {"fsdp_version": "accelerate_file.py"}
-"""Of keys that one module reads: no other one of ``config`` spells them either."""
+"""Of keys that one module reads: no other one of ``recipe`` and ``resolve`` spells them either."""
 ITS_OWN_STATE = {"clustertune/training/cpu_fsdp.py": "distributed_type"}
 """What accelerate calls a field of its state in memory, which no file holds."""
 
 
 def key_faults(path: str, source: str) -> list[str]:
-    """Strings outside of ``config``, or of a key's one reader, that hold such a key; docstrings may speak of them."""
+    """Strings that hold such a key, outside of ``recipe``, ``resolve`` or its one reader; docstrings may speak of them."""
     nodes = list(ast.walk(ast.parse(source)))
     spoken = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     texts = [
         node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in spoken
     ]
     found = [(node.lineno, key[1]) for node in texts for key in KEYS.finditer(node.value) if key[1] != ITS_OWN_STATE.get(path)]
-    home = "clustertune/config/"
-    return [f"{path}:{line}: {key}" for line, key in found if not path.startswith(home + READERS.get(key, ""))]
+    homes = ("clustertune/recipe/", "clustertune/resolve/")
+    return [
+        f"{path}:{line}: {key}"
+        for line, key in found
+        if not path.startswith(tuple(home + READERS.get(key, "") for home in homes))
+    ]
 
 
 def test_one_package_knows_the_ecosystem_s_keys() -> None:
-    """A distribution is read once (config/distribution.py): a second reader of a key would derive something else of it."""
+    """A distribution is read once (resolve/distribution.py): a second reader of a key would derive something else of it."""
     assert [fault for path, source in tree.sources("clustertune/").items() for fault in key_faults(path, source)] == []
 
 
 def test_a_planted_key_is_found() -> None:
     for text in ('config.get("fsdp_offload_params")', 'f"{zero}.zero_optimization.stage"', 'x["parallelism_config_tp_size"]'):
-        assert key_faults("clustertune/plan/x.py", text) and not key_faults("clustertune/config/x.py", text)
+        assert key_faults("clustertune/plan/x.py", text) and not key_faults("clustertune/recipe/x.py", text)
     assert key_faults("clustertune/plan/x.py", '"pytorch_model_fsdp_0"') == []
     version = 'section.get("fsdp_version")'
-    assert key_faults("clustertune/config/checks.py", version)
-    assert not key_faults("clustertune/config/accelerate_file.py", version)
+    assert key_faults("clustertune/recipe/checks.py", version)
+    assert not key_faults("clustertune/recipe/accelerate_file.py", version)
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 SPEAKS_OF_A_TASK = {
-    "clustertune/config/schema.py": "the default of eval.tasks, and what keys and files were called before there were tasks",
-    "clustertune/commands/stage.py": "an option of before there were tasks",
+    "clustertune/recipe/schema.py": "the default of eval.tasks, and what keys and files were called before there were tasks",
+    "clustertune/cli/stage.py": "an option of before there were tasks",
     "clustertune/arguments.py": "a target of make",
 }
 """Besides a task's own folder and ``evaluate/own/NAME.py``."""
@@ -208,7 +213,7 @@ def task_faults(path: str, source: str) -> list[str]:
 
 
 def test_no_module_names_a_task() -> None:
-    """What is known of a task stands in its folder, and modules ask config/tasks.py: adding one touches one folder."""
+    """What is known of a task stands in its folder, and modules ask recipe/tasks.py: adding one touches one folder."""
     sources = tree.sources("clustertune/")
     assert [fault for path, source in sources.items() for fault in task_faults(path, source)] == []
     assert all("ifeval" in sources[path].lower() for path in SPEAKS_OF_A_TASK)

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from clustertune import chain, job
-from clustertune.config.cluster_schema import Container, Doctor, Storage
-from clustertune.config.resolve import resolve
+from clustertune.cluster.schema import Container, Doctor, Storage
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import judge, progress, slurm
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.judge import Outcome
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.process import Stopped
+from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 
 KILLED = Outcome(ExitCode.AGAIN, [Problem("rank 1 on gpu-b failed first: killed")])

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune.config.cluster import of_gpus
-from clustertune.config.load import RECIPES
-from clustertune.config.resolve import resolve
+from clustertune.cluster.load import of_gpus
 from clustertune.data.measure import measure
 from clustertune.errors import UserError
+from clustertune.recipe.load import RECIPES
+from clustertune.resolve.resolve import resolve
 from tests.command import run
 
 CONVERSATIONS = RECIPES / "tiny-oasst2" / "conversations.jsonl"

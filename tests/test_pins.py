@@ -20,11 +20,11 @@ LINE = re.compile(r"(PY|DEV|BUILD|EXTRA|REF)_([A-Z0-9_]+)=([0-9][^\s#]*)")
 DATE = re.compile(r"DATE_[A-Z0-9_]+=\d{4}-\d{2}-\d{2}")
 
 EVIDENCE = re.compile(
-    r"containers/[\w-]+\.lock$|clustertune/config/library_facts/\w+\.json$|docs/results/|docs/doctor\.md$|"
+    r"containers/[\w-]+\.lock$|clustertune/recipe/library_facts/\w+\.json$|docs/results/|docs/doctor\.md$|"
     r"recipes/[^/]+/README\.md$|tests/(doctor|host|nccl_check)/|.*/recorded/"
 )
 """Where a version is part of a measurement, of a machine's recorded facts or of a release's known fault, none of which moves
-with the pin, and what is made from the pins, which tests/containers/ and tests/config/test_library_facts.py hold to them."""
+with the pin, and what is made from the pins, which tests/containers/ and tests/recipe/test_library_facts.py hold to them."""
 
 COMES_WITH = dict.fromkeys(("fsspec", "pyarrow"), "datasets, which names the versions that it reads and writes")
 """Packages that are imported here and pinned by the one that brings them."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from clustertune.cli import app
+from clustertune.cli.app import app
 from clustertune.manifest import find_problems
 from tests import tree
 from tests.command import Done, run

@@ -12,14 +12,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from clustertune.cli import app
-from clustertune.config.cluster import load_cluster
-from clustertune.config.load import same_model
-from clustertune.config.parameters import parameter_count
-from clustertune.config.resolve import resolve
-from clustertune.config.schema import Recipe, Section, named_bases, parse_minutes
+from clustertune.cli.app import app
+from clustertune.cluster.load import load_cluster
 from clustertune.plan.machine import machine
 from clustertune.plan.predict import make_plan
+from clustertune.recipe.load import same_model
+from clustertune.recipe.parameters import parameter_count
+from clustertune.recipe.schema import Recipe, Section, named_bases, parse_minutes
+from clustertune.resolve.resolve import resolve
 from tests.launch.machines import cluster_of
 from tests.tree import REPO
 from tools.planner_grade.data import published_models

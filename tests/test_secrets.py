@@ -243,6 +243,6 @@ def test_planted_tokens_are_in_nothing_that_a_run_leaves(tmp_path: Path) -> None
 
 
 def test_the_default_place_is_beside_the_recipes() -> None:
-    from clustertune.config.load import RECIPES
+    from clustertune.recipe.load import RECIPES
 
     assert RECIPES.parent / ".env" == secrets.DEFAULT and sys.version_info >= (3, 11)

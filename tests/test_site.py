@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 import pytest
 import typer
 
-from clustertune.cli import app
-from clustertune.config.cluster_schema import ClusterFile
-from clustertune.config.schema import Recipe
+from clustertune.cli.app import app
+from clustertune.cluster.schema import ClusterFile
+from clustertune.recipe.schema import Recipe
 from tests.command import REPO
 from tools.pictures import svg
 

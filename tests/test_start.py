@@ -18,7 +18,7 @@ SCRIPT = "#!/bin/bash\n#SBATCH --time=1:00:00\ntrue\n"
 def imported(tmp_path: Path, *arguments: str) -> set[str]:
     """The top-level packages that a command has imported when it ends."""
     code = (
-        "import sys, clustertune.cli as cli; sys.argv[1:] = sys.argv[2:]\n"
+        "import sys, clustertune.cli.app as cli; sys.argv[1:] = sys.argv[2:]\n"
         "try:\n    cli.main()\n"
         "finally:\n    open(found, 'w').write(' '.join({name.partition('.')[0] for name in sys.modules}))"
     )

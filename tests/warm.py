@@ -107,7 +107,7 @@ def _serve(requests: socket.socket) -> dict[str, Any]:
     return request_read
 
 
-PRELOADED = ("cli", "chain", "job", "config.resolve", "plan.predict", "report.compare", "report.metrics")
+PRELOADED = ("cli.app", "chain", "job", "resolve.resolve", "plan.predict", "report.compare", "report.metrics")
 """What commands import; nothing of it imports torch."""
 
 

@@ -82,7 +82,7 @@ def _turned(link: re.Match[str], source: str, page: Page, pages: Mapping[str, st
 
 def commands() -> str:
     """Every public command with its arguments and options, as ``--help`` has them."""
-    from clustertune.cli import app
+    from clustertune.cli.app import app
 
     root = typer.main.get_command(app)
     return "# Commands\n\n" + "".join(_command(root, "clustertune"))
@@ -103,7 +103,7 @@ def _command(command: Any, name: str, parent: Any = None) -> Iterator[str]:
 
 def recipe() -> str:
     """The keys of ``recipe.yaml``."""
-    from clustertune.config.schema import Recipe
+    from clustertune.recipe.schema import Recipe
 
     text = "# Keys of a recipe\n\nKeys under `train:` are the trainer's (TRL), keys under `lora:` PEFT's.\n\n"
     return text + "".join(_keys(Recipe, ""))
@@ -111,7 +111,7 @@ def recipe() -> str:
 
 def cluster() -> str:
     """The keys of ``ops/clusters/NAME.yaml``."""
-    from clustertune.config.cluster_schema import ClusterFile
+    from clustertune.cluster.schema import ClusterFile
 
     return "# Keys of a cluster file\n\n" + "".join(_keys(ClusterFile, ""))
 

@@ -26,8 +26,8 @@ MODULES = ("clustertune", "accelerate.commands.launch")
 STACK = (
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama",
     "accelerate.commands.launch", "torch.distributed.run", "lm_eval", "clustertune.training.session", "clustertune.cli",
-    "clustertune.chain", "clustertune.adapter.export", "clustertune.merge.streaming", "clustertune.evaluate.run",
-    "clustertune.rank", "clustertune.config.resolve", "deepspeed", "sklearn.metrics", "nltk",
+    "clustertune.chain", "clustertune.export.export", "clustertune.merge.streaming", "clustertune.evaluate.run",
+    "clustertune.rank", "clustertune.resolve.resolve", "deepspeed", "sklearn.metrics", "nltk",
 )  # fmt: skip
 
 _start = subprocess.Popen._execute_child  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""What the pinned libraries take, as data: ``make library-facts`` writes ``clustertune/config/library_facts/*.json``.
+"""What the pinned libraries take, as data: ``make library-facts`` writes ``clustertune/recipe/library_facts/*.json``.
 
 ``import trl`` takes 7 s and needs torch; a command that checks a recipe reads these files instead, in milliseconds.
-They are recreated when a pin of ``containers/versions.env`` moves: tests/config/test_library_facts.py compares them with
+They are recreated when a pin of ``containers/versions.env`` moves: tests/recipe/test_library_facts.py compares them with
 the installed classes.
 """
 
@@ -48,7 +48,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def field_facts(cls: type) -> dict[str, dict[str, Any]]:
-    """By field: the kinds of values it takes (notation: config/native.py), words for them, its default where it is plain."""
+    """By field: the kinds of values it takes (recipe/native_rules.py), words for them, its default where it is plain."""
     hints, found = typing.get_type_hints(cls), {}
     for item in dataclasses.fields(cls):
         kinds, expected, choices = _kinds(hints[item.name])

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.deepspeed_keys import ZERO
-from clustertune.config.distribution import Distribution
+from clustertune.recipe.deepspeed_keys import ZERO
+from clustertune.resolve.distribution import Distribution
 
 WAYS = ("rows", "stock", "whole")
 SECONDS = 1800

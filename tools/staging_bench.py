@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.cluster_schema import Staging
+from clustertune.cluster.schema import Staging
 from clustertune.console import emit_json, say
 from clustertune.manifest import SHA256, hash_file
 from clustertune.staging.cache import SourceFolder, Stager, open_cache

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from clustertune.bench import peer, preparation
 from clustertune.bench.preparation import Bench, BenchRequest
-from clustertune.config.cluster import argument, named
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.load import find_folder
-from clustertune.config.megatron import require_startable
-from clustertune.config.resolved import Resolved
-from clustertune.config.schema import parse_minutes
+from clustertune.cluster.load import argument, named
+from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
 from clustertune.launch import batch
 from clustertune.launch.shape import JobShape, resolve_on, train_shape
+from clustertune.recipe.load import find_folder
+from clustertune.recipe.schema import parse_minutes
+from clustertune.resolve.megatron import require_startable
+from clustertune.resolve.resolved import Resolved
 from clustertune.tree import ROOT
 
 SCRIPT = ROOT / "launch" / "bench.sbatch"

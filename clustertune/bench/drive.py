@@ -12,7 +12,7 @@ from typing import Any
 from clustertune import chain, job
 from clustertune.bench import peer, preparation
 from clustertune.bench.preparation import Bench
-from clustertune.config.cluster_schema import Cluster
+from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.events import read_object

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.distribution import format_distribution
+from clustertune.resolve.distribution import format_distribution
 
 NONE = "-"
 _TEMPLATE = Path(__file__).with_name("page.md.jinja")

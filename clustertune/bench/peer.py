@@ -28,12 +28,12 @@ from typing import Any
 
 from clustertune import secrets
 from clustertune.chain import visible_gpus
-from clustertune.config.distribution import mixed_precision
-from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import binding, local, rendezvous
 from clustertune.launch.plan import AttemptPlan
 from clustertune.process import die_with_parent
+from clustertune.resolve.distribution import mixed_precision
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 from clustertune.training.bench_schedule import GONE, THEIRS, BenchSchedule
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune import chain
-from clustertune.config.megatron import require_startable
-from clustertune.config.resolve import resolve
-from clustertune.config.resolved import Resolved
-from clustertune.config.schema import CHOOSING
-from clustertune.config.tiny import ranks as tiny_ranks
 from clustertune.errors import Problem, UserError
 from clustertune.plan.lengths import SIGMA, Lengths
 from clustertune.plan.strategy import DEFAULT_MAX_LENGTH
+from clustertune.recipe.schema import CHOOSING
 from clustertune.report.source import counted_share
+from clustertune.resolve.megatron import require_startable
+from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.tiny import ranks as tiny_ranks
 from clustertune.training.bench_schedule import BenchSchedule
 
 HELD_OUT = 0.05

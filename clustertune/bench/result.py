@@ -19,10 +19,8 @@ import yaml
 from clustertune.bench import peer
 from clustertune.bench.drive import Peer, RoundsResult
 from clustertune.bench.preparation import Bench, BenchRequest
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.distribution import mixed_precision
-from clustertune.config.hardware import peak_flops, price, recognise
-from clustertune.config.resolved import Resolved
+from clustertune.cluster.hardware import peak_flops, price, recognise
+from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.events import read_events
 from clustertune.manifest import write_durably
@@ -31,6 +29,8 @@ from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.explanation import spent
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.predict import GIB, Plan, Work, make_plan, work_of
+from clustertune.resolve.distribution import mixed_precision
+from clustertune.resolve.resolved import Resolved
 from clustertune.tree import ROOT
 
 SCHEMA = "clustertune.bench/2"

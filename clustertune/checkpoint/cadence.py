@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from clustertune.config.schema import Save
 from clustertune.plan.saves import COPY_BYTES_PER_S, WRITE_BYTES_PER_S, best_seconds, given_seconds
+from clustertune.recipe.schema import Save
 
 
 @dataclass

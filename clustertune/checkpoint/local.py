@@ -27,10 +27,10 @@ import torch.distributed as dist
 from clustertune import manifest
 from clustertune.checkpoint.shards import PIECE, write_new
 from clustertune.checkpoint.store import KIND, CheckpointStore, list_checkpoints, newest_whole, parse
-from clustertune.config.schema import LocalSave
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import FileRecord, Manifest
 from clustertune.plan.saves import LOCAL_KEPT
+from clustertune.recipe.schema import LocalSave
 
 _LINK = (errno.ELOOP, errno.ENOTDIR)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW

@@ -1,1 +1,1 @@
-"""A throw-away Slurm cluster on one machine: to rehearse a job before there is a cluster, and to test against."""
+"""Cluster files and ``ops/hardware.yaml``: on what is trained."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import manifest
-from clustertune.config.parameters import parameter_count
 from clustertune.data.chats import messages_of
+from clustertune.recipe.parameters import parameter_count
 
 KIND = "model"
 LARGE = 2_000_000_000

@@ -14,14 +14,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.findings import read_model
-from clustertune.config.load import RECIPES
-from clustertune.config.schema import NAME, Data
-from clustertune.config.yamlfile import Document, parse_value, read_yaml
 from clustertune.data import prepare
 from clustertune.data.chats import PARTS, recognise
 from clustertune.data.sources import find_sources
 from clustertune.errors import UserError
+from clustertune.recipe.findings import read_model
+from clustertune.recipe.load import RECIPES
+from clustertune.recipe.schema import NAME, Data
+from clustertune.recipe.yamlfile import Document, parse_value, read_yaml
 
 BYTES_PER_TOKEN = 4.0
 """UTF-8 bytes of a token; assumed, a little below what English has with vocabularies of 100,000 tokens and more."""

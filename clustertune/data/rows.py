@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import IO, Any
 
-from clustertune.config.schema import COLUMNS
 from clustertune.errors import Problem, UserError
+from clustertune.recipe.schema import COLUMNS
 
 # Rows that cannot be used: where each stands, why it is out, how many there are of each kind.
 

@@ -10,12 +10,12 @@ from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-from clustertune.config.resolved import expand_home, is_there
-from clustertune.config.schema import Data, DataSource, is_address
 from clustertune.console import byte_progress
 from clustertune.data.rows import KINDS, KNOWN, PACKED, Record, RowLocation, kind_of, read_file
 from clustertune.errors import UserError
 from clustertune.manifest import MANIFEST, hash_file, require_whole
+from clustertune.recipe.schema import Data, DataSource, is_address
+from clustertune.resolve.resolved import expand_home, is_there
 
 _SPLIT_WORDS = {"train": r"train(?:ing|set)?", "eval": r"validation|valid|val|eval(?:uation|set)?|dev(?:set)?|test(?:ing|set)?"}
 _SPLIT = {split: re.compile(rf"(?:^|[^a-z])(?:{words})(?:$|[^a-z])") for split, words in _SPLIT_WORDS.items()}

@@ -41,13 +41,13 @@ import numpy as np
 import numpy.typing as npt
 
 from clustertune import secrets
-from clustertune.config.native_rules import train_fields
 from clustertune.console import byte_progress, say
 from clustertune.data.prepare import KIND as DATASET
 from clustertune.data.prepare import SPLITS, locked
 from clustertune.data.tokenizer import identity, training_template
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import MANIFEST, FileRecord, find_problems, new_hasher, read_manifest, record_files, seal
+from clustertune.recipe.native_rules import train_fields
 
 KIND = "tokens"
 FOLDER = "tokens"

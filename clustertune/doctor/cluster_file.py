@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from clustertune.check.machine import STEP
-from clustertune.config.cluster_schema import Cluster, Host, expand_hosts, shorten_hosts
-from clustertune.config.hardware import read_hardware, recognise
+from clustertune.cluster.hardware import read_hardware, recognise
+from clustertune.cluster.schema import Cluster, Host, expand_hosts, shorten_hosts
 from clustertune.doctor import wire
 from clustertune.doctor.preflight import facts_command
 from clustertune.host.facts import HostFacts, Mount

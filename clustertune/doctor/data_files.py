@@ -11,18 +11,18 @@ from pathlib import Path
 
 from clustertune import manifest
 from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, listed, rule
-from clustertune.config.architecture import contradictions
-from clustertune.config.native_rules import show_value
-from clustertune.config.parameters import weight_bytes
-from clustertune.config.resolved import expand_home, is_there
-from clustertune.config.schema import is_address
-from clustertune.config.tasks import PUNKT, needed, with_rows
 from clustertune.data.tokenizer import PADS
 from clustertune.doctor.recipe_context import FolderFileSystem, RecipeContext, has_generation_marks, snapshot
 from clustertune.doctor.recipe_plan import hours
 from clustertune.doctor.stack_faults import trackers
 from clustertune.errors import UserError
 from clustertune.evaluate import punkt
+from clustertune.recipe.architecture import contradictions
+from clustertune.recipe.native_rules import show_value
+from clustertune.recipe.parameters import weight_bytes
+from clustertune.recipe.schema import is_address
+from clustertune.recipe.tasks import PUNKT, needed, with_rows
+from clustertune.resolve.resolved import expand_home, is_there
 from clustertune.secrets import SECRET, read_env
 from clustertune.staging import bundle
 

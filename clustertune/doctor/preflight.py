@@ -19,14 +19,14 @@ from clustertune.check import report as reports
 from clustertune.check.machine import CONTAINER_STEP, STEP, Expects, Machine
 from clustertune.check.nodes import JobNodes
 from clustertune.check.rule import FAIL, Finding, worst
-from clustertune.config.cluster_schema import Cluster, same_host
-from clustertune.config.load import did_you_mean
+from clustertune.cluster.schema import Cluster, same_host
 from clustertune.doctor import recipe_findings, wire
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.host.facts import HostFacts
 from clustertune.launch import step
 from clustertune.launch.allocation import Allocation
 from clustertune.process import die_with_parent
+from clustertune.recipe.load import did_you_mean
 from clustertune.tree import ROOT
 
 # --- the nodes ------------------------------------------------------------------------------------------------------------

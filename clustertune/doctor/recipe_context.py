@@ -19,9 +19,7 @@ from typing import Any, NamedTuple
 from clustertune import secrets
 from clustertune.check.machine import mount_of
 from clustertune.checkpoint import store
-from clustertune.config.cluster_schema import Cluster, same_host
-from clustertune.config.resolved import Resolved, expand_home, is_there
-from clustertune.config.schema import Recipe, parse_minutes
+from clustertune.cluster.schema import Cluster, same_host
 from clustertune.containers import pins
 from clustertune.errors import Problem, UserError
 from clustertune.host import packages
@@ -31,6 +29,8 @@ from clustertune.launch import cluster_paths
 from clustertune.ops import bounded
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
+from clustertune.recipe.schema import Recipe, parse_minutes
+from clustertune.resolve.resolved import Resolved, expand_home, is_there
 from clustertune.staging import bundle
 from clustertune.tensorfile import read_header
 

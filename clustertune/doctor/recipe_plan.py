@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, rule
-from clustertune.config import accelerate_file as acc
-from clustertune.config import quantization
-from clustertune.config.distribution import how_to_load, mixed_precision
-from clustertune.config.hardware import load_hardware
-from clustertune.config.values import model_facts
+from clustertune.cluster.hardware import load_hardware
 from clustertune.doctor import stack_faults
 from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.errors import UserError
 from clustertune.launch import serving, shape, signal_margin
 from clustertune.plan.predict import GIB, make_plan
 from clustertune.plan.schedule import START_S, TOKENS_PER_CPU_S, tokens_to_prepare
+from clustertune.recipe import accelerate_file as acc
+from clustertune.recipe import quantization
+from clustertune.recipe.values import model_facts
+from clustertune.resolve.distribution import how_to_load, mixed_precision
 
 TIGHT = 0.95
 """Share of a GPU's memory above which a plan is called tight: its activations are predicted within a few per cent

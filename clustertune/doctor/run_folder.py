@@ -14,12 +14,12 @@ from pathlib import Path
 from clustertune import manifest
 from clustertune.check.rule import FAIL, RECIPE, WARN, Seen, listed, rule
 from clustertune.checkpoint import store
-from clustertune.config.parameters import trained_count, weight_bytes
-from clustertune.config.resolved import is_there
 from clustertune.doctor.recipe_context import RecipeContext, read_json, shards_of
 from clustertune.errors import UserError
 from clustertune.launch import cluster_paths
 from clustertune.plan.predict import Plan
+from clustertune.recipe.parameters import trained_count, weight_bytes
+from clustertune.resolve.resolved import is_there
 from clustertune.rundir import RunDir
 from clustertune.secrets import SECRET, read_env
 from clustertune.tensorfile import Tensor, read_header

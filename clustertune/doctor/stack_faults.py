@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from packaging.version import InvalidVersion, Version
 
 from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, described, register, rule
-from clustertune.config import accelerate_file as acc
-from clustertune.config import kernels, quantization
-from clustertune.config.parameters import weight_bytes
-from clustertune.config.tasks import PUNKT, needed
 from clustertune.doctor.recipe_context import RecipeContext
+from clustertune.recipe import accelerate_file as acc
+from clustertune.recipe import quantization
+from clustertune.recipe.parameters import weight_bytes
+from clustertune.recipe.tasks import PUNKT, needed
+from clustertune.resolve import kernels
 
 COMPARE = {"<": operator.lt, "<=": operator.le, "==": operator.eq, ">": operator.gt, ">=": operator.ge}
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import yaml
 
-from clustertune.config import tasks
-from clustertune.config.schema import Eval
-from clustertune.config.tasks import PinnedRows, Seeds, TaskFile
 from clustertune.data.rows import BadRow, RowLocation, read_file
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.evaluate import punkt
 from clustertune.manifest import hash_file, require_whole, write_durably
+from clustertune.recipe import tasks
+from clustertune.recipe.schema import Eval
+from clustertune.recipe.tasks import PinnedRows, Seeds, TaskFile
 
 NLTK = "nltk_data"
 

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from clustertune import manifest
-from clustertune.config import quantization
 from clustertune.console import say
 from clustertune.data.tokenizer import render_turn
 from clustertune.errors import Problem, UserError, collect_problems
 from clustertune.merge.base import find_shards, read_base, read_json, read_weights
+from clustertune.recipe import quantization
 
 SHOWN = 5
 """Tensors that the errors name."""

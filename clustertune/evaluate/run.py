@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import console, manifest
-from clustertune.config.schema import Eval
-from clustertune.config.tasks import Seeds
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.evaluate import inputs, servers, tasks
 from clustertune.evaluate.answers import AnswerLog, RecordedLM, hold
@@ -35,6 +33,8 @@ from clustertune.evaluate.model import (
     weight_bytes,
 )
 from clustertune.evaluate.scores import METHOD, RESULT, clustered_stderr, compare, judge, read_result
+from clustertune.recipe.schema import Eval
+from clustertune.recipe.tasks import Seeds
 
 KIND = "evaluation"
 SAMPLES, TASK = "samples.jsonl", "task"

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from clustertune.config.schema import FIRST_TASK, Eval
-from clustertune.config.tasks import find_task, first_task
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.evaluate import punkt
+from clustertune.recipe.schema import FIRST_TASK, Eval
+from clustertune.recipe.tasks import find_task, first_task
 
 RESULT = "results.json"
 OLD_RESULT = f"{FIRST_TASK}.json"

@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.schema import Eval
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.evaluate.model import Backend, ModelFacts, check_tensors, weight_bytes
@@ -33,6 +32,7 @@ from clustertune.launch.rendezvous import first_port, free_port
 from clustertune.launch.serving import ModelSize, Serving, serving, start_seconds
 from clustertune.manifest import write_durably
 from clustertune.process import Stopped, captured, die_with_parent, stop_signals
+from clustertune.recipe.schema import Eval
 from clustertune.tensorfile import read_header
 
 PROGRAM = "CLUSTERTUNE_VLLM"

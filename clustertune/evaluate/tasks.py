@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.load import did_you_mean
-from clustertune.config.schema import Eval
-from clustertune.config.tasks import with_rows
 from clustertune.errors import Problem, UserError, raise_if
+from clustertune.recipe.load import did_you_mean
+from clustertune.recipe.schema import Eval
+from clustertune.recipe.tasks import with_rows
 
 KINDS = ("generate_until", "loglikelihood", "loglikelihood_rolling", "multiple_choice")
 """lm-eval's output types that a language model answers."""

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.resolve import resolve
-from clustertune.config.resolved import Resolved
-from clustertune.config.schema import parse_minutes
+from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
 from clustertune.launch import shape, slurm
 from clustertune.launch.signal_margin import SignalMargin
 from clustertune.process import captured
+from clustertune.recipe.schema import parse_minutes
+from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES
 
 MIB = 1 << 20
@@ -148,7 +148,7 @@ def _takes_any(resolved: Resolved, key: str) -> bool:
 def resolve_for(allocation: Allocation, recipe: str, overrides: Sequence[str], *, tiny: bool) -> Resolved:
     """The recipe as this allocation runs it: a tiny run takes the nodes and GPUs that there are, unless slurm.* names them.
 
-    Raises UserError as :func:`clustertune.config.resolve.resolve` does.
+    Raises UserError as :func:`clustertune.resolve.resolve.resolve` does.
     """
     resolved = resolve(recipe, overrides, tiny=tiny)
     slurm_section = resolved.recipe.slurm

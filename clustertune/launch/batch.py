@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.cluster_schema import Cluster
+from clustertune.cluster.schema import Cluster
 from clustertune.console import emit_json, say
 from clustertune.errors import UserError, raise_if, storage_error
 from clustertune.launch import cluster_paths, slurm

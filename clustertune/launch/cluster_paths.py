@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-from clustertune.config.cluster_schema import Cluster
+from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError, raise_if, storage_error
 from clustertune.host.mounts import lies_elsewhere, mount_lines, own_mounts
 from clustertune.launch.environment import Setting
@@ -65,7 +65,7 @@ def _user() -> dict[str, str]:
 
 def local_cluster() -> Cluster | None:
     """The cluster whose file names this machine: its folders are those of the commands that run without ``--cluster``."""
-    from clustertune.config.cluster import of_this_machine
+    from clustertune.cluster.load import of_this_machine
 
     return of_this_machine()
 
@@ -181,7 +181,7 @@ def load_modules(cluster: Cluster) -> None:
     names = " ".join(cluster.slurm.modules) if cluster.slurm else ""
     if not names or os.environ.get("CLUSTERTUNE_MODULES") == names:
         return
-    script = f'. launch/modules.sh {names} && exec "$@"'  # plain words: config/cluster_schema.py MODULE
+    script = f'. launch/modules.sh {names} && exec "$@"'  # plain words: cluster/schema.py MODULE
     sys.stdout.flush()
     os.chdir(ROOT)
     os.execv("/bin/bash", ["bash", "-c", script, "bash", sys.executable, "-m", "clustertune", *sys.argv[1:]])  # noqa: S606

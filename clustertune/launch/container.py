@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.cluster_schema import Container as Settings
-from clustertune.config.resolved import Resolved
+from clustertune.cluster.schema import Cluster
+from clustertune.cluster.schema import Container as Settings
 from clustertune.errors import Problem, raise_if
 from clustertune.launch import cluster_paths
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 from clustertune.tree import IS_INSTALLED, PACKAGE, ROOT, env_file
 

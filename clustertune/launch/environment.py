@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from clustertune.config.cluster_schema import Cluster, Network
+from clustertune.cluster.schema import Cluster, Network
 from clustertune.errors import UserError, storage_error
 
 FAST_ETHERNET = 100

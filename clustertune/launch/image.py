@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.cluster_schema import Container
+from clustertune.cluster.schema import Container
 from clustertune.console import byte_progress, say
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import write_durably

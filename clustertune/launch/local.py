@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from clustertune.config.resolved import Resolved
 from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 
 

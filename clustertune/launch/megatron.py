@@ -6,11 +6,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.resolved import Resolved
+from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem
 from clustertune.launch.plan import AttemptPlan
 from clustertune.launch.stack import Stack
+from clustertune.resolve.resolved import Resolved
 
 KEY = "container.megatron"
 NEEDED = (

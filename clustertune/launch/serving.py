@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.hardware import load_hardware
-from clustertune.config.parameters import weight_bytes
-from clustertune.config.resolved import Resolved
-from clustertune.config.tasks import find_task, first_task
-from clustertune.config.values import Values
+from clustertune.cluster.hardware import load_hardware
+from clustertune.cluster.schema import Cluster
+from clustertune.recipe.parameters import weight_bytes
+from clustertune.recipe.tasks import find_task, first_task
+from clustertune.recipe.values import Values
+from clustertune.resolve.resolved import Resolved
 
 GPU_SHARE = 0.9
 """vLLM's own ``--gpu-memory-utilization``."""

@@ -7,14 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from clustertune.config.cluster import LOCAL
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.distribution import how_to_load
-from clustertune.config.hardware import load_hardware
-from clustertune.config.parameters import is_counted, trained_count, weight_bytes
-from clustertune.config.resolve import asked_size, resolve
-from clustertune.config.resolved import Resolved
-from clustertune.config.schema import NAME, parse_minutes
+from clustertune.cluster.hardware import load_hardware
+from clustertune.cluster.load import LOCAL
+from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
 from clustertune.launch import serving
 from clustertune.launch.slurm import format_minutes
@@ -23,6 +18,11 @@ from clustertune.plan.machine import has_cudnn_attention
 from clustertune.plan.memory import RANK_HOST_BYTES
 from clustertune.plan.predict import Footprint, fewest_nodes, footprint
 from clustertune.plan.schedule import TOKENS_PER_CPU_S, tokens_to_prepare
+from clustertune.recipe.parameters import is_counted, trained_count, weight_bytes
+from clustertune.recipe.schema import NAME, parse_minutes
+from clustertune.resolve.distribution import how_to_load
+from clustertune.resolve.resolve import asked_size, resolve
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES
 
 GIB = 1 << 30

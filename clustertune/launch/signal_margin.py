@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem
 from clustertune.events import read_events
+from clustertune.resolve.resolved import Resolved
 
 STEP_FACTOR = 1.5
 """The step that a signal meets may be slower than nearly all, and evaluation batches come between."""

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clustertune.config.resolved import Resolved
-from clustertune.config.schema import NAME
 from clustertune.errors import Problem, raise_if
+from clustertune.recipe.schema import NAME
+from clustertune.resolve.resolved import Resolved
 from clustertune.tree import ROOT
 
 TEMPLATE = ROOT / "launch" / "skypilot.yaml"

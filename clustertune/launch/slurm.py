@@ -7,7 +7,7 @@ import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
-from clustertune.config.cluster_schema import expand_hosts
+from clustertune.cluster.schema import expand_hosts
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.process import captured
 

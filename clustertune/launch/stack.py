@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.config import kernels
 from clustertune.containers import pins
 from clustertune.errors import Problem, UserError
 from clustertune.launch.inventory import MARK, inventory
 from clustertune.process import captured
+from clustertune.resolve import kernels
 from clustertune.tree import ROOT
 
 MODULE = "clustertune.launch.inventory"

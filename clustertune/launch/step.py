@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from clustertune.config.cluster_schema import Cluster
+from clustertune.cluster.schema import Cluster
 from clustertune.launch import cluster_paths, container
 from clustertune.process import die_with_parent, handled
 

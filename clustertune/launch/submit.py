@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import secrets
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.schema import NAME, parse_minutes
+from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.events import read_object
@@ -23,6 +22,7 @@ from clustertune.launch import cluster_paths, slurm
 from clustertune.launch.plan import OUTCOME, read_attempts
 from clustertune.launch.shape import JobShape
 from clustertune.manifest import write_durably
+from clustertune.recipe.schema import NAME, parse_minutes
 from clustertune.rundir import STAGES, RunDir
 from clustertune.tree import ROOT, env_file, python_lines
 
@@ -85,7 +85,7 @@ def ahead_of_body(shape: JobShape) -> str:
     """
     if not shape.modules:
         return python_lines()
-    names = " ".join(shape.modules)  # plain words: config/cluster_schema.py MODULE
+    names = " ".join(shape.modules)  # plain words: cluster/schema.py MODULE
     return f"{python_lines()}\n# slurm.modules of the cluster file: module load {names}\n. launch/modules.sh {names}\n\n"
 
 

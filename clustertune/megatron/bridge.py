@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
 from clustertune.megatron.settings import Counts, sizes
+from clustertune.resolve.resolved import Resolved
 
 if TYPE_CHECKING:
     from clustertune.training.heartbeat import Heartbeat

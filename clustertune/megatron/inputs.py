@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clustertune import manifest
-from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
+from clustertune.resolve.resolved import Resolved
 
 FOLDER = "megatron"
 """Below the run folder: ``data``, ``tokenizer``, and the converted base model."""

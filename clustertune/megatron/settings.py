@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clustertune.config.megatron import experts
-from clustertune.config.resolved import Resolved
-from clustertune.config.schema import Megatron
 from clustertune.errors import Problem
+from clustertune.recipe.schema import Megatron
+from clustertune.resolve.megatron import experts
+from clustertune.resolve.resolved import Resolved
 
 DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 """transformers' schedules that Megatron has under another name or the same."""

@@ -7,12 +7,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.resolved import Resolved
+from clustertune.cluster.schema import Cluster
 from clustertune.launch import local, megatron
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.launch.shape import train_shape
 from clustertune.megatron import inputs, program, settings
+from clustertune.resolve.resolved import Resolved
 
 ADDRESS, PORT = "<node 0>", 29500
 """In the place of what is known once the job runs."""

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from clustertune.config.findings import Found, as_problems, schema_findings
-from clustertune.config.native_rules import LORA_VARIANTS
-from clustertune.config.schema import Number, Positive
-from clustertune.config.yamlfile import Document
 from clustertune.errors import Problem, UserError, collect_problems, raise_if
 from clustertune.manifest import MANIFEST, find_problems, hash_file
 from clustertune.merge.base import EMBEDDINGS, Base, read_json
+from clustertune.recipe.findings import Found, as_problems, schema_findings
+from clustertune.recipe.native_rules import LORA_VARIANTS
+from clustertune.recipe.schema import Number, Positive
+from clustertune.recipe.yamlfile import Document
 from clustertune.tensorfile import Tensor, read_header
 
 if TYPE_CHECKING:

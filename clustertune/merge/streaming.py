@@ -25,7 +25,6 @@ from queue import SimpleQueue
 from typing import Any
 
 from clustertune import lock
-from clustertune.config import quantization
 from clustertune.console import byte_progress, say
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.manifest import (
@@ -57,6 +56,7 @@ from clustertune.merge.pieces import (
     parse_size,
     plan_shards,
 )
+from clustertune.recipe import quantization
 
 
 def _damaged(records: dict[str, FileRecord], places: dict[str, Path], workers: int) -> list[str]:

@@ -14,7 +14,7 @@ from clustertune.monitor.sampler import append, is_over, listen_to_parent
 from clustertune.report.telemetry import FOLDER
 
 if TYPE_CHECKING:
-    from clustertune.config.cluster_schema import Monitor
+    from clustertune.cluster.schema import Monitor
     from clustertune.monitor.status import Alert, RunStatus, Watcher
 
 FIRST_SECONDS = 10.0
@@ -84,7 +84,7 @@ def refresh(run: Path) -> None:
 
 def site_of(watcher: Watcher) -> Monitor:
     """The ``monitor`` section of the cluster file that the run was submitted with."""
-    from clustertune.config.cluster_schema import Monitor
+    from clustertune.cluster.schema import Monitor
     from clustertune.report.content import get
 
     return Monitor.model_validate(get(watcher.run.read(), "cluster", "monitor") or {})

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.schema import Budget
 from clustertune.errors import ExitCode
 from clustertune.evaluate import scores
 from clustertune.events import read_object
 from clustertune.launch.plan import OUTCOME, AttemptPlan, read_attempts
 from clustertune.monitor.machine import SLOWED
+from clustertune.recipe.schema import Budget
 from clustertune.report import cost, telemetry
 from clustertune.report.content import get
 from clustertune.report.metrics import Metrics, MetricsReader

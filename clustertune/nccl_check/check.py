@@ -19,9 +19,8 @@ from typing import Any
 
 from clustertune.check.log_read import read
 from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, as_json
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.hardware import HARDWARE, LinkFacts, NetworkFacts, read_hardware
-from clustertune.config.schema import parse_minutes
+from clustertune.cluster.hardware import HARDWARE, LinkFacts, NetworkFacts, read_hardware
+from clustertune.cluster.schema import Cluster
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import batch, step
 from clustertune.launch.allocation import Allocation
@@ -46,6 +45,7 @@ from clustertune.nccl_check.setup import (
 )
 from clustertune.plan.measured import SUFFIX, beside, read_measured
 from clustertune.process import kill_group
+from clustertune.recipe.schema import parse_minutes
 from clustertune.tree import ROOT
 
 # --- where it runs ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.cluster_schema import Cluster
+from clustertune.cluster.schema import Cluster
 from clustertune.nccl_check import result as gather
 from clustertune.nccl_check.check import CheckTarget, make_setup, round_folder, run_round
 from clustertune.nccl_check.setup import MARGIN_SECONDS, CheckOptions

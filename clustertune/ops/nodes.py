@@ -9,9 +9,9 @@ import shutil
 import socket
 from pathlib import Path
 
-from clustertune.config.cluster_schema import Cluster, Host
-from clustertune.config.load import COMMAND_LINE, did_you_mean
+from clustertune.cluster.schema import Cluster, Host
 from clustertune.errors import Problem, UserError
+from clustertune.recipe.load import COMMAND_LINE, did_you_mean
 
 
 def choose_node(cluster: Cluster, name: str | None) -> Host:

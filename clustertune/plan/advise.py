@@ -6,13 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from clustertune.config import accelerate_file as acc
-from clustertune.config import quantization
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.counted import ParameterCount
-from clustertune.config.distribution import Recompute
-from clustertune.config.overrides import RecipeSource, RequestedLayout, distribution, loaded, recomputation, share, sizes
-from clustertune.config.resolved import Resolved
+from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
 from clustertune.plan.constants import Constants
 from clustertune.plan.lengths import Lengths
@@ -20,6 +14,12 @@ from clustertune.plan.machine import PlanMachine
 from clustertune.plan.predict import GIB, Footprint, Plan, held, make_plan, make_shape, read_strategy, real_length
 from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import ModelShape, Strategy
+from clustertune.recipe import accelerate_file as acc
+from clustertune.recipe import quantization
+from clustertune.recipe.counted import ParameterCount
+from clustertune.resolve.distribution import Recompute
+from clustertune.resolve.overrides import RecipeSource, RequestedLayout, distribution, loaded, recomputation, share, sizes
+from clustertune.resolve.resolved import Resolved
 
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of recomputed layers."""

@@ -15,15 +15,15 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.resolved import Resolved
-from clustertune.config.schema import Number, Section
+from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.plan.constants import Constants
 from clustertune.plan.explanation import as_json
 from clustertune.plan.machine import PlanMachine, machine
 from clustertune.plan.measured import MeasuredLinks, beside, find_measured, read_measured
 from clustertune.plan.predict import make_plan
+from clustertune.recipe.schema import Number, Section
+from clustertune.resolve.resolved import Resolved
 
 SCHEMA: Literal["clustertune.calibration/1"] = "clustertune.calibration/1"
 PRIOR = {"compute_scale": 0.12, "intra_scale": 0.20, "inter_scale": 0.50, "memory_scale": 0.10}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.hardware import Price
-from clustertune.config.load import did_you_mean
+from clustertune.cluster.hardware import Price
+from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
 from clustertune.plan.advise import Advice, reasons
 from clustertune.plan.constants import Term, number, quantity
@@ -15,6 +14,7 @@ from clustertune.plan.machine import Link
 from clustertune.plan.predict import GIB, Plan
 from clustertune.plan.schedule import TOKENS_PER_CPU_S, tokens_to_prepare
 from clustertune.plan.step import flops
+from clustertune.recipe.load import did_you_mean
 
 RANGE = (
     "range: 80 % of published runs fell inside it. It covers the step time only, not loading, evaluations or checkpoints, and "

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 
-from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.plan.strategy import DEFAULT_MAX_LENGTH
+from clustertune.resolve.resolved import Resolved
 
 PACKED_SHARE = 0.98
 """Share of a packed sequence that is tokens, best-fit decreasing (TRL's "bfd"): https://arxiv.org/abs/2404.10830, 3.2, has

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from clustertune.config.cluster import ABOVE, known_clusters
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.hardware import HARDWARE, GpuModel, LinkFacts, read_hardware
-from clustertune.config.load import did_you_mean
+from clustertune.cluster.hardware import HARDWARE, GpuModel, LinkFacts, read_hardware
+from clustertune.cluster.load import ABOVE, known_clusters
+from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, raise_if
 from clustertune.plan.measured import MeasuredLinks
+from clustertune.recipe.load import did_you_mean
 
 GB = 1e9
 LOW = 0.25

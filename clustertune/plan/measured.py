@@ -25,13 +25,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from clustertune.config.cluster import CLUSTERS
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.findings import Found, read_model
-from clustertune.config.hardware import IsoDate
-from clustertune.config.schema import Number, Positive, Section
-from clustertune.config.yamlfile import Document, parse_json, read_text
+from clustertune.cluster.hardware import IsoDate
+from clustertune.cluster.load import CLUSTERS
+from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
+from clustertune.recipe.findings import Found, read_model
+from clustertune.recipe.schema import Number, Positive, Section
+from clustertune.recipe.yamlfile import Document, parse_json, read_text
 
 SCHEMA = "clustertune.nccl-check/1"
 SUFFIX = ".nccl-check.json"

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from clustertune.config.counted import LayerKind, ParameterCount
-from clustertune.config.distribution import IN_FLIGHT
-from clustertune.config.resolved import Resolved
 from clustertune.plan.constants import BYTES, Constants, Term, total
 from clustertune.plan.strategy import ModelShape
+from clustertune.recipe.counted import LayerKind, ParameterCount
+from clustertune.resolve.distribution import IN_FLIGHT
+from clustertune.resolve.resolved import Resolved
 
 HALF, FULL = 2, 4
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))

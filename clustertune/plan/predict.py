@@ -6,9 +6,6 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from clustertune.config.distribution import Distribution
-from clustertune.config.parameters import KNOWN, adapted_experts, count, lora_parameter_count
-from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.plan import memory
 from clustertune.plan.constants import Constants, Term, total
@@ -19,6 +16,9 @@ from clustertune.plan.saves import with_saves
 from clustertune.plan.schedule import Schedule, schedule
 from clustertune.plan.step import Step, flops, step
 from clustertune.plan.strategy import DEFAULT_MAX_LENGTH, FUSED_LOSS, WHOLE_LOGITS, ModelShape, Strategy, strategy
+from clustertune.recipe.parameters import KNOWN, adapted_experts, count, lora_parameter_count
+from clustertune.resolve.distribution import Distribution
+from clustertune.resolve.resolved import Resolved
 
 GIB = 2**30
 MOST_NODES = 4096

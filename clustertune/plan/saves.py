@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from clustertune.config.resolved import Resolved
-from clustertune.config.schema import parse_minutes, seconds_of
 from clustertune.plan.constants import SECONDS, Term
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.schedule import Schedule, every_steps
+from clustertune.recipe.schema import parse_minutes, seconds_of
+from clustertune.resolve.resolved import Resolved
 
 NODE_MTBF_HOURS = 1000 * 24 / 6.5
 """Hours between two failures of one node where the cluster file does not say: 6.5 failures in 1,000 days of a node (Kokolis et

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from clustertune.config.resolved import Resolved
 from clustertune.plan.constants import SECONDS, Constants, Term, total
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.step import micro_batch, traffic
 from clustertune.plan.strategy import DEFAULT_MAX_LENGTH, ModelShape
+from clustertune.resolve.resolved import Resolved
 
 START_S = 60.0
 """Interpreter, imports, NCCL's first connections, data set and trainer of one start, seconds. Assumed."""

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clustertune.config.counted import LayerKind
 from clustertune.plan.constants import SECONDS, Constants, Term, total
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.memory import SavedActivations
 from clustertune.plan.strategy import ModelShape, Strategy
+from clustertune.recipe.counted import LayerKind
 
 # --- computing --------------------------------------------------------------------------------------------------------
 

@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from clustertune.config import accelerate_file as acc
-from clustertune.config import kernels, quantization
-from clustertune.config.counted import LayerKind, ParameterCount
-from clustertune.config.distribution import Distribution
-from clustertune.config.native_rules import DEFAULT_MICRO_BATCH
-from clustertune.config.quantization import Quantized
-from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, raise_if
+from clustertune.recipe import accelerate_file as acc
+from clustertune.recipe import quantization
+from clustertune.recipe.counted import LayerKind, ParameterCount
+from clustertune.recipe.native_rules import DEFAULT_MICRO_BATCH
+from clustertune.recipe.quantization import Quantized
+from clustertune.resolve import kernels
+from clustertune.resolve.distribution import Distribution
+from clustertune.resolve.resolved import Resolved
 
 HALF, FULL = 2.0, 4.0
 _SIZES = {"bfloat16": HALF, "float16": HALF, "float32": FULL}
@@ -54,7 +55,7 @@ class Sizes:
     """Bytes per parameter."""
 
     weight_bytes: float
-    """A parameter of the base on the GPU between uses, block scales of a quantised one included (config/quantization.py)."""
+    """A parameter of the base on the GPU between uses, block scales of a quantised one included (recipe/quantization.py)."""
     gather_bytes: float
     """A parameter in an all-gather."""
     gradient_bytes: float
@@ -341,7 +342,7 @@ def _recomputation_notes(resolved: Resolved) -> list[str]:
 def _find_problems(resolved: Resolved, split: Distribution) -> list[Problem]:
     """What tensor, context and sequence parallelism ask of the model and of the sequences."""
     if split.kind == "Megatron":
-        return []  # resolve() has checked them: clustertune/config/megatron.py
+        return []  # resolve() has checked them: clustertune/resolve/megatron.py
     problems = []
     architecture = resolved.architecture
     file = f"{resolved.name}/{resolved.accelerate_file}"

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.hardware import Price
+from clustertune.cluster.hardware import Price
+from clustertune.cluster.schema import Cluster
 from clustertune.plan import explanation
 from clustertune.plan.advise import ALIKE, Advice, CostedCandidate, reasons
 from clustertune.plan.calibration import Fit, unexplained

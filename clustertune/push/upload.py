@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.adapter.export import ADAPTER_FILES
-from clustertune.config.distribution import format_distribution
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.evaluate import scores as evaluation
+from clustertune.export.export import ADAPTER_FILES
 from clustertune.host.credentials import holds_secret
 from clustertune.manifest import MANIFEST, Manifest, find_problems, hash_file, list_files, read_manifest, require_whole
 from clustertune.report import content, forms, source
 from clustertune.report.content import get, number
 from clustertune.report.forms import is_number
 from clustertune.report.metrics import read_metrics
+from clustertune.resolve.distribution import format_distribution
 from clustertune.rundir import RunDir
 from clustertune.tensorfile import read_header
 

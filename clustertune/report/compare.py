@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clustertune.config import distribution as distributions
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.report import cost, forms, plots, telemetry
 from clustertune.report.content import get
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.report.page import render
 from clustertune.report.source import FIELDS, STEADY, describe, nodes_of, steady_step
+from clustertune.resolve import distribution as distributions
 
 if TYPE_CHECKING:
     from rich.table import Table

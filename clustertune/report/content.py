@@ -11,9 +11,9 @@ from itertools import islice
 from statistics import median
 from typing import Any
 
-from clustertune.config.schema import without_old_keys
 from clustertune.errors import ExitCode
 from clustertune.evaluate import scores as evaluation
+from clustertune.recipe.schema import without_old_keys
 from clustertune.report.metrics import Metrics
 
 Row = list[str]

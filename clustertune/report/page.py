@@ -346,7 +346,7 @@ def of_cluster(cluster: Any) -> dict[str, Any] | None:
     source = cluster.get("source") if isinstance(cluster, Mapping) else None
     if not isinstance(source, str):
         return None
-    from clustertune.config.cluster_schema import Cluster
+    from clustertune.cluster.schema import Cluster
     from clustertune.plan.measured import beside, read_measured
 
     try:

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.distribution import mixed_precision
 from clustertune.manifest import write_durably
 from clustertune.report.content import WARM_UP, get
 from clustertune.report.metrics import Metrics, Steps, read_metrics
+from clustertune.resolve.distribution import mixed_precision
 
 FILE = "metrics.json"
 FIELDS = (

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.resolved import Resolved, expand_home, is_there
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import MANIFEST, Manifest, read_manifest
+from clustertune.resolve.resolved import Resolved, expand_home, is_there
 
 KIND = "parcel"
 HUB, MODEL, DATA, EVAL, NLTK, CONTAINER, RECIPES, SUMS = (

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import lock
-from clustertune.config.cluster_schema import Staging
+from clustertune.cluster.schema import Staging
 from clustertune.console import say
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import MANIFEST, FileRecord, fsync_path, list_files, parse_record, read_manifest, seal, write_durably

@@ -16,10 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import console, manifest
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.load import find_elsewhere
-from clustertune.config.resolved import Resolved
-from clustertune.config.tasks import PUNKT, needed, reader_of, with_rows
+from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
 from clustertune.evaluate import punkt
@@ -29,6 +26,9 @@ from clustertune.evaluate.tasks import snapshot as cached_data
 from clustertune.launch import image as images
 from clustertune.launch.container import enroot_name
 from clustertune.manifest import GIT_SHA1, SHA256, FileRecord
+from clustertune.recipe.load import find_elsewhere
+from clustertune.recipe.tasks import PUNKT, needed, reader_of, with_rows
+from clustertune.resolve.resolved import Resolved
 from clustertune.staging import bundle, cache, needs, worker
 from clustertune.staging.cache import JOURNAL, SPARE
 from clustertune.staging.copier import INDEX, SourceFile, choose

@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.resolved import Resolved, expand_home
+from clustertune.cluster.schema import Cluster
 from clustertune.launch import cluster_paths
 from clustertune.manifest import MANIFEST
+from clustertune.resolve.resolved import Resolved, expand_home
 from clustertune.rundir import RunDir
 from clustertune.staging import bundle
 from clustertune.staging.cache import SourceFolder

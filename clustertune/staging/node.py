@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.resolved import Resolved
+from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.errors import UserError
 from clustertune.events import read_object
@@ -23,6 +22,7 @@ from clustertune.host.mounts import own_mounts
 from clustertune.launch.agent import ask_anew, node_record
 from clustertune.launch.plan import AttemptPlan, newest_attempt
 from clustertune.manifest import write_durably
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 from clustertune.staging import cache, needs, worker
 from clustertune.staging.cache import SourceFolder, StagedTree, Stager

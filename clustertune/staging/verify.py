@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from clustertune import manifest
-from clustertune.config.resolved import Resolved
-from clustertune.config.tasks import PUNKT
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import SHA256
 from clustertune.process import captured
+from clustertune.recipe.tasks import PUNKT
+from clustertune.resolve.resolved import Resolved
 from clustertune.staging import bundle, netwatch, worker
 from clustertune.staging.worker import Bounds
 
@@ -265,7 +265,7 @@ class Rehearsal:
 
     def recipe(self) -> str:
         """Resolved, and the bundle belongs to it."""
-        from clustertune.config.resolve import resolve
+        from clustertune.resolve.resolve import resolve
 
         overrides = [*self._order["overrides"], f"{bundle.STAGED}={self._folder}"]
         self._resolved = resolve(self._order["recipe"], overrides, tiny=self._order["tiny"])
@@ -330,8 +330,8 @@ class Rehearsal:
         ]
 
     def _make_model(self) -> str:
-        from clustertune.config.parameters import parameter_count
         from clustertune.data.local_model import conversation_texts, make_local_model
+        from clustertune.recipe.parameters import parameter_count
 
         count = parameter_count(self.resolved.architecture)
         if count is None or count > MADE_PARAMETERS:

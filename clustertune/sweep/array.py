@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 
 from clustertune import chain, lock
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.resolved import Resolved
+from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.errors import Problem, UserError
 from clustertune.launch import shape, signal_margin, submit
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, keep_private
 from clustertune.sweep.points import Point, Sweep, missing_inputs
 from clustertune.tree import ROOT

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.load import COMMAND_LINE, find_folder
-from clustertune.config.resolve import resolve
-from clustertune.config.resolved import Resolved
-from clustertune.config.yamlfile import parse_value
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import write_durably
+from clustertune.recipe.load import COMMAND_LINE, find_folder
+from clustertune.recipe.yamlfile import parse_value
+from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 from clustertune.staging import bundle
 

@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.schema import FIRST_TASK
-from clustertune.config.tasks import first_task
 from clustertune.console import aligned
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.evaluate.scores import metrics as scores_of
 from clustertune.evaluate.scores import read_result, shown
 from clustertune.events import read_object
 from clustertune.manifest import write_durably
+from clustertune.recipe.schema import FIRST_TASK
+from clustertune.recipe.tasks import first_task
 from clustertune.report import page, plots
 from clustertune.report.content import UNKNOWN, duration, moment, number
 from clustertune.report.metrics import Metrics, read_metrics

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertune.config import quantization
-from clustertune.config.architecture import contradictions
-from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
 from clustertune.events import read_object
+from clustertune.recipe import quantization
+from clustertune.recipe.architecture import contradictions
+from clustertune.resolve.resolved import Resolved
 
 CONFIG = "config.json"
 RECIPE_KEY = "train.model_init_kwargs.quantization_config"

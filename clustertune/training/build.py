@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clustertune.config import kernels, quantization
-from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
+from clustertune.recipe import quantization
+from clustertune.resolve import kernels
+from clustertune.resolve.resolved import Resolved
 
 _PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "fbgemm_fp8": "fbgemm_gpu", "gptq": "gptqmodel"}
 """What transformers loads a quantised base with."""

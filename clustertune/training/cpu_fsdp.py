@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from clustertune.config import accelerate_file as acc
+from clustertune.recipe import accelerate_file as acc
 
 
 def set_environment(*, fsdp1: bool) -> list[str]:

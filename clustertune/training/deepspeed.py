@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch.serialization import safe_globals
 
-from clustertune.config import accelerate_file as acc
-from clustertune.config import deepspeed as ds
-from clustertune.config import deepspeed_keys as keys
-from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch.environment import own_folder
 from clustertune.manifest import MANIFEST, find_problem, read_manifest
+from clustertune.recipe import accelerate_file as acc
+from clustertune.recipe import deepspeed_keys as keys
+from clustertune.resolve import deepspeed as ds
+from clustertune.resolve.resolved import Resolved
 from clustertune.storage import free_bytes
 
 NVME_VARIABLES = {part: f"ACCELERATE_DEEPSPEED_{part.upper()}_NVME_PATH" for part in keys.OFFLOADS}
@@ -101,7 +101,7 @@ def _check_disk(folder: Path, part: str, resolved: Resolved) -> None:
 
 def swap_bytes(resolved: Resolved, part: str) -> int:
     """What all ranks keep on disk for ``offload_param`` or ``offload_optimizer``; 0 where it cannot be counted."""
-    from clustertune.config.parameters import parameter_count, trained_count
+    from clustertune.recipe.parameters import parameter_count, trained_count
 
     if part == "offload_param":
         return HALF * (parameter_count(resolved.architecture) or 0)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from clustertune.config.hardware import peak_flops
-from clustertune.config.resolved import Resolved
+from clustertune.cluster.hardware import peak_flops
 from clustertune.plan.predict import work_of
+from clustertune.resolve.resolved import Resolved
 from clustertune.training.evaluation import IGNORED_LABEL
 
 PARTS = ("data", "forward_backward", "optimizer", "layers")

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from clustertune.config.resolved import Resolved
 from clustertune.launch.plan import AttemptPlan
 from clustertune.process import StopFlag
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 
 PHASES = ("start", "model", "resume", "train", "eval", "save", "end")

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from clustertune.config import accelerate_file as acc
-from clustertune.config.distribution import Distribution
-from clustertune.config.resolved import Resolved
+from clustertune.recipe import accelerate_file as acc
+from clustertune.resolve.distribution import Distribution
+from clustertune.resolve.resolved import Resolved
 from clustertune.training.events import EventLog
 
 DYNAMIC = "ACCELERATE_DYNAMO_USE_DYNAMIC"

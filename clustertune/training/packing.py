@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from clustertune.config.kernels import PACKED
+from clustertune.resolve.kernels import PACKED
 
 _sdpa: Callable[..., tuple[Tensor, None]] = sdpa_attention_forward
 

@@ -13,10 +13,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from clustertune.config import accelerate_file as acc
-from clustertune.config.distribution import recomputed_layers
-from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
+from clustertune.recipe import accelerate_file as acc
+from clustertune.resolve.distribution import recomputed_layers
+from clustertune.resolve.resolved import Resolved
 
 _ATTENTION = (
     "_scaled_dot_product_flash_attention",

@@ -15,12 +15,12 @@ from transformers import PrinterCallback, TrainerCallback, TrainerControl, Train
 
 from clustertune import manifest, secrets
 from clustertune.checkpoint.store import CheckpointStore
-from clustertune.config.architecture import scale_down
-from clustertune.config.kernels import attention_of
 from clustertune.data import sequences
 from clustertune.data.tokenizer import check_labels, load_tokenizer
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.plan.schedule import check_schedule_end
+from clustertune.recipe.architecture import scale_down
+from clustertune.resolve.kernels import attention_of
 from clustertune.training import base_model, build, deepspeed, figures, kernels, packing, recompute, sharding, tracker
 from clustertune.training.collectives import Group, check_world
 from clustertune.training.events import EventLog, TrainingConsole

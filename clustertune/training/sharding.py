@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from clustertune.config import accelerate_file as acc
-from clustertune.config.distribution import Distribution
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.recipe import accelerate_file as acc
+from clustertune.resolve.distribution import Distribution
 from clustertune.training import deepspeed
 
 TP_SHARE = 0.5

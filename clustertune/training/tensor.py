@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from clustertune.config import accelerate_file as acc
 from clustertune.errors import Problem, UserError
+from clustertune.recipe import accelerate_file as acc
 from clustertune.training.loading import empty_part, is_empty_storage
 
 STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.bench import batch, result
-from clustertune.cluster.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import ThrowawayCluster
 from tests.command import REPO, run
 from tests.nccl_check.test_submit import cluster_file
 from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures

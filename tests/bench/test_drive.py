@@ -14,7 +14,7 @@ import pytest
 from clustertune import chain
 from clustertune.bench import drive, page, peer, preparation, result
 from clustertune.bench.preparation import BenchRequest
-from clustertune.config.cluster import load_cluster
+from clustertune.cluster.load import load_cluster
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.judge import Outcome
 from clustertune.launch.plan import AttemptPlan

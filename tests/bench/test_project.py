@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from clustertune.bench import page, preparation, result
-from clustertune.config.cluster import load_cluster
-from clustertune.config.resolve import resolve
+from clustertune.cluster.load import load_cluster
 from clustertune.plan.predict import Work, work_of
+from clustertune.resolve.resolve import resolve
 from clustertune.training.bench_schedule import BenchSchedule
 
 MEASURED: dict[str, Any] = {

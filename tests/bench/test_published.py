@@ -12,8 +12,8 @@ import pytest
 
 from clustertune.bench import batch, preparation, result
 from clustertune.bench.preparation import BenchRequest
-from clustertune.commands import bench as benching
-from clustertune.config.cluster import load_cluster
+from clustertune.cli import bench as benching
+from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
 from clustertune.training.bench_schedule import BenchSchedule
 from tests import tree

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from clustertune.checkpoint.cadence import Cadence
-from clustertune.config.resolve import resolve
-from clustertune.config.schema import Save
 from clustertune.errors import UserError
 from clustertune.plan.saves import best_seconds, seconds_between_ends
+from clustertune.recipe.schema import Save
+from clustertune.resolve.resolve import resolve
 from tests.command import REPO
 
 TINY = REPO / "recipes" / "tiny-oasst2"

@@ -14,10 +14,10 @@ from clustertune.checkpoint import store
 from clustertune.checkpoint.local import LocalTier, name_of, open_root
 from clustertune.checkpoint.shards import write_new
 from clustertune.checkpoint.store import CheckpointStore
-from clustertune.config.resolve import resolve
-from clustertune.config.schema import LocalSave
 from clustertune.errors import UserError
 from clustertune.manifest import XXH3_128
+from clustertune.recipe.schema import LocalSave
+from clustertune.resolve.resolve import resolve
 from tests.checkpoint.test_store import OneRank
 from tests.command import REPO
 

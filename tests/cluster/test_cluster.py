@@ -1,248 +1,424 @@
-"""The throw-away Slurm does what a real one does, also where it hurts, and leaves nothing."""
+"""Cluster files: what is read, and what is refused in one screen."""
 
 from __future__ import annotations
 
-import contextlib
+import copy
+import io
 import json
-import os
-import signal
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
-from clustertune.cluster.cluster import ClusterFailed, ThrowawayCluster
-from tests.command import REPO
-from tests.slurm import LONG, make, need_slurm, slurm, slurm_session, wait_for
+from clustertune.cluster import load as module
+from clustertune.cluster.load import load_cluster, read_cluster
+from clustertune.cluster.local import LocalMachine
+from clustertune.cluster.schema import Cluster, same_host
+from clustertune.errors import Problem, UserError
+from clustertune.host.system import format_cpu_list, parse_cpu_list
+from clustertune.recipe.yamlfile import parse_yaml, read_yaml
+from clustertune.resolve.show import render_cluster
+from tests.recipe.conftest import check_form
 
-__all__ = ["slurm", "slurm_session"]
-
-HEAD = "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --mem=1G --requeue --open-mode=append\n"
-
-
-def script(folder: Path, body: str, name: str = "job.sh", head: str = HEAD) -> Path:
-    (folder / name).write_text(head + body)
-    return folder / name
-
-
-def submit(cluster: ThrowawayCluster, folder: Path, body: str, *options: str) -> int:
-    return cluster.submit(script(folder, body), options=[f"--output={folder}/out.txt", *options], cwd=folder)
-
-
-def sleepers(cluster: ThrowawayCluster, index: int, seconds: int = 1000) -> list[int]:
-    """Processes of a node that are ``sleep SECONDS`` and nothing else: a shell's line may hold the words too."""
-    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in cluster.processes(index, f"sleep {seconds}")}
-    return [pid for pid, line in lines.items() if Path(line.decode().split("\0")[0]).name == "sleep"]
+REFERENCE = Path("ops", "clusters", "rno-rtxpro6000.yaml")
 
 
-def left(root: Path) -> list[str]:
-    """Processes and the folder of a cluster that are still there."""
-    found = [str(root)] if root.exists() else []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            line = " ".join(process.cmdline())
-            if str(root) in line and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(line)
-    return found
+@pytest.fixture(scope="module")
+def body(repo: Path) -> dict[str, Any]:
+    """The reference file as plain values."""
+    return read_yaml(repo / REFERENCE, "reference").data
 
 
-def test_a_job_on_two_nodes(slurm: ThrowawayCluster, tmp_path: Path) -> None:
-    """Each task on a host of its own name, which the other can resolve, with its GPU and this file system."""
-    body = "srun bash -c 'echo $SLURM_PROCID $(hostname) $CUDA_VISIBLE_DEVICES $(getent hosts node1 | cut -d\" \" -f1) $PWD'"
-    assert slurm.wait(submit(slurm, tmp_path, body))["JobState"] == "COMPLETED"
-    lines = sorted((tmp_path / "out.txt").read_text().splitlines())
-    assert lines == [f"{i} node{i + 1} 0 10.99.0.1 {tmp_path}" for i in (0, 1)]
+def problems_of(values: dict[str, Any]) -> list[Problem]:
+    """What is wrong with a file of these values, each in readable form."""
+    with pytest.raises(UserError) as caught:
+        read_cluster(parse_yaml(yaml.safe_dump(values, sort_keys=False), "c.yaml"))
+    check_form(caught.value)
+    return caught.value.problems
 
 
-def test_what_does_not_fit_is_refused(slurm: ThrowawayCluster, tmp_path: Path) -> None:
-    """GPUs, nodes and memory are counted: a job script with the wrong size must not pass here and fail on the real one."""
-    job = script(tmp_path, "true\n")
-    for option in ("--gpus-per-node=2", "--nodes=3", "--gpus-per-node=h100:1", "--mem=5000G", "--partition=none"):
-        with pytest.raises(ClusterFailed):
-            slurm.run(["sbatch", "--test-only", option, job])
-    slurm.run(["sbatch", "--test-only", job])
+def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """An edit: the value at a path as ``nodes.0.name``; ``...`` removes it."""
+
+    def edit(values: dict[str, Any]) -> None:
+        *front, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+        for part in front:
+            values = values[part]
+        if value is ...:
+            del values[last]
+        else:
+            values[last] = value
+
+    return edit
 
 
-def test_power_loss_requeues_and_the_node_comes_back(slurm: ThrowawayCluster, tmp_path: Path) -> None:
-    """Nothing of the lost node continues, and the job starts again with a higher count."""
-    # srun may see its broken connection before the controller misses the node: a script that ended then would have failed.
-    body = "srun bash -c 'echo $SLURM_RESTART_COUNT; [ $SLURM_RESTART_COUNT ] || sleep 1000' || sleep 500\n"
-    job = submit(slurm, tmp_path, body)
-    [pid] = wait_for(lambda: sleepers(slurm, 2), "the job's step runs on node2")
-    slurm.kill_node(2)
-    assert not psutil.pid_exists(pid) and slurm.alive == {1}
-    slurm.wait(job, {"PENDING"})
-    slurm.start_node(2)
-    slurm.release(job)
-    record = slurm.wait(job)
-    assert (record["JobState"], record["Restarts"]) == ("COMPLETED", "1")
-    assert (tmp_path / "out.txt").read_text().split("\n").count("1") == 2
+# --- the reference -----------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_slurmd_takes_no_job_with_it(slurm: ThrowawayCluster, tmp_path: Path) -> None:
-    """The daemon may be upgraded or crash while a job trains."""
-    job = submit(slurm, tmp_path, f"srun bash -c 'until [ -e {tmp_path}/go ]; do sleep 0.1; done'\n")
-    wait_for(lambda: slurm.processes(2, "until"), "the step runs on node2")
-    [old] = slurm.processes(2, "slurmd", "-D")
-    slurm.kill_slurmd(2)
-    assert slurm.processes(2, "until")
-    # The controller has not seen it yet, so the node's state alone does not tell that the daemon is back.
-    os.kill(slurm._inits[2], signal.SIGSTOP)
-    with ThreadPoolExecutor() as pool:
-        start = pool.submit(slurm.start_slurmd, 2)
-        try:
-            with pytest.raises(TimeoutError):
-                start.result(timeout=1)
-        finally:
-            os.kill(slurm._inits[2], signal.SIGCONT)
-        start.result(timeout=120)
-    assert slurm.processes(2, "slurmd", "-D") not in ([], [old])
-    (tmp_path / "go").touch()
-    record = slurm.wait(job)
-    assert (record["JobState"], record["Restarts"]) == ("COMPLETED", "0")
+def test_every_shipped_file_is_read_back_from_its_json(repo: Path) -> None:
+    """tests/golden holds what is read."""
+    for path in sorted((repo / "ops" / "clusters").glob("*.yaml")):
+        found = load_cluster(path.stem)
+        assert Cluster.model_validate_json(json.dumps(found.model_dump(mode="json"))) == found
 
 
-def test_a_cut_link_loses_the_node_but_not_its_processes(slurm: ThrowawayCluster, tmp_path: Path) -> None:
-    """The split brain: the job is requeued while its old processes still write to the shared folder."""
-    job = submit(slurm, tmp_path, "srun sleep 1000\n")
-    [pid] = wait_for(lambda: sleepers(slurm, 2), "the step runs on node2")
-    slurm.link(2, up=False)
-    slurm.wait(job, {"PENDING"})
-    assert psutil.pid_exists(pid)
-    slurm.link(2, up=True)
-    slurm.wait_node(2)
+# --- refusals ----------------------------------------------------------------------------------------------------------
+
+SECOND = {"node": "rno-it-gpu0007-1", "path": "/c2", "mount": "/c", "filesystem": "xfs", "tb": 14,
+          "device": "/dev/mapper/vg_nvme-lv_scratch"}  # fmt: skip
+FOUR = [[0, 1], [2, 3], [4, 5], [6, 7]]
+LOW = "0-63,128-191"
+REFUSALS: dict[str, list[tuple[Any, ...]]] = {
+    "name": [(..., "missing"), ("two words", "is not a name"), ("local", "found by looking")],
+    "nodes": [(..., "missing"), ([], "empty"), ({"a": 1}, "not a list")],
+    "nodes.0": [("gpu1", "not a section")],
+    "nodes.0.name": [
+        ("rno-it-gpu0007-1", "also the name of machine 1"), ("RNO-it-gpu0007-1", "also the name"), ("gpu_1", "RFC 1123"),
+        ("a" * 64 + ".example", "RFC 1123"), ("10.0.0.1", "an address, not a name"), ("a b; rm -rf", "is not a name"),
+    ],
+    "nodes.0.address": [
+        ("10.21.133.35", "also the address of machine 1"), ("10.21.133.310", "neither an address nor a host name"),
+        ("a b", "neither"), ("fe80::zz", "neither"), ("0.0.0.0", "not a machine's address"),  # noqa: S104
+        ("239.1.1.1", "not a machine's address"), ("127.0.0.1", "every machine's own"),
+        ("10.21.134.31", "outside network.subnet 10.21.133.0/24"), ("10.21.133.255", "the network's own"),
+    ],
+    "nodes.0.roles": [
+        ([], "empty"), (["logni"], "did you mean login?", "roles[0]"), (["login", "login"], "appears twice"),
+        (["login", "slurmctld"], "2 machines have the role slurmctld", "nodes"),
+        (["nfs", "login"], "role nfs but no brick"), (["compute"], "no machine has the role login", "nodes"),
+    ],
+    "nodes.1.roles": [(["compute", "nfs"], "no machine has the role slurmctld", "nodes")],
+    "nodes.0.role": [("login", "did you mean roles?")],
+    "slurm": [(..., "no section slurm", "nodes")],
+    "compute": [(None, "empty")],
+    "compute.gpus": [
+        (..., "missing"), (-1, "greater than or equal to 0"), (True, "not a number"), (0, "while gpus is 0", "compute.gpu"),
+        (0, "while compute.gpus is 0", "slurm.gres"), (4, "there is no GPU 4", "compute.numa_gpus"),
+    ],
+    "compute.gpu": [(..., "missing"), ("rtx-pro-6000-blackwel-server", "did you mean rtx-pro-6000-blackwell-server?")],
+    "compute.interconnect": [(..., "missing"), ("pci5", "did you mean pcie5?"), ("none", "while a node has 8 GPUs")],
+    "compute.sockets": [
+        (0, "greater than or equal to 1"), (3, "does not divide by 3 sockets", "compute.cores"),
+        (4, "2 NUMA nodes, but 4 sockets", "compute.numa_gpus"), (4, "2 NUMA nodes, but 4 sockets", "compute.numa_cpus"),
+    ],
+    "compute.threads": [
+        (200, "not a multiple of 128 cores"), (64, "not a multiple of 128 cores"), (2048, "16 threads per core"),
+        (128, "256 CPUs in all, but threads is 128", "compute.numa_cpus"),
+    ],
+    "compute.memory_gb": [(0, "greater than 0"), ("3.9 TB", "number"), (float("inf"), "finite")],
+    "compute.numa_gpus": [
+        ([[0, 1, 2, 3], [4, 5, 6]], "GPU 7 missing"), ([[0, 1, 2, 3], [3, 4, 5, 6, 7]], "GPU 3 appears twice"),
+        ([[0, 1, 2, 3], [4, 5, 6, 8]], "there is no GPU 8"), ([0, 1, 2, 3], "not a list", "compute.numa_gpus[0]"),
+        (FOUR, "2 NUMA nodes, but numa_gpus has 4", "compute.numa_cpus"),
+    ],
+    "compute.numa_cpus": [
+        ([LOW, "63-127,192-255"], "CPU 63 is also of NUMA node 0", "[1]"), ([LOW, "64-127"], "192 CPUs in all"),
+        ([LOW, "127-64"], "backwards", "[1]"), (["0-255", ""], "empty", "[1]"),
+    ],
+    "network": [(..., "missing")],
+    "network.kind": [
+        ("ethernt", "did you mean ethernet?"), ("unknown", "must say it"),
+        ("none", "while 2 machines have the role compute"), ("none", "while kind is none", "network.gbit"),
+    ],
+    "network.interface": [(..., "missing"), ("bond0,eth1", "name of a network interface"), ("lo", "reaches no other machine")],
+    "network.gbit": [(..., "missing"), (0, "greater than 0")],
+    "network.subnet": [("10.21.133.0/33", "write it as"), ("10.21.133.7/24", "host bits")],
+    "network.hca": [(["mlx5_0"], "while kind is ethernet"), (["mlx5_0;x"], "RDMA adapter", "network.hca[0]")],
+    "network.environment": [
+        (["NCCL_ALGO=Ring"], "not a section"), ({"NCCL_ALGO": True}, "put it in quotes", "NCCL_ALGO"),
+        ({"NCCL_ALGO": None}, "string", "NCCL_ALGO"), ({"NCCL_ALGO": "$(id)"}, "invalid value", "NCCL_ALGO"),
+        ({"NCCL_NET_PLUGIN": "http://x"}, "invalid value", "NCCL_NET_PLUGIN"),
+        ({"NCCL_ALGO": 4, "LD_PRELOAD": "x.so"}, "no variable of", "LD_PRELOAD"),
+        ({"nccl_algo": "Ring"}, "no variable of", "nccl_algo"), ({"FI_AUTH_TOKEN": "x"}, "a secret", "FI_AUTH_TOKEN"),
+        ({"NCCL_COMM_ID": "10.0.0.1:7"}, "one of its own", "NCCL_COMM_ID"),
+        ({f"NCCL_{n}": 1 for n in range(65)}, "64 at most"),
+    ],
+    "storage.bricks": [
+        ([], "a pool without bricks", "storage.pool"), ([], "role nfs but no brick", "nodes[rno-it-gpu0007-1].roles"),
+    ],
+    "storage.bricks.0.node": [("rno-it-gpu0009-1", "there is no machine"), ("rno-it-gpu0006-1", "not the role nfs")],
+    "storage.bricks.0.path": [
+        ("data/shared", "absolute path"), ("/data/../etc", "absolute path"), ("/etc", "system's own"),
+        ("/shared-b", "the exported folder of another brick", "storage.bricks[/shared-b].mount"),
+        ("/shared-b/x", "lies in, or around, /shared-b/x", "storage.bricks[/shared-b].mount"),
+        ("/shared/x", "where it is seen, are inside one another", "storage.bricks[/shared].mount"),
+    ],
+    "storage.bricks.0.mount": [
+        ("/with space", "absolute path"), ("/a,b", "absolute path"), ("/shared-b", "also the mount of another brick"),
+        ("/shared-b/x", "are inside one another"), ("/usr", "system's own"), ("/run/shared", "system's own"),
+    ],
+    "storage.bricks.0.device": [("/etc/passwd", "not a device"), ("/dev/mapper/ubuntu--vg-ubuntu--lv", "boots from")],
+    "storage.bricks.1": [(SECOND, "also the device of another brick", "storage.bricks[/c].device")],
+    "storage.bricks.0.filesystem": [("xsf", "did you mean xfs?")],
+    "storage.staging": [
+        ({"path": "/etc", "gb": 1}, "system's own"), ({"path": "/pool/a", "gb": 1}, "which all machines share"),
+        ({"path": "/", "gb": 1}, "lies in /, where copies make room"),
+    ],
+    "storage.pool.mount": [
+        ("/shared", "is also a folder of the brick"), ("/shared/pool", "are inside one another"), ("/", "system's own"),
+    ],
+    "storage.pool.create": [("mfss", "did you mean mfs?")],
+    "storage.pool.min_free_gb": [(14000, "no file would go there")],
+    "storage.shared": [("/elsewhere", "is on none of the mounts")],
+    "storage.scratch": [("/pool/tmp", "which all machines share")],
+    "storage.root.gb": [(..., "missing")],
+    "storage.nfs_version": [(5, "not one of 3, 4, 4.1, 4.2")],
+    "slurm.partition": [("gpu,urgent", "is not a name")],
+    "slurm.gres": [("gpu:rtx", "GRES type")],
+    "slurm.max_time": [("two days", "UNLIMITED or a Slurm time")],
+    "slurm.accounting": [("perhaps", "boolean")],
+    "container.runtime": [
+        ("none", "while runtime is none", "container.image"), ("docker", "not one of none, apptainer, singularity, pyxis"),
+        ("pyxis", "a .sif, which enroot cannot open", "container.image"),
+    ],
+    "container.image": [
+        (..., "missing, while runtime is apptainer"), ("train.sif", "absolute path"),
+        ("docker://ubuntu:24.04", "docker://NAME@sha256:DIGEST (a tag moves)"),
+        ("docker://ubuntu@sha256:" + "a" * 64, "apptainer would fetch it again"),
+    ],
+    "container.options": [(["--bind=/etc"], "is not among them"), (["--userns", "--userns"], "appears twice")],
+    "container.program": [("apptainer", "absolute path")],
+    "container.binds": [
+        (["/a,/b"], "is not a bind"), (["pool"], "is not a bind"), (["/pool:/pool:rx"], "is not a bind"),
+        (["/pool/../etc"], "is not a bind"),
+    ],
+    "contaner": [({}, "did you mean container?")],
+}  # fmt: skip
+"""By the path that is changed: the value, words of the message, and the key that is named where it is another one."""
 
 
-def test_preemption_warns_and_requeues(slurm: ThrowawayCluster, tmp_path: Path) -> None:
-    """A job in the urgent partition takes the nodes; the other gets the signal that it asked for first."""
-    body = (
-        "trap 'echo warned; scontrol requeue $SLURM_JOB_ID' USR1\n[ $SLURM_RESTART_COUNT ] && exit\nsleep 1000 & wait; wait\n"
-    )
-    job = submit(slurm, tmp_path, body, "--signal=B:USR1@60")
-    wait_for(lambda: sleepers(slurm, 1), "the job runs")
-    urgent = slurm.submit(script(tmp_path, "true\n", "urgent.sh"), options=["--partition=urgent", "--output=/dev/null"])
-    assert slurm.wait(urgent)["JobState"] == "COMPLETED"
-    slurm.release(job)
-    assert slurm.wait(job)["JobState"] == "COMPLETED"
-    assert "warned" in (tmp_path / "out.txt").read_text()
+@pytest.mark.parametrize("path", REFUSALS)
+def test_a_missing_or_contradictory_fact_is_refused(body: dict[str, Any], path: str) -> None:
+    """Each by its key, with what to do; the file it is changed in is right."""
+    for value, words, *other in REFUSALS[path]:
+        values = copy.deepcopy(body)
+        put(path, value)(values)
+        key = other[0] if other else path.rsplit(".", maxsplit=1)[-1] if path != "nodes.0" else "nodes["
+        found = problems_of(values)
+        assert any(key in (problem.key or "") and words in str(problem) for problem in found), "\n".join(map(str, found))
 
 
-def test_links_are_as_slow_as_asked(slurm: ThrowawayCluster) -> None:
-    """16 Mbit/s carry 2 MB in a second; without the limit it takes none. Only the order of magnitude is asserted."""
-    send = "import socket,sys,time\ns=socket.create_connection((sys.argv[1], 9000))\nt=time.time()\ns.sendall(bytes(2**21))\n"
-    send += "s.shutdown(1)\ns.recv(1)\nprint(time.time()-t)"
-    take = "import socket\ns=socket.create_server(('', 9000))\nopen('/dev/shm/up','w')\nwhile True:\n c=s.accept()[0]\n"
-    take += " while c.recv(65536): pass\n c.send(b'x')\n c.close()"
-    pid = slurm._inits[1]
-    from clustertune.cluster.cluster import enter
-
-    with subprocess.Popen([*enter(pid, slurm.prefix, REPO), sys.executable, "-c", take]) as server:
-        wait_for(lambda: slurm.run(["test", "-e", "/dev/shm/up"], 1, check=False).returncode == 0, "the server listens")
-        slurm.limit("16mbit")
-        before = slurm.sent(2)
-        slow = float(slurm.run([sys.executable, "-c", send, "node1"], 2).stdout)
-        assert 2**21 < slurm.sent(2) - before < 1.3 * 2**21
-        slurm.limit(None)
-        fast = float(slurm.run([sys.executable, "-c", send, "node1"], 2).stdout)
-        server.kill()
-    assert slow > 0.8 > fast or slow > 5 * fast
+def hgx(compute: dict[str, Any], network: dict[str, Any], nodes: int = 2, **sections: Any) -> Cluster:
+    """A cluster of HGX H100 nodes with InfiniBand, but for what is given; None takes a key away."""
+    facts = {"gpus": 8, "gpu": "h100-sxm", "interconnect": "nvlink4", "cores": 96, "threads": 192, "memory_gb": 2000} | compute
+    net = {"kind": "infiniband", "interface": "ib0", "gbit": 400, "ports": 8} | network
+    hosts = [{"name": f"n{index}", "address": f"10.0.0.{index + 1}", "roles": ["compute"]} for index in range(nodes)]
+    shown = [{key: value for key, value in section.items() if value is not None} for section in (facts, net)]
+    text = yaml.safe_dump({"name": "c", "nodes": hosts, "compute": shown[0], "network": shown[1], **sections})
+    return read_cluster(parse_yaml(text, "c.yaml"))
 
 
-def test_a_command_that_takes_too_long_is_ended(slurm: ThrowawayCluster) -> None:
-    """nsenter's child would continue without its parent, and keep the pipe of who waits for its output open."""
-    with pytest.raises(subprocess.TimeoutExpired):
-        slurm.run(["sleep", "1234"], timeout=1)
-    wait_for(lambda: not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "1234"]], "it ends")
+def test_links_and_what_was_measured_are_read() -> None:
+    """Defaults say one port, no domain beyond the node, and nothing measured; noise puts a perfect link a few percent above."""
+    plain = hgx({}, {"ports": None})
+    assert (plain.network.ports, plain.compute.nvlink_domain, plain.storage.read_gb_s) == (1, None, None)
+    full = hgx({"measured_gb_s": 455}, {"measured_gb_s": 410}, storage={"read_gb_s": 12, "write_gb_s": 4})
+    assert (full.compute.measured_gb_s, full.network.measured_gb_s, full.storage.write_gb_s) == (455, 410, 4)
+    rack = {"gpus": 4, "gpu": "gb200", "interconnect": "nvlink5", "nvlink_domain": 72}
+    assert hgx(rack, {}, nodes=16).compute.nvlink_domain == 72
+    assert hgx({}, {"gbit": None, "ports": None, "measured_gb_s": 40}).network.gbit is None, "a tenant sees no port speed"
+    for kind in ("omnipath", "slingshot", "efa"):
+        assert hgx({}, {"kind": kind, "gbit": 100, "ports": 4}).network.kind == kind
 
 
-def test_a_job_or_a_user_around_it_does_not_steer_it(
-    slurm: ThrowawayCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The suite may itself run in a job of a real Slurm."""
-    for variable in ("SLURM_CONF", "SLURM_JOB_ID", "SBATCH_PARTITION"):
-        monkeypatch.setenv(variable, "3")
-    slurm.run(["srun", "true"])
-    assert slurm.wait(submit(slurm, tmp_path, "srun true\n"))["JobState"] == "COMPLETED"
+NO_GPU = {"gpus": 0, "gpu": None, "interconnect": None}
 
 
 @pytest.mark.parametrize(
-    ("nodes", "gpus", "isolated"),
-    [(3, 2, True), (("a-1", "b.x", "C_3-" + "9z" * 22), 8, True), (("gpu007", "a.b-c"), 0, False)],
+    ("compute", "network", "key", "words"),
+    [
+        ({"measured_gb_s": 480}, {}, "compute.measured_gb_s", "more than the 450 GB/s of nvlink4"),
+        ({"gpus": 1, "interconnect": "none", "measured_gb_s": 5}, {}, "compute.measured_gb_s", "while interconnect is none"),
+        ({**NO_GPU, "measured_gb_s": 5}, {}, "compute.measured_gb_s", "while gpus is 0"),
+        ({**NO_GPU, "nvlink_domain": 8}, {}, "compute.nvlink_domain", "while gpus is 0"),
+        ({"nvlink_domain": 4}, {}, "compute.nvlink_domain", "not several whole nodes of 8"),
+        ({"nvlink_domain": 12}, {}, "compute.nvlink_domain", "not several whole nodes of 8"),
+        ({"interconnect": "pcie5", "nvlink_domain": 16}, {}, "compute.nvlink_domain", "while interconnect is pcie5"),
+        ({"interconnect": "nvlink3"}, {}, "compute.interconnect", "h100-sxm has NVLink 4"),
+        ({"gpu": "l40s"}, {}, "compute.interconnect", "l40s has no NVLink that joins all GPUs"),
+        ({}, {"measured_gb_s": 425}, "network.measured_gb_s", "more than 8 x 400 Gbit/s carry, 400 GB/s"),
+        ({}, {"gbit": None}, "network.gbit", "or measured_gb_s"),
+        ({}, {"kind": "none", "measured_gb_s": 3}, "network.measured_gb_s", "while kind is none"),
+        ({}, {"kind": "slingshot", "hca": ["mlx5_0"]}, "network.hca", "while kind is slingshot"),
+    ],
 )
-def test_other_shapes(nodes: int | tuple[str, ...], gpus: int, isolated: bool, tmp_path: Path) -> None:
-    """Any count of nodes and GPUs, hurtful names, and without namespaces: a job runs, and nothing stays of it."""
-    with make(nodes, gpus, isolated=isolated) as cluster:
-        count = len(cluster.names)
-        wanted = [f"--nodes={count}", *([f"--gpus-per-node={gpus}"] if gpus else [])]
-        done = cluster.run(["srun", *wanted, "bash", "-c", "echo $SLURMD_NODENAME:$CUDA_VISIBLE_DEVICES"])
-        devices = ",".join(str(i) for i in range(gpus))
-        assert sorted(done.stdout.split()) == sorted(f"{name}:{devices}" for name in cluster.names)
-    assert left(cluster.root) == []
+def test_a_link_that_cannot_be_is_refused(compute: dict[str, Any], network: dict[str, Any], key: str, words: str) -> None:
+    """Most often Gbit/s written as GB/s, both directions counted, or one port of eight."""
+    with pytest.raises(UserError) as caught:
+        hgx(compute, network)
+    check_form(caught.value)
+    assert any(problem.key == key and words in str(problem) for problem in caught.value.problems), caught.value
 
 
-def test_power_loss_without_namespaces(tmp_path: Path) -> None:
-    """The step's daemon detaches from slurmd: it must be found all the same, and be gone with its node."""
-    with make(isolated=False) as cluster:
-        job = submit(cluster, tmp_path, "srun sleep 1000\n")
-        [pid] = wait_for(lambda: sleepers(cluster, 2), "the step runs on the second node")
-        cluster.kill_node(2)
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        cluster.wait(job, {"PENDING"})
-        cluster.start_node(2)
-        cluster.release(job)
-        cluster.wait(job, {"RUNNING"})
-        [pid] = wait_for(lambda: sleepers(cluster, 1), "the step runs again")
-        with pytest.raises(ClusterFailed, match="share this machine's network"):
-            cluster.link(1, up=False)
-    assert left(cluster.root) == [] and not psutil.pid_exists(pid)
-
-
-OWNER = """
-import json, sys, time
-from tests.slurm import ClusterSpec, FaultyCluster
-cluster = FaultyCluster(ClusterSpec(isolation=sys.argv[1])).start()
-cluster.submit(sys.argv[2], options=["--nodes=2", "--output=/dev/null"])
-while not cluster.processes(2, "sleep 4321"):
-    time.sleep(0.05)
-print(json.dumps([str(cluster.root), cluster.processes(2, "sleep 4321")]), flush=True)
-time.sleep(1000)
+def test_all_problems_come_at_once_with_their_lines() -> None:
+    """One wrong key of a section does not hide that two others of it contradict each other."""
+    text = """\
+name: c
+nodes:
+  - {name: a, address: 10.0.0.1, roles: [compute, nfs, login]}
+  - name: b
+    address: 10.0.1.1
+    roles: [compute, loginn]
+compute: {gpus: 8, gpu: h100-smx, interconect: nvlink4, sockets: 2, cores: 3, threads: 256, memory_gb: 0}
+network: {interface: "bond 0", kind: ethernet, gbit: 100, subnet: 10.0.0.0/24}
+storage:
+  bricks:
+    - {node: zz, path: data, mount: /x, filesystem: xfs, tb: 1}
+    - {node: a, path: /data, mount: /x, filesystem: xfs, tb: 1}
+slurm: {partition: gpu}
+container: {runtime: apptainer}
 """
+    with pytest.raises(UserError) as caught:
+        read_cluster(parse_yaml(text, "c.yaml"))
+    check_form(caught.value)
+    found = [(problem.file, problem.key) for problem in caught.value.problems]
+    assert found == [
+        ("c.yaml:5", "nodes[b].address"), ("c.yaml:6", "nodes[b].roles[1]"), ("c.yaml:7", "compute.memory_gb"),
+        ("c.yaml:7", "compute.interconect"), ("c.yaml:7", "compute.gpu"), ("c.yaml:7", "compute.interconnect"),
+        ("c.yaml:7", "compute.threads"), ("c.yaml:7", "compute.cores"), ("c.yaml:8", "network.interface"),
+        ("c.yaml:11", "storage.bricks[/x].path"), ("c.yaml:11", "storage.bricks[/x].node"),
+        ("c.yaml:12", "storage.bricks[/x].mount"), ("c.yaml:14", "container.image"),
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("isolation", ["netns", "none"])
-def test_an_owner_that_is_killed_leaves_nothing(isolation: str, tmp_path: Path) -> None:
-    """A test run that is killed must not fill the machine with daemons, and with jobs that continue for ever."""
-    need_slurm(isolated=isolation == "netns")
-    job = script(tmp_path, "#!/bin/bash\nsrun sleep 4321\n", head="")
-    command = [sys.executable, "-c", OWNER, isolation, str(job)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPO)}) as owner:
-        assert owner.stdout is not None
-        root, steps = json.loads(owner.stdout.readline())
-        assert steps
-        os.kill(owner.pid, signal.SIGKILL)
-    wait_for(lambda: not left(Path(root)) and not any(psutil.pid_exists(pid) for pid in steps), "all of it ends", LONG)
+def test_a_cluster_of_cpus_and_one_of_a_single_machine_are_right() -> None:
+    """What a file may leave out."""
+    text = """\
+name: small
+nodes: [{name: box, address: 127.0.0.1, roles: [compute]}]
+compute: {gpus: 0, cores: 4, threads: 4, memory_gb: 15.5}
+network: {kind: none}
+"""
+    found = read_cluster(parse_yaml(text, "c.yaml"))
+    assert found.slurm is None and found.controller is None and found.storage.scratch == "/tmp"
+    assert found.gres(2) == "gpu:2"
 
 
-def test_two_side_by_side(slurm: ThrowawayCluster, tmp_path: Path) -> None:
-    """Same names, same addresses, same ports, and neither sees the other."""
-    with make() as other:
-        job = submit(other, tmp_path, "srun hostname\n")
-        assert other.wait(job)["JobState"] == "COMPLETED"
-        assert (
-            slurm.run(["squeue", "--noheader", "--states=all", f"--jobs={job}"], check=False).stdout.count(str(tmp_path)) == 0
-        )
-        assert other.run(["sinfo", "-h", "-o", "%D %T", "-p", "gpu"]).stdout.split() == ["2", "idle"]
+def test_several_numa_nodes_per_socket_are_right(body: dict[str, Any]) -> None:
+    """NPS2: a BIOS setting that most of these machines have; NUMA nodes without a GPU are usual then."""
+    values = copy.deepcopy(body)
+    values["compute"] |= {
+        "numa_gpus": [[0, 1, 2, 3], [], [4, 5, 6, 7], []],
+        "numa_cpus": ["0-31,128-159", "32-63,160-191", "64-95,192-223", "96-127,224-255"],
+    }
+    assert len(read_cluster(parse_yaml(yaml.safe_dump(values), "c.yaml")).compute.numa_gpus) == 4
 
 
-def test_a_start_that_fails_says_why_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason stands in the log of a daemon, in a folder that is removed."""
-    from clustertune.cluster.files import ClusterFolder
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-9, 9) | st.sampled_from(["/a", "gpu", "a,b", "0-3", "login", ""]),
+        lambda inner: st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["name", "nodes", "mount", "node", "roles", "bricks", "pool", "path"]), inner),
+        max_leaves=12,
+    ),
+    st.sampled_from(
+        ["nodes", "nodes.1", "nodes.1.roles", "nodes.1.name", "compute", "compute.numa_gpus", "compute.numa_cpus",
+         "compute.cores", "network", "network.subnet", "storage", "storage.bricks", "storage.bricks.0", "storage.pool",
+         "storage.bricks.0.mount", "storage.shared", "slurm", "container", "container.binds"]
+    ),
+)  # fmt: skip
+def test_whatever_stands_in_a_file_is_a_cluster_or_a_refusal(value: Any, path: str) -> None:
+    """The checks look at parts of what could not be read: none of them may fall over it."""
+    values = copy.deepcopy(read_yaml(module.CLUSTERS / REFERENCE.name, "reference").data)
+    put(path, value)(values)
+    try:
+        read_cluster(parse_yaml(yaml.safe_dump(values), "c.yaml"))
+    except UserError as error:
+        check_form(error)
 
-    cluster = make()
-    monkeypatch.setattr(ClusterFolder, "gres_conf", lambda self: "NodeName=node1 Name=gpu File=/nowhere\n")
-    with pytest.raises(ClusterFailed, match=r"(?s)did not start.*nowhere"):
-        cluster.start(timeout=6)
-    assert left(cluster.root) == []
+
+# --- which cluster -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clusters(tmp_path: Path, repo: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of cluster files with the reference, in place of the shipped one."""
+    folder = tmp_path / "clusters"
+    folder.mkdir()
+    (folder / REFERENCE.name).write_text((repo / REFERENCE).read_text())
+    monkeypatch.setattr(module, "CLUSTERS", folder)
+    return folder
+
+
+def nothing() -> LocalMachine:
+    return LocalMachine(hostname="elsewhere", memory_kb=2**21)
+
+
+def test_which_file_is_taken(clusters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that names this host; from another login node the one that names all of Slurm's nodes: one unknown node, and it
+    is another cluster. Two files of one place are refused; a broken one of another place is no matter until it is chosen."""
+    for host in ("rno-it-gpu0006-1", "RNO-IT-GPU0008-1", "rno-it-gpu0008-1.example.org"):
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        assert load_cluster(None, look=nothing).name == "rno-rtxpro6000"
+    (clusters / "broken.yaml").write_text("nodes: [{name: x")
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    two = "NodeName=rno-it-gpu0007-1 Partitions=gpu\nNodeName=rno-it-gpu0008-1 Partitions=gpu\n"
+    assert load_cluster(None, look=lambda: LocalMachine(nodes=two)).name == "rno-rtxpro6000"
+    assert load_cluster(None, look=lambda: LocalMachine(nodes=two + "NodeName=other Partitions=gpu\n")).name == "local"
+    assert load_cluster(None, look=nothing).source == "this machine (elsewhere)"
+    with pytest.raises(UserError, match="not valid YAML"):
+        load_cluster("broken")
+    (clusters / "copy.yaml").write_text((clusters / REFERENCE.name).read_text())
+    with pytest.raises(UserError, match=r"the file is called copy\.yaml"):
+        load_cluster("copy")
+    monkeypatch.setattr("socket.gethostname", lambda: "rno-it-gpu0006-1")
+    with pytest.raises(UserError, match="copy and rno-rtxpro6000 both name"):
+        load_cluster(None, look=nothing)
+    (clusters.parent / "any name.yaml").write_text((clusters / REFERENCE.name).read_text())
+    assert load_cluster(str(clusters.parent / "any name.yaml")).source == str(clusters.parent / "any name.yaml")
+
+
+@pytest.mark.parametrize(
+    ("given_name", "words"),
+    [
+        ("rno-rtxpro600", "did you mean rno-rtxpro6000?"), ("locl", "did you mean local?"),
+        ("ops/clusters/rno-rtx.yaml", "does not exist"), ("/", "is not a file"), ("", "is not a cluster"),
+        ("a\0b", "is not a cluster"), ("x" * 5000, "is not a cluster"), ("y" * 300 + ".yaml", "cannot be read"),
+    ],
+)  # fmt: skip
+def test_a_wrong_name_is_refused_with_the_nearest(given_name: str, words: str) -> None:
+    with pytest.raises(UserError, match=words.replace("?", r"\?")) as caught:
+        load_cluster(given_name)
+    check_form(caught.value)
+
+
+def test_host_names_match_with_and_without_a_domain() -> None:
+    """Slurm often knows the short name where ``hostname`` prints the long one; two long ones are two machines."""
+    assert same_host("a.x.org", ["b", "a"]) == "a"
+    assert same_host("A", ["b.x", "a.x"]) == "a.x"
+    assert same_host("a.x", ["a.y"]) is None
+    assert same_host("a", ["a.x", "a.y"]) is None
+    assert same_host("a.y", ["a.x", "a.y"]) == "a.y"
+
+
+@given(st.frozensets(st.integers(0, 5000), max_size=60), st.text(alphabet="0123456789-, x:/\n", max_size=20))
+def test_a_cpu_list_and_its_set_are_one(cpus: frozenset[int], text: str) -> None:
+    """What is written is what is read; any other text is a list too, or a ValueError of one line."""
+    assert parse_cpu_list(format_cpu_list(cpus)) == cpus
+    try:
+        assert all(cpu >= 0 for cpu in parse_cpu_list(text))
+    except ValueError as error:
+        assert "\n" not in str(error)
+
+
+def test_the_example_of_the_documentation_is_right(repo: Path) -> None:
+    """It is what people copy."""
+    text = (repo / "docs" / "clusters.md").read_text().partition("```yaml\n")[2].partition("```")[0]
+    assert read_cluster(parse_yaml(text, "docs/clusters.md")).name == "my-cluster"
+
+
+def test_variables_of_the_libraries_are_shown(body: dict[str, Any], tmp_path: Path) -> None:
+    """Numbers are taken as they are written; what ranks get instead of derived values is seen before a job."""
+    values = copy.deepcopy(body)
+    values["network"]["environment"] = {"NCCL_IB_GID_INDEX": 3, "NCCL_ALGO": "^Tree"}
+    file = tmp_path / f"{values['name']}.yaml"
+    file.write_text(json.dumps(values))
+    found, stream = load_cluster(str(file)), io.StringIO()
+    assert found.network.environment == {"NCCL_IB_GID_INDEX": "3", "NCCL_ALGO": "^Tree"}
+    render_cluster(found, Console(file=stream, width=120))
+    assert "NCCL_IB_GID_INDEX=3" in stream.getvalue() and "NCCL_ALGO=^Tree" in stream.getvalue()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from clustertune.cluster.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import ThrowawayCluster
 from tests.slurm_job import RECIPE, SETTINGS, Job
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from clustertune.cluster.cluster import ThrowawayCluster
-from clustertune.config.cluster import load_cluster
+from clustertune.cluster.load import load_cluster
 from clustertune.containers import build as images
 from clustertune.containers import pins
 from clustertune.launch import container, stack
+from clustertune.testbed.cluster import ThrowawayCluster
 from tests.command import REPO
 from tests.containers.in_sif import cluster_file, job
 from tests.launch.test_slurm_faults import preempt

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.cluster import load_cluster
+from clustertune.cluster.load import load_cluster
 from clustertune.containers import build as images
 from clustertune.containers import pins
 from clustertune.launch import container

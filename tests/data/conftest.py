@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.schema import Data
 from clustertune.data.prepare import prepare
+from clustertune.recipe.schema import Data
 
 Row = dict[str, Any]
 

@@ -110,10 +110,10 @@ def cpu() -> float:
 
 def measure(data: Path, out: Path, max_length: int) -> dict[str, Any]:
     """All steps on one file; ``out`` is recreated where it was made of something else."""
-    from clustertune.config.schema import Data
     from clustertune.data import sequences, tokens
     from clustertune.data.prepare import prepare
     from clustertune.data.tokenizer import load_tokenizer
+    from clustertune.recipe.schema import Data
 
     found: dict[str, Any] = {"conversations": sum(1 for _ in data.open("rb")), "bytes": data.stat().st_size}
     memory, began = Memory(), cpu()

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.config.schema import Data, ExpectedSplits
 from clustertune.data import prepare as module
 from clustertune.data.prepare import choose_eval, prepare
 from clustertune.errors import ExitCode, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest, seal
+from clustertune.recipe.schema import Data, ExpectedSplits
 
 SETTINGS = Data(name="x", format="lima", eval_fraction=0.25, max_rejected=1)
 

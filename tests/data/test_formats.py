@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from clustertune.config.schema import Data
 from clustertune.data import tokens
 from clustertune.data.chats import read
 from clustertune.data.local_model import train_tokenizer
@@ -25,6 +24,7 @@ from clustertune.data.prepare import prepare
 from clustertune.data.rows import BadRow
 from clustertune.data.sequences import Sequences
 from clustertune.errors import UserError
+from clustertune.recipe.schema import Data
 
 
 def user(text):

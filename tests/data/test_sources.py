@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from clustertune.config.schema import Data
 from clustertune.data import rows as rows_module
 from clustertune.data.prepare import prepare
 from clustertune.data.rows import Rejects
 from clustertune.data.sources import split_of
 from clustertune.errors import UserError
+from clustertune.recipe.schema import Data
 
 
 @pytest.fixture

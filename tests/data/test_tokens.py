@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clustertune.config.schema import Data
 from clustertune.data import sequences, tokens
 from clustertune.data.local_model import CHAT_TEMPLATE, train_tokenizer
 from clustertune.data.prepare import prepare
 from clustertune.data.tokenizer import choose_pad_token, training_template
 from clustertune.errors import ExitCode, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest
+from clustertune.recipe.schema import Data
 
 CHUNK = 2000
 SETTINGS = {"assistant_only_loss": True, "packing": True, "max_length": 64}

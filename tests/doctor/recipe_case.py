@@ -19,15 +19,15 @@ import yaml
 from clustertune import manifest
 from clustertune.check.rule import FAIL, WARN, Finding
 from clustertune.check.rule import RECIPE as RECIPE_RULES
-from clustertune.config.cluster import load_cluster
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.resolve import resolve
-from clustertune.config.resolved import Resolved
+from clustertune.cluster.load import load_cluster
+from clustertune.cluster.schema import Cluster
 from clustertune.containers import pins
 from clustertune.doctor import recipe_context
 from clustertune.doctor.recipe_findings import recipe_checks
 from clustertune.evaluate import punkt
 from clustertune.host.facts import HostFacts, Mount, Package
+from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import Resolved
 from clustertune.tensorfile import Tensor, build_header
 
 MODEL = {

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from clustertune.config.cluster import load_cluster
-from clustertune.config.cluster_schema import ClusterFile, expand_hosts, expand_nodes, shorten_hosts
-from clustertune.config.local_cluster import LocalMachine, judge
+from clustertune.cluster.load import load_cluster
+from clustertune.cluster.local import LocalMachine, judge
+from clustertune.cluster.schema import ClusterFile, expand_hosts, expand_nodes, shorten_hosts
 from clustertune.doctor.cluster_file import draft
 from clustertune.errors import UserError
 from clustertune.host.facts import Gpu, HostFacts, Mount, Nic, RdmaPort

@@ -20,8 +20,8 @@ import pytest
 from clustertune.check import report as reports
 from clustertune.check.report import machine_rules
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, Rule, finding
-from clustertune.cli import app
-from clustertune.config.cluster import load_cluster
+from clustertune.cli.app import app
+from clustertune.cluster.load import load_cluster
 from clustertune.doctor import __main__ as bare_doctor
 from clustertune.doctor import preflight, recipe_findings, wire
 from clustertune.doctor.recipe_findings import all_rules

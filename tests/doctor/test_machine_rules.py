@@ -12,7 +12,7 @@ from clustertune.check.machine_gpu import MINIMUM_DRIVER, XIDS, read_xid
 from clustertune.check.machine_network import matches
 from clustertune.check.nodes import JobNodes
 from clustertune.check.rule import FAIL, MACHINE, NODES, PASS, UNKNOWN, WARN, Finding, checks
-from clustertune.config.cluster import load_cluster
+from clustertune.cluster.load import load_cluster
 from clustertune.doctor import preflight
 from clustertune.errors import UserError
 from clustertune.host.facts import from_dict

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from clustertune.check.rule import FAIL, Finding
-from clustertune.cluster.cluster import ThrowawayCluster
-from clustertune.config.cluster import load_cluster
+from clustertune.cluster.load import load_cluster
 from clustertune.doctor import preflight, wire
 from clustertune.errors import ExitCode, UserError
 from clustertune.host.facts import from_dict
 from clustertune.launch.allocation import Allocation
+from clustertune.testbed.cluster import ThrowawayCluster
 from tests.command import REPO, events, run
 from tests.doctor.machine_cases import GOOD
 from tests.slurm import slurm, slurm_session

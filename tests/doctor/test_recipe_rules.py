@@ -21,10 +21,7 @@ import yaml
 from clustertune import manifest
 from clustertune.chain import default_run_dir
 from clustertune.check.rule import FAIL, UNKNOWN, WARN, exit_code
-from clustertune.config.cluster import load_cluster
-from clustertune.config.load import RECIPES
-from clustertune.config.resolve import resolve
-from clustertune.config.resolved import Resolved
+from clustertune.cluster.load import load_cluster
 from clustertune.containers import pins
 from clustertune.containers import pins as containers
 from clustertune.doctor import recipe_context, recipe_findings, recipe_plan, run_folder
@@ -35,6 +32,9 @@ from clustertune.doctor.stack_faults import FAULTS, holds
 from clustertune.errors import Problem, UserError
 from clustertune.host import packages
 from clustertune.host.facts import Mount
+from clustertune.recipe.load import RECIPES
+from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import Resolved
 from clustertune.tensorfile import Tensor, build_header
 from tests.command import run
 from tests.doctor.recipe_case import (
@@ -678,8 +678,8 @@ def test_a_login_node_needs_no_torch() -> None:
     """Importing it takes seconds there, and a bare environment does not have it."""
     program = (
         "import json, sys\n"
-        "from clustertune.config.cluster import load_cluster\n"
-        "from clustertune.config.resolve import resolve\n"
+        "from clustertune.cluster.load import load_cluster\n"
+        "from clustertune.resolve.resolve import resolve\n"
         "from clustertune.doctor import recipe_context, recipe_findings\n"
         "context = recipe_context.build(resolve('llama405b-oasst2'), load_cluster('rno-rtxpro6000'))\n"
         "found = recipe_findings.recipe_findings(context)\n"

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from clustertune.check.rule import SCRIPT, checks
 from clustertune.check.script_batch import read_header
-from clustertune.cli import run_command
-from clustertune.commands import doctor
+from clustertune.cli import doctor
+from clustertune.cli.app import run_command
 from clustertune.doctor.sbatch import lint
 from tests import tree
 from tests.doctor import bare

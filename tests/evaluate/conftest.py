@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune.config.schema import Eval
-from clustertune.config.tasks import first_task
 from clustertune.evaluate.inputs import locate_upstream
 from clustertune.evaluate.run import evaluate
+from clustertune.recipe.schema import Eval
+from clustertune.recipe.tasks import first_task
 
 SETTINGS = Eval(max_gen_toks=8, batch_size=8)
 IFEVAL = first_task()

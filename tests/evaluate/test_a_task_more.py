@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune.config import tasks
-from clustertune.config.cluster import load_cluster
-from clustertune.config.resolve import resolve
-from clustertune.config.schema import Eval
+from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
 from clustertune.evaluate.run import evaluate
 from clustertune.launch.serving import evaluation
+from clustertune.recipe import tasks
+from clustertune.recipe.schema import Eval
 from clustertune.report.page import build
+from clustertune.resolve.resolve import resolve
 from clustertune.staging.collect import Collector
 from clustertune.staging.worker import Bounds
 from tests.doctor.recipe_case import make

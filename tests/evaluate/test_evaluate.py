@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from clustertune import manifest
-from clustertune.config.schema import Eval
-from clustertune.config.tasks import first_task
 from clustertune.errors import ExitCode, UserError
 from clustertune.evaluate import run as room
 from clustertune.evaluate.answers import AnswerLog
 from clustertune.evaluate.run import evaluate
+from clustertune.recipe.schema import Eval
+from clustertune.recipe.tasks import first_task
 from tests.evaluate.conftest import SETTINGS, Scored
 
 

@@ -12,10 +12,10 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from clustertune.config.tasks import read_task_file
 from clustertune.errors import UserError
 from clustertune.evaluate import inputs as room
 from clustertune.evaluate.run import quiet
+from clustertune.recipe.tasks import read_task_file
 from tests.evaluate.conftest import IFEVAL, forbid_network
 
 GIVEN = yaml.safe_load((IFEVAL.folder / "task.yaml").read_text())

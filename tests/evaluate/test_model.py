@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from clustertune.cli import app
+from clustertune.cli.app import app
 from clustertune.errors import ExitCode, UserError
 from clustertune.evaluate.model import check_device, check_model, check_weights, pick_device
 from clustertune.evaluate.run import load_lm, out_of_memory

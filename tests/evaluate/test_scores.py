@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from clustertune.config.schema import Eval
-from clustertune.config.tasks import first_task
 from clustertune.errors import ExitCode, UserError
 from clustertune.evaluate.scores import clustered_stderr, judge, render, require_pass
+from clustertune.recipe.schema import Eval
+from clustertune.recipe.tasks import first_task
 
 SCORES = dict(zip(first_task().metrics, (0.5, 0.6, 0.55, 0.7), strict=True))
 

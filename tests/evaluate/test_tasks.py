@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from clustertune.config.schema import Eval, Recipe, without_old_keys
 from clustertune.errors import UserError
 from clustertune.evaluate import tasks
 from clustertune.evaluate.answers import AnswerLog
 from clustertune.evaluate.run import evaluate
 from clustertune.evaluate.scores import read_result
+from clustertune.recipe.schema import Eval, Recipe, without_old_keys
 from tests.conftest import TEXTS, TINY_LLAMA
 from tests.evaluate.conftest import forbid_network
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.cluster_schema import Cluster
+from clustertune.cluster.schema import Cluster
 
 REPO = Path(__file__).resolve().parents[2]
 CLUSTER_FILES = sorted(path.stem for path in (REPO / "ops" / "clusters").glob("*.yaml"))

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from clustertune.config.resolve import resolve
 from clustertune.errors import Problem, UserError
 from clustertune.launch import allocation
 from clustertune.launch.signal_margin import SignalMargin
+from clustertune.resolve.resolve import resolve
 from tests.launch.machines import machine
 
 ENVIRONMENT = {

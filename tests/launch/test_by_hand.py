@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from clustertune.config.architecture import scale_down
-from clustertune.config.resolve import resolve
 from clustertune.data.local_model import make_local_model
+from clustertune.recipe.architecture import scale_down
+from clustertune.resolve.resolve import resolve
 from clustertune.training.accelerate_env import accelerate_environment
 from tests.command import REPO
 

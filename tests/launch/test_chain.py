@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from clustertune import chain, manifest
-from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
+from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from clustertune.arguments import existing_folder, newest_merged
-from clustertune.config.cluster import load_cluster
-from clustertune.config.cluster_schema import Cluster, SlurmFacts, Storage
-from clustertune.config.resolve import resolve
+from clustertune.cluster.load import load_cluster
+from clustertune.cluster.schema import Cluster, SlurmFacts, Storage
 from clustertune.errors import UserError
 from clustertune.launch import allocation, cluster_paths, shape, submit
+from clustertune.resolve.resolve import resolve
 from clustertune.staging import bundle
 from tests.command import run
 from tests.launch.machines import machine

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.cluster import load_cluster
-from clustertune.config.cluster_schema import CONTAINER_OPTIONS, Cluster, Container
-from clustertune.config.resolve import resolve
+from clustertune.cluster.load import load_cluster
+from clustertune.cluster.schema import CONTAINER_OPTIONS, Cluster, Container
 from clustertune.errors import UserError
 from clustertune.launch import container, step
+from clustertune.resolve.resolve import resolve
 from tests.command import REPO
 
 REFERENCE = load_cluster(str(REPO / "ops" / "clusters" / "rno-rtxpro6000.yaml"))

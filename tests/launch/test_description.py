@@ -12,12 +12,12 @@ import yaml
 
 from clustertune import chain
 from clustertune import job as program
-from clustertune.commands import job as command
-from clustertune.config.cluster import load_cluster
-from clustertune.config.resolve import resolve
-from clustertune.config.resolved import Resolved
+from clustertune.cli import job as command
+from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
 from clustertune.launch import allocation, cluster_paths, progress, shape
+from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import SCHEMA, RunDir
 from clustertune.submission import Submission
 from tests.command import REPO

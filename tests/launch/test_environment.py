@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.cluster import load_cluster
-from clustertune.config.cluster_schema import Cluster
+from clustertune.cluster.load import load_cluster
+from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
 from clustertune.launch import environment as module
 from clustertune.launch.environment import environment, make_own_folder, own_folder

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.resolve import resolve
-from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
 from clustertune.launch import shape
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.constants import Constants
 from clustertune.plan.predict import footprint, make_plan
+from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import Resolved
 from tests.launch.machines import RECIPES, machine
 
 

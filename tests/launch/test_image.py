@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.config.cluster_schema import Container
+from clustertune.cluster.schema import Container
 from clustertune.errors import UserError
 from clustertune.launch import image
 

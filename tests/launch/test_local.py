@@ -6,8 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from clustertune.config.resolve import resolve
 from clustertune.launch import local
+from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from tests.command import REPO
 

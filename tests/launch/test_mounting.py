@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.config.cluster_schema import Container
+from clustertune.cluster.schema import Container
 from clustertune.launch import image
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.cluster.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import ThrowawayCluster
 from tests.command import REPO
 from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures
 from tests.slurm_job import Job

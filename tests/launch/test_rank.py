@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from clustertune import rank, storage
-from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.judge import judge
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.process import STOP_SIGNALS
+from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from clustertune.training import accelerate_env, tracker
 from tests.command import REPO

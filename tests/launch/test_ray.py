@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from clustertune import raytrain
-from clustertune.commands import launchers
+from clustertune.cli import launchers
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.judge import Outcome
 from clustertune.launch.plan import AttemptPlan, Node

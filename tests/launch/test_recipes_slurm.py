@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.cluster.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import ThrowawayCluster
 from tests.recipe_runs import RUNS, WORDS, judge
 from tests.slurm import make, tidy
 from tests.slurm_job import Job

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clustertune.config.cluster import Cluster, load_cluster
-from clustertune.config.resolve import resolve
+from clustertune.cluster.load import Cluster, load_cluster
 from clustertune.launch.serving import (
     FEWEST,
     GPU_OVERHEAD,
@@ -18,6 +17,7 @@ from clustertune.launch.serving import (
     serving,
 )
 from clustertune.launch.shape import stage_shapes, warnings
+from clustertune.resolve.resolve import resolve
 from tests.conftest import REPO
 
 GIB = 1 << 30

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from clustertune.config.resolve import resolve
 from clustertune.launch import shape
+from clustertune.resolve.resolve import resolve
 from clustertune.rundir import STAGES
 from tests.launch.machines import machine
 from tests.launch.test_fit import with_distribution

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.resolve import resolve
 from clustertune.launch import signal_margin
+from clustertune.resolve.resolve import resolve
 
 
 def run_with(folder: Path, *events: dict[str, Any] | str) -> Path:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
 from clustertune.launch import skypilot
 from clustertune.launch.skypilot import SkyOptions, render
+from clustertune.resolve.resolve import resolve
 from tests.command import REPO, run
 from tests.launch.machines import OURS
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clustertune.config.schema import parse_minutes
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import slurm
+from clustertune.recipe.schema import parse_minutes
 
 SHOWN = """\
 JobId=1 JobName=x-train

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.cluster.cluster import ThrowawayCluster as Throwaway
-from clustertune.commands import submit as command
+from clustertune.cli import submit as command
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import slurm, submit
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.rundir import RunDir
+from clustertune.testbed.cluster import ThrowawayCluster as Throwaway
 from tests.launch.job_record import job_record
 from tests.launch.test_submit import Recorder, cluster_call, jobs_for, sender
 from tests.slurm import slurm as slurm_cluster

@@ -11,13 +11,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from clustertune.cluster.cluster import ThrowawayCluster as Throwaway
-from clustertune.commands import submit as command
-from clustertune.config.resolve import resolve
+from clustertune.cli import submit as command
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import cluster_paths, shape, signal_margin, slurm, submit
+from clustertune.resolve.resolve import resolve
 from clustertune.rundir import STAGES, RunDir
 from clustertune.submission import Submission
+from clustertune.testbed.cluster import ThrowawayCluster as Throwaway
 from tests.launch.job_record import job_record
 from tests.launch.machines import OURS, machine
 from tests.slurm import slurm as slurm_cluster

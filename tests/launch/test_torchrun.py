@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from clustertune import chain
-from clustertune.commands.launchers import resolve_for_nodes
+from clustertune.cli.launchers import resolve_for_nodes
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch import torchrun
 from clustertune.launch.plan import Node

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from clustertune import manifest
-from clustertune.adapter.expected import build_expected
-from clustertune.config.resolve import resolve
-from clustertune.config.resolved import Resolved
 from clustertune.data.prepare import FILES
+from clustertune.export.expected import build_expected
+from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 from tests.megatron.standin import Loop, installed
 

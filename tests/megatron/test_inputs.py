@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from clustertune import manifest
-from clustertune.config.resolved import Resolved
 from clustertune.data.local_model import make_local_model
 from clustertune.data.tokenizer import training_template
 from clustertune.errors import UserError
 from clustertune.megatron import inputs
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 from tests.megatron.conftest import SMALL
 

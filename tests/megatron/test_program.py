@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from clustertune import manifest
-from clustertune.adapter.export import export
 from clustertune.checkpoint import store
-from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, UserError
+from clustertune.export.export import export
 from clustertune.megatron import inputs, program
 from clustertune.megatron.bridge import Bridge
 from clustertune.process import StopFlag
 from clustertune.report.metrics import read_metrics
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 from clustertune.training.heartbeat import Attempt, Heartbeat
 from tests.megatron.standin import Loop

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.megatron import EXPERTS
-from clustertune.config.resolve import resolve
-from clustertune.config.resolved import Resolved
 from clustertune.megatron import settings
+from clustertune.resolve.megatron import EXPERTS
+from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import Resolved
 from tests.megatron.standin import NAMES
 
 RECIPES = ("llama70b-megatron", "llama405b-megatron")

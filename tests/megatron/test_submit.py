@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.config.cluster import load_cluster
-from clustertune.config.resolve import resolve
+from clustertune.cluster.load import load_cluster
 from clustertune.launch import megatron
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.launch.stack import Stack
+from clustertune.resolve.resolve import resolve
 from tests.command import REPO, Done, run
 
 FILE = REPO / "ops" / "clusters" / "dgx-h100.yaml"
@@ -142,7 +142,7 @@ class Finder:
         if name.split(".")[0] in {blocked!r}:
             raise ImportError("not in NVIDIA's image: " + name)
 sys.meta_path.insert(0, Finder())
-import clustertune.rank, clustertune.launch.node, clustertune.cli, clustertune.job
+import clustertune.rank, clustertune.launch.node, clustertune.cli.app, clustertune.job
 from clustertune.megatron import program, bridge, settings, inputs
 from clustertune.training import collectives
 """

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.megatron import data_parallel, find_problems
-from clustertune.config.schema import Megatron
+from clustertune.recipe.schema import Megatron
+from clustertune.resolve.megatron import data_parallel, find_problems
 from tests.megatron.record_verdicts import CASES, MODELS, NAMES, verdict
 
 VERDICTS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("verdicts.json").read_text())

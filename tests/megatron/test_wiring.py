@@ -12,13 +12,13 @@ import pytest
 from safetensors.torch import save_file
 
 from clustertune import chain, manifest, rank
-from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode
 from clustertune.launch import node
 from clustertune.launch.agent import Agent
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.megatron import inputs, program
 from clustertune.process import StopFlag
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 from clustertune.training.heartbeat import Attempt, Heartbeat
 from tests.megatron.standin import Loop

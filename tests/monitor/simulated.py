@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.resolve import resolve
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.monitor import machine
 from clustertune.monitor.sampler import TelemetryWriter
 from clustertune.report.telemetry import FOLDER, TelemetryRow
+from clustertune.resolve.resolve import resolve
 from clustertune.rundir import SCHEMA, RunDir
 
 GPU = "NVIDIA H100 80GB HBM3"

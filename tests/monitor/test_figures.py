@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from clustertune.config.resolve import resolve
+from clustertune.resolve.resolve import resolve
 from clustertune.training.figures import COLUMNS, RECENT, Clock, Figures
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.cluster_schema import Monitor
+from clustertune.cluster.schema import Monitor
 from clustertune.errors import UserError
 from clustertune.monitor import live, page
 from clustertune.monitor.status import Alert, Watcher
@@ -232,7 +232,7 @@ def test_dollars_without_a_price_are_refused(folder: Path) -> None:
 
 
 def test_a_budget_changes_no_fingerprint() -> None:
-    from clustertune.config.resolve import resolve
+    from clustertune.resolve.resolve import resolve
 
     plain, limited = (resolve("tiny-oasst2", words) for words in ([], ["budget.usd=5"]))
     assert plain.fingerprint() == limited.fingerprint()

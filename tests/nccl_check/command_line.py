@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from clustertune.commands import nccl_check as program
-from clustertune.config.cluster import load_cluster
+from clustertune.cli import nccl_check as program
+from clustertune.cluster.load import load_cluster
 from clustertune.launch.batch import BatchJob
 from clustertune.nccl_check import check
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from clustertune.cli import app
-from clustertune.config.cluster import load_cluster
+from clustertune.cli.app import app
+from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
 from clustertune.nccl_check.check import not_judged
 from clustertune.nccl_check.result import parse_size, show_size

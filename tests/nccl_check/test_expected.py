@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.config.cluster import load_cluster
-from clustertune.config.cluster_schema import Cluster
-from clustertune.config.hardware import read_hardware
+from clustertune.cluster.hardware import read_hardware
+from clustertune.cluster.load import load_cluster
+from clustertune.cluster.schema import Cluster
 from clustertune.nccl_check.check import expected
 from clustertune.plan.machine import machine
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Rule, finding
-from clustertune.cluster.cluster import ThrowawayCluster
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.allocation import Allocation
 from clustertune.nccl_check import check, result
 from clustertune.nccl_check.setup import CheckOptions
+from clustertune.testbed.cluster import ThrowawayCluster
 from tests.command import events
 from tests.launch.machines import machine
 from tests.nccl_check.documents import Files, setup

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.cluster import load_cluster
-from clustertune.config.cluster_schema import Cluster
+from clustertune.cluster.load import load_cluster
+from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
 from clustertune.nccl_check import check
 from clustertune.nccl_check import result as table

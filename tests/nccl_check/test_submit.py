@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from clustertune.check.rule import EXIT
-from clustertune.cluster.cluster import ThrowawayCluster
-from clustertune.commands import nccl_check
+from clustertune.cli import nccl_check
 from clustertune.errors import UserError
 from clustertune.nccl_check import check
+from clustertune.testbed.cluster import ThrowawayCluster
 from tests.command import REPO, run
 from tests.launch.machines import CLUSTER_FILES, machine
 from tests.nccl_check.command_line import command_line, job

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.cluster import load_cluster
+from clustertune.cluster.load import load_cluster
 from clustertune.launch.environment import environment
 from clustertune.nccl_check import tune
 from clustertune.nccl_check.tune import TuneCandidate

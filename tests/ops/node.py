@@ -43,7 +43,7 @@ ip link set lo up
 SERVER = """
 import contextlib, ctypes, io, json, os, sys, tempfile, traceback
 import clustertune.ops.storage.judge, clustertune.ops.storage.plan
-from clustertune.cli import main
+from clustertune.cli.app import main
 
 def enter(pid):
     spaces = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in ("pid", "net", "mnt")]

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from clustertune.config.cluster import load_cluster
-from clustertune.config.cluster_schema import Cluster
+from clustertune.cluster.load import load_cluster
+from clustertune.cluster.schema import Cluster
 
 BASE: dict[str, Any] = {
     "name": "odd",

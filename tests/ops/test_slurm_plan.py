@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from clustertune.check.rule import FAIL, PASS, SLURM, UNKNOWN, WARN, checks
-from clustertune.config.cluster import load_cluster
-from clustertune.config.cluster_schema import Cluster
+from clustertune.cluster.load import load_cluster
+from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
 from clustertune.host.credentials import mask_settings
 from clustertune.ops import files as files_room

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.cluster.cluster import ClusterFailed
-from clustertune.cluster.rehearsal import shape, try_out
-from clustertune.cluster.spec import search_path
-from clustertune.config.cluster import load_cluster
-from clustertune.config.cluster_schema import Cluster
+from clustertune.cluster.load import load_cluster
+from clustertune.cluster.schema import Cluster
 from clustertune.ops.nodes import tool
 from clustertune.ops.slurm.planning import all_texts, make_plan
 from clustertune.ops.slurm.texts import GRES_CONF, SLURM_CONF
+from clustertune.testbed.cluster import ClusterFailed
+from clustertune.testbed.rehearsal import shape, try_out
+from clustertune.testbed.spec import search_path
 from tests.command import REPO, run
 from tests.ops.slurm_clusters import ODD, load
 from tests.slurm import FaultyCluster as Slurm

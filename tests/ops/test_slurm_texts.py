@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.config.cluster import known_clusters, load_cluster
+from clustertune.cluster.load import known_clusters, load_cluster
 from clustertune.errors import UserError
 from clustertune.launch.slurm import expand_hosts
 from clustertune.ops.nodes import tool

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clustertune.check.rule import FAIL, PASS, STORAGE, UNKNOWN, WARN, checks, exit_code
-from clustertune.config.cluster import load_cluster
+from clustertune.cluster.load import load_cluster
 from clustertune.ops.storage import judge
 from clustertune.ops.storage.layout import StorageLayout, layout
 from clustertune.ops.storage.node import Facts, MountPoint, MountState

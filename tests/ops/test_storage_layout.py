@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.cluster import load_cluster
+from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
 from clustertune.ops.storage import node as storage
 from clustertune.ops.storage import plan

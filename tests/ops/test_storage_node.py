@@ -205,7 +205,7 @@ def test_apply_does_not_wait_for_a_frozen_brick(shared: tuple[Node, Path]) -> No
 import sys
 from clustertune.ops.storage import plan
 plan.FOLDER_SECONDS = 1
-from clustertune.cli import main
+from clustertune.cli.app import main
 sys.exit(main())
 """
     try:

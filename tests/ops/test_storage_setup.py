@@ -11,7 +11,7 @@ from tests.ops.node import brick, checked, cluster_file, node, pooled, two_brick
 STEPWISE = """
 import os, sys
 from pathlib import Path
-from clustertune.config.cluster import load_cluster
+from clustertune.cluster.load import load_cluster
 from clustertune.ops.storage import plan as module
 from clustertune.ops.storage.plan import make_plan
 cluster, fstab, was = load_cluster(sys.argv[1]), Path("/etc/fstab"), Path("/etc/fstab").read_bytes()

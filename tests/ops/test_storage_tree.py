@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from clustertune.config.cluster import load_cluster
+from clustertune.cluster.load import load_cluster
 from clustertune.ops.storage.layout import EXPORT_FILE
 from clustertune.ops.storage.node import elsewhere, fstab_entries
 from clustertune.ops.storage.plan import apply, make_plan

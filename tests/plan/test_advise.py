@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.cluster import load_cluster
-from clustertune.config.cluster_schema import Container
-from clustertune.config.overrides import RecipeSource, share
-from clustertune.config.resolve import resolve
+from clustertune.cluster.load import load_cluster
+from clustertune.cluster.schema import Container
 from clustertune.plan import advise as advisor
 from clustertune.plan.advise import Advice, Candidate, Goal, advise, candidates
 from clustertune.plan.constants import Constants
@@ -24,6 +22,8 @@ from clustertune.plan.machine import PlanMachine, machine
 from clustertune.plan.predict import make_plan, make_shape, read_strategy
 from clustertune.plan.strategy import Strategy
 from clustertune.plan.tables import ROWS
+from clustertune.resolve.overrides import RecipeSource, share
+from clustertune.resolve.resolve import resolve
 from tests.command import run
 from tests.plan.world import FSDP2, LLAMA_8B, LLAMA_70B, LORA_SECTION, write_cluster, write_recipe
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.counted import ParameterCount
 from clustertune.errors import ExitCode, UserError
 from clustertune.plan import memory
 from clustertune.plan.calibration import IDENTIFIED, PRIOR, CalibratedRun, Fit, Observation, fit, read, store
@@ -20,6 +19,7 @@ from clustertune.plan.constants import Constants
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.step import step
 from clustertune.plan.strategy import ModelShape
+from clustertune.recipe.counted import ParameterCount
 from tests.plan.world import counted, machine, mixture, shape
 
 COMPUTING = machine(peak_flops=1e11)

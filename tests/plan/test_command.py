@@ -13,14 +13,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from clustertune.commands import plan as command
-from clustertune.config.resolve import resolve
+from clustertune.cli import plan as command
 from clustertune.errors import UserError
 from clustertune.plan.machine import Link
 from clustertune.plan.predict import make_plan
+from clustertune.resolve.resolve import resolve
 from tests.command import run as run_command
-from tests.config.conftest import check_form
 from tests.plan.world import LLAMA_70B, LORA_SECTION, machine, write_cluster, write_recipe
+from tests.recipe.conftest import check_form
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_a_run_of_another_machine_is_not_learnt_from(tmp_path: Path, recipe: Pat
 def test_a_plan_imports_no_library_of_training(recipe: Path, cluster: Path) -> None:
     """0.3 s for a plan: torch, transformers, numpy and the like alone take seconds."""
     program = (
-        "import sys\nfrom clustertune.cli import app\n"
+        "import sys\nfrom clustertune.cli.app import app\n"
         f"sys.argv = ['clustertune', 'plan', {str(recipe)!r}, '--cluster', {str(cluster)!r}, '--json']\n"
         "app(standalone_mode=False)\n"
         "heavy = {'torch', 'transformers', 'accelerate', 'peft', 'trl', 'numpy', 'datasets', 'scipy'} & set(sys.modules)\n"

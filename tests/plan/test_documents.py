@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.config.cluster import CLUSTERS
-from clustertune.config.resolve import resolve
+from clustertune.cluster.load import CLUSTERS
+from clustertune.resolve.resolve import resolve
 from tests.command import run
 
 REFERENCE = ["plan", "llama405b-oasst2", "--cluster", "rno-rtxpro6000"]

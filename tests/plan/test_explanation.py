@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.hardware import Price
-from clustertune.config.resolve import resolve
+from clustertune.cluster.hardware import Price
 from clustertune.errors import UserError
 from clustertune.plan import explanation
 from clustertune.plan.constants import Constants, Term, number, quantity
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import Link, PlanMachine
 from clustertune.plan.predict import Plan, make_plan
+from clustertune.resolve.resolve import resolve
 from tests.plan.test_advise import EXPERTS, NF4
 from tests.plan.world import FSDP2, INTER, INTRA, LORA_SECTION, constants, machine, write_recipe
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.parameters import count
 from clustertune.plan import memory
 from clustertune.plan.constants import Constants
 from clustertune.plan.strategy import ModelShape
+from clustertune.recipe.parameters import count
 from tests.tree import REPO
 from tools.planner_grade.data import case as published_case
 from tools.planner_grade.data import published_models, published_runs

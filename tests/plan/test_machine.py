@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.cluster import load_cluster
-from clustertune.config.cluster_schema import Cluster, Compute, Host, Network, Storage
+from clustertune.cluster.load import load_cluster
+from clustertune.cluster.schema import Cluster, Compute, Host, Network, Storage
 from clustertune.errors import UserError
 from clustertune.plan.machine import machine
 from clustertune.plan.measured import MeasuredLinks
-from tests.config.conftest import check_form
+from tests.recipe.conftest import check_form
 
 CHECK = MeasuredLinks("c", "2026-11-02", 2, 8, "nccl", "NET/IB", 362.0, 340.0, "c.nccl-check.json")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.cluster import load_cluster
+from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
 from clustertune.plan.measured import find_measured, read_measured
-from tests.config.conftest import check_form
+from tests.recipe.conftest import check_form
 
 MIB = 2**20
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.resolve import resolve
 from clustertune.plan import memory
 from clustertune.plan.constants import Constants
 from clustertune.plan.predict import make_shape, read_strategy
+from clustertune.resolve.resolve import resolve
 from tests.tree import REPO
 
 pytestmark = pytest.mark.timeout(900)

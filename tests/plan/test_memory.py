@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.resolve import resolve
 from clustertune.plan import memory
 from clustertune.plan.memory import RANK_HOST_BYTES, Moment, host_parts, save_copy
 from clustertune.plan.predict import make_shape, read_strategy
 from clustertune.plan.strategy import ModelShape
+from clustertune.resolve.resolve import resolve
 from tests.plan.world import (
     ADAPTERS,
     ENDS,

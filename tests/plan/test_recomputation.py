@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.config import overrides
-from clustertune.config.cluster import load_cluster
-from clustertune.config.overrides import RecipeSource
-from clustertune.config.resolve import resolve
+from clustertune.cluster.load import load_cluster
 from clustertune.plan import memory
 from clustertune.plan.advise import remedies
 from clustertune.plan.constants import total
@@ -21,6 +18,9 @@ from clustertune.plan.memory import SavedActivations, products
 from clustertune.plan.predict import Plan, make_plan, read_strategy
 from clustertune.plan.step import flops, micro_batch, traffic
 from clustertune.plan.strategy import ModelShape
+from clustertune.resolve import overrides
+from clustertune.resolve.overrides import RecipeSource
+from clustertune.resolve.resolve import resolve
 from tests.command import run
 from tests.plan.world import (
     FSDP2,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.cluster import load_cluster
-from clustertune.config.resolve import resolve
+from clustertune.cluster.load import load_cluster
 from clustertune.plan.advise import Remedy, remedies
 from clustertune.plan.machine import PlanMachine, machine
 from clustertune.plan.predict import Plan, make_plan
+from clustertune.resolve.resolve import resolve
 from tests.plan.world import FSDP2, LLAMA_70B, LORA_SECTION, write_cluster, write_recipe
 
 GIB = 2**30

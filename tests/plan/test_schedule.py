@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths, read_lengths
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.plan.schedule import START_S, check_schedule_end, times
+from clustertune.resolve.resolve import resolve
 from tests.plan.world import LORA_SECTION, constants, machine, write_recipe
 
 

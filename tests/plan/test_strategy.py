@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.predict import read_strategy, real_length
 from clustertune.plan.strategy import Strategy, moments, strategy
+from clustertune.resolve.resolve import resolve
 from tests.command import REPO
 from tests.plan.world import RECOMPUTE
 
@@ -169,7 +169,7 @@ def test_fsdp_offload_takes_everything() -> None:
     ],
 )
 def test_a_quantised_base(words: str, weight: float, gather: float, whole: float) -> None:
-    """Block scales count; bitsandbytes' stay whole on every rank. FSDP2 splits no uint8: config/checks.py refuses that."""
+    """Block scales count; bitsandbytes' stay whole on every rank. FSDP2 splits no uint8: recipe/checks.py refuses that."""
     found = read(quantized(words))
     assert (found.weight_bytes, found.whole_bytes) == pytest.approx((weight, whole), abs=1e-4)
     check(found, gather_bytes=gather, other_bytes=2)
@@ -279,7 +279,7 @@ def test_hybrid_shard_needs_whole_nodes() -> None:
 
 def test_a_plan_of_a_run_reads_what_the_run_resolved() -> None:
     """A run folder that was copied from elsewhere is planned without its recipe's files."""
-    from clustertune.config.resolved import Resolved
+    from clustertune.resolve.resolved import Resolved
 
     resolved = resolve(RECIPE, [f"{PARALLEL}_dp_replicate_size=2"])
     again = Resolved.from_dict(json.loads(json.dumps(resolved.as_dict())))

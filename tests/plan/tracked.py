@@ -127,7 +127,7 @@ def train(folder: Path) -> Tracker:
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from clustertune.config.resolve import resolve
+    from clustertune.resolve.resolve import resolve
     from clustertune.training import accelerate_env, build, cpu_fsdp, packing, recompute
 
     resolved = resolve(folder)

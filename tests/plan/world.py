@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.counted import Attention, LayerKind, Linear, ParameterCount
-from clustertune.config.distribution import Recompute
 from clustertune.plan.constants import Constants
 from clustertune.plan.machine import Link, PlanMachine
 from clustertune.plan.strategy import ModelShape, Strategy
+from clustertune.recipe.counted import Attention, LayerKind, Linear, ParameterCount
+from clustertune.resolve.distribution import Recompute
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 64, 128, 4, 1000
 NARROW = 32

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune import cli, secrets
 from clustertune.chain import Chain
-from clustertune.config.resolve import resolve
+from clustertune.cli import app as cli
+from clustertune.cli import secrets
 from clustertune.errors import UserError
+from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from tests.command import Done
 from tests.push.conftest import change, reseal

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from clustertune.bench.preparation import BenchRequest, make
-from clustertune.config.resolve import resolve
 from clustertune.report import compare, source
 from clustertune.report.metrics import Metrics, StepRecord, Steps
+from clustertune.resolve.resolve import resolve
 from clustertune.training.bench_schedule import BenchSchedule
 
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.schema import Eval
 from clustertune.errors import UserError
 from clustertune.evaluate.run import evaluate
 from clustertune.launch.serving import Serving
+from clustertune.recipe.schema import Eval
 from tests.serving.conftest import job
 from tests.serving.test_servers import gone, processes, step
 

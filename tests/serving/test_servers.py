@@ -15,7 +15,6 @@ import pytest
 from lm_eval.api.instance import Instance
 from safetensors.torch import load_file, save_file
 
-from clustertune.config.schema import Eval
 from clustertune.errors import UserError
 from clustertune.evaluate import run as evaluating
 from clustertune.evaluate import servers
@@ -23,6 +22,7 @@ from clustertune.evaluate.model import check_model, check_tensors
 from clustertune.evaluate.run import evaluate
 from clustertune.evaluate.servers import READY, Servers, ServingJob, ask, commands, find_program, lora_rank
 from clustertune.launch.serving import Serving
+from clustertune.recipe.schema import Eval
 from tests.command import run
 from tests.serving.conftest import FAKE, Start, job
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.cluster.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import ThrowawayCluster
 from tests.command import REPO, SHORT, Done
 from tests.launch.test_job_places import cluster_file
 from tests.serving.conftest import FAKE

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.config.cluster_schema import Staging
-from clustertune.config.tasks import first_task
+from clustertune.cluster.schema import Staging
+from clustertune.recipe.tasks import first_task
 from clustertune.staging import cache, needs
 from clustertune.staging.cache import SourceFolder, Stager
 from clustertune.staging.worker import Bounds

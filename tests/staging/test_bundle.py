@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from clustertune import manifest
-from clustertune.config.load import find_elsewhere
-from clustertune.config.resolve import resolve
+from clustertune.recipe.load import find_elsewhere
+from clustertune.resolve.resolve import resolve
 from clustertune.staging import bundle, needs, verify
 from tests.command import REPO, SHORT
 from tests.evaluate.test_tasks import choices, write_repository

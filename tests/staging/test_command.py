@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from clustertune import manifest
-from clustertune.commands.stage import documents
+from clustertune.cli.stage import documents
 from clustertune.staging import needs
 from tests.staging.conftest import DATASET, MODEL, REVISION, run, same, write_cluster
 

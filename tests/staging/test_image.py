@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.config.cluster import load_cluster
-from clustertune.config.cluster_schema import Container
-from clustertune.config.resolve import resolve
+from clustertune.cluster.load import load_cluster
+from clustertune.cluster.schema import Container
 from clustertune.errors import UserError
+from clustertune.resolve.resolve import resolve
 from clustertune.staging.collect import BundlePart, Collector
 from clustertune.staging.worker import Bounds
 

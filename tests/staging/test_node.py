@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from clustertune import manifest
-from clustertune.config.cluster import load_cluster
-from clustertune.config.resolve import resolve
+from clustertune.cluster.load import load_cluster
 from clustertune.launch import cluster_paths
 from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from clustertune.staging import needs, node
 from tests.command import REPO, events

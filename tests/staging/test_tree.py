@@ -332,7 +332,7 @@ def test_the_copies_leave_the_memory_as_it_was(tmp_path: Path, bench: Bench) -> 
 @pytest.mark.parametrize("wrong", ["absent parent", "others may write", "a link"])
 def test_a_staging_folder_that_cannot_be_trusted_is_refused(tmp_path: Path, wrong: str) -> None:
     """An unmounted disk would fill the system's; a folder that others write to would feed them to the ranks."""
-    from clustertune.config.cluster_schema import Staging
+    from clustertune.cluster.schema import Staging
 
     folder = tmp_path / "local"
     if wrong == "absent parent":

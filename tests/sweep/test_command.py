@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import typer
 
-from clustertune.cli import run_command
-from clustertune.cluster.cluster import ThrowawayCluster
-from clustertune.commands import sweep as command
+from clustertune.cli import sweep as command
+from clustertune.cli.app import run_command
 from clustertune.doctor.sbatch import lint
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch import submit
 from clustertune.rundir import RunDir
 from clustertune.sweep import array
 from clustertune.sweep.points import Point, read_sweep
+from clustertune.testbed.cluster import ThrowawayCluster
 from tests.command import REPO
 from tests.launch.machines import machine
 from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures

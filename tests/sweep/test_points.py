@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
+from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from clustertune.sweep.points import SWEEP, Sweep, make_sweep, missing_inputs, point, read_sweep, same_weights
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clustertune.config.yamlfile import parse_value
 from clustertune.errors import UserError
+from clustertune.recipe.yamlfile import parse_value
 from clustertune.sweep.points import MAX_POINTS, Axis, combinations, parse_axes, split_values
 
 

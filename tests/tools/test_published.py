@@ -10,8 +10,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from clustertune.config.hardware import load_hardware
-from clustertune.config.parameters import count, parameter_count
+from clustertune.cluster.hardware import load_hardware
+from clustertune.recipe.parameters import count, parameter_count
 from tests.tree import REPO
 from tools.planner_grade import data
 from tools.planner_grade.data import claims_file, cluster_document, published_clusters, published_models, published_runs

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.chain import open_run
-from clustertune.config.resolve import resolve
 from clustertune.data import tokens
 from clustertune.data.tokenizer import load_tokenizer
 from clustertune.errors import ExitCode
+from clustertune.resolve.resolve import resolve
 from tests.command import REPO, events, run
 from tests.training.forked import FSDP2, Forge
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode, UserError
+from clustertune.resolve.resolve import resolve
 from clustertune.training import base_model
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}

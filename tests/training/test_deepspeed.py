@@ -167,7 +167,7 @@ def test_the_adapter_is_what_deepspeed_s_own_script_finds(trained: Path, tmp_pat
     """Bit for bit, by a reader of our own that maps the files; and nothing is taken from a file that was changed."""
     from safetensors.torch import load_file
 
-    from clustertune.adapter.export import export
+    from clustertune.export.export import export
 
     checkpoint = newest(trained)
     summary = export(checkpoint, tmp_path / "adapter")
@@ -190,7 +190,7 @@ def test_masters_on_nvme_are_read_from_their_swap_files(trained: Path, tmp_path:
     import torch
     from safetensors.torch import load_file
 
-    from clustertune.adapter.export import export
+    from clustertune.export.export import export
     from clustertune.training.deepspeed import load_verified, own_names
 
     whole, moved = newest(trained), tmp_path / "step-000003"
@@ -237,7 +237,7 @@ def test_a_model_that_was_trained_whole_is_exported_from_its_parts(bench: Bench,
     """Every weight, bit for bit, tied ones once."""
     from safetensors.torch import load_file
 
-    from clustertune.adapter.whole import export_model
+    from clustertune.export.whole import export_model
 
     path = make(bench, name, *FULL)
     assert bench.go(path) == [0, 0], output_of(path)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.resolve import resolve
-from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
 from clustertune.launch.local import accelerate_command
 from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 from clustertune.training import deepspeed
 from tests.command import REPO

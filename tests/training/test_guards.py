@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.distribution import Distribution, mixed_precision
-from clustertune.config.resolve import resolve
 from clustertune.data import tokenizer as tokens
 from clustertune.errors import ExitCode, UserError
+from clustertune.resolve.distribution import Distribution, mixed_precision
+from clustertune.resolve.resolve import resolve
 from clustertune.training import build, packing, sharding
 from clustertune.training.events import EventLog
 from tests.command import REPO

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
+from clustertune.resolve.resolve import resolve
 from clustertune.training import build, kernels
 
 LIGER = {"use_liger_kernel": True, "liger_kernel_config": {"rope": True}}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.resolve import resolve
+from clustertune.resolve.resolve import resolve
 from clustertune.training.loading import Loading
 from clustertune.training.startup import Startup
 from tests.command import REPO, events

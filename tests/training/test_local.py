@@ -13,8 +13,8 @@ import pytest
 
 from clustertune.chain import open_run
 from clustertune.checkpoint.local import name_of
-from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode
+from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from tests.command import REPO, events
 from tests.training.conftest import RECIPE

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from clustertune.config.kernels import PACKED
+from clustertune.resolve.kernels import PACKED
 from clustertune.training import packing
 from clustertune.training.recompute import choose_layers
 from tests.training.benches import curve, distributed

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.adapter.whole import export_either
 from clustertune.checkpoint.store import newest_whole
+from clustertune.export.whole import export_either
 from clustertune.manifest import read_manifest
 from tests.command import events, run
 from tests.conftest import once

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.resolve import resolve
 from clustertune.data.local_model import CHAT_TEMPLATE, train_tokenizer
+from clustertune.resolve.resolve import resolve
 from tests.command import REPO
 
 CHAT = [

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.adapter.whole import export_either, find_base, read_types
 from clustertune.chain import Chain, open_run
-from clustertune.config import quantization
-from clustertune.config.resolve import resolve
+from clustertune.export.whole import export_either, find_base, read_types
+from clustertune.recipe import quantization
+from clustertune.resolve.resolve import resolve
 from tests.command import REPO
 from tests.recipe_runs import RUNS, WORDS, judge
 from tests.training.forked import Forge

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.distribution import recomputed_layers
-from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
 from clustertune.plan.strategy import strategy
+from clustertune.resolve.distribution import recomputed_layers
+from clustertune.resolve.resolve import resolve
 from tests.command import events, run
 from tests.training.conftest import RECIPE, SMALL
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.schema import Data
 from clustertune.data import sequences, tokens
 from clustertune.data.local_model import train_tokenizer
 from clustertune.data.prepare import prepare
+from clustertune.recipe.schema import Data
 from tests.training.benches import tiny_trainer
 
 WORDS = [a + b + c for a in "bdfgklmn" for b in "aeiou" for c in ("r", "s", "t", "")]

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from clustertune.adapter.whole import export_either
 from clustertune.chain import open_run
 from clustertune.checkpoint.store import newest_whole, verify
-from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode
+from clustertune.export.whole import export_either
 from clustertune.manifest import read_manifest
+from clustertune.resolve.resolve import resolve
 from tests.command import events
 from tests.training.benches import DDP, FSDP1, FULL, SAME, Bench, distributed, fsdp, make_bench, output_of, problems
 from tests.training.forked import Forge

@@ -14,16 +14,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from clustertune.config.cluster import read_cluster
-from clustertune.config.distribution import Recompute
-from clustertune.config.parameters import count, lora_parameter_count
-from clustertune.config.schema import NAME, Count, Number, Positive, Section
-from clustertune.config.yamlfile import Document, read_yaml
+from clustertune.cluster.load import read_cluster
 from clustertune.plan import memory
 from clustertune.plan.constants import Constants
 from clustertune.plan.machine import PlanMachine, machine
 from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import ModelShape, Strategy
+from clustertune.recipe.parameters import count, lora_parameter_count
+from clustertune.recipe.schema import NAME, Count, Number, Positive, Section
+from clustertune.recipe.yamlfile import Document, read_yaml
+from clustertune.resolve.distribution import Recompute
 
 FOLDER = Path(__file__).resolve().parent
 REPO = FOLDER.parents[1]

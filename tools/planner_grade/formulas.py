@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from clustertune.config.counted import ParameterCount
-from clustertune.config.hardware import load_hardware
-from clustertune.config.parameters import count, lora_parameter_count
+from clustertune.cluster.hardware import load_hardware
 from clustertune.plan.constants import number
+from clustertune.recipe.counted import ParameterCount
+from clustertune.recipe.parameters import count, lora_parameter_count
 from tools.planner_grade.data import Claim, PublishedRun, claims_file, published_models, published_runs
 
 GB = 1e9

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.tasks import TaskFile
 from clustertune.errors import Problem
 from clustertune.evaluate.inputs import TaskRows
+from clustertune.recipe.tasks import TaskFile
 
 BENCHMARK_PROMPTS, BENCHMARK_INSTRUCTIONS, KINDS = 541, 834, 25
 """The size of google/IFEval: prompts, instructions in them, kinds of instruction (arXiv:2311.07911 and its data file)."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clustertune.check.rule import FAIL, SLURM, UNKNOWN, WARN, Finding, Seen, checks, rule
-from clustertune.config.cluster_schema import Cluster, Host
+from clustertune.cluster.schema import Cluster, Host
 from clustertune.host import probe
 from clustertune.ops.files import NODE, inside
 from clustertune.ops.nodes import has_systemd, is_here, tool

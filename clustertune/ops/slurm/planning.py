@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.check.rule import FAIL, Finding, as_json, in_order
-from clustertune.config.cluster_schema import Cluster, Host
+from clustertune.cluster.schema import Cluster, Host
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.host import probe
 from clustertune.host.credentials import mask_settings

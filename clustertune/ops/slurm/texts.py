@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from clustertune.config.cluster_schema import Cluster, Compute, Host
+from clustertune.cluster.schema import Cluster, Compute, Host
 from clustertune.host.system import format_cpu_list, parse_cpu_list
 from clustertune.tree import ROOT
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from clustertune.check.rule import FAIL, PASS, STORAGE, UNKNOWN, WARN, Finding, Seen, checks, finding, in_order, rule
-from clustertune.config.cluster_schema import Brick
+from clustertune.cluster.schema import Brick
 from clustertune.ops.storage.layout import CACHE_FILES, DATA, StorageLayout, mode_of, size_text
 from clustertune.ops.storage.node import Facts, MountState, faults, others
 

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from clustertune.config.cluster_schema import FOLDERS, Brick, Cluster, Host
-from clustertune.config.hardware import load_hardware
+from clustertune.cluster.hardware import load_hardware
+from clustertune.cluster.schema import FOLDERS, Brick, Cluster, Host
 from clustertune.errors import Problem, UserError
 from clustertune.ops.nodes import choose_node
 

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.cluster_schema import Brick
+from clustertune.cluster.schema import Brick
 from clustertune.errors import Problem, UserError
 from clustertune.host.mounts import MountLine, export_lines, unescape
 from clustertune.ops.bounded import Answer, Work, ask, ask_all, below, mount_points, mounts

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.cluster_schema import Cluster
+from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
 from clustertune.host.mounts import MountLine
 from clustertune.ops.bounded import Work, ask, ask_all, mount_points, mounts

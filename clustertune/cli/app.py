@@ -1,0 +1,523 @@
+"""The command line. Each command is thin: arguments in, one function of the package, a table or one JSON document out."""
+
+from __future__ import annotations
+
+import shlex
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clustertune import console, secrets
+from clustertune.arguments import (
+    AsJson,
+    Device,
+    EvalBackend,
+    Overrides,
+    RecipeArgument,
+    Tiny,
+    eval_folder,
+    eval_settings,
+    existing_folder,
+    newest_merged,
+    path_argument,
+    path_given,
+    path_option,
+)
+from clustertune.cli import (
+    archive,
+    bench,
+    checkpoint,
+    clusterfile,
+    compare,
+    launchers,
+    nccl_check,
+    new,
+    ops,
+    rehearse,
+    submit,
+    talk,
+    watch,
+)
+from clustertune.cli import doctor as doctor_commands
+from clustertune.cli import job as job_commands
+from clustertune.cli import plan as plan_commands
+from clustertune.cli import push as push_commands
+from clustertune.cli import stage as stage_commands
+from clustertune.cli import sweep as sweep_commands
+from clustertune.console import emit_json, say
+from clustertune.errors import Problem, UserError, raise_if
+from clustertune.rundir import STAGES, RunDir, keep_private
+
+if TYPE_CHECKING:
+    from clustertune.resolve.resolved import Resolved
+import contextlib
+import io
+import logging
+import os
+import signal
+import sys
+import traceback
+from types import FrameType
+
+from clustertune.console import show_error
+from clustertune.errors import ExitCode, storage_error
+from clustertune.process import Stopped
+from clustertune.storage import storage_cause
+from clustertune.tree import how_to_install
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Stage(StrEnum):
+    """The chain's stages, as the command line takes them."""
+
+    prepare = "prepare"
+    train = "train"
+    export = "export"
+    merge = "merge"
+    eval = "eval"
+    report = "report"
+
+
+Ranks = Annotated[
+    int | None, typer.Option(min=1, help="Ranks on this machine. Default: the recipe's number, or 2 without a GPU.")
+]
+OutOption = Annotated[Path | None, path_option("The folder to write.", "--out")]
+
+
+def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int | None, local: bool) -> Resolved:
+    from clustertune.resolve.resolve import resolve
+
+    resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=ranks)
+    if not local:
+        return resolved
+    from clustertune.chain import visible_gpus
+    from clustertune.resolve.megatron import require_startable
+    from clustertune.resolve.tiny import ranks as tiny_ranks
+
+    require_startable(resolved)
+    gpus = visible_gpus()
+    small = tiny or resolved.recipe.model.weights == "random"
+    few = gpus or tiny_ranks(resolved.accelerate)
+    if ranks is None and small and resolved.world_size > few:
+        resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=few)
+    elif ranks is None and not small and resolved.world_size > gpus:
+        fix = "use --tiny to run a scaled-down version, or --ranks N to force N processes"
+        raise UserError(f"needs {resolved.world_size} GPUs, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
+    return resolved
+
+
+def _version(requested: bool) -> None:
+    if requested:
+        from clustertune import __version__
+
+        typer.echo(f"clustertune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """From a bare Slurm GPU cluster to an evaluated fine-tuned LLM, 7B to 405B."""
+
+
+@app.command()
+def show(
+    recipe: RecipeArgument, overrides: Overrides = None, tiny: Tiny = False, ranks: Ranks = None, as_json: AsJson = False
+) -> None:
+    """Print a recipe with every value resolved.
+
+    Each value is shown with its origin: base, recipe, override, derived (and from what), or default.
+    """
+    from clustertune.resolve import show as view
+
+    resolved = _resolve(recipe, overrides, tiny=tiny, ranks=ranks, local=False)
+    if as_json:
+        emit_json(view.as_json(resolved))
+    else:
+        view.render(resolved, console.stdout)
+
+
+@app.command()
+def prepare(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    input_path: Annotated[
+        Path | None, path_option("Use this file or folder instead of the recipe's data.", "--input", metavar="PATH")
+    ] = None,
+    out: OutOption = None,
+    show_count: Annotated[
+        int, typer.Option("--show", metavar="N", min=0, help="Print N training samples with the trained tokens marked.")
+    ] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Turn a recipe's data into conversations and tokens.
+
+    Every bad row is counted and reported with file and line. Uses all cores; the result is kept and reused.
+    """
+    from clustertune.cli.preparing import prepare as make
+    from clustertune.cli.preparing import print_summary
+    from clustertune.launch import cluster_paths
+    from clustertune.resolve.resolve import resolve
+
+    resolved = resolve(recipe, overrides or [])
+    below = cluster_paths.enter_local()
+    result = make(resolved, out or below / resolved.name / "data", input_path, show_count)
+    if as_json:
+        emit_json(result)
+    else:
+        print_summary(result)
+
+
+@app.command()
+def run(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    tiny: Tiny = False,
+    ranks: Ranks = None,
+    run_dir: Annotated[
+        Path | None, path_option("Run folder. Default: <recipe>/<fingerprint> below storage.runs, else below ./runs.")
+    ] = None,
+    first: Annotated[Stage, typer.Option("--from", help="Begin with this stage.")] = Stage.prepare,
+    last: Annotated[Stage, typer.Option("--to", help="End after this stage.")] = Stage.report,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the whole chain on this machine.
+
+    Stages: prepare, train, export, merge, eval, report. Finished stages are not run again.
+    """
+    from clustertune import chain
+    from clustertune.launch import cluster_paths
+
+    stages = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
+    if not stages:
+        fix = f"the order is {', '.join(STAGES)}"
+        raise UserError(f"{first} comes after --to {last}", file="command line", key="--from", fix=fix)
+    resolved = _resolve(recipe, overrides, tiny=tiny, ranks=ranks, local=True)
+    below = cluster_paths.enter_local()
+    path = run_dir or chain.default_run_dir(resolved, below)
+    _check_before_anything_is_made(resolved, path, stages)
+    for warning in resolved.warnings:
+        say(f"warning: {warning}")
+    if dry_run:
+        _show_plan(resolved, path, stages, as_json)
+        return
+    keep_private()
+    with RunDir(path).lock():
+        opened = chain.open_run(resolved, path, chain.command_line())
+        chain.keep_forecast(opened, resolved)
+        links = chain.Chain(opened, resolved, quiet=as_json)
+        links.go(first, last)
+    launchers.finish(opened, links.results, as_json)
+
+
+def _check_before_anything_is_made(resolved: Resolved, path: Path, stages: tuple[str, ...]) -> None:
+    secrets.read_env(secrets.DEFAULT)
+    if path.exists() and not path.is_dir():
+        raise UserError("is a file, a run needs a folder", file=str(path), fix="give another --run-dir")
+    from clustertune.staging import bundle
+
+    raise_if(bundle.find_problems(resolved))
+    if "prepare" in stages and RunDir(path).stage("prepare") is None and (problems := bundle.missing_inputs(resolved)):
+        raise UserError(problems)
+
+
+def _show_plan(resolved: Resolved, path: Path, stages: tuple[str, ...], as_json: bool) -> None:
+    """What ``run`` would do: its folder, its stages, and the launcher's command."""
+    from clustertune.launch.local import accelerate_command
+
+    command = accelerate_command(RunDir(path), resolved, ["train", "--run-dir", str(path.resolve()), "--attempt", "1"])
+    if as_json:
+        emit_json({"run_dir": str(path), "stages": list(stages), "train": command})
+        return
+    say(f"run folder: {path}")
+    say(f"stages: {', '.join(stages)}")
+    if "train" in stages:
+        say(f"train: {shlex.join(command)}")
+
+
+@app.command(hidden=True)
+def train(
+    run_dir: Annotated[Path, path_option("A prepared run folder.")],
+    attempt: Annotated[int, typer.Option(min=1, help="Number of this attempt, the same for every rank.")],
+    quiet: Annotated[bool, typer.Option("--quiet", help="Write to the log only.")] = False,
+) -> None:
+    """Train as one rank: what accelerate launch starts."""
+    from clustertune import rank
+
+    RunDir(run_dir).read()
+    raise typer.Exit(rank.main(run_dir, attempt, quiet=quiet))
+
+
+@app.command()
+def export(
+    source: Annotated[Path, path_given("A run folder, or one checkpoint.", "RUN|CHECKPOINT")],
+    out: OutOption = None,
+    base: Annotated[Path | None, path_option("Base model folder; its tokenizer is copied with the export.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the adapter, or the whole model, from a checkpoint.
+
+    Exports the adapter of a LoRA run, or the model if all parameters were trained.
+    """
+    from clustertune.export.whole import export_either
+
+    _summarise(export_either(existing_folder(source, "a run folder or a checkpoint"), out, base), as_json)
+
+
+@app.command()
+def merge(
+    base: Annotated[Path, path_given("The base model's folder.", "BASE")],
+    adapter: Annotated[Path, path_given("The adapter's folder.", "ADAPTER")],
+    out: Annotated[Path, path_given("The output folder.", "OUT")],
+    shard_size: Annotated[str, typer.Option(help="Largest output shard, such as 5GB.")] = "5GB",
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Merge an adapter into its base model.
+
+    Tensors are streamed: memory does not grow with the model.
+    """
+    from clustertune.merge import merge as run_merge
+    from clustertune.merge import plan
+
+    if dry_run:
+        _summarise(plan(base, adapter, out, shard_size=shard_size), as_json)
+    else:
+        _summarise(run_merge(base, adapter, out, shard_size=shard_size, workers=workers), as_json)
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[
+        Path | None,
+        typer.Argument(metavar="MODEL", parser=path_argument, help="Model folder. Default: the newest merged model of a run."),
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="LIST", help="lm-eval tasks, separated by commas. Default: that of a recipe.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            parser=path_argument,
+            help="Rows for a task that reads a file. Default: the Hub's or the project's own.",
+        ),
+    ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(metavar="MODEL", parser=path_argument, help="Second model, scored on the same prompts and compared."),
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(metavar="DIR", parser=path_argument, help="A LoRA adapter, applied without merging.")
+    ] = None,
+    backend: Annotated[EvalBackend, typer.Option(help="Inference engine for the evaluation.")] = EvalBackend.auto,
+    out: OutOption = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Examples before each question. Default: the task's number.")
+    ] = None,
+    max_gen_toks: Annotated[int | None, typer.Option(min=1, help="Most tokens per answer. Default: the task's number.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 8,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Score only the first documents of each task; never for a published number.")
+    ] = None,
+    apply_chat_template: Annotated[bool, typer.Option(help="Apply the model's chat template.")] = True,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score a model with lm-eval, alone or next to its base."""
+    from clustertune.evaluate.run import evaluate as run_evaluate
+    from clustertune.evaluate.scores import render
+    from clustertune.launch import cluster_paths
+
+    below = cluster_paths.enter_local()
+    model = newest_merged(below) if model is None else existing_folder(model, "a model")
+    given: dict[str, Any] = {"num_fewshot": num_fewshot, "max_gen_toks": max_gen_toks, "batch_size": batch_size, "limit": limit}
+    given |= {} if tasks is None else {"tasks": tasks.split(",")}
+    settings = eval_settings({**given, "apply_chat_template": apply_chat_template, "backend": backend.value})
+    used = {**settings.model_dump(mode="json"), "device": device}
+    beside = {"adapter": str(adapter.resolve()) if adapter else None, "base": str(base.resolve()) if base else None}
+    folder = out or eval_folder(below / "eval", model, data, {**used, **beside})
+    base_out = base and eval_folder(below / "eval", base, data, {**used, "beside": str(adapter or model)})
+    result = run_evaluate(
+        model,
+        folder,
+        settings=settings,
+        data=data,
+        device=device,
+        adapter=adapter and existing_folder(adapter, "an adapter"),
+        base=base and existing_folder(base, "the base model"),
+        base_out=base_out,
+    )
+    if as_json:
+        emit_json({**result, "dir": str(folder)})
+    else:
+        render(result, console.stderr)
+        say(f"in {folder}")
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, path_given("A run folder.", "RUN")],
+    out: Annotated[Path | None, path_option("Page to write. Default: RUN/report.html.", "--out", metavar="FILE")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's one-page report, and report.json next to it."""
+    from clustertune.report.page import build
+
+    run_dir = existing_folder(run_dir, "a run folder")
+    RunDir(run_dir).read()
+    path = build(run_dir, out)
+    if as_json:
+        emit_json({"report": str(path)})
+    else:
+        say(f"wrote {path}")
+
+
+def _summarise(summary: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        emit_json(summary)
+        return
+    for key, value in summary.items():
+        say(
+            f"{key.replace('_', ' ')}: {value:,}"
+            if isinstance(value, int) and not isinstance(value, bool)
+            else f"{key}: {value}"
+        )
+
+
+_BEFORE = (submit, sweep_commands, new, plan_commands, clusterfile, rehearse, doctor_commands, nccl_check, ops, stage_commands)
+for module in (*_BEFORE, launchers, watch, talk, push_commands, bench, compare, job_commands, checkpoint, archive):
+    module.add(app)
+
+
+def main() -> int:
+    """The entry point of ``clustertune`` and of ``python -m clustertune``."""
+    return run_command(app)
+
+
+# --- front ----------------------------------------------------------------------------------------------------------------
+
+# Around every command: whatever ends it becomes a message on stderr, one JSON document if asked for, and an exit code.
+
+_OF_TRAINING = {
+    "accelerate", "bitsandbytes", "datasets", "deepspeed", "huggingface_hub", "jinja2", "matplotlib", "numpy", "peft", "psutil",
+    "pyarrow", "pynvml", "safetensors", "tokenizers", "torch", "transformers", "trl", "wandb", "xxhash",
+}  # fmt: skip
+"""Modules that the extra ``train`` installs (setup.py)."""
+INTERRUPTED = 130
+"""What shells give for a command that Ctrl-C ended: 128 + SIGINT."""
+
+
+def run_command(app: typer.Typer) -> int:
+    """Run the command of this process. Returns its exit code; nothing a user can cause leaves a traceback."""
+    _open_standard_files()
+    if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which accelerate imports, warns where it has to look
+        logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)  # PEFT imports it; it wants kernels of the Hub
+    as_json = "--json" in sys.argv[1:]
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _stop)
+    try:
+        code = app(standalone_mode=False)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a warning that comes now finds nothing to save
+    except BrokenPipeError:  # the reader has seen enough
+        return int(ExitCode.FAILED)
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        known = explain(error)
+        if as_json:
+            with contextlib.suppress(OSError):
+                emit_json(known.as_dict())
+        return int(known.code)
+    if code == INTERRUPTED:  # typer takes the KeyboardInterrupt
+        known = UserError("interrupted", fix="the same command continues where this one ended", code=ExitCode.AGAIN)
+        show_error(known)
+        if as_json:
+            emit_json({**known.as_dict(), "exit_code": code})
+    return int(code or 0)
+
+
+def explain(error: BaseException) -> UserError:
+    """Say on stderr what ended the command; the same as the error that ``--json`` describes."""
+    known: UserError
+    if isinstance(error, typer.TyperException):
+        return _usage(error)
+    if isinstance(error, UserError):
+        known = error
+    elif isinstance(error, Stopped):
+        problem = Problem(f"stopped by {error}", fix="run the same command again: it continues where this one ended")
+        known = UserError(problem, ExitCode.AGAIN)
+    elif isinstance(error, OSError) and error.errno is not None:
+        known = storage_error(error, "cannot be used", error.filename or "stdout")
+    elif cause := storage_cause(error):
+        known = storage_error(cause, "cannot be used", ".")
+    elif isinstance(error, ModuleNotFoundError) and (extra := _extra(error.name or "")):
+        known = UserError(f"the Python package {error.name} is not installed", fix=how_to_install(extra), code=ExitCode.CONFIG)
+    else:
+        traceback.print_exception(error)
+        text = (str(error).splitlines() or [""])[0]
+        known = UserError(f"{type(error).__name__}: {text}", fix="internal error; please report it", code=ExitCode.FAILED)
+    show_error(known)
+    return known
+
+
+def _extra(module: str) -> str | None:
+    """The extra of the package that brings a module; None for a module that none brings, which is a fault."""
+    top = module.partition(".")[0]
+    if top in ("lm_eval", "nltk", "langdetect", "immutabledict", "tenacity", "aiohttp"):
+        return "eval"
+    return "train" if top in _OF_TRAINING else None
+
+
+def _usage(error: typer.TyperException) -> UserError:
+    """What typer says about the arguments, in the form of all other errors."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "clustertune"
+    text = error.format_message().replace("Value error, ", "").replace("Input should be", "must be")
+    if not getattr(error, "message", ""):
+        text = "an argument is missing"
+    if type(error).__name__ == "NoArgsIsHelpError":
+        say(text)
+        return UserError(f"{command}: a command is missing", code=ExitCode.CONFIG)
+    usage = context.get_usage().removeprefix("Usage: ") if context else command
+    known = UserError(text, file="command line", fix=f"usage: {usage}; --help explains", code=ExitCode.CONFIG)
+    show_error(known)
+    return known
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    # Slurm sends SIGTERM to every process of a job, and launch/run.sbatch passes its own on: the second must not break off
+    # what the first began, such as the way back into the queue.
+    for again in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(again, signal.SIG_IGN)
+    raise Stopped(signal.Signals(number).name)
+
+
+def _open_standard_files() -> None:
+    """A closed stdin, stdout or stderr (``>&-``) would be handed to the next file that is opened, and be written into."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that LC_ALL=C has no letters for is no reason to end
+            stream.reconfigure(errors="backslashreplace")

@@ -1,0 +1,341 @@
+"""``clustertune doctor``: look for what goes wrong on clusters before it does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_argument, takes
+from clustertune.check import report as reports
+from clustertune.check.machine import LOGIN, PLACES, Expects, Machine
+from clustertune.check.rule import Finding, as_json, exit_code, listed, worst
+from clustertune.console import emit_json, escape, say
+from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.host.facts import HostFacts
+from clustertune.tree import ROOT
+
+if TYPE_CHECKING:
+    from clustertune.cluster.schema import Cluster
+    from clustertune.launch.allocation import Allocation
+
+COMMAND_LINE = "command line"
+Looked = tuple[list[Finding], HostFacts | None, list[str]]
+"""What was found, the facts of one machine if any answered, and the machines looked at."""
+
+
+@dataclass(frozen=True)
+class DoctorArguments:
+    """The command line of ``doctor check``."""
+
+    recipe: OptionalRecipe = None
+    overrides: Overrides = None
+    cluster: ClusterOption = None
+    tiny: Tiny = False
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", parser=path_argument, help="Run folder. Default: as for submit."),
+    ] = None
+    ignore: Annotated[list[str] | None, typer.Option("--ignore", metavar="RULE", help="Skip a rule; repeatable.")] = None
+    everything: Annotated[bool, typer.Option("--all", help="Also show checks that passed.")] = False
+    place: Annotated[
+        str | None, typer.Option(metavar="PLACE", help="login, here, step, container or container+step. Default: detected.")
+    ] = None
+    here: Annotated[bool, typer.Option("--here", help="Inside a Slurm job, check only this machine.")] = False
+    seconds: Annotated[float, typer.Option(min=1, max=3600, help="Time limit for checking one machine, seconds.")] = 30
+    python: Annotated[
+        Path | None, typer.Option(metavar="FILE", parser=path_argument, help="Python of the ranks. Default: this one.")
+    ] = None
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the check as a Slurm job on whole nodes.")] = False
+    nodes: Annotated[int | None, typer.Option(min=1, help="With --submit: number of nodes. Default: all.")] = None
+    time: Annotated[str | None, typer.Option("--time", help="With --submit: the job's time limit.", show_default=False)] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False
+    listing: Annotated[bool, typer.Option("--list", help="Print the rules.")] = False
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", parser=path_argument, help="With --list: write docs/doctor.md to this file."),
+    ] = None
+    as_json: AsJson = False
+
+
+class WithDefault(TyperGroup):
+    """A group whose first command is meant where none is named: ``doctor RECIPE`` is ``doctor check RECIPE``."""
+
+    default = "check"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the default in front, unless a command or the group's own help is asked for."""
+        if not args or (args[0] not in self.commands and args[0] not in ("-h", "--help")):
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+
+doctor_app = typer.Typer(cls=WithDefault)
+
+
+def add(app: typer.Typer) -> None:
+    """Register the group."""
+    app.add_typer(doctor_app, name="doctor")
+
+
+@doctor_app.callback()
+def _group() -> None:
+    """Look for mistakes before they cost a job.
+
+    clustertune doctor [RECIPE] [OPTIONS] is short for clustertune doctor check [RECIPE] [OPTIONS].
+    """
+
+
+@doctor_app.command()
+@takes(DoctorArguments)
+def check(args: DoctorArguments) -> None:
+    """Check this machine, or all nodes of this job, and a recipe.
+
+    Exit 0: nothing found; 1: warnings; 2: what would stop or spoil a job. python3 -m clustertune.doctor needs no installation.
+    """
+    raise typer.Exit(answer(args))
+
+
+@doctor_app.command()
+def sbatch(
+    files: Annotated[list[str], typer.Argument(metavar="FILE", help="Batch scripts to check.")],
+    as_json: AsJson = False,
+) -> None:
+    """Find known mistakes in batch scripts, with line and remedy.
+
+    Exit 0: none; 1: findings. Only reads the scripts. Without an installation: python3 -m clustertune.doctor.sbatch.
+    """
+    from clustertune.doctor import sbatch as doctor
+
+    found, problems = [], []
+    for file in files:
+        try:
+            found.append((file, doctor.lint_file(str(path_argument(file)))))
+        except UserError as error:
+            problems += error.problems
+        except ValueError as error:
+            problems.append(Problem(str(error), file=file, fix="give a batch script"))
+        except OSError as error:
+            problems += storage_error(error, "cannot be read", file).problems
+    if problems:
+        raise UserError(problems)
+    if as_json:
+        emit_json(doctor.as_json(found))
+    for path, findings in found if not as_json else []:
+        for line in doctor.report(path, findings):
+            sys.stdout.write(escape(line) + "\n")
+    count = sum(len(findings) for _, findings in found)
+    say(f"{len(found)} files, {count} findings" if len(found) > 1 else f"{count} findings")
+    if count:
+        raise typer.Exit(int(ExitCode.FAILED))
+
+
+# --- check -------------------------------------------------------------------------------------------------------------
+
+
+def show_rules(out: Path | None, as_document: bool) -> int:
+    """The rules, as a list, as JSON, or as the page of the documents."""
+    from clustertune.doctor import recipe_findings
+
+    rules = recipe_findings.all_rules()
+    if out is not None:
+        try:
+            out.write_text(recipe_findings.render(), encoding="utf-8")
+        except OSError as error:
+            raise storage_error(error, "cannot be written", out) from None
+        say(f"wrote {out}")
+    elif as_document:
+        emit_json({"rules": [{key: getattr(rule, key) for key in ("id", "title", "why", "link")} for rule in rules]})
+    else:
+        width = max(len(rule.id) for rule in rules)
+        sys.stdout.write("".join(f"{rule.id.ljust(width)}  {rule.title}\n" for rule in rules))
+    return 0
+
+
+def answer(args: DoctorArguments) -> int:
+    """Look, tell, and return the exit code. Raises UserError."""
+    from clustertune.cluster.load import load_cluster
+    from clustertune.doctor import preflight
+    from clustertune.launch import allocation
+
+    if args.listing:
+        return show_rules(args.out, args.as_json)
+    if problems := list(_contradictions(args)):
+        raise UserError(problems)
+    ignore = args.ignore or []
+    preflight.check_rules(ignore, COMMAND_LINE, "--ignore")
+    cluster = load_cluster(args.cluster)
+    left_out = (*preflight.ignored(cluster), *ignore)
+    if args.submit:
+        return _submit(args, cluster)
+    # The Slurm job in which this is called, whose nodes are looked at; none outside of one, and inside of a step.
+    outside = args.here or args.place or not os.environ.get("SLURM_JOB_ID") or os.environ.get("SLURM_STEP_ID", "").isdigit()
+    job = None if outside else allocation.read()
+    if job is None or not job.nodes:
+        if args.dry_run:
+            raise UserError(Problem("--dry-run needs --submit", file=COMMAND_LINE, key="--dry-run", fix="add --submit"))
+        found, facts, hosts = _look_locally(args, cluster)
+    elif args.dry_run:
+        command = preflight.step_command(cluster, job, [], args.seconds)
+        if args.as_json:
+            emit_json({"command": command})
+        else:
+            sys.stdout.write(f"$ {shlex.join(command)}\n")
+        return 0
+    else:
+        found, facts, hosts = _on_nodes(args, cluster, job)
+    found = reports.deduplicate(found, _of_recipe(args, cluster, facts))
+    return _tell(args, cluster, reports.Report(found, left_out), facts, hosts)
+
+
+def _contradictions(args: DoctorArguments) -> Iterator[Problem]:
+    found = []
+    if args.place is not None and args.place not in PLACES:
+        found.append(("--place", f"{args.place!r} is not a place", f"one of {', '.join(PLACES)}"))
+    if args.submit and (args.here or args.place):
+        found.append(("--submit", "a job looks at its own nodes", "leave --here and --place out"))
+    for key, value in (("--nodes", args.nodes), ("--time", args.time)):
+        if value is not None and not args.submit:
+            found.append((key, "is read only with --submit", "inside of a job all its nodes are checked"))
+    if args.recipe is None and (args.tiny or args.run_dir):
+        found.append(("RECIPE", "a recipe is missing", "clustertune doctor RECIPE ..."))
+    return (Problem(message, file=COMMAND_LINE, key=key, fix=fix) for key, message, fix in found)
+
+
+# --- looking -----------------------------------------------------------------------------------------------------------
+
+
+def _look_locally(args: DoctorArguments, cluster: Cluster) -> Looked:
+    """What is found here; nothing of a machine that the cluster file does not name, unless that is asked for."""
+    from clustertune.host.collect import collect
+
+    names = [host.name for host in cluster.nodes] if 1 < len(cluster.nodes) <= 64 else ()
+    storage, host = cluster.storage, cluster.host(platform.node())
+    folders = [storage.shared, storage.scratch, storage.pool.mount if storage.pool else None]
+    place = args.place
+    if place is None and host is not None and not os.environ.get("SLURM_JOB_ID") and not Path("/.singularity.d").exists():
+        # A machine that the cluster file has submit jobs and not run them; of others it is found by looking.
+        place = LOGIN if "compute" not in host.roles else "here"
+    with _waiting(args.seconds, "looking at this machine"):
+        python = str(args.python) if args.python else None
+        facts = collect(place, args.seconds, names=names, folders=[one for one in folders if one], python=python)
+    plain = cluster.model_dump(mode="json") if cluster.name != "local" else {}
+    if plain and _is_foreign(cluster, facts.hostname) and not (args.here or args.place or os.environ.get("SLURM_JOB_ID")):
+        return [], None, [facts.hostname]
+    gpus = cluster.compute.gpus if plain and facts.place != LOGIN and cluster.host(facts.hostname) else None
+    machine = Machine(facts, plain, Expects(gpus=gpus or None, launched=bool(args.recipe)))
+    return reports.machine_findings(machine), facts, [facts.hostname]
+
+
+def _is_foreign(cluster: Cluster, hostname: str) -> bool:
+    return cluster.name != "local" and cluster.host(hostname) is None
+
+
+def _on_nodes(args: DoctorArguments, cluster: Cluster, allocation: Allocation) -> Looked:
+    from clustertune.doctor import preflight
+
+    gpus = allocation.gpus_per_node or None
+    expects = Expects(gpus=gpus, cpus=allocation.cpus_per_node, nodes=len(allocation.nodes), launched=True)
+    binds = [str(path.resolve()) for path in [args.run_dir] if path is not None and path.exists()]
+    with _waiting(args.seconds, f"looking at {len(allocation.nodes)} nodes"):
+        looked = preflight.look(cluster, allocation, binds=binds, seconds=args.seconds)
+    found = preflight.findings(looked, cluster, allocation.nodes, expects)
+    return found, next(iter(looked.facts.values()), None), list(allocation.nodes)
+
+
+def _waiting(seconds: float, text: str) -> contextlib.AbstractContextManager[Any]:
+    """A spinner on a terminal, for as long as it takes."""
+    from clustertune import console
+
+    return console.stderr.status(f"{text} (up to {seconds:.0f} s)") if console.stderr.is_terminal else contextlib.nullcontext()
+
+
+def _of_recipe(args: DoctorArguments, cluster: Cluster, facts: HostFacts | None) -> list[Finding]:
+    """What the rules of recipe, stack and folders find; one that cannot be resolved is a finding for each of its problems."""
+    if args.recipe is None:
+        return []
+    from clustertune import chain
+    from clustertune.doctor import recipe_context
+    from clustertune.doctor.recipe_findings import recipe_findings, refused
+    from clustertune.launch import cluster_paths, shape
+
+    try:
+        resolved = shape.resolve_on(args.recipe, args.overrides or [], cluster, tiny=args.tiny)[0]
+    except UserError as error:
+        return list(refused(error))
+    run_dir = args.run_dir or chain.default_run_dir(resolved, cluster_paths.runs(cluster))  # as submit takes it
+    own = {setting.name: setting.value for setting in cluster_paths.settings(cluster)}  # as its jobs have it
+    context = recipe_context.build(resolved, cluster, facts, run_dir=run_dir, environment={**os.environ, **own})
+    return recipe_findings(context)
+
+
+# --- telling -----------------------------------------------------------------------------------------------------------
+
+
+def _tell(args: DoctorArguments, cluster: Cluster, report: reports.Report, facts: HostFacts | None, hosts: list[str]) -> int:
+    place, code = facts.place if facts else None, exit_code(report.counted)
+    if args.as_json:
+        document = {"place": place, "hosts": hosts, "cluster": cluster.name, "recipe": args.recipe}
+        document |= {"verdict": worst(report.counted), "ignored": sorted(set(report.ignored))}
+        emit_json({**document, "findings": as_json(report.counted)})
+        return code
+    lines = report.lines(everything=args.everything)
+    where = listed(hosts, 8)
+    skipped = place is None and len(hosts) == 1 and _is_foreign(cluster, hosts[0])
+    if skipped:
+        text = f"{where} is not in {cluster.name}, so machine checks were skipped. --here runs them anyway; --submit checks"
+        lines.append(f"{text} the cluster's nodes.")
+    unseen = "machine not checked" if skipped else "no node answered"
+    lines.append(f"{where} ({place or unseen}): {report.summary()}")
+    sys.stdout.write("".join(escape(line) + "\n" for line in lines))
+    return code
+
+
+# --- as a job ----------------------------------------------------------------------------------------------------------
+
+
+def _submit(args: DoctorArguments, cluster: Cluster) -> int:
+    """A job of whole nodes over the body of ops/doctor/doctor.sbatch, which looks at each of them."""
+    from clustertune.doctor import preflight
+    from clustertune.launch import batch, cluster_paths
+    from clustertune.nccl_check.check import job_shape
+
+    wanted = job_shape(cluster, args.nodes, args.time, args.seconds + preflight.START_SECONDS)
+    note = "Derived by clustertune doctor --submit from the cluster file."
+    job = batch.BatchJob(
+        shape=wanted,
+        script=batch.render("doctor", wanted, note, (ROOT / "ops/doctor/doctor.sbatch").read_text(), alone=False),
+        folder=(cluster_paths.runs(cluster) / "doctor" / cluster.name).absolute(),
+        arguments=tuple(_arguments(args, cluster)),
+        file="doctor.sbatch",
+    )
+    if args.dry_run:
+        job.show(args.as_json)
+        return 0
+    number = job.submit(cluster, args.as_json)
+    say(f"what it finds: {job.folder}/doctor-{number}.log")
+    return 0
+
+
+def _arguments(args: DoctorArguments, cluster: Cluster) -> list[str]:
+    """The command line of the job, with paths that another folder understands."""
+    from clustertune.cluster.load import argument
+
+    word = argument(args.cluster or cluster.name)
+    recipe = args.recipe
+    if recipe is not None and Path(recipe).exists():
+        recipe = str(Path(recipe).absolute())
+    arguments = [*([recipe] if recipe else []), *(args.overrides or []), "--cluster", word, f"--seconds={args.seconds:g}"]
+    arguments += ["--tiny"] if args.tiny else []
+    arguments += ["--all"] if args.everything else []
+    arguments += [f"--run-dir={args.run_dir.absolute()}"] if args.run_dir else []
+    return arguments + [f"--ignore={rule}" for rule in args.ignore or []]

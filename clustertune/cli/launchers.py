@@ -1,0 +1,216 @@
+"""Commands behind the other launchers: ``torchrun-node`` (``launch/torchrun.sh`` calls it) and ``sky``."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clustertune import console
+from clustertune.arguments import AsJson, Overrides, RecipeArgument, Tiny, path_option
+from clustertune.console import emit_json, say
+from clustertune.errors import ExitCode, Problem, UserError, raise_if
+
+if TYPE_CHECKING:
+    from clustertune.resolve.resolved import Resolved
+
+RunDirOption = Annotated[
+    Path | None, path_option("Run folder on storage that all nodes share. Default: below runs/.", "--run-dir")
+]
+
+
+def add(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command("torchrun-node", hidden=True)(torchrun_node)
+    app.command()(sky)
+
+
+def torchrun_node(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    node_rank: Annotated[int, typer.Option("--node-rank", min=0, help="This node's number, from 0.")] = 0,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, max=10_000, help="How many nodes take part.")] = 1,
+    master: Annotated[str, typer.Option("--master", help="Node 0's address, as the others reach it.")] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option("--port", min=1024, max=65535, help="Rendezvous port on node 0.")] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option("--ranks-per-node", min=1, help="Ranks per node. Default: its number of GPUs.")
+    ] = None,
+    wait: Annotated[float, typer.Option("--wait", min=1, help="Seconds to wait for the calls on the other nodes.")] = 1800.0,
+    job: Annotated[str | None, typer.Option("--job", help="Id of the job, if it repeats these calls after failures.")] = None,
+    tiny: Tiny = False,
+    run_dir: RunDirOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take part in a run as one node: launch/torchrun.sh calls this, once on each node."""
+    from clustertune import launched
+    from clustertune.chain import default_run_dir
+    from clustertune.launch import cluster_paths
+
+    if node_rank >= nodes:
+        text = f"there is no node {node_rank} of {nodes}: they are counted from 0"
+        raise UserError(text, file="command line", key="--node-rank")
+    resolved, each = resolve_for_nodes(recipe, overrides or [], tiny=tiny, nodes=nodes, ranks_per_node=ranks_per_node)
+    below = cluster_paths.enter_local()
+    path = run_dir or default_run_dir(resolved, below)
+    call = launched.TorchrunCall(node_rank, nodes, each, master, port, wait, job)
+    if node_rank:
+        code = launched.join(path, call, quiet=as_json)
+        if as_json:
+            emit_json({"run_dir": str(path), "node": node_rank, "exit_code": int(code)})
+        raise typer.Exit(int(code))
+    _run_as_first_node(resolved, path, call, as_json)
+
+
+def _run_as_first_node(resolved: Resolved, path: Path, call: Any, as_json: bool) -> None:
+    from clustertune import chain, launched
+    from clustertune.launch.torchrun import RendezvousServer
+    from clustertune.rundir import RunDir, keep_private
+
+    local, _ = call.describe()
+    for warning in resolved.warnings:
+        say(f"warning: {warning}")
+    keep_private()
+    with RunDir(path).lock():
+        run = chain.open_run(resolved, path, chain.command_line())
+        with RendezvousServer(path, call.nodes, call.ranks_per_node, local) as server:
+            links = launched.TorchrunChain(run, resolved, quiet=as_json, call=call, server=server)
+            links.go(last="train")
+            server.done()
+        links.go(first="export")
+    finish(run, links.results, as_json)
+
+
+def resolve_for_nodes(
+    recipe: str, overrides: list[str], *, tiny: bool, nodes: int, ranks_per_node: int | None
+) -> tuple[Resolved, int]:
+    """The recipe for ``nodes`` machines like this one, and the ranks on each.
+
+    Without ``ranks_per_node``: the recipe's GPUs per node; of a scaled-down model as many as this machine has, and on CPUs
+    two ranks in all at least. Raises UserError where this machine has too few, or the recipe asks for another number of nodes.
+    """
+    from clustertune.chain import visible_gpus
+    from clustertune.resolve.megatron import require_startable
+    from clustertune.resolve.resolve import resolve
+
+    found = resolve(recipe, overrides, tiny=tiny)
+    require_startable(found)
+    recipe_given = found.recipe
+    small, gpus = tiny or recipe_given.model.weights == "random", visible_gpus()
+    wanted = recipe_given.slurm.gpus_per_node
+    each = ranks_per_node or (min(wanted, gpus) or max(1, 2 // nodes) if small else wanted)
+    problems = []
+    if not small and nodes != recipe_given.slurm.nodes:
+        text = f"the recipe is for {recipe_given.slurm.nodes} nodes, this call for {nodes}"
+        problems.append(Problem(text, file=recipe, key="slurm.nodes", fix=f"slurm.nodes={nodes} makes it a run of its own"))
+    if not small and ranks_per_node is None and wanted > gpus:
+        fix = "--tiny runs it scaled down; --ranks-per-node N runs it as it is"
+        problems.append(
+            Problem(f"needs {wanted} GPUs on each node, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
+        )
+    raise_if(problems)
+    return resolve(recipe, overrides, tiny=tiny, ranks=nodes * each), each
+
+
+def ray_train(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Ranks. Default: the recipe's number, or 2 on CPUs.")
+    ] = None,
+    max_failures: Annotated[int, typer.Option(min=-1, help="Restarts by Ray; -1: restart while there is progress.")] = -1,
+    tiny: Tiny = False,
+    run_dir: RunDirOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run the whole chain, the training on Ray Train: launch/ray_train.py calls this."""
+    import importlib.util
+
+    if importlib.util.find_spec("ray") is None:
+        fix = "make setup installs it (DEV_RAY in containers/versions.env)"
+        raise UserError("Ray is not installed", file=sys.executable, fix=fix)
+    from clustertune import chain, raytrain
+    from clustertune.launch import cluster_paths
+    from clustertune.resolve.megatron import require_startable
+    from clustertune.resolve.resolve import resolve
+    from clustertune.rundir import RunDir, keep_private
+
+    resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=workers)
+    require_startable(resolved)
+    if workers is None and (tiny or resolved.recipe.model.weights == "random"):
+        resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=min(resolved.world_size, chain.visible_gpus() or 2))
+    below = cluster_paths.enter_local()
+    path = run_dir or chain.default_run_dir(resolved, below)
+    for warning in resolved.warnings:
+        say(f"warning: {warning}")
+    keep_private()
+    with RunDir(path).lock():
+        run = chain.open_run(resolved, path, chain.command_line())
+        links = raytrain.RayChain(run, resolved, quiet=as_json, max_failures=max_failures)
+        links.go(last="prepare")
+        with raytrain.cluster(resolved.world_size) if links.train_is_due() else nullcontext(False) as gpus:
+            links.use_gpu = gpus
+            links.go(first="train", last="train")
+        links.go(first="export")
+    finish(run, links.results, as_json)
+
+
+def finish(run: Any, results: dict[str, dict[str, Any]], as_json: bool) -> None:
+    """What a finished chain says: a table on stderr, or one document on stdout."""
+    from clustertune import summary
+    from clustertune.evaluate.scores import read_result
+
+    found = read_result(run.eval)
+    stages = {name: {"seconds": r["seconds"], "status": r["status"]} for name, r in results.items()}
+    if as_json:
+        emit_json({"run_dir": str(run.path), "stages": stages, **_scores(found)})
+        return
+    summary.render(run, stages, found, console.stderr)
+
+
+def _scores(found: dict[str, Any] | None) -> dict[str, Any]:
+    """``tasks``, and ``paired`` where the base was scored; by its name those of the first task, as before there were more."""
+    from clustertune.recipe.schema import FIRST_TASK
+
+    if found is None:
+        return {"tasks": None, FIRST_TASK: None}
+    paired = {"paired": found["paired"]} if found.get("paired") else {}
+    return {"tasks": found["tasks"], FIRST_TASK: found.get("scores"), **paired}
+
+
+def sky(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    gpu: Annotated[str, typer.Option("--gpu", help="SkyPilot's name of the GPU; `sky show-gpus` lists them.")] = "H100",
+    volume: Annotated[
+        str | None, typer.Option("--volume", help="A SkyPilot volume for the runs, mounted on all nodes.")
+    ] = None,
+    runs: Annotated[
+        str | None, typer.Option("--runs", metavar="DIR", help="Folder that all nodes already share, instead of a volume.")
+    ] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="Use spot (preemptible) machines; the job continues elsewhere.")] = False,
+    tiny: Tiny = False,
+    out: Annotated[Path | None, path_option("Write the task to this file.", "--out", metavar="FILE")] = None,
+) -> None:
+    """Print a recipe as a SkyPilot task.
+
+    The task starts launch/torchrun.sh on every node.
+    """
+    from clustertune.launch import skypilot
+    from clustertune.resolve.megatron import require_startable
+    from clustertune.resolve.resolve import resolve
+
+    resolved = resolve(recipe, overrides or [], tiny=tiny)
+    require_startable(resolved)
+    text = skypilot.render(resolved, overrides or [], skypilot.SkyOptions(gpu=gpu, volume=volume, runs=runs, spot=spot))
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    if out.is_dir():
+        raise UserError("is a folder", file=str(out), key="--out", fix="give a file", code=ExitCode.CONFIG)
+    from clustertune.manifest import write_durably
+
+    write_durably(out, text)
+    say(f"wrote {out}; sky jobs launch {out}")

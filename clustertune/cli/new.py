@@ -1,0 +1,147 @@
+"""``clustertune new``: a recipe folder from a model, data and GPUs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from clustertune.arguments import AsJson, ClusterOption, Overrides
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", metavar="HUB_ID|config.json", help="Model on the Hub, a config.json, or a recipe, to use its model."
+    ),
+]
+DataOption = Annotated[
+    str | None, typer.Option("--data", metavar="FILE|HUB_ID", help="Conversations: a file, a folder, or a dataset on the Hub.")
+]
+MethodOption = Annotated[str, typer.Option("--method", metavar="lora|qlora|full", help="What to train.")]
+GpusOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpus",
+        metavar="NODESxGPUSxNAME",
+        help="Plan without a cluster file: such as 2x8xh100-sxm. Names are in ops/hardware.yaml.",
+    ),
+]
+
+
+def add(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command("new")(new)
+
+
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new recipe: a folder below recipes/, or a path.")],
+    model: ModelOption = None,
+    data: DataOption = None,
+    method: MethodOption = "lora",
+    gpus: GpusOption = None,
+    cluster: ClusterOption = None,
+    as_json: AsJson = False,
+    overrides: Overrides = None,
+) -> None:
+    """Write a recipe folder for a model and its data.
+
+    LoRA target modules come from the model's architecture, the distribution from the planner. Prints every assumption.
+    """
+    from clustertune import draft
+    from clustertune.cluster.hardware import price
+    from clustertune.console import emit_json, say
+    from clustertune.plan.explanation import cost
+    from clustertune.plan.explanation import money as in_words
+    from clustertune.plan.predict import GIB, make_plan
+    from clustertune.resolve.resolve import resolve
+
+    folder = _target(name)
+    stated = draft.stated(overrides or ())
+    made_of, found, at = read(model, data, method, gpus, cluster, needs_data=True, of_data=stated.get("data"))
+    with draft.drafted(folder.name, made_of, method, found, at, stated) as (made, written):
+        machine = at.calibrated.machine(int(made.recipe["slurm"]["nodes"]))
+        plan = make_plan(resolve(written), machine, at.calibrated.constants, lengths=made.lengths)
+        (written / "README.md").write_text(draft.page(made, folder.name, made_of, at.words), encoding="utf-8")
+        shutil.copytree(written, folder, dirs_exist_ok=True)
+    money = cost(plan, price(machine.gpu))
+    following = draft.commands(folder.name if "/" not in name else name, at.words)
+    if as_json:
+        document: dict[str, Any] = {
+            "folder": str(folder),
+            "files": sorted(path.name for path in folder.iterdir()),
+            "assumed": made.assumed,
+        }
+        emit_json(
+            document
+            | {"fits": plan.fits, "step_s": plan.step.seconds, "hours": plan.hours, "cost": money, "commands": following}
+        )
+        return
+    say(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    for one in made.assumed:
+        say(f"- {one}")
+    hours = f"{plan.hours:.2g} h" if plan.hours else f"{plan.step.seconds:.3g} s a step"
+    spent = f", {spent_text}" if (spent_text := in_words(money)) else ""
+    say(
+        f"\nplanned: {hours}{spent} on {machine.name}, {plan.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB a GPU. "
+        "Next:\n"
+    )
+    say("\n".join(following))
+
+
+def read(
+    model: str | None, data: str | None, method: str, gpus: str | None, cluster: str | None, *,
+    needs_data: bool = False, of_data: Mapping[str, Any] | None = None,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """What the options name: the model, the measured data (None without), the place. Raises UserError with every problem.
+
+    ``of_data``: keys of the section ``data`` that the command line states.
+    """
+    from clustertune import draft
+    from clustertune.data.measure import measure
+    from clustertune.errors import Problem, UserError, raise_if
+    from clustertune.recipe.load import did_you_mean
+    from clustertune.resolve.models import find_model, known_models
+
+    problems: list[Problem] = []
+    if method not in draft.METHODS:
+        fix = did_you_mean(method, draft.METHODS)
+        problems.append(Problem(f"{method!r} is not a method", file="command line", key="--method", fix=fix))
+    if model is None:
+        fix = f"--model OWNER/NAME or a config.json; known without the Hub: {', '.join(known_models())}"
+        problems.append(Problem("missing", file="command line", key="--model", fix=fix))
+    if data is None and needs_data:
+        fix = "--data FILE, a folder, or a dataset of the Hub"
+        problems.append(Problem("missing", file="command line", key="--data", fix=fix))
+    if gpus is not None and cluster is not None:
+        text = "--gpus and --cluster exclude each other: a cluster file says which GPUs there are"
+        problems.append(Problem(text, file="command line", key="--gpus", fix="leave one out"))
+    lookups = ((find_model, (model,)), (measure, (data, of_data)), (draft.where, (gpus, cluster)))
+    found: list[Any] = [None] * len(lookups)
+    for index, (look, given) in enumerate(lookups):
+        try:
+            found[index] = look(*given) if index == len(lookups) - 1 or given[0] else None  # type: ignore[operator]
+        except UserError as error:
+            problems += error.problems
+    raise_if(problems)
+    return found[0], found[1], found[2]
+
+
+def _target(name: str) -> Path:
+    from clustertune.errors import UserError
+    from clustertune.recipe.schema import NAME
+
+    folder = Path(name) if "/" in name else Path("recipes", name)
+    text = fix = None
+    if not re.fullmatch(NAME, folder.name):
+        text = "must be letters, digits, '.', '_' and '-', 64 at most, the first a letter or digit"
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        text, fix = "is there already: nothing is overwritten", "choose another name, or remove it"
+    elif not folder.parent.is_dir() and "/" in name:
+        text, fix = f"{folder.parent} is not a folder", "make it first"
+    if text:
+        raise UserError(text, file=str(folder), key="NAME", fix=fix)
+    return folder

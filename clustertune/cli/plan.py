@@ -1,0 +1,370 @@
+"""``clustertune plan``: memory, time and money of a recipe before the hours are spent."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from clustertune import console
+from clustertune.arguments import AsJson, ClusterOption, Tiny, path_argument, takes
+from clustertune.cli.new import DataOption, GpusOption, MethodOption, ModelOption
+from clustertune.console import emit_json, show
+from clustertune.errors import ExitCode, Problem, UserError, raise_if
+
+if TYPE_CHECKING:
+    from clustertune.launch.serving import Evaluation
+    from clustertune.plan import calibration
+    from clustertune.plan.calibration import CalibratedCluster
+    from clustertune.plan.constants import Constants
+    from clustertune.plan.lengths import Lengths
+    from clustertune.plan.predict import Plan
+    from clustertune.report.metrics import StepRecord
+    from clustertune.resolve.resolved import Resolved
+
+Targets = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE [section.key=value]...",
+        help="A recipe, two with --compare, or run folders with --calibrate; and overrides.",
+    ),
+]
+
+
+GOALS = ("time", "cost", "memory")
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """The command line."""
+
+    targets: Targets = None
+    model: ModelOption = None
+    gpus: GpusOption = None
+    method: MethodOption = "lora"
+    data: DataOption = None
+    cluster: ClusterOption = None
+    tiny: Tiny = False
+    why: Annotated[
+        str | None,
+        typer.Option(metavar="PART", help="Show the arithmetic of one part: step, memory, communication, hours, mfu ..."),
+    ] = None
+    advise: Annotated[bool, typer.Option("--advise", help="Search the strategies that fit and rank them.")] = False
+    goal: Annotated[str, typer.Option(metavar="time|cost|memory", help="What --advise ranks by.")] = "time"
+    nodes: Annotated[
+        str | None, typer.Option(metavar="N[,N...]", help="Node counts that --advise tries; the recipe's by default.")
+    ] = None
+    compare: Annotated[bool, typer.Option("--compare", help="Compare two recipes.")] = False
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Fit the planner to measured runs and save the result next to the cluster file.")
+    ] = False
+    nccl_check: Annotated[str | None, typer.Option(metavar="FILE", help="Use the result of an nccl-check on this cluster.")] = (
+        None
+    )
+    lengths: Annotated[
+        str | None, typer.Option(metavar="FILE", help="File with tokens per conversation, one number a line.")
+    ] = None
+    as_document: AsJson = False
+
+    @property
+    def names(self) -> list[str]:
+        """Recipes, or runs."""
+        return [text for text in self.targets or [] if "=" not in text]
+
+    @property
+    def overrides(self) -> list[str]:
+        return [text for text in self.targets or [] if "=" in text]
+
+
+def add(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command("plan")(plan)
+
+
+@takes(PlanArguments)
+def plan(args: PlanArguments) -> None:
+    """Predict whether a recipe fits, its hours, cost and limits.
+
+    --advise ranks alternatives. --model plans a model without a recipe.
+    """
+    from clustertune.cluster.load import load_cluster, of_gpus
+    from clustertune.plan.calibration import find_calibrated
+    from clustertune.plan.lengths import of_counts, read_lengths
+
+    _check_usage(args)
+    check = path_argument(args.nccl_check) if args.nccl_check else None
+    known = read_lengths(path_argument(args.lengths)) if args.lengths else None
+    if args.model is not None:
+        _answer_model(args, known)
+        return
+    calibrated = find_calibrated(of_gpus(args.gpus) if args.gpus else load_cluster(args.cluster), check)
+    if args.calibrate:
+        _calibrate(calibrated, args.names, known, args.as_document)
+        return
+    overrides = args.overrides
+    if args.gpus:
+        nodes, gpus = len(calibrated.cluster.compute_nodes), calibrated.cluster.compute.gpus
+        overrides = [f"slurm.nodes={nodes}", f"slurm.gpus_per_node={gpus}", *overrides]
+    if args.data is not None:
+        from clustertune.data.measure import measure
+        from clustertune.draft import stated
+
+        found = measure(args.data, stated(overrides).get("data"))
+        known = known or (of_counts(list(found.tokens.items()), found.source) if found.tokens else None)
+        overrides = [*(f"data.{key}={json.dumps(value)}" for key, value in found.section.items()), *overrides]
+    _answer(args, overrides, calibrated, [_plan(calibrated, name, overrides, args.tiny, known) for name in args.names])
+
+
+def _answer_model(args: PlanArguments, known: Lengths | None) -> None:
+    """The same of a model that no recipe describes: the recipe that ``new`` would write is planned."""
+    from clustertune import draft
+    from clustertune.cli.new import read
+
+    of_data = draft.stated(args.overrides).get("data")
+    model, data, at = read(args.model, args.data, args.method, args.gpus, args.cluster, of_data=of_data)
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", str(model.section["name"]).rpartition("/")[2]).lower()[:50] + f"-{args.method}"
+    with draft.drafted(name, model, args.method, data, at) as (made, folder):
+        plan = _plan(at.calibrated, str(folder), args.overrides, args.tiny, known or made.lengths)
+        plan.notes.extend(made.assumed)
+        _answer(args, args.overrides, at.calibrated, [plan])
+
+
+def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedCluster, plans: list[Plan]) -> None:
+    from clustertune.launch.serving import evaluation
+    from clustertune.plan import explanation
+
+    if args.compare:
+        _compare(plans, args.as_document)
+    elif args.why is not None:
+        lines = explanation.why(plans[0], args.why)
+        if args.as_document:
+            emit_json({"part": args.why, "arithmetic": lines})
+        else:
+            show("\n".join(lines))
+    elif args.advise:
+        _advise(calibrated, plans[0], args, overrides)
+    else:
+        _show(plans[0], tuple(overrides), args.as_document, evaluation(plans[0].resolved, calibrated.cluster))
+
+
+def _check_usage(args: PlanArguments) -> None:
+    """Raise UserError with all that the command line contradicts itself in."""
+    from clustertune.recipe.load import did_you_mean
+
+    problems: list[Problem] = []
+
+    def wrong(key: str | None, text: str, fix: str | None) -> None:
+        problems.append(Problem(text, file="command line", key=key, fix=fix))
+
+    wanted = 2 if args.compare else 1
+    if args.calibrate and not args.names:
+        wrong("--calibrate", "no run was given", "give run folders with metrics.jsonl")
+    elif args.model is not None and (args.names or args.compare or args.calibrate):
+        wrong("--model", "--model plans one model, without a recipe", "leave the recipe, --compare or --calibrate out")
+    elif not args.calibrate and len(args.names) != wanted and args.model is None:
+        text = f"{'--compare needs two recipes' if args.compare else 'one recipe is needed'}, got {len(args.names)}"
+        wrong("RECIPE", text, "clustertune plan RECIPE [section.key=value]..., or --model OWNER/NAME")
+    if sum((args.compare, args.calibrate, args.advise, args.why is not None)) > 1:
+        wrong(None, "--compare, --calibrate, --advise and --why exclude each other", "ask one after the other")
+    if args.nodes is not None and not args.advise:
+        wrong("--nodes", "is read only with --advise", "add --advise, or slurm.nodes=N for a plan on so many nodes")
+    if args.calibrate and args.overrides:
+        wrong("--calibrate", f"{args.overrides[0]}: a run is taken as it was", "leave the overrides out")
+    if args.gpus is not None and args.cluster is not None:
+        wrong("--gpus", "--gpus and --cluster exclude each other: a cluster file says which GPUs there are", "leave one out")
+    if args.goal not in GOALS:
+        wrong("--goal", f"{args.goal!r} is not a goal", did_you_mean(args.goal, GOALS))
+    raise_if(problems)
+
+
+def _plan(calibrated: CalibratedCluster, recipe: str, changes: list[str], tiny: bool, lengths: Lengths | None) -> Plan:
+    from clustertune.plan.predict import make_plan
+    from clustertune.resolve.resolve import resolve
+
+    resolved = resolve(recipe, changes, tiny=tiny)
+    return make_plan(resolved, calibrated.machine(resolved.recipe.slurm.nodes), calibrated.constants, lengths=lengths)
+
+
+def _show(found: Plan, given: tuple[str, ...], as_document: bool, scored: Evaluation) -> None:
+    from clustertune.cluster.hardware import price
+    from clustertune.launch.shape import merge_seconds
+    from clustertune.plan import explanation
+    from clustertune.plan.advise import remedies
+    from clustertune.plan.predict import GIB
+
+    money = price(found.machine.gpu)
+    better = [] if found.fits else remedies(found, given)
+    merge = merge_seconds(found.resolved)
+    whole = None if found.hours is None else found.hours * found.strategy.world_size
+    whole = None if whole is None or scored.gpu_hours is None else whole + scored.gpu_hours
+    if as_document:
+        body = explanation.as_json(found, money) | {
+            "evaluation": scored.as_json(),
+            "merge": {"seconds": merge, "gpu_hours": 0.0},
+        }
+        body["total"] = {"gpu_hours": whole, "cost": explanation.spent(whole, money)}
+        if not found.fits:
+            body["remedies"] = [{"change": r.what, "overrides": r.arguments, "step_s": r.plan.step.seconds} for r in better]
+        emit_json(body)
+    else:
+        from clustertune.plan import tables
+
+        tables.render(found, money, console.stdout)
+        show(f"\nmerge: about {max(1, merge / 60):.0f} min on a node's CPUs, no GPU" if merge else "")
+        show(str(scored))
+        if whole is not None:
+            spent = explanation.money(explanation.spent(whole, money))
+            show(f"in all: {whole:,.1f} GPU-hours" + (f", {spent}" if spent else ""))
+    if found.fits:
+        return
+    if not as_document:
+        show(
+            "\nIt would fit with one of these, the smallest change first:"
+            if better
+            else "\nNo single change would make it fit."
+        )
+        for remedy in better[:6]:
+            arguments = " ".join(remedy.arguments or ["not on this cluster"])
+            show(f"  {remedy.what}: {remedy.plan.step.seconds:.3g} s a step, {remedy.plan.needed / GIB:.1f} GiB  ({arguments})")
+    raise typer.Exit(int(ExitCode.CONFIG))
+
+
+def _compare(plans: list[Plan], as_document: bool) -> None:
+    from clustertune.cluster.hardware import price
+    from clustertune.plan import explanation
+
+    one, other = plans
+    if as_document:
+        emit_json(
+            {
+                "plans": [explanation.as_json(p, price(p.machine.gpu)) for p in plans],
+                "speedup": one.step.seconds / other.step.seconds,
+            }
+        )
+    else:
+        from clustertune.plan import tables
+
+        tables.compare(one, other, [price(p.machine.gpu) for p in plans], console.stdout)
+    if not (one.fits and other.fits):
+        raise typer.Exit(int(ExitCode.CONFIG))
+
+
+def _advise(calibrated: CalibratedCluster, found: Plan, args: PlanArguments, overrides: list[str]) -> None:
+    from clustertune.cluster.hardware import price
+    from clustertune.plan import advise as advisor
+    from clustertune.plan import explanation
+    from clustertune.resolve.overrides import RecipeSource
+
+    counts = _counts(args.nodes, found)
+    source = RecipeSource(found.resolved, tuple(overrides))
+    advice = advisor.advise(
+        source, calibrated.machine(max(counts)), found.constants, nodes=counts, goal=args.goal, lengths=found.lengths,  # type: ignore[arg-type]
+    )  # fmt: skip
+    named = advisor.overrides(advice, source)
+    if args.as_document:
+        emit_json(explanation.advice_json(advice, named, calibrated.cluster, price(found.machine.gpu)))
+    else:
+        from clustertune.plan import tables
+
+        given = {"--model": args.model, "--data": args.data, "--gpus": args.gpus, "--cluster": args.cluster}
+        given |= {"--method": args.method} if args.model else {}
+        recipe = [*args.names, *(word for key, value in given.items() if value for word in (key, value))]
+        quoted = {family: [shlex.quote(text) for text in arguments] for family, arguments in named.items()}
+        money = price(found.machine.gpu)
+        tables.advice(advice, quoted, found, console.stdout, recipe=shlex.join(recipe), cluster=calibrated.cluster, price=money)
+    if not any(option.starts(calibrated.cluster) for option in advice.fitting):
+        raise typer.Exit(int(ExitCode.CONFIG))
+
+
+def _counts(text: str | None, found: Plan) -> list[int]:
+    if text is None:
+        return [found.resolved.recipe.slurm.nodes]
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or any(not 1 <= count <= found.machine.nodes for count in counts):
+        text = f"{text!r} is not a list of node counts from 1 to {found.machine.nodes}, which {found.machine.name} has"
+        raise UserError(text, file="command line", key="--nodes", fix="write --nodes 1,2,4")
+    return counts
+
+
+def _calibrate(calibrated: CalibratedCluster, runs: list[str], lengths: Lengths | None, as_document: bool) -> None:
+    """Fit the factors to runs of this cluster, store them, show what changed."""
+    from clustertune.plan import calibration
+
+    if calibrated.calibration is None:
+        text = "a cluster found by looking has no file to keep a calibration beside"
+        raise UserError(text, file="command line", key="--cluster", fix="write a cluster file: docs/clusters.md")
+    found = calibration.fit([_observe(calibrated, path_argument(run), lengths) for run in runs])
+    calibration.store(calibrated.calibration, calibrated.cluster.name, datetime.date.today().isoformat(), found)
+    if as_document:
+        emit_json(
+            {
+                "file": str(calibrated.calibration),
+                "constants": found.values,
+                "deviation": found.deviation,
+                "not_identified": found.left,
+                "unexplained": calibration.unexplained(found),
+                "runs": [run.model_dump() for run in found.runs],
+            }
+        )
+        return
+    from rich.text import Text
+
+    from clustertune.plan import tables
+
+    tables.calibration(found, console.stdout)
+    console.stdout.print(
+        Text(f"kept in {calibrated.calibration}: plans on {calibrated.cluster.name} use it from now on"), soft_wrap=True
+    )
+
+
+def _observe(calibrated: CalibratedCluster, folder: Path, lengths: Lengths | None) -> calibration.Observation:
+    """A run folder as an observation: the median step behind the first ones, and the peak of memory."""
+
+    import statistics
+
+    from clustertune.plan import calibration
+    from clustertune.plan.predict import make_plan
+    from clustertune.report.content import WARM_UP
+    from clustertune.report.metrics import read_metrics
+    from clustertune.rundir import RunDir
+
+    run = RunDir(folder)
+    resolved = run.resolved()
+    steps = [s for s in read_metrics(run.metrics).steps if s.seconds and 0 < s.seconds < math.inf]
+    times = [float(s.seconds or 0) for s in steps[WARM_UP:]]
+    if len(times) < 3:
+        text = f"has {len(steps)} timed steps; 5 are needed, 20 suffice"
+        raise UserError(text, file=str(run.metrics), key="step", fix="let the run continue, or give another")
+    peaks = [s.memory_bytes for s in steps if s.memory_bytes]
+    where = calibrated.machine(resolved.recipe.slurm.nodes)
+    lengths = lengths or _lengths_seen(resolved, steps)
+
+    def predict(constants: Constants) -> tuple[float, float]:
+        made = make_plan(resolved, where, constants, lengths=lengths, sure=False)
+        return made.step.seconds, made.peak.bytes
+
+    return calibration.Observation(folder.name, statistics.median(times), max(peaks) if peaks else None, predict)
+
+
+def _lengths_seen(resolved: Resolved, steps: list[StepRecord]) -> Lengths | None:
+    """The mean length of a padded run's conversations, from the tokens that it counted: else its factor of computing would hold
+    the padding that a plan assumes where nothing is known."""
+    from clustertune.plan.lengths import Lengths
+    from clustertune.plan.predict import read_strategy
+
+    counted = [s for s in steps if s.tokens and s.step]
+    if read_strategy(resolved).packing or not counted:
+        return None
+    last = max(counted, key=lambda s: s.step)
+    rows = last.step * int(resolved.recipe.train["global_batch_size"])
+    return Lengths((max(1, round((last.tokens or 0) / rows)),), "tokens of metrics.jsonl")

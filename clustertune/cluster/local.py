@@ -1,0 +1,308 @@
+"""A cluster without a file: what Slurm, the driver and the kernel say about it.
+
+:func:`collect` asks, with a time limit for each question, and takes no answer for an answer; :func:`judge` makes a cluster of
+the texts, and is tested on recorded ones.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from clustertune.cluster.hardware import recognise
+from clustertune.cluster.schema import HOST, Cluster, Compute, Host, Network, SlurmFacts, same_host
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.host import system
+from clustertune.host.facts import Gpu
+from clustertune.host.gpus import parse_csv
+from clustertune.host.probe import Probe, ask
+from clustertune.recipe.schema import NAME
+
+SECONDS = {"scontrol": 10, "nvidia-smi": 60}
+"""``scontrol`` waits minutes for a controller that is down; a driver without persistence mode wakes one GPU after the other."""
+TRIES, PAUSE = 8, 5.0
+"""How often Slurm is asked again, and after how many seconds, where a job shows that there is one."""
+_QUERY = "index,name,pci.bus_id,memory.total"
+
+
+@dataclass(frozen=True)
+class LocalMachine:
+    """What was found on one machine; empty where there was nothing."""
+
+    hostname: str = ""
+    job: str = ""
+    """The Slurm job in which was looked."""
+    silent: str = ""
+    """Why ``scontrol`` is there and says nothing; empty where it answered, or is not installed."""
+    nodes: str = ""
+    """``scontrol -o show nodes``"""
+    partitions: str = ""
+    """``scontrol -o show partition``"""
+    config: str = ""
+    """``scontrol show config``"""
+    gpus: str = ""
+    """``nvidia-smi --query-gpu=index,name,pci.bus_id,memory.total --format=csv,noheader``"""
+    gpu_numa: dict[int, int] = field(default_factory=dict)
+    """NUMA node of each GPU, as its PCI device says; -1 where the firmware does not tell."""
+    numa_cpus: dict[int, str] = field(default_factory=dict)
+    """CPU list of each NUMA node."""
+    topology: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Package and core of each CPU."""
+    memory_kb: int = 0
+    """MemTotal of /proc/meminfo, KiB."""
+
+
+def collect() -> LocalMachine:
+    """Ask Slurm, the driver and the kernel. Takes seconds at most; raises nothing for what is not there."""
+    probe = Probe()
+    gpus, _ = _ask("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader")
+    job = os.environ.get("SLURM_JOB_ID", "")
+    nodes, silent = _ask("scontrol", "-o", "show", "nodes")
+    for _ in range(TRIES if job else 0):  # a controller that is restarted answers again within a minute
+        if nodes:
+            break
+        time.sleep(PAUSE)
+        nodes, silent = _ask("scontrol", "-o", "show", "nodes")
+    return LocalMachine(
+        hostname=platform.node(),
+        job=job,
+        silent=silent,
+        nodes=nodes,
+        partitions=_ask("scontrol", "-o", "show", "partition")[0] if nodes else "",
+        config=_ask("scontrol", "show", "config")[0] if nodes else "",
+        gpus=gpus,
+        gpu_numa=_gpu_numa(gpus, probe),
+        numa_cpus=dict(sorted((int(node), cpus) for node, cpus in system.processors(probe)["numa_cpus"].items())),
+        topology=system.topology(probe),
+        memory_kb=(system.memory(probe)["memory_bytes"] or 0) // 1024,
+    )
+
+
+def _ask(*command: str) -> tuple[str, str]:
+    """What a command says, and in one line why it says nothing; both empty where it is not installed."""
+    answer = ask(command, SECONDS[command[0]])
+    return answer.text if answer.good else "", answer.fault
+
+
+def _gpu_numa(gpus: str, probe: Probe) -> dict[int, int]:
+    nodes = {gpu.index: probe.number(f"/sys/bus/pci/devices/{gpu.bus}/numa_node") for gpu in parse_csv(gpus, _QUERY)}
+    return {index: node for index, node in nodes.items() if node is not None}
+
+
+# --- judging -----------------------------------------------------------------------------------------------------------
+
+
+def judge(seen: LocalMachine) -> Cluster:
+    """The cluster of what was found: Slurm's default partition, else this machine alone.
+
+    Raises UserError (exit 75) inside of a job whose Slurm says nothing: this machine alone would be the wrong cluster.
+    """
+    notes: list[str] = []
+    if (facts := _slurm(seen, notes)) is not None:
+        return facts
+    if seen.job:
+        problem = Problem(
+            f"Slurm does not report its nodes: {seen.silent or 'scontrol is not installed here'}",
+            file="scontrol show nodes",
+            fix="name the cluster: --cluster NAME, or run the same command again",
+        )
+        raise UserError(problem, ExitCode.AGAIN)
+    if seen.silent:
+        notes.append(f"scontrol is installed but failed ({seen.silent}); treating this machine as having no Slurm")
+    return _machine(seen, notes)
+
+
+def fields(line: str) -> dict[str, str]:
+    """The ``Key=value`` words of one line of ``scontrol -o``; a value goes on to the next key, and the first of two counts.
+
+    Values that people write (Reason, Comment, Extra) stand at the end and may hold anything, ``State=IDLE`` too.
+    """
+    found: dict[str, str] = {}
+    places = list(re.finditer(r"(?:^|\s)([A-Z][A-Za-z_:]*)=", line))
+    ends = [match.start() for match in places[1:]] + [len(line)]
+    for match, end in zip(places, ends, strict=False):
+        found.setdefault(match[1], line[match.end() : end].strip())
+    return found
+
+
+def gpus_of(gres: str) -> tuple[int, list[str]]:
+    """The number of GPUs of a node's ``Gres``, and their types: ``gpu:h100:8(S:0-1)`` is (8, ["h100"])."""
+    count, types = 0, []
+    for item in re.sub(r"\([^)]*\)", "", gres).split(","):
+        kind, *rest = item.strip().split(":")
+        if kind != "gpu":
+            continue
+        number = re.fullmatch(r"(\d{1,6})", rest[-1]) if rest else None
+        count += int(number[1]) if number else 1
+        types += [word for word in rest[:-1] if word] if number else rest
+    return count, list(dict.fromkeys(types))
+
+
+class _Shape(NamedTuple):
+    """What makes two nodes equal."""
+
+    gpus: int
+    types: tuple[str, ...]
+    sockets: int
+    cores: int
+    threads: int
+    memory_mib: int
+
+
+def _slurm(seen: LocalMachine, notes: list[str]) -> Cluster | None:
+    nodes = [found for line in seen.nodes.splitlines() if (found := fields(line)).get("NodeName")]
+    partition = _partition(seen.partitions, notes)
+    if not nodes or partition is None:
+        return None
+    name = partition["PartitionName"]
+    members = [node for node in nodes if name in node.get("Partitions", "").split(",")]
+    members = [node for node in members if re.fullmatch(HOST, node["NodeName"])]
+    if not members:
+        return None
+    shapes = {node["NodeName"]: _shape(node) for node in members}
+    shape, count = Counter(shapes.values()).most_common(1)[0]
+    if count < len(members):
+        others = [other for other, found in shapes.items() if found != shape]
+        some = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+        notes.append(f"{some} of partition {name} differ from the other {count} nodes and are left out")
+    workers = [node for node in members if shapes[node["NodeName"]] == shape]
+    if shape.memory_mib < 1024:
+        notes.append("slurm.conf has no RealMemory for the nodes: --mem will be refused")
+    hosts = _hosts([(node["NodeName"], node.get("NodeAddr") or node["NodeName"]) for node in workers], seen)
+    gres = shape.types[0] if shape.types else None
+    if len(shape.types) > 1:
+        notes.append(f"the nodes have GPUs of several types ({', '.join(shape.types)}): none is asked for by name")
+        gres = None
+    local = _of_this_node(seen, [node["NodeName"] for node in workers], shape.gpus)
+    if gres and (named := recognise(gres)):
+        local["gpu"] = named
+    if shape.gpus and local.get("gpu") is None:
+        notes.append(f"which GPU the nodes have ({gres or 'no type'}) is not known: whether a model fits is not checked")
+    return Cluster(
+        name="local",
+        nodes=tuple(hosts),
+        compute=Compute(
+            gpus=shape.gpus,
+            sockets=shape.sockets,
+            cores=shape.cores,
+            threads=shape.threads,
+            memory_gb=max(1, shape.memory_mib // 1024),
+            **local,
+        ),
+        network=Network(kind="unknown" if len(workers) > 1 else "none"),
+        slurm=_facts(seen.config, partition, gres),
+        source=f"scontrol, as seen from {seen.hostname or 'here'}",
+        notes=tuple(notes),
+    )
+
+
+def _facts(config: str, partition: dict[str, str], gres: str | None) -> SlurmFacts:
+    version = re.search(r"^SLURM_VERSION\s*=\s*([0-9A-Za-z.+~-]{1,32})\s*$", config, re.MULTILINE)
+    limit = partition.get("MaxTime", "UNLIMITED")
+    return SlurmFacts(
+        partition=partition["PartitionName"],
+        gres=gres,
+        accounting=bool(re.search(r"^AccountingStorageType\s*=\s*\S*slurmdbd", config, re.MULTILINE)),
+        max_time=limit if re.fullmatch(r"(\d{1,4}-)?\d{1,3}(:\d{2}){0,2}", limit) else "UNLIMITED",
+        version=version[1] if version else None,
+    )
+
+
+def _partition(text: str, notes: list[str]) -> dict[str, str] | None:
+    found = [item for line in text.splitlines() if re.fullmatch(NAME, (item := fields(line)).get("PartitionName", ""))]
+    default = [item for item in found if item.get("Default") == "YES"]
+    if not default and found:
+        notes.append(f"Slurm has no default partition: {found[0]['PartitionName']}, the first, is taken")
+    return next(iter(default or found), None)
+
+
+def _shape(node: dict[str, str]) -> _Shape:
+    def number(key: str, otherwise: int = 1) -> int:
+        found = re.match(r"\d+", node.get(key, ""))
+        return int(found[0]) if found and int(found[0]) else otherwise
+
+    sockets, each, threads = number("Sockets"), number("CoresPerSocket"), number("ThreadsPerCore")
+    cores, total = sockets * each, number("CPUTot", sockets * each * threads)
+    if total not in (cores * threads, cores):  # slurm.conf says how many CPUs there are, and no more
+        sockets, cores, threads = 1, total, 1
+    usable = min(total, number("CPUEfctv", total))  # without those that are set aside for the system
+    if usable < total:
+        sockets, cores = 1, min(cores, usable)
+    count, types = gpus_of(node.get("Gres", ""))
+    memory = number("RealMemory") - number("MemSpecLimit", 0)
+    return _Shape(count, tuple(types), sockets, cores, usable, memory)
+
+
+def _hosts(workers: list[tuple[str, str]], seen: LocalMachine) -> list[Host]:
+    """The compute nodes, the controller, and this machine, from which jobs are submitted."""
+    roles: dict[str, list[str]] = {name: ["compute"] for name, _ in workers}
+    addresses = dict(workers)
+    control = re.search(r"^(?:SlurmctldHost\[0\]|ControlMachine)\s*=\s*([^\s(]+)(?:\(([^)]*)\))?", seen.config, re.MULTILINE)
+    others = [(control[1], control[2], "slurmctld")] if control else []
+    for name, address, role in [*others, (seen.hostname, "", "login")]:
+        known = same_host(name, roles) or name
+        if re.fullmatch(HOST, known):
+            roles.setdefault(known, []).append(role)
+            addresses.setdefault(known, address or name)
+    return [Host(name=name, address=addresses[name], roles=tuple(roles_of)) for name, roles_of in roles.items()]
+
+
+def _of_this_node(seen: LocalMachine, workers: list[str], gpus: int) -> dict[str, Any]:
+    """What only a compute node can tell, where this machine is one: the GPU's model and the NUMA map."""
+    if same_host(seen.hostname, workers) is None:
+        return {}
+    groups = _groups(seen, gpus)
+    cpus = tuple(seen.numa_cpus[node] for node in sorted(seen.numa_cpus)) if groups else ()
+    return {"gpu": _model(parse_csv(seen.gpus, _QUERY)), "numa_gpus": groups, "numa_cpus": cpus}
+
+
+def _groups(seen: LocalMachine, gpus: int) -> tuple[tuple[int, ...], ...]:
+    """The GPUs of each NUMA node; empty where one of the node's ``gpus`` is not known.
+
+    Inside of a job's cgroup ``nvidia-smi`` shows only the job's GPUs, counted from 0: a map of fewer is not the node's.
+    """
+    if not gpus or sorted(seen.gpu_numa) != list(range(gpus)) or not set(seen.gpu_numa.values()) <= set(seen.numa_cpus):
+        return ()
+    return tuple(tuple(gpu for gpu in range(gpus) if seen.gpu_numa[gpu] == node) for node in sorted(seen.numa_cpus))
+
+
+def gpu_names() -> set[str]:
+    """The kinds of GPU of this machine, as the driver calls them; empty where it says nothing."""
+    answer, _ = _ask("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader")
+    return {gpu.name for gpu in parse_csv(answer, _QUERY)}
+
+
+def _model(gpus: Sequence[Gpu]) -> str | None:
+    names = {gpu.name for gpu in gpus}
+    return recognise(names.pop()) if len(names) == 1 else None
+
+
+def _machine(seen: LocalMachine, notes: list[str]) -> Cluster:
+    """This machine alone."""
+    rows = parse_csv(seen.gpus, _QUERY)
+    cores = len(set(seen.topology.values())) or 1
+    sockets = len({package for package, _ in seen.topology.values()}) or 1
+    name = seen.hostname if re.fullmatch(HOST, seen.hostname) else "localhost"
+    if rows and _model(rows) is None:
+        notes.append(f"ops/hardware.yaml does not know {rows[0].name}: whether a model fits is not checked")
+    return Cluster(
+        name="local",
+        nodes=(Host(name=name, address="127.0.0.1", roles=("login", "compute")),),
+        compute=Compute(
+            gpus=len(rows),
+            sockets=sockets,
+            cores=cores,
+            threads=max(len(seen.topology), cores),
+            memory_gb=max(1, seen.memory_kb // 2**20),
+            **_of_this_node(seen, [seen.hostname], len(rows)),
+        ),
+        network=Network(kind="none"),
+        source=f"this machine ({name})",
+        notes=tuple(notes),
+    )

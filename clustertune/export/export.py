@@ -1,0 +1,342 @@
+"""``clustertune export``: the trained tensors of a checkpoint, checked against what PEFT expects, as a PEFT adapter."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clustertune.checkpoint.store import require_own
+from clustertune.console import byte_progress, say
+from clustertune.errors import Problem, UserError, raise_if, storage_error
+from clustertune.lock import held
+from clustertune.manifest import (
+    MANIFEST,
+    Manifest,
+    file_mode,
+    find_problem,
+    find_problems,
+    fsync_path,
+    hash_file,
+    list_files,
+    read_manifest,
+    seal,
+)
+from clustertune.recipe import quantization
+from clustertune.resolve.distribution import mixed_precision
+
+if TYPE_CHECKING:
+    import torch
+
+    from clustertune.export.expected import Expected
+    from clustertune.export.sources import Source, StoredTensor
+
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
+KIND = "adapter"
+
+
+_COMPUTED_IN = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
+
+
+@dataclass(frozen=True)
+class CheckpointRecipe:
+    """What the checkpoint's ``recipe.json`` says about the adapter or the model."""
+
+    recipe: str
+    model_name: str
+    revision: str | None
+    architecture: dict[str, Any]
+    lora: dict[str, Any] | None
+    """None: all parameters were trained."""
+    base_quantization: str
+    """How the base was stored while it was trained: ``bitsandbytes nf4``, ..., or ``none``."""
+    dtype: str
+    """Type of a model's published weights where no base says it: the architecture's own, else what was computed in."""
+
+
+def export(checkpoint: Path, out: Path) -> dict[str, Any]:
+    """Write the adapter of one checkpoint folder to ``out`` and return a summary.
+
+    The summary holds ``out``, ``step``, ``tensors``, ``parameters``, ``bytes`` (of the adapter file), ``seconds``,
+    ``reused`` (the same checkpoint had been exported there before) and ``warnings``.
+
+    Memory is that of the adapter. Files of the checkpoint without adapter tensors are not opened; those with them are
+    hashed in full before anything is taken from them.
+
+    Raises UserError with every problem of the checkpoint at once, before anything is written; where ``out`` holds
+    anything else; and with exit code 73 where the storage fails.
+    """
+
+    def prepare(manifest: Manifest, trained: CheckpointRecipe) -> Write:
+        tensors, expected, warnings = collect(checkpoint, manifest, trained)
+        step = int(manifest.meta["step"])
+        learnt = any(bool(t.any()) for name, t in tensors.items() if ".lora_B" in name or ".lora_embedding_B" in name)
+        if step > 0 and not learnt:
+            warnings.append(f"every lora_B is zero at step {step}: nothing was learnt, the adapter changes nothing")
+
+        def write(stage: Path) -> dict[str, Any]:
+            _write(stage, tensors, expected)
+            return {
+                quantization.BASE: trained.base_quantization,
+                "tensors": len(tensors),
+                "parameters": sum(tensor.numel() for tensor in tensors.values()),
+                "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}),
+                "warnings": warnings,
+            }
+
+        return write
+
+    return export_as(KIND, checkpoint, out, ADAPTER_FILES.__contains__, prepare)
+
+
+Write = Callable[[Path], dict[str, Any]]
+"""Writes the files of an export into a staging folder and returns what its manifest says about them."""
+
+
+def export_as(
+    kind: str,
+    checkpoint: Path,
+    out: Path,
+    is_ours: Callable[[str], bool],
+    prepare: Callable[[Manifest, CheckpointRecipe], Write],
+) -> dict[str, Any]:
+    """Publish an export of one checkpoint in ``out``, or find it there. Returns the summary (see :func:`export`).
+
+    ``prepare`` reads and checks the checkpoint; what it returns writes. ``is_ours``: see :func:`find_published`.
+    """
+    started = time.monotonic()
+    try:
+        manifest = verify(checkpoint)
+        sha = hash_file(checkpoint / MANIFEST).sha256
+        if (published := find_published(out, kind, checkpoint, sha, is_ours)) is not None:
+            say(f"already exported: {out}")
+            return _summary(out, published, started, reused=True)
+        trained = read_trained(checkpoint)
+        write = prepare(manifest, trained)
+    except OSError as error:
+        raise storage_error(error, "reading the checkpoint", checkpoint) from error
+    try:
+        with staging(out) as stage:
+            # Again, now that no other export can be writing: the first look may be minutes old.
+            if (published := find_published(out, kind, checkpoint, sha, is_ours)) is not None:
+                return _summary(out, published, started, reused=True)
+            meta = {
+                "step": int(manifest.meta["step"]),
+                "checkpoint": {"name": checkpoint.resolve().name, "manifest_sha256": sha},
+                "recipe": trained.recipe,
+                **write(stage),
+            }
+            for warning in meta["warnings"]:
+                say(f"warning: {warning}")
+            for file in _staged(stage):
+                file.chmod(file_mode())
+                fsync_path(file)
+            # Moved one by one (a directory rename is not a commit on a mergerfs pool), the manifest last.
+            out.mkdir(parents=True, exist_ok=True)
+            for file in _staged(stage):
+                file.replace(out / file.name)
+            return _summary(out, seal(out, kind, meta), started, reused=False)
+    except OSError as error:
+        raise storage_error(error, f"writing the {NAMES[kind]}", out) from error
+
+
+def collect(
+    checkpoint: Path, manifest: Manifest, trained: CheckpointRecipe
+) -> tuple[dict[str, torch.Tensor], Expected, list[str]]:
+    """The checked adapter tensors under PEFT's names, sorted; what was expected; and warnings.
+
+    Raises UserError naming every tensor that is missing, extra, of another shape, not floating point or not finite, and
+    every shard whose content is not what the manifest says.
+    """
+    from clustertune.export.expected import build_expected
+    from clustertune.export.sources import open_source
+
+    if trained.lora is None:
+        text = "the run trained all parameters: there is no adapter to export"
+        raise UserError(text, file=str(checkpoint / "recipe.json"), key="recipe.lora")
+    expected = build_expected(trained.architecture, trained.lora, trained.model_name, trained.revision)
+    source = open_source(checkpoint, manifest)
+    wanted, problems, warnings = _match(source, expected, checkpoint)
+    files, misplaced = source.files_of(stored.key for stored in wanted.values())
+    problems += misplaced
+    verify_files(checkpoint, manifest, files, problems)
+    tensors = source.read(wanted)
+    bad = [
+        Problem(f"{name} has {count_bad(tensor)} of {tensor.numel()} values that are NaN or infinite", file=str(checkpoint))
+        for name, tensor in sorted(tensors.items())
+        if count_bad(tensor)
+    ]
+    raise_if(bad)
+    return {name: tensors[name].contiguous() for name in sorted(tensors)}, expected, warnings
+
+
+def verify_files(checkpoint: Path, manifest: Manifest, files: Iterable[str], problems: list[Problem]) -> None:
+    """Hash the files that are about to be read. Raises UserError with ``problems`` and all that differ from the manifest."""
+    records = {name: manifest.files[name] for name in files}
+    with byte_progress() as bar:
+        task = bar.add_task("verify shards", total=sum(record.size for record in records.values()))
+        for name, record in records.items():
+            if problem := find_problem(checkpoint / name, record):
+                problems = [*problems, problem]
+            bar.advance(task, record.size)
+    raise_if(problems)
+
+
+def _match(source: Source, expected: Expected, checkpoint: Path) -> tuple[dict[str, StoredTensor], list[Problem], list[str]]:
+    """Lay what is stored over what is expected."""
+    from clustertune.export.expected import normalise
+
+    found: dict[str, StoredTensor] = {}
+    problems, base = [], []
+    where = str(checkpoint)
+    for stored in source.stored:
+        name = normalise(stored.key)
+        if name in found:
+            problems.append(Problem(f"{name} is stored twice, as {found[name].key} and as {stored.key}", file=where))
+        elif name in expected.tensors:
+            found[name] = stored
+        elif name in expected.base or name.endswith(".original_module.weight"):
+            base.append(name)
+        else:
+            problems.append(Problem(f"{stored.key} belongs to no module that the recipe trains", file=where))
+    for name, shape in expected.tensors.items():
+        if name not in found:
+            problems.append(Problem(f"{name} {list(shape)} is missing", file=where))
+        elif found[name].shape != shape:
+            problems.append(Problem(f"{name} has shape {list(found[name].shape)}, expected {list(shape)}", file=where))
+        elif not found[name].floating:
+            problems.append(Problem(f"{name} has dtype {found[name].dtype}, expected a floating point one", file=where))
+    warnings = []
+    if base:
+        named = ", ".join(sorted(base)[:3]) + (", ..." if len(base) > 3 else "")
+        warnings.append(f"{len(base)} tensors of the base model are in the checkpoint and were left there: {named}")
+    return found, problems, warnings
+
+
+def read_trained(checkpoint: Path) -> CheckpointRecipe:
+    """Read ``recipe.json``. Raises UserError where it is not a resolved recipe."""
+    path = checkpoint / "recipe.json"
+    try:
+        resolved = json.loads(path.read_bytes())
+        recipe, architecture = resolved["recipe"], dict(resolved["architecture"])
+        lora, model = recipe.get("lora"), recipe["model"]
+        requested = quantization.of(resolved.get("train_args", {})) or architecture.get("quantization_config")
+        stated = architecture.get("dtype") or architecture.get("torch_dtype")
+        return CheckpointRecipe(
+            recipe=str(resolved["name"]),
+            model_name=str(model["name"]),
+            revision=model.get("revision"),
+            architecture=architecture,
+            lora=None if lora is None else dict(lora),
+            base_quantization=quantization.label(requested) if requested else "none",
+            dtype=str(stated or _COMPUTED_IN[mixed_precision(recipe.get("train", {}))]),
+        )
+    except OSError as error:
+        raise UserError(f"unreadable: {error.strerror or error}", file=str(path)) from None
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"not a resolved recipe: {type(error).__name__} {error}", file=str(path)) from None
+
+
+def verify(checkpoint: Path) -> Manifest:
+    """Every file there with its size, ``recipe.json`` with its hash; the shards are hashed when it is known which are read.
+
+    Raises UserError, also where others can write to the checkpoint.
+    """
+    problems = find_problems(checkpoint, "checkpoint", hashes=False)
+    raise_if(problems)
+    require_own(checkpoint)
+    manifest = read_manifest(checkpoint, "checkpoint")
+    recipe = checkpoint / "recipe.json"
+    if "recipe.json" not in manifest.files:
+        problems.append(Problem("missing", file=str(recipe)))
+    elif problem := find_problem(recipe, manifest.files["recipe.json"]):
+        problems.append(problem)
+    if not isinstance(manifest.meta.get("step"), int):
+        problems.append(Problem("the manifest names no step", file=str(checkpoint / MANIFEST), key="meta.step"))
+    raise_if(problems)
+    return manifest
+
+
+def _write(stage: Path, tensors: Mapping[str, torch.Tensor], expected: Expected) -> None:
+    """Both files, with the same bytes for the same tensors whenever and wherever they are written."""
+    from safetensors.torch import save_file
+
+    weights, config = (stage / name for name in ADAPTER_FILES)
+    save_file(dict(tensors), weights, metadata={"format": "pt"})
+    config.write_text(json.dumps(expected.config, indent=2, sort_keys=True) + "\n")
+
+
+def count_bad(tensor: torch.Tensor) -> int:
+    return int((~tensor.isfinite()).sum())
+
+
+def _summary(out: Path, manifest: Manifest, started: float, *, reused: bool) -> dict[str, Any]:
+    return {
+        "out": str(out),
+        **{key: manifest.meta[key] for key in ("step", "tensors", "parameters")},
+        "bytes": sum(record.size for name, record in manifest.files.items() if name.endswith(".safetensors")),
+        "seconds": round(time.monotonic() - started, 3),
+        "reused": reused,
+        "warnings": list(manifest.meta["warnings"]),
+    }
+
+
+# --- publish --------------------------------------------------------------------------------------------------------------
+
+# Where an export goes: nothing that is there is overwritten, and one export at a time writes beside it.
+
+LOCK = "lock"
+NAMES = {"adapter": "adapter", "merged": "model"}
+"""What people call the kinds of an export."""
+
+
+def find_published(out: Path, kind: str, checkpoint: Path, source_sha: str, is_ours: Callable[[str], bool]) -> Manifest | None:
+    """The manifest of an export of the same checkpoint that lies whole in ``out``, None where ``out`` is free.
+
+    ``is_ours`` knows the files that an export leaves which was killed ahead of its manifest. Raises UserError where ``out``
+    holds anything else: nothing published is overwritten.
+    """
+    if not out.exists():
+        return None
+    elsewhere = "give another --out, or remove it yourself"
+    if not out.is_dir():
+        raise UserError("is a file", file=str(out), fix=elsewhere)
+    if not (out / MANIFEST).exists():
+        foreign = [name for name in list_files(out) if not is_ours(name) and not name.startswith(f".{MANIFEST}.")]
+        if foreign:
+            raise UserError(f"is not empty: {', '.join(foreign[:5])}", file=str(out), fix=elsewhere)
+        return None
+    manifest = read_manifest(out)
+    source = manifest.meta.get("checkpoint", {})
+    if manifest.kind != kind or source.get("manifest_sha256") != source_sha:
+        held_there = NAMES.get(manifest.kind, manifest.kind)
+        message = f"holds the {held_there} of {source.get('name')} (step {manifest.meta.get('step')}), not that of {checkpoint}"
+        raise UserError(message, file=str(out), fix=elsewhere)
+    if problems := find_problems(out, kind, allow_extra=True):
+        damaged = Problem(f"the {NAMES[kind]} that was exported here is damaged", file=str(out), fix=elsewhere)
+        raise UserError([*problems, damaged])
+    return manifest
+
+
+@contextmanager
+def staging(out: Path) -> Iterator[Path]:
+    """A sibling folder of ``out`` that no reader takes for an export, for one export at a time, gone afterwards."""
+    stage = out.resolve().with_name(f".{out.resolve().name}.exporting")
+    with held(stage / LOCK, "is exporting into it", shown=out, fix="wait for it, then run the same command again"):
+        try:
+            yield stage
+        finally:
+            # The lock last: from then on the folder may be the next export's.
+            for file in [*_staged(stage), stage / LOCK]:
+                file.unlink(missing_ok=True)
+            with suppress(OSError):
+                stage.rmdir()
+
+
+def _staged(stage: Path) -> list[Path]:
+    """The files of a staging folder, sorted."""
+    return sorted(file for file in stage.iterdir() if file.name != LOCK)

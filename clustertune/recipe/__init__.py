@@ -1,0 +1,1 @@
+"""The files of a recipe: their schema, how they are read, and what is wrong with them."""

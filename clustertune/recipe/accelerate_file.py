@@ -1,0 +1,420 @@
+"""The recipe's accelerate configuration: accelerate's own file, checked against the pinned accelerate before the queue.
+
+``accelerate launch`` takes unknown keys of ``fsdp_config`` without a message and reads FSDP1's keys as nothing under FSDP2.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertune.errors import Problem, UserError
+from clustertune.recipe import deepspeed_keys as ds
+from clustertune.recipe.findings import Found
+from clustertune.recipe.library_facts import facts
+from clustertune.recipe.load import COMMAND_LINE, did_you_mean, nearest
+from clustertune.recipe.native_rules import is_whole, show_value
+from clustertune.recipe.values import model_facts
+from clustertune.recipe.yamlfile import Document, KeyPath, leaves, parse_json, read_text
+
+DISTRIBUTED_TYPES = ("FSDP", "MULTI_GPU", "DEEPSPEED", "NO")
+_NO_PRECISION = {
+    "fp16": ("train.fp16 is not carried, and the trainer follows train", "leave it out"),
+    # transformers 5.23, training_args.py:1614: what train says is written over it.
+    "fp8": ("has no effect: the trainer computes in what train says", "leave it out; Megatron-Bridge has megatron.fp8"),
+}
+
+_MACHINE = (
+    "num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids", "use_cpu",
+    "rdzv_backend", "same_network", "mpirun_config", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm",
+    "tpu_env", "command_file", "commands",
+)  # fmt: skip
+"""Facts of one machine or one launch: ranks and addresses are derived from the job."""
+
+_FSDP1_ONLY = {
+    "fsdp_sharding_strategy": "write fsdp_reshard_after_forward: true for FULL_SHARD, false for SHARD_GRAD_OP; HYBRID_SHARD "
+    "is parallelism_config with parallelism_config_dp_replicate_size",
+    "fsdp_use_orig_params": "leave it out: FSDP2 always keeps the original parameters",
+    "fsdp_backward_prefetch": "leave it out: FSDP2 prefetches the next layer in backward by itself",
+    "fsdp_sync_module_states": "leave it out: FSDP2 needs only fsdp_cpu_ram_efficient_loading",
+    "fsdp_forward_prefetch": "leave it out: accelerate refuses it with FSDP2",
+}
+FSDP1_ONLY = frozenset(_FSDP1_ONLY)
+"""Keys that mean nothing under ``fsdp_version: 2``."""
+_BOOLEANS = (
+    "fsdp_offload_params", "fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_cpu_ram_efficient_loading",
+    "fsdp_sync_module_states", "fsdp_activation_checkpointing", "fsdp_activation_checkpointing_offload",
+)  # fmt: skip
+_OF_DEEPSPEED_FILE = {
+    "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device", "offload_param_device",
+    "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
+}  # fmt: skip
+"""Keys that accelerate refuses beside a ``deepspeed_config_file`` (accelerate/utils/dataclasses.py:1508)."""
+_WORDS = {
+    "fsdp_sharding_strategy": "FSDP_SHARDING_STRATEGY",
+    "fsdp_auto_wrap_policy": "FSDP_AUTO_WRAP_POLICY",
+    "fsdp_backward_prefetch": "FSDP_BACKWARD_PREFETCH",
+    "fsdp_state_dict_type": "FSDP_STATE_DICT_TYPE",
+}
+"""Keys that take one of the names of a list in ``accelerate/utils/constants.py``."""
+
+
+def section(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A section of the file as a mapping, empty where it is absent or wrong."""
+    value = body.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def parallel_sizes(body: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes above 1 of the parallelism configuration, by axis: dp_replicate, dp_shard, tp, cp, sp."""
+    sizes = {}
+    for key, value in section(body, "parallelism_config").items():
+        if key.endswith("_size") and isinstance(value, int) and value > 1:
+            sizes[key.removeprefix("parallelism_config_").removesuffix("_size")] = value
+    return sizes
+
+
+# --- what a checked file says: read by distribution.py alone --------------------------------------------------------------
+
+VERSION = "fsdp_version"
+"""Of FSDP: a key of ``fsdp_config``, and a field of ``distributed`` in run.json and in results of ``bench``."""
+FSDP2 = f"{VERSION}: 2"
+"""As messages write it."""
+TYPE, MESH, DYNAMIC = "distributed_type", "parallelism_config", "dynamo_config.dynamo_use_dynamic"
+"""Key paths as errors name them: what distributes, the sizes of the mesh, and how the compiler takes lengths."""
+AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+"""The axes of accelerate's mesh, in its order."""
+_DEFAULT_STAGE, _UNKNOWN_STAGE = 2, 3
+"""accelerate's own ``zero_stage`` (utils/dataclasses.py, DeepSpeedPlugin); what is taken where the file is not recorded."""
+
+
+SHARDED = {
+    "distributed_type": "FSDP",
+    "fsdp_config": {
+        "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": True,
+    },
+}  # fmt: skip
+"""An accelerate file: FSDP2 over all ranks."""
+ALONE = {"distributed_type": "NO"}
+"""An accelerate file: one process."""
+
+
+def key_of(name: str) -> str:
+    """The full key path of an FSDP setting, or of the size of an axis of the mesh, as errors name it."""
+    return f"parallelism_config.parallelism_config_{name}_size" if name in AXES else f"fsdp_config.fsdp_{name}"
+
+
+def flag(config: Mapping[str, Any], key: str) -> bool:
+    """A true-or-false key of ``fsdp_config``, without its ``fsdp_`` prefix."""
+    return _is_true(config.get(f"fsdp_{key}"))
+
+
+def fsdp_flag(body: Mapping[str, Any], key: str) -> bool:
+    """The same of the whole file; false without FSDP."""
+    return body.get("distributed_type") == "FSDP" and flag(section(body, "fsdp_config"), key)
+
+
+def _is_true(value: object) -> bool:
+    return str(value).lower() in {"true", "1", "yes"}
+
+
+def fsdp_generation(body: Mapping[str, Any]) -> int | None:
+    """1 or 2, accelerate's own being 1; None without FSDP."""
+    if body.get("distributed_type") != "FSDP":
+        return None
+    return 2 if str(section(body, "fsdp_config").get(VERSION)) == "2" else 1
+
+
+def recomputes(body: Mapping[str, Any]) -> bool:
+    """Whether FSDP recomputes the layers that it wraps."""
+    return fsdp_flag(body, "activation_checkpointing")
+
+
+def sharding_strategy(body: Mapping[str, Any]) -> str:
+    """torch's ShardingStrategy, which under FSDP2 is ``FULL_SHARD`` or, without resharding, ``SHARD_GRAD_OP``."""
+    config = section(body, "fsdp_config")
+    if fsdp_generation(body) == 2:
+        return "SHARD_GRAD_OP" if str(config.get("fsdp_reshard_after_forward")).lower() == "false" else "FULL_SHARD"
+    return str(config.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
+
+
+def state_dict_type(body: Mapping[str, Any]) -> str:
+    """torch's StateDictType; accelerate's own is sharded under FSDP2, else full."""
+    given = section(body, "fsdp_config").get("fsdp_state_dict_type")
+    default = "SHARDED_STATE_DICT" if fsdp_generation(body) == 2 else "FULL_STATE_DICT"
+    return default if given is None else str(given).upper()
+
+
+def compiled(train: Mapping[str, Any], body: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether the model is compiled, and whether layer by layer: once, and then taken for all layers of one kind."""
+    dynamo = section(body, "dynamo_config")
+    backend = str(dynamo.get("dynamo_backend", dynamo.get("backend", "NO"))).upper()
+    named = train.get("torch_compile") or train.get("torch_compile_backend") or train.get("torch_compile_mode")
+    on = bool(named) or backend not in ("NO", "NONE", "FALSE")
+    return on, on and _is_true(dynamo.get("dynamo_use_regional_compilation", dynamo.get("use_regional_compilation")))
+
+
+def says_dynamic(body: Mapping[str, Any]) -> bool:
+    """Whether the file says how torch.compile takes lengths that differ."""
+    return bool({"dynamo_use_dynamic", "use_dynamic"} & section(body, "dynamo_config").keys())
+
+
+def zero_stage(body: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> int:
+    """The ZeRO stage of DeepSpeed's file, or of accelerate's keys where there is none."""
+    keys = section(body, "deepspeed_config")
+    if deepspeed is None and "deepspeed_config_file" in keys:
+        return _UNKNOWN_STAGE
+    found = ds.get(deepspeed, f"{ds.ZERO}.stage") if deepspeed is not None else keys.get("zero_stage", _DEFAULT_STAGE)
+    return int(found) if str(found).isdecimal() else 0
+
+
+def offload_device(body: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, part: str) -> str:
+    """``none``, ``cpu`` or ``nvme``, of DeepSpeed's ``offload_param`` or ``offload_optimizer``."""
+    keys = section(body, "deepspeed_config")
+    if deepspeed is None and "deepspeed_config_file" in keys:
+        return "none"
+    named = ds.get(deepspeed, f"{ds.ZERO}.{part}.device") if deepspeed is not None else keys.get(f"{part}_device")
+    return str(named) if named in ("cpu", "nvme") else "none"
+
+
+# --- what is wrong with a file --------------------------------------------------------------------------------------------
+
+
+def find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> Iterator[Found]:
+    """Everything that is wrong with a recipe's accelerate file. ``kind`` is the model type where it is known."""
+    return ((("accelerate", *path), message, fix) for path, message, fix in _find_problems(body, folder, kind))
+
+
+def _find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> Iterator[Found]:  # noqa: PLR0912 - a check each
+    known = frozenset(facts("accelerate")["keys"])  # the fields of its ClusterConfig
+    for key in body:
+        if key in _MACHINE:
+            yield (key,), "a fact of one machine or one launch", "leave it out: ranks and addresses are derived"
+        elif key not in known:
+            yield (key,), "accelerate has no such key", did_you_mean(key, known - set(_MACHINE))
+    if body.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        yield ("compute_environment",), f"{show_value(body['compute_environment'])} is not LOCAL_MACHINE", None
+    kind_of = body.get("distributed_type")
+    if kind_of not in DISTRIBUTED_TYPES:
+        message = "missing" if kind_of is None else f"{show_value(kind_of)} is not one of {', '.join(DISTRIBUTED_TYPES)}"
+        yield ("distributed_type",), message, did_you_mean(str(kind_of), DISTRIBUTED_TYPES) if kind_of is not None else None
+    precision = body.get("mixed_precision", "no")
+    if isinstance(precision, str) and precision in _NO_PRECISION:
+        text, fix = _NO_PRECISION[precision]
+        yield ("mixed_precision",), f"{precision}: {text}", fix
+    elif precision is not False and precision not in ("no", "bf16"):  # YAML 1.1 reads `no` as false, as accelerate does
+        yield ("mixed_precision",), f"{show_value(precision)} is not one of no, bf16", "leave it out"
+    if section(body, "fp8_config"):
+        yield ("fp8_config",), "has no effect: mixed_precision fp8 is none that the trainer takes", "leave it out"
+    for name in ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config", "fp8_config"):
+        if body.get(name) is not None and not isinstance(body[name], dict):
+            yield (name,), "must hold keys and values", None
+    yield from _check_sections(body)
+    if section(body, "fsdp_config") and kind_of != "FSDP":
+        text = f"accelerate reads it only with distributed_type: FSDP, here it is {kind_of}"
+        yield ("fsdp_config",), text, "leave it out, on the command line accelerate.fsdp_config=null"
+    elif kind_of == "FSDP":
+        sizes = parallel_sizes(body)
+        if "cp" in sizes and "sp" in sizes:  # accelerate/parallelism_config.py:325, whatever the number of ranks is
+            yield ("parallelism_config",), "cp and sp both split a sequence", "set one of the two to 1"
+        yield from _check_fsdp(section(body, "fsdp_config"), section(body, "parallelism_config"), kind)
+    if kind_of == "DEEPSPEED":
+        yield from _check_deepspeed(body, folder)
+
+
+def _check_sections(body: Mapping[str, Any]) -> Iterator[Found]:
+    known = facts("accelerate")["options"]  # of accelerate launch: a section's keys become these
+    # accelerate adds the prefix of these two where a key lacks it; a parallelism key without its own is read as nothing.
+    added = {"dynamo_config": "dynamo_", "fp8_config": "fp8_"}
+    for name in ("deepspeed_config", "parallelism_config", *added):
+        prefix = added.get(name, "")
+        inside = {arg for arg in known if arg.startswith(f"{name}_" if name == "parallelism_config" else prefix)}
+        for key, value in section(body, name).items():
+            full = key if key.startswith(prefix) else prefix + key
+            if full not in inside:
+                yield (name, key), "accelerate launch has no such option", did_you_mean(key, inside)
+                continue
+            if name == "parallelism_config" and key.endswith("_size") and not is_whole(value):
+                yield (name, key), f"{show_value(value)} is not a whole number from 1", None
+                continue
+            choices = facts("accelerate")["choices"].get(full)
+            # Upper and lower case are one for accelerate; YAML reads ``no`` as false.
+            if choices and ("no" if value is False else str(value).lower()) not in map(str.lower, choices):
+                yield (name, key), f"{show_value(value)} is not one of {', '.join(choices)}", did_you_mean(str(value), choices)
+
+
+def _check_fsdp(  # noqa: PLR0912 - a check each
+    config: Mapping[str, Any], parallel: Mapping[str, Any], kind: str | None
+) -> Iterator[Found]:
+    known = {name for name in facts("accelerate")["options"] if name.startswith("fsdp_")}
+    values = {}
+    for key, value in config.items():
+        full = key if key.startswith("fsdp") else f"fsdp_{key}"
+        if full not in known:
+            yield ("fsdp_config", key), "accelerate has no such FSDP key and would ignore it", did_you_mean(full, known)
+            continue
+        values[full] = (key, value)
+        if key != full:  # accelerate launch adds the prefix; all others that read the file do not
+            yield ("fsdp_config", key), "is only known with its prefix", f"write {full}"
+    version = str(values.get(VERSION, ("", ""))[1])
+    if version not in {"1", "2"}:
+        text = f"{show_value(version)} is not 1 or 2" if version else "missing; accelerate would take 1"
+        yield ("fsdp_config", VERSION), text, f"write {FSDP2}"
+    for full, (key, value) in values.items():
+        path = ("fsdp_config", key)
+        if version == "2" and full in _FSDP1_ONLY:
+            yield path, f"has no meaning under {FSDP2}", _FSDP1_ONLY[full]
+        elif full in _BOOLEANS or (full == "fsdp_reshard_after_forward" and version == "2"):
+            if str(value).lower() not in {"true", "false"}:
+                yield path, f"{show_value(value)} is not true or false", None
+        elif full in _WORDS:
+            choices = facts("accelerate")[_WORDS[full]]
+            if not isinstance(value, str) or value.upper() not in choices:
+                yield path, f"{show_value(value)} is not one of {', '.join(choices)}", did_you_mean(str(value), choices)
+        elif full == "fsdp_min_num_params" and not is_whole(value):
+            yield path, f"{show_value(value)} is not a whole number from 1", None
+        elif full == "fsdp_reshard_after_forward":
+            yield path, "is FSDP2's key", "write fsdp_sharding_strategy"
+    yield from _check_wrap(values, kind)
+    # What accelerate or clustertune refuses for two keys together.
+    plain = {full: value for full, (_, value) in values.items()}
+    states = plain.get("fsdp_state_dict_type")
+    if str(states).upper() in {"FULL_STATE_DICT", "LOCAL_STATE_DICT"}:
+        yield ("fsdp_config", "fsdp_state_dict_type"), f"{states}: checkpoints are written sharded", "write SHARDED_STATE_DICT"
+    if version == "1" and parallel:
+        yield ("parallelism_config",), f"accelerate takes it only with {FSDP2}", None
+    if flag(plain, "activation_checkpointing_offload") and not (version == "2" and flag(plain, "activation_checkpointing")):
+        text = f"needs {FSDP2} and fsdp_activation_checkpointing: true"
+        yield ("fsdp_config", "fsdp_activation_checkpointing_offload"), text, None
+    unsynced = plain.get("fsdp_sync_module_states") is not None and not flag(plain, "sync_module_states")
+    if version == "1" and flag(plain, "cpu_ram_efficient_loading") and unsynced:
+        text = "false, while fsdp_cpu_ram_efficient_loading: true leaves all ranks but the first without weights"
+        yield ("fsdp_config", "fsdp_sync_module_states"), text, "set both true or both false"
+
+
+def _check_wrap(values: Mapping[str, tuple[str, Any]], kind: str | None) -> Iterator[Found]:
+    policy = str(values.get("fsdp_auto_wrap_policy", ("", ""))[1]).upper()
+    key, names = values.get("fsdp_transformer_layer_cls_to_wrap", ("", None))
+    if names is None:
+        return
+    path = ("fsdp_config", key)
+    if policy != "TRANSFORMER_BASED_WRAP":
+        yield path, "is read only with fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", None
+    if not isinstance(names, str) or not names:
+        yield path, f"{show_value(names)} is not the name of a class (several with commas between)", None
+    elif kind is not None:
+        for name in names.split(","):
+            if name not in (classes := model_facts(kind)["classes"]):
+                layers = model_facts(kind)["layers"]
+                close = nearest(name, layers) or (layers[0] if len(layers) == 1 else None)
+                fix = f"did you mean {close}?" if close else did_you_mean(name, classes)
+                yield path, f"{kind} of the pinned transformers has no class {show_value(name)}", fix
+
+
+def _check_deepspeed(body: Mapping[str, Any], folder: Path) -> Iterator[Found]:
+    config = section(body, "deepspeed_config")
+    if not config:
+        yield ("deepspeed_config",), "missing", "write deepspeed_config: {deepspeed_config_file: deepspeed.json}"
+    name = config.get("deepspeed_config_file")
+    if name is None:
+        stage = zero_stage(body, None)
+        if stage > 3:
+            yield ("deepspeed_config", "zero_stage"), f"there is no ZeRO stage {stage}", "write 0, 1, 2 or 3"
+        for part, text, fix in ds.offload_problems(stage, {part: str(config.get(f"{part}_device")) for part in ds.OFFLOADS}):
+            yield ("deepspeed_config", f"{part}_device"), text, fix
+        return
+    if not isinstance(name, str) or "/" in name or "\0" in name or not (folder / name).is_file():
+        yield ("deepspeed_config", "deepspeed_config_file"), f"{show_value(name)} is not a file of the recipe folder", None
+    for key in _OF_DEEPSPEED_FILE & set(config):
+        yield ("deepspeed_config", key), f"accelerate takes it from {show_value(name)} alone", "leave it out, or write it there"
+    if body.get("mixed_precision") is not None:
+        fix = "leave it out: bf16 is the default there"
+        yield ("mixed_precision",), f"accelerate refuses it beside {show_value(name)}", fix
+
+
+# --- with what the command line lays over it; and DeepSpeed's file --------------------------------------------------
+
+ACCELERATE, DEEPSPEED = "accelerate.yaml", "deepspeed.json"
+"""Names in a run folder of the files that a run's ranks read in place of the recipe's."""
+SHARD_SIZE = "parallelism_config_dp_shard_size"
+
+
+@dataclass(frozen=True)
+class OverriddenFile(Document):
+    """A file with overrides over it: what they gave stands on the command line, the rest in the file."""
+
+    given: tuple[KeyPath, ...] = ()
+
+    def position(self, path: KeyPath) -> str:
+        """``command line`` for what it gave and for a section of which it gave a part."""
+        if any(leaf[: len(path)] == path or path[: len(leaf)] == leaf for leaf in self.given):
+            return COMMAND_LINE
+        return super().position(path)
+
+
+def lay_over(document: Document, overrides: Document | None) -> Document:
+    """The file's values with the overrides over them; null takes a key out."""
+    if overrides is None or not overrides.data:
+        return document
+    given = tuple(tuple(path.split(".")) for path in flat(overrides))
+    return OverriddenFile(document.file, merged(document.data, overrides.data), document.lines, given)
+
+
+def merged(values: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with ``top`` laid over them, section by section; null takes a key out."""
+    found = dict(values)
+    for key, value in top.items():
+        found[key] = merged(found[key], value) if isinstance(value, dict) and isinstance(found.get(key), dict) else value
+        if value is None:
+            del found[key]
+    return copy.deepcopy(found)
+
+
+def top(overrides: Document | None) -> frozenset[str]:
+    """The sections of a file of which the command line gives something."""
+    return frozenset(overrides.data) if overrides else frozenset()
+
+
+def flat(overrides: Document | None) -> dict[str, Any]:
+    """The overrides by their dotted key path."""
+    return {".".join(path): value for path, value in leaves(overrides.data) if path} if overrides else {}
+
+
+def read_deepspeed(
+    accelerate: Mapping[str, Any], folder: Path, shown: str, overrides: Document | None
+) -> tuple[Document | None, list[Problem]]:
+    """DeepSpeed's configuration where the accelerate file names one, the overrides over it; and what is wrong with it."""
+    given = flat(overrides)
+    name = section(accelerate, "deepspeed_config").get("deepspeed_config_file")
+    if accelerate.get("distributed_type") != "DEEPSPEED" or name is None:
+        key = next(iter(given), None)
+        if key is None:
+            return None, []
+        fix = "accelerate.deepspeed_config.deepspeed_config_file=FILE names one"
+        return None, [Problem("no DeepSpeed file is in use", file=COMMAND_LINE, key=f"deepspeed.{key}", fix=fix)]
+    if not isinstance(name, str) or "/" in name or "\0" in name or not (folder / name).is_file():
+        return None, []  # find_problems says so
+    file = f"{shown}/{name}"
+    try:
+        body = parse_json(read_text(folder / name, file), file)
+    except UserError as error:
+        return None, error.problems
+    if not isinstance(body, dict) or not isinstance(body.get("zero_optimization", {}), dict):
+        fix = 'write {"zero_optimization": {"stage": 3}}'
+        return None, [Problem("must hold DeepSpeed's sections", file=file, fix=fix)]
+    return lay_over(Document(file, body), overrides), []
+
+
+def written(accelerate: Mapping[str, Any], folder: Path, deepspeed: Path | None) -> dict[str, Any]:
+    """The accelerate configuration as ranks in any working folder read it: DeepSpeed's file by its absolute path.
+
+    ``deepspeed`` is a file that takes the place of the recipe's own.
+    """
+    body = copy.deepcopy(dict(accelerate))
+    config = section(body, "deepspeed_config")
+    if isinstance(name := config.get("deepspeed_config_file"), str):
+        config["deepspeed_config_file"] = str(deepspeed or folder / name)
+    return body

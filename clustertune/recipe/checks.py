@@ -1,0 +1,601 @@
+"""What is wrong with a recipe's sections, each alone and its keys with one another; and what a distribution does not carry of
+it, with what carries it: refused before the queue."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from clustertune.host.credentials import holds_secret, may_name_secret
+from clustertune.recipe import accelerate_file as acc
+from clustertune.recipe import native_rules, quantization
+from clustertune.recipe.findings import SECRET_FIX, Found, schema_findings
+from clustertune.recipe.library_facts import facts
+from clustertune.recipe.load import did_you_mean, nearest
+from clustertune.recipe.native_rules import NativeField, NumberRange, show_value, train_fields
+from clustertune.recipe.parameters import (
+    adapted_experts,
+    adapter_modules,
+    expert_parameters,
+    head_names,
+    is_counted,
+    matches,
+    narrowest,
+)
+from clustertune.recipe.schema import FORMATS, Eval, Recipe
+from clustertune.recipe.tasks import find_task
+from clustertune.recipe.values import model_facts
+from clustertune.recipe.yamlfile import KeyPath
+
+QUANTIZATION = "quantization_config"
+TRANSPOSED = ("gpt_oss",)
+"""Counted families whose experts are (experts, in, out) (transformers 5.23, ``use_experts_implementation``)."""
+_MISSING = {
+    ("model",): "write model: {name: owner/model, revision: <commit>}",
+    ("data",): "write data: {name: owner/dataset, revision: <commit>, format: oasst-tree}",
+    ("train",): "write train: with at least global_batch_size, or base: sft-lora",
+    ("data", "format"): f"one of {', '.join(FORMATS)}",
+}
+"""What to write for keys that every recipe has."""
+
+
+def check_schema(values: Mapping[str, Any], location: Callable[[KeyPath], str]) -> Iterator[Found]:
+    """What pydantic finds in the sections, and what the model and data sections demand together. ``location`` names a line."""
+    yield from _find_secrets(values, ())
+    try:
+        Recipe.model_validate(values)
+    except ValidationError as error:
+        yield from schema_findings(Recipe, error, _MISSING)
+    yield from _check_scores(values)
+    model, data = values.get("model"), values.get("data")
+    if isinstance(model, dict):
+        if model.get("weights", "hub") == "hub" and not model.get("path"):
+            yield from _demand_revision(model, ("model",), "weights: random, or path, needs none")
+        if model.get("weights") == "random" and model.get("path"):
+            yield ("model", "path"), "given, while weights: random makes the weights", "leave out one"
+    if isinstance(data, dict):
+        yield from _check_data(data, dpo=values.get("trainer") == "dpo")
+        other = data.get("format") not in (None, "oasst-tree")
+        language, form = ("data", "language"), ("data", "format")
+        # A format that is laid over a recipe's own (data.format=alpaca) leaves its language without effect: prepare says so.
+        if data.get("language") and other and location(language).rsplit(":", 1)[0] == location(form).rsplit(":", 1)[0]:
+            yield language, f"{data['format']} rows carry no language", "leave it out"
+
+
+def _check_data(data: Mapping[str, Any], *, dpo: bool) -> Iterator[Found]:
+    """Each set of rows has a format and, where it comes from the Hub, a revision; a mixture has them in its parts alone."""
+    sources = data.get("sources")
+    mixed = isinstance(sources, list) and bool(sources)
+    of_one = ("input", "format", "revision", "language", "limit", "config", "split", "columns")
+    for key in of_one if mixed else ():
+        if data.get(key) is not None:
+            fix = "say it of one of them, or leave data.sources out: data.sources=null"
+            yield ("data", key), "given beside data.sources", fix
+    parts = [(("data", "sources", str(n)), part) for n, part in enumerate(sources or ())] if mixed else [(("data",), data)]
+    for path, part in parts:
+        if not isinstance(part, dict):
+            continue
+        if part.get("format") is None:
+            yield (*path, "format"), "missing", _MISSING["data", "format"]
+        if not part.get("input"):
+            yield from _demand_revision(part, path, "a local input needs none")
+        if (part.get("format") == "preference") != dpo and part.get("format") in FORMATS:
+            text = f"{part['format']}: trainer: {'dpo takes' if dpo else 'sft does not take'} pairs of answers"
+            yield (*path, "format"), text, "write " + ("format: preference, or trainer: sft" if dpo else "trainer: dpo")
+
+
+def _check_scores(values: Mapping[str, Any]) -> Iterator[Found]:
+    """Tasks and metrics of scores that are probably mistyped. lm-eval's own lists take seconds to load and are not asked."""
+    sections: dict[str, dict[str, Any]] = {
+        name: found if isinstance(found := values.get(name), dict) else {} for name in ("eval", "expect")
+    }
+    tasks = sections["eval"].get("tasks", Eval.model_fields["tasks"].default)
+    tasks = [task for task in tasks if isinstance(task, str)] if isinstance(tasks, list) else []
+    for path in (("eval", "pass_mark"), ("eval", "pass_difference"), ("expect", "tasks")):
+        scores = sections[path[0]].get(path[1])
+        for task, metrics in scores.items() if isinstance(scores, dict) else ():
+            part_of_a_group = any(str(task).startswith(f"{group}_") for group in tasks)
+            if task not in tasks and not part_of_a_group and nearest(str(task), tasks):
+                yield (*path, str(task)), "no task of this name in eval.tasks", did_you_mean(str(task), tasks)
+            known = found.metrics if (found := find_task(str(task))) else ()
+            filtered = {name.partition(",")[0] for name in known if "," in name}
+            for metric in metrics if known and isinstance(metrics, dict) else ():
+                if str(metric).removesuffix(",none") not in known and str(metric).partition(",")[0] not in filtered:
+                    yield (*path, str(task), str(metric)), f"{task} has no such metric", did_you_mean(str(metric), known)
+
+
+def _demand_revision(section: Mapping[str, Any], path: tuple[str, ...], otherwise: str) -> Iterator[Found]:
+    if section.get("revision") is None and section.get("name") is not None:
+        fix = f"pin the Hub commit of {section['name']} (40 hex digits); {otherwise}"
+        yield (*path, "revision"), "missing: what comes from the Hub is pinned", fix
+
+
+def _find_secrets(values: Mapping[str, Any], path: KeyPath) -> Iterator[Found]:
+    for key, value in values.items():
+        key_path = (*path, str(key))
+        if isinstance(value, dict):
+            yield from _find_secrets(value, key_path)
+        elif any(holds_secret(item) for item in (value if isinstance(value, list) else [value])):
+            yield key_path, "holds an access token (not shown)", SECRET_FIX
+
+
+@dataclass(frozen=True)
+class NativeSection:
+    """One section whose keys are a foreign dataclass's."""
+
+    name: str
+    owner: str
+    fields: dict[str, NativeField]
+    owned: Mapping[str, str]
+    removed: Mapping[str, str]
+    ranges: Mapping[str, NumberRange]
+    own: frozenset[str] = frozenset()
+    """Keys of this section that the dataclass does not have."""
+
+    def check(self, field: NativeField, value: Any) -> Any:
+        """The value as the field takes it. Raises ValueError with what it takes."""
+        result = native_rules.check_value(field, value)
+        allowed = self.ranges.get(field.name)
+        if allowed and isinstance(result, int | float) and not isinstance(result, bool) and not allowed.holds(result):
+            raise ValueError(f"must be {allowed}")
+        return result
+
+
+def train_section(trainer: str = "sft") -> NativeSection:
+    """The section ``train`` of a recipe with this ``trainer``."""
+    rules, dpo = native_rules, trainer == "dpo"
+    owned, ranges = rules.TRAIN_OWNED | (rules.DPO_OWNED if dpo else {}), rules.TRAIN_RANGES | (rules.DPO_RANGES if dpo else {})
+    fields, own = train_fields(trainer), frozenset({"global_batch_size"})
+    return NativeSection("train", "DPOConfig" if dpo else "SFTConfig", fields, owned, rules.TRAIN_REMOVED, ranges, own)
+
+
+def lora_section() -> NativeSection:
+    """The section ``lora``."""
+    rules = native_rules
+    return NativeSection("lora", "LoraConfig", rules.lora_fields(), rules.LORA_OWNED, rules.LORA_REMOVED, rules.LORA_RANGES)
+
+
+def check_native(section: NativeSection, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Found]]:
+    """The values of a section as the foreign dataclass takes them, and everything that is wrong with them."""
+    checked: dict[str, Any] = {}
+    found: list[Found] = []
+    known = set(section.fields) - set(section.owned) | section.own
+    for key, value in given.items():
+        path, fix = (section.name, key), None
+        if key in section.own or holds_secret(value):  # a secret was reported with the schema's problems
+            continue
+        if value is None and key not in section.fields and key in native_rules.train_fields():
+            continue  # of a base for the other trainer, taken out
+        if key in section.owned:
+            found.append((path, f"not allowed in a recipe: {section.owned[key]}", "leave it out"))
+        elif key in section.fields:
+            field = section.fields[key]
+            try:
+                checked[key] = section.check(field, value)
+            except ValueError as error:
+                fix = did_you_mean(value, field.choices) if field.choices and isinstance(value, str) else None
+                shown = "" if value is None else f"{show_value(value)}: "
+                known_words = f"{len(field.choices)} values are known here" if fix and len(field.choices) > 8 else str(error)
+                found.append((path, f"{shown}{known_words}", fix))
+        elif key not in section.removed and may_name_secret(key) and nearest(key, known) is None:
+            found.append((path, "looks like a secret (value not shown)", SECRET_FIX))
+        else:
+            fix = section.removed.get(key) or did_you_mean(key, known)
+            found.append((path, f"unknown key: not a field of {section.owner} in the pinned release", fix))
+    return checked, found
+
+
+def check_local_saves(save: Any, distribution: Mapping[str, Any], *, megatron: bool) -> Iterator[Found]:
+    """Local checkpoints where the state is not FSDP2's: the files of other kinds have not been proved to come back."""
+    if isinstance(save, Mapping) and save.get("local") is not None:
+        kind = "Megatron" if megatron else str(distribution.get("distributed_type", "NO"))
+        if kind != "FSDP" or acc.fsdp_generation(distribution) != 2:
+            text = f"checkpoints on the nodes' own disks are for FSDP2, this is {'FSDP1' if kind == 'FSDP' else kind}"
+            yield ("save", "local"), text, "leave it out, and lower save.every"
+
+
+def check_train(train: Mapping[str, Any]) -> Iterator[Found]:
+    """What ``SFTConfig`` or clustertune refuses for the values of several keys together."""
+    if train.get("fp16"):
+        # Its scale starts at 65536 and comes down by overflows: gradients that are not finite, which end a run here.
+        text = "true: its loss scale makes steps that are not finite and leaves them out, which ends a run here"
+        fix = "leave it out: bf16 is the default; float32, where a GPU has no bf16, is train.bf16=false"
+        yield ("train", "fp16"), text, fix
+    if train.get("lr_scheduler_type") in {"reduce_lr_on_plateau", "greedy"} and train.get("eval_strategy", "no") == "no":
+        text = f"{train['lr_scheduler_type']} needs an eval_strategy"
+        yield ("train", "lr_scheduler_type"), text, "write eval_strategy: steps"
+    if train.get("dataloader_prefetch_factor") is not None and not train.get("dataloader_num_workers"):
+        yield ("train", "dataloader_prefetch_factor"), "needs dataloader_num_workers of at least 1", None
+    if train.get("packing") and "max_length" in train and train["max_length"] is None:
+        yield ("train", "max_length"), "empty, while packing fills sequences to it", "write a number of tokens"
+    if train.get("pad_token") is not None and train.get("pad_token") == train.get("eos_token"):
+        yield ("train", "pad_token"), "is the eos_token: the model would never learn to stop", "name a token of its own"
+    if train.get("save_only_model"):
+        yield ("train", "save_only_model"), "true: a run could not be resumed", "leave it out"
+    steps, warm = train.get("max_steps", -1), train.get("warmup_steps") or 0
+    if 0 < steps < warm:
+        text = f"{warm:g}, while max_steps is {steps}: the learning rate would never be reached"
+        yield ("train", "warmup_steps"), text, "write a share of all steps, such as 0.03"
+    yield from _check_arguments(train)
+    yield from _check_model_init(train.get("model_init_kwargs"))
+    named = train.get("report_to")
+    known = (*facts("trl")["reporters"], "none", "all")
+    for name in [named] if isinstance(named, str) else named or []:
+        if name not in known:
+            text = f"{show_value(name)} is not a tracker of the pinned transformers"
+            yield ("train", "report_to"), text, did_you_mean(name, known)
+    for key in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        if isinstance(given := train.get(key), dict) and given.get("preserve_rng_state") is False:
+            text = "preserve_rng_state is false: a layer with dropout, computed again, would drop other values"
+            yield ("train", key), text, "leave it out: it saves nothing where there is no dropout"
+    old, new = train.get("gradient_checkpointing"), train.get("activation_checkpointing")
+    if old is not None and new is not None and old != new:
+        text = f"{old}, while activation_checkpointing is {new}: they are one"
+        yield ("train", "gradient_checkpointing"), text, "keep the second"
+
+
+def _check_arguments(train: Mapping[str, Any]) -> Iterator[Found]:
+    """Arguments of the schedule and of the optimizer: transformers ignores a key of ``optim_args`` that it does not know."""
+    schedule, optimizer = (
+        str(train.get(key) or native_rules.train_fields()[key].default) for key in ("lr_scheduler_type", "optim")
+    )
+    known = facts("trl")["schedulers"][schedule]
+    for key in train.get("lr_scheduler_kwargs") or {}:
+        if key not in known:
+            text = f"{show_value(key)} is not an argument of the {schedule} schedule; it takes {', '.join(known) or 'none'}"
+            yield ("train", "lr_scheduler_kwargs"), text, did_you_mean(key, known) if known else "leave it out"
+    taken, path = facts("trl")["optimizers"].get(optimizer), ("train", "optim_args")
+    for item in filter(None, str(train.get("optim_args") or "").replace(" ", "").split(",")):
+        key, equals, value = item.partition("=")
+        if not (key and equals and value):
+            yield path, f"{show_value(item)} is not of the form key=value", "write key=value, several with commas"
+        elif taken is not None and key not in taken:
+            text = f"{show_value(key)} has no effect with optim {optimizer}; it reads {', '.join(taken) or 'no optim_args'}"
+            yield path, text, did_you_mean(key, taken) if taken else "leave it out"
+
+
+def _check_model_init(given: Any) -> Iterator[Found]:
+    path = ("train", "model_init_kwargs")
+    if given is not None and not isinstance(given, dict):
+        yield path, f"{show_value(given)} is not a mapping", None
+    for key, value in given.items() if isinstance(given, dict) else ():
+        choices = native_rules.MODEL_INIT.get(key)
+        if key == QUANTIZATION:
+            inner = quantization.find_problems(value) if value is not None else ()
+            yield from (((*path, key, *rest), text, fix) for rest, text, fix in inner)
+        elif choices is None:
+            yield (*path, key), "is not taken here", did_you_mean(key, [*native_rules.MODEL_INIT, QUANTIZATION])
+        elif value not in choices:
+            text = f"{show_value(value)} is not one of {', '.join(choices)}"
+            yield (*path, key), text, did_you_mean(str(value), choices)
+
+
+_DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
+"""Losses of the chosen and the rejected answer's difference, in which another divergence's constant cancels
+(trl/trainer/dpo_trainer.py:809)."""
+
+
+def check_dpo(train: Mapping[str, Any], accelerate: Mapping[str, Any], *, megatron: bool) -> Iterator[Found]:
+    """What TRL's ``DPOTrainer`` refuses in a rank, and what is not carried here with it. ``accelerate``: the file's mapping."""
+    known, losses = facts("trl")["dpo"], [str(name) for name in train.get("loss_type") or ["sigmoid"]]
+    for key, choices in {"loss_type": losses, "f_divergence_type": [train.get("f_divergence_type", "reverse_kl")]}.items():
+        for word in choices:
+            if word not in known[key]:
+                yield ("train", key), f"{show_value(word)}: it takes {', '.join(known[key])}", did_you_mean(word, known[key])
+    weights = train.get("loss_weights")
+    if weights is not None and len(weights) != len(losses):
+        yield ("train", "loss_weights"), f"{len(weights)} weights of {len(losses)} losses", "write one for each in loss_type"
+    if train.get("f_divergence_type", "reverse_kl") != "reverse_kl" and (other := [n for n in losses if n not in _DIFFERENCES]):
+        text = f"{train['f_divergence_type']}, which {', '.join(other)} has no form of"
+        yield ("train", "f_divergence_type"), text, f"leave it out, or take {', '.join(_DIFFERENCES)}"
+    if train.get("use_weighting") and (other := [name for name in losses if name.startswith("aot")]):
+        yield ("train", "use_weighting"), f"true: {', '.join(other)} sorts the pairs of a batch", "leave it out"
+    if "exo_pair" in losses and not train.get("label_smoothing"):
+        yield ("train", "label_smoothing"), "0, of which exo_pair takes the logarithm", "write label_smoothing: 0.001"
+    if train.get("truncation_mode") == "keep_end":
+        text = "keep_end: a pair would lose different parts of its prompt, and TRL takes it out in 2.0"
+        yield ("train", "truncation_mode"), text, "leave it out"
+    if megatron:
+        yield ("trainer",), "dpo: Megatron-Bridge is started for supervised fine-tuning alone", "write trainer: sft"
+        return
+    kind, sizes = accelerate.get("distributed_type"), acc.parallel_sizes(accelerate)
+    for axis in sorted({"tp", "cp"} & set(sizes)):
+        text = f"{sizes[axis]}: the two answers of a pair are computed by one rank with trainer: dpo"
+        yield _mesh(axis), text, "leave it out: FSDP2 shards over all ranks"
+    if kind == "DEEPSPEED" or (kind == "FSDP" and acc.fsdp_generation(accelerate) == 1):
+        name = "DeepSpeed" if kind == "DEEPSPEED" else "FSDP1"
+        text = f"{name} has no reference model here: trainer: dpo is sharded by FSDP2"
+        yield ("accelerate", "distributed_type"), text, f"write distributed_type: FSDP with {acc.FSDP2}, or MULTI_GPU"
+
+
+def check_lora(lora: Mapping[str, Any], architecture: Mapping[str, Any] | None) -> Iterator[Found]:
+    """What PEFT or the chain (export, merge) refuses, and targets that the architecture does not have."""
+    for key, what in native_rules.LORA_UNSUPPORTED.items():
+        if lora.get(key):
+            yield ("lora", key), f"{what} cannot be exported and merged", "leave it out"
+    if lora.get("init_lora_weights", True) not in native_rules.LORA_PLAIN_INIT:
+        text = f"{lora['init_lora_weights']} changes the base weights or trains otherwise"
+        yield ("lora", "init_lora_weights"), text, "leave it out"
+    if lora.get("bias", "none") != "none":
+        yield ("lora", "bias"), f"{lora['bias']}: trained biases cannot be exported and merged", "write bias: none"
+    if lora.get("task_type", "CAUSAL_LM") != "CAUSAL_LM":
+        yield ("lora", "task_type"), f"{lora['task_type']} is not what is trained here", "write CAUSAL_LM"
+    target = lora.get("target_modules")
+    if isinstance(target, str) and (lora.get("layers_to_transform") is not None or lora.get("layers_pattern") is not None):
+        text = "a pattern, which PEFT takes only without layers_to_transform and layers_pattern"
+        yield ("lora", "target_modules"), text, None
+    if lora.get("layers_pattern") and lora.get("layers_to_transform") is None:
+        yield ("lora", "layers_pattern"), "needs layers_to_transform", None
+    if lora.get("target_parameters"):
+        yield from _check_parameters(lora, architecture)
+    elif target is None or target == []:
+        yield ("lora", "target_modules"), "missing", "name the modules, such as [q_proj, v_proj], or all-linear"
+    if target and architecture is not None:
+        yield from _check_targets(lora, architecture)
+
+
+def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> Iterator[Found]:
+    kind, target = str(architecture["model_type"]), lora["target_modules"]
+    modules = adapter_modules(architecture)
+    if not is_pattern(target):
+        yield ("lora", "target_modules"), f"{show_value(target)} is not a regular expression", None
+        return
+    yield from _check_head(lora, architecture)
+    if not modules:
+        return
+    last = {name.split(".")[-1] for name in modules}
+    if isinstance(target, str) and not is_all_linear(target) and not any(matches(target, name) for name in modules):
+        yield ("lora", "target_modules"), f"{show_value(target)} matches no module of {kind}", did_you_mean(target, last)
+    for key in ("target_modules", "modules_to_save", "exclude_modules"):
+        for name in names if isinstance(names := lora.get(key), list) else ():
+            if not any(matches([name], module) for module in modules):
+                yield ("lora", key), f"{kind} has no module {show_value(name)}", did_you_mean(name, last)
+    targeted = [name for name in modules if is_all_linear(target) or matches(target, name)]
+    targeted += [name for name, _ in adapted_experts(architecture, lora)]
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern, value in (lora.get(key) or {}).items():
+            yield from ((("lora", key), text, fix) for text, fix in _check_pattern(key, pattern, value, targeted))
+    layers, chosen = int(architecture["num_hidden_layers"]), lora.get("layers_to_transform")
+    for index in [chosen] if isinstance(chosen, int) else chosen or []:
+        if not 0 <= index < layers:
+            text = f"{index} is not a layer: the model has {layers}, counted from 0"
+            yield ("lora", "layers_to_transform"), text, None
+
+
+def _check_parameters(lora: Mapping[str, Any], architecture: Mapping[str, Any] | None) -> Iterator[Found]:
+    """LoRA on the fused experts of a mixture, bare parameters to which some of PEFT's settings do not go (peft 0.20,
+    ``ParamWrapper`` and ``_inject_parameters``)."""
+    path, kind = ("lora", "target_parameters"), str((architecture or {}).get("model_type"))
+    for key, why in {
+        "lora_dropout": "PEFT has no dropout before a bare parameter",
+        "fan_in_fan_out": "PEFT does not turn bare parameters",
+        "layers_to_transform": "PEFT takes the experts of all layers all the same",
+    }.items():
+        if lora.get(key) not in (None, False, 0, []):
+            yield ("lora", key), f"{show_value(lora[key])}: {why}", f"write {key}: {0 if key == 'lora_dropout' else 'null'}"
+    if isinstance(lora.get("target_modules"), str):
+        text = "a pattern or all-linear may take the experts in by their former names, and with target_parameters twice"
+        yield ("lora", "target_modules"), text, "write a list of names, or [] for the experts alone"
+    if architecture is None:
+        return
+    known = expert_parameters(architecture)
+    if kind in TRANSPOSED or not known:
+        text = f"{kind} keeps its experts transposed, which is not merged" if kind in TRANSPOSED else f"{kind} has no experts"
+        yield path, text if is_counted(architecture) else f"the experts of {kind} are not known here", "leave it out"
+        return
+    ends = {".".join(name.split(".")[-3:]) for name, _ in known}
+    for name in lora["target_parameters"]:
+        if not any(matches([name], one) for one, _ in known):
+            text = f"{kind} has no experts' parameter {show_value(name)}; it has {', '.join(sorted(ends))}"
+            yield path, text, did_you_mean(str(name), ends)
+
+
+def is_all_linear(target: object) -> bool:
+    """Whether ``target_modules`` is PEFT's word for all linear modules but the head."""
+    return isinstance(target, str) and target.lower() == "all-linear"
+
+
+def _check_pattern(key: str, pattern: str, value: Any, targets: list[str]) -> Iterator[tuple[str, str | None]]:
+    """An entry of ``rank_pattern`` or ``alpha_pattern``: PEFT matches the end of a module's name."""
+    allowed = native_rules.LORA_RANGES["r" if key == "rank_pattern" else "lora_alpha"]
+    kind = int if key == "rank_pattern" else int | float
+    if isinstance(value, bool) or not isinstance(value, kind) or not allowed.holds(value):
+        number = "a whole number" if key == "rank_pattern" else "a number"
+        yield f"{show_value(pattern)}: {show_value(value)} is not {number} that is {allowed}", None
+    if not is_pattern(pattern):
+        yield f"{show_value(pattern)} is not a regular expression", None
+    elif not any(re.match(rf"(.*\.)?({pattern})$", name) for name in targets):
+        text = f"{show_value(pattern)} matches none of the modules that target_modules names: it has no effect"
+        yield text, did_you_mean(pattern, {name.split(".")[-1] for name in targets})
+
+
+def is_pattern(target: str | list[str]) -> bool:
+    """Whether PEFT can match with it: names, or a text that is a regular expression."""
+    try:
+        re.compile(target if isinstance(target, str) else "")
+    except re.error:
+        return False
+    return True
+
+
+def _check_head(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> Iterator[Found]:
+    """TRL multiplies by the output projection's weight itself and refuses an adapter on it (sft_trainer.py:1066)."""
+    target, chosen, excluded = lora["target_modules"], lora.get("layers_to_transform"), lora.get("exclude_modules")
+    if chosen not in (None, []) or is_all_linear(target):
+        return  # PEFT takes layers alone, and leaves the head out of all-linear
+    for head in head_names(architecture):
+        if matches(target, head) and not (excluded and is_pattern(excluded) and matches(excluded, head)):
+            text = f"{show_value(target)} takes in {head}, of which TRL reads the weight alone: an adapter would not be trained"
+            yield ("lora", "target_modules"), text, f"leave {head} out"
+
+
+# --- what a distribution does not carry, for this model and this recipe ------------------------------------------------------
+# Facts of the installed stack: accelerate 1.15 (``parallelism_config.py``, ``accelerator.py``), transformers 5.23 (the plans of
+# ``models/*/configuration_*.py``), torch 2.13's FSDP2, PEFT 0.20 and bitsandbytes 0.50.
+
+_EMBEDDING = "model.embed_tokens"
+"""The input embedding, as Llama's kin and most others name it; GPT-NeoX's embed_in is not looked for."""
+TP_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce"})
+"""The styles of a dense plan that ``clustertune/training/tensor.py`` carries out."""
+EP_STYLES = frozenset({"ep_dispatch_experts", "grouped_gemm"})
+
+
+def check_quantization(train: Mapping[str, Any], lora: object) -> Iterator[Found]:
+    """Quantised weights that nothing would be trained beside."""
+    if quantization.of(train) is not None and lora is None:
+        fix = "add a lora section, or leave the quantisation out"
+        yield ("train", "model_init_kwargs", QUANTIZATION), "quantised weights cannot be trained themselves", fix
+
+
+def check_strategy(
+    train: Mapping[str, Any],
+    lora: object,
+    accelerate: Mapping[str, Any],
+    architecture: Mapping[str, Any] | None,
+    *,
+    zero: int | None = None,
+) -> Iterator[Found]:
+    """Everything that the strategy of ``accelerate`` (the file's mapping) cannot do of what the recipe asks.
+
+    ``architecture`` is None where the model is not known; ``zero`` is DeepSpeed's stage.
+    """
+    sizes, kind = acc.parallel_sizes(accelerate), accelerate.get("distributed_type")
+    if "sp" in sizes:
+        text = f"{sizes['sp']}: accelerate's sequence parallelism is DeepSpeed's Ulysses, which is not carried here"
+        yield _mesh("sp"), text, "write parallelism_config_cp_size: context parallelism splits sequences under FSDP2"
+    for axis in ("dp_shard", "tp", "cp"):
+        if kind in ("MULTI_GPU", "NO", "DEEPSPEED") and axis in sizes:
+            text = f"{sizes[axis]}, with distributed_type: {kind}: only FSDP2 is combined with it here"
+            yield _mesh(axis), text, f"write distributed_type: FSDP with {acc.FSDP2}"
+    config = quantization.of(train)
+    if kind in ("FSDP", "DEEPSPEED") and config is not None:
+        yield from _quantized(config, train, accelerate, zero)
+    if kind == "FSDP" and "tp" in sizes:
+        yield from _tensor(sizes["tp"], train, lora if isinstance(lora, dict) else {}, architecture)
+    if isinstance(lora, dict) and lora.get("target_parameters"):
+        yield from _experts(train, accelerate, zero)
+    if kind == "FSDP" and "cp" in sizes:
+        yield from _context(sizes["cp"], train, architecture)
+
+
+def _mesh(axis: str) -> KeyPath:
+    return ("accelerate", *acc.key_of(axis).split("."))
+
+
+def _quantized(
+    config: Mapping[str, Any], train: Mapping[str, Any], accelerate: Mapping[str, Any], zero: int | None
+) -> Iterator[Found]:
+    path = ("train", "model_init_kwargs", QUANTIZATION)
+    kind, version = str(accelerate.get("distributed_type")), acc.fsdp_generation(accelerate)
+    four, storage = config.get("load_in_4bit"), str(config.get("bnb_4bit_quant_storage", "uint8"))
+    text = quantization.cast_away(config, train, kind)
+    if text is None and four and version == 2 and storage == "uint8":
+        # accelerate/utils/fsdp_utils.py:800: such weights are left out of the sharding, whole on every rank.
+        text = f"bnb_4bit_quant_storage is {storage}: FSDP2 would keep the whole base on every rank"
+    if text is not None:
+        yield (*path, "bnb_4bit_quant_storage"), text, "write bnb_4bit_quant_storage: bfloat16"
+    dtype = str((train.get("model_init_kwargs") or {}).get("dtype", "float32"))
+    if four and version == 1 and storage != dtype:
+        wanted = dtype if train.get("bf16") is False else "bfloat16"
+        text = f"bnb_4bit_quant_storage is {storage}, the model's dtype {dtype}: FSDP1 flattens weights of one type only"
+        yield path, text, f"write bnb_4bit_quant_storage: {wanted}, and model_init_kwargs: {{dtype: {wanted}}}"
+    method = quantization.method(config)
+    if (kind == "FSDP" or zero == 3) and not quantization.is_sharded(config) and method in quantization.METHODS:
+        stored = "8 bits of bitsandbytes" if config.get("load_in_8bit") else method
+        # torch 2.13 casts what it gathers to param_dtype; transformers 5.23's FP8Linear then multiplies without the scale.
+        name = "FSDP" if zero is None else "ZeRO-3"
+        text = f"{stored}: {name} would gather such weights without their scales, or not split them"
+        fix = "write {load_in_4bit: true, bnb_4bit_quant_type: nf4, bnb_4bit_quant_storage: bfloat16}, or leave it out"
+        yield path, f"{text}; it does bitsandbytes' 4 bits", fix
+    if "tp" in acc.parallel_sizes(accelerate):
+        fix = "leave parallelism_config_tp_size out: FSDP2 shards them"
+        yield path, "quantised weights are not split over tp", fix
+
+
+def _experts(train: Mapping[str, Any], accelerate: Mapping[str, Any], zero: int | None) -> Iterator[Found]:
+    """Where PEFT's ``ParamWrapper``, which replaces a parameter while a layer runs, does not find it whole."""
+    # Tried with PEFT 0.20: FSDP1 ends in the first step, ZeRO-3 when the adapter is made.
+    path, fix = ("lora", "target_parameters"), f"write distributed_type: FSDP with {acc.FSDP2}"
+    if accelerate.get("distributed_type") == "FSDP" and acc.fsdp_generation(accelerate) == 1:
+        yield path, "FSDP1 has parted A and B where PEFT makes the experts' update of them", fix
+    if zero == 3:
+        yield path, "ZeRO-3 has parted the experts when PEFT asks for their sizes", fix
+    if quantization.of(train) is not None:
+        yield path, "LoRA on experts is not carried out over a quantised base", "leave the quantisation out"
+    for axis in sorted({"tp", "cp"} & set(acc.parallel_sizes(accelerate))):
+        yield path, f"LoRA on experts is not carried out together with {axis}", f"leave {_mesh(axis)[-1]} out"
+    if train.get("torch_compile"):
+        yield path, "the wrapped experts are not compiled", "train.torch_compile=false"
+
+
+def _tensor(
+    size: int, train: Mapping[str, Any], lora: Mapping[str, Any], architecture: Mapping[str, Any] | None
+) -> Iterator[Found]:
+    if lora.get("modules_to_save"):
+        text = "whole modules are not trained beside an adapter under tensor parallelism"
+        yield ("lora", "modules_to_save"), text, "leave it out"
+    targets = lora.get("target_modules")
+    if isinstance(targets, str | list) and is_pattern(targets) and matches(targets, _EMBEDDING):
+        text = "embed_tokens takes no adapter under tensor parallelism"
+        yield ("lora", "target_modules"), text, "leave embed_tokens out"
+    if train.get("torch_compile"):
+        text = "true: the compiled layers were not proved together with tensor parallelism"
+        yield ("train", "torch_compile"), text, "train.torch_compile=false, or tp size 1"
+    if architecture is None:
+        return
+    kind = str(architecture.get("model_type"))
+    dense, experts = model_facts(kind)["tp"], model_facts(kind)["ep"]
+    if not {"colwise", "rowwise"} <= set(dense.values()):
+        yield _mesh("tp"), f"transformers has no tensor-parallel plan for {kind}", "leave it out"
+        return
+    homes = tuple(name for name, style in experts.items() if style == "ep_dispatch_experts")
+    styles = {style for name, style in dense.items() if not (homes and name.startswith(homes))} | set(experts.values())
+    if unknown := sorted(styles - TP_STYLES - EP_STYLES):
+        yield _mesh("tp"), f"the plan of {kind} has {', '.join(unknown)}, which is not carried out here", "leave it out"
+    divided = ("num_local_experts", "num_experts") if experts else ("intermediate_size",)
+    for key in ("num_attention_heads", "num_key_value_heads", *divided):
+        value = architecture.get(key)
+        if isinstance(value, int) and value % size:
+            yield _mesh("tp"), f"{size} does not divide {key}, {value}", f"use a divisor of {value}"
+
+
+def _context(size: int, train: Mapping[str, Any], architecture: Mapping[str, Any] | None) -> Iterator[Found]:
+    attention = (train.get("model_init_kwargs") or {}).get("attn_implementation")
+    if attention not in ("sdpa", None):
+        text = f"{show_value(attention)}: context parallelism has an attention of its own, on torch's kernels"
+        yield ("train", "model_init_kwargs", "attn_implementation"), text, "leave it out"
+    apart = "context parallelism drops what keeps packed conversations apart"  # trl/trainer/sft_trainer.py:1150
+    for key, what in {
+        "packing": apart,
+        "eval_packing": apart,
+        "padding_free": "it joins the sequences of a batch, which context parallelism would not keep apart",
+        "label_smoothing_factor": "TRL smooths unshifted labels, a part of a sequence has shifted ones",
+    }.items():
+        if train.get(key):
+            fix = f"train.{key}=false, or cp size 1" if "packing" in key else "leave it out, or use cp size 1"
+            yield ("train", key), f"{show_value(train[key])}: {what}", fix
+    if architecture is not None:
+        length = train.get("max_length", train_fields()["max_length"].default)
+        yield from ((_mesh("cp"), text, fix) for text, fix in _split_attention(size, length, architecture))
+
+
+def _split_attention(size: int, length: int | None, architecture: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Layers of which a part of a sequence is not computed from the others: torch's context parallelism is causal attention."""
+    kind, other = str(architecture["model_type"]), "use cp size 1"
+    if model_facts(kind)["carries_state"]:
+        yield f"layers of {kind} hand on a state, which does not go from one part of a sequence to the next", other
+    elif not model_facts(kind)["sdpa"]:
+        yield f"{kind} computes its attention without scaled_dot_product_attention, the one that is split", other
+    if architecture.get("alibi"):  # falcon's attention bias for the distance of two tokens is given as a mask
+        yield "alibi: true, a mask, of which the attention that is split takes none", other
+    kinds = set(architecture.get("layer_types") or ()) - {"full_attention", "sliding_attention", "chunked_attention"}
+    if kinds:
+        yield f"the model has layers of {', '.join(sorted(kinds))}: only causal attention is split", other
+    seen = narrowest(architecture)
+    if seen is not None and (length is None or seen < length):
+        text = f"{size}, while the model attends to {seen} tokens back and max_length is {length}"
+        yield text, f"train.max_length={seen} at most, or cp size 1"

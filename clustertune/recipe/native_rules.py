@@ -1,0 +1,341 @@
+"""What the dataclasses of TRL and PEFT do not say: ranges, keys that belong to other files, keys of former releases."""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Annotated, Any, Literal, TypeGuard, Union
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+
+from clustertune.host.credentials import holds_secret, may_name_secret
+from clustertune.recipe.library_facts import facts
+from clustertune.recipe.schema import Number, refuse_bool
+
+
+@dataclass(frozen=True)
+class NumberRange:
+    """Allowed numbers: from ``low`` to ``high``, the ends included unless open."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+    whole_from_one: bool = False
+    """A number of steps from 1, or below 1 a share of all steps (``TrainingArguments._validate_args``)."""
+    also: tuple[float, ...] = ()
+    """Single values outside that have a meaning of their own."""
+
+    def holds(self, value: float) -> bool:
+        if value in self.also:
+            return True
+        if self.whole_from_one and value >= 1 and value != int(value):
+            return False
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        parts = []
+        if self.low > -math.inf:
+            parts.append(f"{'above' if self.low_open else 'at least'} {self.low:g}")
+        if self.high < math.inf:
+            parts.append(f"{'below' if self.high_open else 'at most'} {self.high:g}")
+        text = " and ".join(parts)
+        if self.whole_from_one:
+            text += ", and whole from 1 on"
+        return text + "".join(f", or {value:g}" for value in self.also)
+
+
+_SHARE = NumberRange(0, 1, high_open=True)
+
+DEFAULT_MICRO_BATCH = 8
+"""``TrainingArguments``' own ``per_device_train_batch_size``."""
+
+TRAIN_RANGES = {
+    **dict.fromkeys(("learning_rate", "adam_epsilon"), NumberRange(0, 1, low_open=True, high_open=True)),
+    **dict.fromkeys(("weight_decay", "adam_beta1", "adam_beta2", "label_smoothing_factor"), _SHARE),
+    **dict.fromkeys(("logging_steps", "eval_steps", "save_steps"), NumberRange(0, low_open=True, whole_from_one=True)),
+    **dict.fromkeys(("neftune_noise_alpha", "num_train_epochs"), NumberRange(0, low_open=True)),
+    **dict.fromkeys(("max_grad_norm", "eval_delay", "dataloader_num_workers"), NumberRange(0)),
+    **dict.fromkeys(
+        (
+            *("per_device_train_batch_size", "per_device_eval_batch_size", "eval_accumulation_steps", "save_total_limit"),
+            *("torch_empty_cache_steps", "pad_to_multiple_of", "dataloader_prefetch_factor", "ddp_timeout"),
+        ),
+        NumberRange(1),
+    ),
+    # numpy, which set_seed seeds too, takes 32 bits.
+    **dict.fromkeys(("seed", "data_seed"), NumberRange(0, 2**32 - 1)),
+    "warmup_steps": NumberRange(0, whole_from_one=True),
+    "max_steps": NumberRange(1, also=(-1,)),
+    "max_length": NumberRange(8),
+}
+
+DPO_RANGES = {
+    "beta": NumberRange(0, low_open=True),
+    "ld_alpha": NumberRange(0, 1),
+    "label_smoothing": NumberRange(0, 0.5, high_open=True),
+    "discopop_tau": NumberRange(0, low_open=True),
+}
+
+LORA_RANGES = {"r": NumberRange(1, 65536), "lora_alpha": NumberRange(0, low_open=True), "lora_dropout": _SHARE}
+
+_RESUME = "a run resumes by itself from its newest whole checkpoint"
+
+TRAIN_OWNED = {
+    **dict.fromkeys(("output_dir", "run_name", "logging_dir"), "the run folder decides it"),
+    **dict.fromkeys(("use_cpu", "no_cuda", "local_rank", "ddp_backend"), "the launcher says so for each machine"),
+    **dict.fromkeys(
+        ("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "accelerator_config"),
+        "the distribution is in the recipe's accelerate.yaml",
+    ),
+    **dict.fromkeys(
+        ("dataset_num_proc", "dataset_kwargs", "dataset_text_field", "remove_unused_columns"),
+        "prepare makes the rows before the job, on all of its cores",
+    ),
+    **dict.fromkeys(
+        (
+            *("push_to_hub", "push_to_hub_model_id", "push_to_hub_organization", "hub_model_id", "hub_private_repo"),
+            *("hub_strategy", "hub_always_push", "hub_revision"),
+            *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+        ),
+        "a run publishes nothing",
+    ),
+    "hub_token": "a recipe contains no secrets",
+    "overwrite_output_dir": "nothing published is ever overwritten",
+    "gradient_accumulation_steps": "it is derived from global_batch_size: set that",
+    "resume_from_checkpoint": _RESUME,
+    "ignore_data_skip": "a resumed run continues at the same place in the data",
+    "restore_callback_states_from_checkpoint": _RESUME,
+    "load_best_model_at_end": "checkpoints are kept and chosen by step",
+    "auto_find_batch_size": "it changes the global batch size without a message",
+    "enable_jit_checkpoint": "the run saves on SIGTERM and SIGUSR1 by itself, all ranks at one step",
+    "save_on_each_node": "checkpoints are sharded over all ranks in one folder",
+    "trust_remote_code": "code from a model repository is never run",
+    "chat_template_path": "write model.chat_template",
+    "do_train": "the command decides it",
+    "do_eval": "eval_strategy decides it",
+    "do_predict": "the command decides it",
+    # transformers 5.23 (trainer.py:2354) divides what it gathered by tp x cp: ungathered, the loss is tp x cp times it.
+    "average_tokens_across_devices": "the loss is the mean over the tokens of all ranks",
+    "disable_tqdm": "a bar is shown where there is a terminal",
+}
+"""Fields of ``SFTConfig`` that a recipe may not set, each with the reason."""
+
+_REFERENCE = "the reference stays the base model: a checkpoint holds no other"
+_BESIDE = "each attempt would compute them again before its first step: the reference is computed beside the model"
+
+DPO_OWNED = {
+    "precompute_ref_log_probs": _BESIDE,
+    "precompute_ref_batch_size": _BESIDE,
+    "sync_ref_model": _REFERENCE,
+    "ref_model_mixup_alpha": _REFERENCE,
+    "ref_model_sync_steps": _REFERENCE,
+    "label_smoothing_factor": "DPOTrainer does not read it; its own is label_smoothing",
+    "padding_free": "TRL 1.16 pads all the same, with a warning",  # trl/trainer/dpo_trainer.py:732
+}
+"""The same of ``DPOConfig``'s own."""
+
+LORA_OWNED = {
+    "base_model_name_or_path": "it is the recipe's model.name",
+    "revision": "it is the recipe's model.revision",
+    "peft_type": "it is LORA here",
+    "peft_version": "the installed PEFT writes its own",
+    "auto_mapping": "PEFT fills it in",
+    "inference_mode": "the command decides it",
+    "runtime_config": "it is not kept in an adapter",
+}
+
+MODEL_INIT: dict[str, tuple[str, ...]] = {
+    "attn_implementation": ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "packed_varlen"),
+    "dtype": ("bfloat16", "float16", "float32"),
+}
+"""What ``train.model_init_kwargs`` may say; name, revision and code of the model have their own place."""
+
+LORA_VARIANTS = {
+    "use_dora": "DoRA's magnitudes",
+    "use_qalora": "QALoRA's pooled inputs",
+    "use_bdlora": "block-diagonal LoRA",
+    "arrow_config": "Arrow routing",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+    "alora_invocation_tokens": "activated LoRA",
+    "trainable_token_indices": "trained single tokens",
+    "layer_replication": "replicated layers",
+    "lora_bias": "biases of LoRA",
+    "megatron_config": "Megatron's layers",
+}
+"""Variants whose update of a weight is not B A."""
+LORA_UNSUPPORTED = LORA_VARIANTS | dict.fromkeys(
+    ("loftq_config", "eva_config", "corda_config", "lora_ga_config"), "weights changed before training"
+)
+"""What cannot be exported from shards and merged into the published weights: better known before the queue."""
+LORA_PLAIN_INIT = (True, False, "gaussian", "orthogonal")
+"""Initializations that leave the base weights as they are (PiSSA, OLoRA, CorDA, LoftQ and others change them)."""
+
+TRAIN_REMOVED = {
+    **dict.fromkeys(("dataset_batch_size", "num_of_sequences", "chars_per_token"), "leave it out"),
+    **dict.fromkeys(("use_mps_device", "fp16_backend", "half_precision_backend"), "leave it out"),
+    "warmup_ratio": "write warmup_steps: a number below 1 is a share of all steps",
+    "evaluation_strategy": "write eval_strategy",
+    "max_seq_length": "write max_length",
+    "group_by_length": "write train_sampling_strategy: group_by_length",
+    "per_gpu_train_batch_size": "write per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "write per_device_eval_batch_size",
+    "adafactor": "write optim: adafactor",
+    "lr": "write learning_rate",
+    "epochs": "write num_train_epochs",
+    "batch_size": "write global_batch_size",
+    "torch_dtype": "write model_init_kwargs: {dtype: bfloat16}",
+    "attn_implementation": "write model_init_kwargs: {attn_implementation: sdpa}",
+    "torchdynamo": "write torch_compile",
+    "include_tokens_per_second": "tokens per second are always measured",
+    "save_safetensors": "leave it out: safetensors is the only format",
+}
+"""Keys of former releases and of other trainers, with what takes their place in the pinned stack."""
+
+LORA_REMOVED = {
+    "alpha": "write lora_alpha",
+    "rank": "write r",
+    "lora_r": "write r",
+    "dropout": "write lora_dropout",
+    "lora_target_modules": "write target_modules",
+}
+
+
+def show_value(value: object, key: str = "") -> str:
+    """A value for a message: short, in one line, and never a secret."""
+    if may_name_secret(key) or holds_secret(value):
+        return "the value (not shown)"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a number; a truth value is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_whole(value: object, least: int = 1) -> TypeGuard[int]:
+    """Whether a value is a whole number from ``least`` on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def usable(value: object, otherwise: int) -> int:
+    """A positive whole number, also where it is written as text; ``otherwise`` for what the schema refuses."""
+    try:
+        number = int(value) if is_number(value) or isinstance(value, str) else otherwise
+    except (ValueError, OverflowError):
+        return otherwise
+    return number if number >= 1 else otherwise
+
+
+# --- native ---------------------------------------------------------------------------------------------------------------
+
+# The fields of the pinned ``SFTConfig`` and ``LoraConfig``, and values checked against them.
+
+UNKNOWN = object()
+"""The default of a field that is created for each object, or is not a plain value."""
+
+_WHOLE = Annotated[int, BeforeValidator(refuse_bool)]
+_PLAIN: dict[str, Any] = {
+    "int": _WHOLE, "float": Number, "str": str, "bool": bool, "dict": dict[str, Any], "list": list[Any], "Any": Any,
+}  # fmt: skip
+_HOLDERS: dict[str, type] = {"list": list, "dict": dict, "tuple": tuple}
+
+
+Kind = list[Any]
+"""One kind of value as JSON: its sort, and what belongs to it.
+
+``["none"]``, ``["plain", "int"]``, ``["words", "a", "b"]`` (one of these), ``["pattern", "^a$"]`` (a text of this form),
+``["holds", "list", [kinds of its entries]]``.
+"""
+
+
+@dataclass(frozen=True)
+class NativeField:
+    """One field of a foreign dataclass."""
+
+    name: str
+    default: Any
+    """The default value, or :data:`UNKNOWN`."""
+    kinds: list[Kind] | None
+    """What its value may be, one of them; None where the field takes a Python object that YAML cannot give."""
+    expected: str
+    """What the field takes, as a phrase."""
+    choices: tuple[str, ...] = ()
+    """The values that it takes, where they are a closed set."""
+
+
+@cache
+def train_fields(trainer: str = "sft") -> dict[str, NativeField]:
+    """The fields of TRL's ``SFTConfig``, or with ``dpo`` of ``DPOConfig``, with those of its bases."""
+    found, dpo = facts("trl")["fields"], facts("trl")["dpo"]
+    if trainer == "dpo":
+        found = {name: field for name, field in (found | dpo["fields"]).items() if name not in dpo["lacks"]}
+    return _fields(found)
+
+
+@cache
+def lora_fields() -> dict[str, NativeField]:
+    """The fields of PEFT's ``LoraConfig`` with those of its bases."""
+    return _fields(facts("peft")["fields"])
+
+
+def _fields(found: dict[str, Any]) -> dict[str, NativeField]:
+    return {
+        name: NativeField(name, item.get("default", UNKNOWN), item["kinds"], item["expected"], tuple(item["choices"]))
+        for name, item in found.items()
+    }
+
+
+def check_value(field: NativeField, value: Any) -> Any:
+    """The value as the field takes it: the text "5e-5" becomes a number, ``true`` does not.
+
+    Raises ValueError with what the field takes.
+    """
+    if value is None:
+        if field.kinds is None or field.default is None or ["none"] in field.kinds:
+            return None
+        raise ValueError(f"empty; it takes {field.expected}")
+    if field.kinds is None:
+        raise ValueError("takes a Python object, which a recipe cannot give")
+    if not _finite(value):
+        raise ValueError("not a finite number")
+    try:
+        checked = _adapter(json.dumps(field.kinds)).validate_python(value)
+    except ValidationError:
+        raise ValueError(f"it takes {field.expected}") from None
+    # `float` fields such as logging_steps take whole numbers too, and mean them.
+    return value if type(value) is int and isinstance(checked, float) else checked
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(map(_finite, value.values()))
+    return all(map(_finite, value)) if isinstance(value, list) else True
+
+
+@cache
+def _adapter(name: str) -> TypeAdapter[Any]:
+    """What checks values of the kinds that are written so in JSON."""
+    return TypeAdapter(reduce(lambda a, b: Union[a, b], map(_pydantic_type, json.loads(name))))  # noqa: UP007 (not all are types)
+
+
+def _pydantic_type(kind: Kind) -> Any:
+    sort, *given = kind
+    if sort == "none":
+        return None
+    if sort == "plain":
+        return _PLAIN[given[0]]
+    if sort == "words":
+        return Literal[tuple(given)]
+    if sort == "pattern":
+        return Annotated[str, Field(pattern=given[0])]
+    return types.GenericAlias(_HOLDERS[given[0]], tuple(_pydantic_type(inner) for inner in given[1]))

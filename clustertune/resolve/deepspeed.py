@@ -1,0 +1,296 @@
+"""A recipe's DeepSpeed configuration: DeepSpeed's own JSON, checked before the queue, with what fills its ``auto``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clustertune.recipe import deepspeed_keys as keys
+from clustertune.recipe.deepspeed_keys import OFFLOADS, ZERO, get
+from clustertune.recipe.findings import Found
+from clustertune.recipe.library_facts import facts
+from clustertune.recipe.load import COMMAND_LINE, did_you_mean
+from clustertune.recipe.native_rules import DEFAULT_MICRO_BATCH, is_number, show_value, train_fields
+from clustertune.recipe.parameters import count
+from clustertune.recipe.yamlfile import Document
+from clustertune.resolve.distribution import mixed_precision
+from clustertune.resolve.resolved import Derived
+
+AUTO = "auto"
+NVME_BUFFER = 10**8
+"""DeepSpeed's default ``buffer_size`` (runtime/zero/offload_config.py)."""
+AT_START = "filled in when the number of steps is known"
+
+_METRICS = "leave it out: train.report_to says where metrics go"
+_EXPORT = "leave it out: no checkpoint of it can be exported"
+_REFUSED = {
+    **dict.fromkeys(("tensorboard", "wandb", "comet", "csv_monitor"), _METRICS),
+    **dict.fromkeys(("expert_parallel", "hybrid_engine", "pipeline", f"{ZERO}.zenflow"), _EXPORT),
+    "autotuning": "leave it out: clustertune plan and clustertune sweep do that",
+    "data_efficiency": "leave it out: a resumed run continues at the same place in the recipe's own order",
+    "activation_checkpointing": "write train.activation_checkpointing: models of transformers do not read DeepSpeed's",
+    "weight_quantization": "write train.model_init_kwargs.quantization_config",
+    f"{ZERO}.cpu_offload": "write offload_optimizer: {device: cpu}",
+    f"{ZERO}.cpu_offload_param": "write offload_param: {device: cpu}",
+    f"{ZERO}.cpu_offload_use_pin_memory": "write pin_memory below offload_param or offload_optimizer",
+    f"{ZERO}.stage3_gather_fp16_weights_on_model_save": "leave it out: weights are exported from the shards",
+}
+"""Keys that DeepSpeed knows and a recipe may not set, with what to do."""
+_GUARD = "leave it out: a step that is not finite would be taken"
+_STORE = "leave it out: checkpoints are written sharded, into one folder, and hashed"
+_ONLY = (
+    (f"{ZERO}.compute_grad_norm", True, _GUARD),
+    ("bf16.check_grad_overflow", True, _GUARD),
+    (f"{ZERO}.elastic_checkpoint", False, _STORE),
+    ("checkpoint.load_universal", False, _STORE),
+    ("checkpoint.use_node_local_storage", False, _STORE),
+    ("checkpoint.writer", None, _STORE),
+    ("checkpoint.parallel_write", None, _STORE),
+    ("managed_gradient_accumulation", True, "leave it out: the Trainer takes a step after gradient_accumulation_steps"),
+    ("fp16.enabled", False, "use bf16: fp16's loss scale leaves steps out, which look like steps that are not finite"),
+    ("tensor_parallel.autotp_size", 1, "use FSDP2 with parallelism_config_tp_size"),
+)
+"""Keys with the one value that they may have."""
+_SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+"""DeepSpeed's schedules (runtime/lr_schedules.py) by transformers' names."""
+_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "adagrad": "adagrad", "lion": "lion", "sgd": "sgd", "lamb": "lamb"}
+"""DeepSpeed's optimizers by how transformers' names begin; its Adam decouples weight decay (adam_w_mode is true)."""
+_OFFLOADED_AS_THEY_ARE = ("adamw", "adagrad", "lion")
+"""What accelerate maps to an optimizer of the same kind on the CPU (utils/deepspeed.py, map_pytorch_optim_to_deepspeed);
+everything else becomes Adam there, without a message."""
+
+REDUCED_IN = "communication_data_type"
+"""DeepSpeed's key for the type in which gradients are summed over ranks; bfloat16 under mixed precision by default."""
+
+
+@dataclass(frozen=True)
+class RecipeValues:
+    """What the recipe says about the values that DeepSpeed's file says too."""
+
+    train: Mapping[str, Any]
+    """The recipe's train section."""
+    global_batch: int
+    accumulation: int
+    world: int
+    dp: int
+    """Ranks that read different sequences."""
+    architecture: Mapping[str, Any]
+    lora: bool
+    """The base is frozen."""
+
+    def size(self, key: str) -> int:
+        """A size of the model; 0 where the architecture does not say."""
+        found = self.architecture.get(key)
+        return found if isinstance(found, int) else 0
+
+    @property
+    def largest(self) -> int:
+        """Elements of one rank's part of the largest weight; 0 where the architecture does not say."""
+        counted = count(self.architecture)
+        guess = self.size("hidden_size") * max(self.size("vocab_size"), self.size("intermediate_size"))
+        return -(-(counted.largest if counted else guess) // self.world)
+
+    def get(self, key: str) -> Any:
+        """A training argument, with the trainer's own default where the recipe is silent."""
+        given = self.train.get(key)
+        return given if given is not None else train_fields()[key].default
+
+    def values(self) -> Iterator[tuple[str, Any, str]]:
+        """DeepSpeed's key, the value that the recipe means, and where it stands."""
+        micro = int(self.train.get("per_device_train_batch_size") or DEFAULT_MICRO_BATCH)
+        batch = f"micro batch {micro} x accumulation {self.accumulation} x {self.dp} data-parallel ranks"
+        yield "train_batch_size", self.global_batch, f"train.global_batch_size: {batch}"
+        yield "train_micro_batch_size_per_gpu", micro, "train.per_device_train_batch_size"
+        yield "gradient_accumulation_steps", self.accumulation, "train.gradient_accumulation_steps"
+        yield "gradient_clipping", self.get("max_grad_norm"), "train.max_grad_norm"
+        yield "bf16.enabled", mixed_precision(self.train) == "bf16", "train.bf16"
+        yield "fp16.enabled", mixed_precision(self.train) == "fp16", "train.fp16"
+        yield "optimizer.params.lr", self.get("learning_rate"), "train.learning_rate"
+        betas = [self.get("adam_beta1"), self.get("adam_beta2")]
+        yield "optimizer.params.betas", betas, "train.adam_beta1 and adam_beta2"
+        yield "optimizer.params.eps", self.get("adam_epsilon"), "train.adam_epsilon"
+        yield "optimizer.params.weight_decay", self.get("weight_decay"), "train.weight_decay"
+        yield "scheduler.params.warmup_min_lr", 0, "transformers' default"
+        yield "scheduler.params.warmup_max_lr", self.get("learning_rate"), "train.learning_rate"
+
+    def sizes(self) -> Iterator[tuple[str, int, str]]:
+        """What transformers makes of ``auto`` from the model's hidden size."""
+        if h := self.size("hidden_size"):
+            yield f"{ZERO}.reduce_bucket_size", h * h, f"hidden_size {h} squared"
+            yield f"{ZERO}.stage3_prefetch_bucket_size", int(0.9 * h * h), f"0.9 x hidden_size {h} squared"
+            yield f"{ZERO}.stage3_param_persistence_threshold", 10 * h, f"10 x hidden_size {h}"
+
+
+Wrong = Iterator[tuple[str, str, str | None]]
+"""A dotted key path, what is wrong with it, and what to do."""
+
+
+def find_problems(document: Document, meant: RecipeValues) -> Iterator[Found]:
+    """Everything that is wrong with the file, by itself and against the recipe's train section."""
+    body = document.data
+    for path, message, fix in (
+        *_check_names(body),
+        *_check_zero(body, lambda path: document.position(tuple(path.split("."))) == COMMAND_LINE),
+        *_check_buffers(body, meant),
+        *_check_meant(body, meant),
+        *_check_optimizer(body, meant),
+        *_check_scheduler(body, meant),
+    ):
+        yield ("deepspeed", *path.split(".")), message, fix
+
+
+def filled(body: Mapping[str, Any], meant: RecipeValues) -> list[Derived]:
+    """The value of each ``auto`` in the file, with its reason."""
+    found = []
+    for key, value, reason in (*meant.values(), *meant.sizes()):
+        if get(body, key) == AUTO:
+            found.append(Derived(f"deepspeed.{key}", value, reason))
+    for key in ("scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"):
+        if get(body, key) == AUTO:
+            found.append(Derived(f"deepspeed.{key}", AUTO, AT_START))
+    gather = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
+    if get(body, gather) == AUTO:
+        found.append(Derived(f"deepspeed.{gather}", False, "accelerate's default; weights are exported from the shards"))
+    for part in OFFLOADS:
+        path = f"{ZERO}.{part}.nvme_path"
+        if get(body, path) == AUTO:
+            found.append(Derived(f"deepspeed.{path}", AUTO, "storage.scratch of the cluster file, a folder for each job"))
+    return found
+
+
+def _check_names(body: Mapping[str, Any]) -> Wrong:
+    """Keys that DeepSpeed does not know, values of another type, and ``auto`` that nothing fills in."""
+    known = frozenset(facts("deepspeed")["keys"]) - set(_REFUSED)
+    for key, value in body.items():
+        yield from _check_key(key, value, None, known, "DeepSpeed has no such key and would ignore it")
+    for path, only, fix in _ONLY:
+        value = get(body, path)
+        if value is not None and value != only and not (value == AUTO and path in keys.AUTO):
+            yield path, f"{show_value(value)}: not carried here", fix
+    for section, kinds in facts("deepspeed")["sections"].items():  # those that DeepSpeed itself checks
+        found = get(body, section)
+        if found is not None and not isinstance(found, Mapping):
+            yield section, f"{show_value(found)} contains no keys and values", None
+        for key, value in found.items() if isinstance(found, Mapping) else ():
+            yield from _check_key(f"{section}.{key}", value, kinds.get(key), kinds, "DeepSpeed has no such key")
+
+
+def _check_key(path: str, value: Any, kind: str | None, known: Collection[str], unknown: str) -> Wrong:
+    """One key: ``kind`` is its type where DeepSpeed's models say one, ``known`` the names beside it."""
+    key = path.rpartition(".")[2]
+    if path in keys.REMOVED:
+        yield path, "DeepSpeed has removed it", keys.REMOVED[path]
+    elif path in _REFUSED:
+        yield path, "not a recipe's to set", _REFUSED[path]
+    elif key not in known:
+        yield path, unknown, did_you_mean(key, known)
+    elif value == AUTO:
+        if path not in keys.AUTO:
+            text = '"auto", which nothing fills in here: DeepSpeed would take its default'
+            yield path, text, "leave it out, or write a value"
+    elif kind == "bool" and not isinstance(value, bool):
+        yield path, f"{show_value(value)} is not true or false", None
+    elif kind == "int" and not (is_number(value) and value == int(value) and value >= 0):
+        yield path, f"{show_value(value)} is not a whole number from 0", None
+    elif kind == "float" and not (is_number(value) and value >= 0):
+        yield path, f"{show_value(value)} is not a number from 0", None
+
+
+def _check_zero(body: Mapping[str, Any], from_command_line: Callable[[str], bool]) -> Wrong:
+    """The stage, and what may be offloaded where (deepspeed/runtime/zero/config.py, offload_config.py)."""
+    zero = body.get(ZERO)
+    if zero is None:
+        yield ZERO, "missing; accelerate refuses a file without it", 'write "zero_optimization": {"stage": 3}'
+    if not isinstance(zero, Mapping):
+        return
+    stage = zero.get("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        yield f"{ZERO}.stage", f"{show_value(stage)} is not 0, 1, 2 or 3", None
+        return
+    offloads = {part: found for part in OFFLOADS if isinstance(found := zero.get(part), Mapping)}
+    devices = {part: str(offload.get("device", "none")) for part, offload in offloads.items()}
+    for part, text, fix in keys.offload_problems(stage, devices):
+        yield f"{ZERO}.{part}.device", text, fix
+    for part, device in devices.items():
+        if device not in ("none", "cpu", "nvme"):
+            yield f"{ZERO}.{part}.device", f"{show_value(device)} is not none, cpu or nvme", None
+        elif device == "nvme" and stage == 3:
+            # The place is a fact of the cluster. The command line may name another one.
+            key, given = f"{ZERO}.{part}.nvme_path", offloads[part].get("nvme_path")
+            named = isinstance(given, str) and given.startswith("/") and from_command_line(key)
+            if given != AUTO and not named:
+                text = "missing" if given is None else f"{show_value(given)}, the path of one site"
+                yield key, text, 'write "auto": storage.scratch of the cluster file holds it, in a folder for each job'
+
+
+def _check_buffers(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
+    """A buffer between memory and NVMe takes one rank's part of a weight (swap_tensor/partitioned_param_swapper.py)."""
+    offload = get(body, f"{ZERO}.offload_param")
+    if not isinstance(offload, Mapping) or offload.get("device") != "nvme":
+        return
+    if meant.lora:
+        # partitioned_param_coordinator.py, __prefetch_nvme_param_partitions: DeepSpeed 0.19 asks for a frozen weight twice.
+        text = "nvme, and the base is frozen (lora): DeepSpeed ends in the first steps, without a buffer for what it reads"
+        yield f"{ZERO}.offload_param.device", text, "write cpu, or leave offload_param out; offload_optimizer may be on nvme"
+    size = offload.get("buffer_size", NVME_BUFFER)
+    if is_number(size) and size < meant.largest:
+        text = f"{size:,.0f} elements, one rank's part of the largest weight has {meant.largest:,}"
+        yield f"{ZERO}.offload_param.buffer_size", text, f"write at least {meant.largest}"
+
+
+def _check_meant(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
+    """What the recipe says as well must be the same, and must not be left to another default."""
+    missing = {
+        "train_micro_batch_size_per_gpu": "DeepSpeed refuses a file without it",
+        "gradient_accumulation_steps": "accelerate would take 1" if meant.accumulation != 1 else "",
+        "gradient_clipping": "DeepSpeed would not clip" if meant.get("max_grad_norm") else "",
+    }
+    for key, value, where in meant.values():
+        given = get(body, key)
+        if given is None:
+            section = key.rpartition(".")[0]
+            inside = section == "optimizer.params" and get(body, "optimizer") is not None
+            why = missing.get(key, "") or ("DeepSpeed would take its own default" if inside else "")
+            if why:
+                text = f"missing, while {where.partition(':')[0]} is {show_value(value)}: {why}"
+                yield key, text, f'write "{key.rpartition(".")[2]}": "auto"'
+        elif given == AUTO or (key == "fp16.enabled" and given is True):
+            continue
+        elif given != value or isinstance(given, bool) != isinstance(value, bool):  # true is 1 for Python
+            yield key, f"{show_value(given)}, while {where.partition(':')[0]} is {show_value(value)}", 'write "auto"'
+
+
+def _check_optimizer(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
+    named = str(meant.get("optim"))
+    kind = get(body, "optimizer.type")
+    if body.get("optimizer") is not None:
+        wanted = _OPTIMIZERS.get(str(kind).lower())
+        if not isinstance(kind, str):
+            yield "optimizer.type", "missing", 'write "AdamW", or leave the optimizer out: train.optim says it'
+        elif meant.train.get("optim") is not None and (wanted is None or not named.startswith(wanted)):
+            fix = "leave the optimizer out, or train.optim: two places that say it must agree"
+            yield "optimizer.type", f"{show_value(kind)}, while train.optim is {named}", fix
+        return
+    device = get(body, f"{ZERO}.offload_optimizer.device")
+    forced = body.get("zero_force_ds_cpu_optimizer", True)
+    if device in ("cpu", "nvme") and forced and not named.startswith(_OFFLOADED_AS_THEY_ARE):
+        fix = "train.optim=adamw_torch, or zero_force_ds_cpu_optimizer: false"
+        text = f"train.optim is {named}: offloaded, accelerate makes it Adam without a message"
+        yield f"{ZERO}.offload_optimizer.device", text, fix
+
+
+def _check_scheduler(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
+    if body.get("scheduler") is None:
+        return
+    kind, named = get(body, "scheduler.type"), str(meant.get("lr_scheduler_type"))
+    if _SCHEDULERS.get(str(kind)) != named:
+        fix = "leave the scheduler out: train.lr_scheduler_type says it"
+        yield "scheduler.type", f"{show_value(kind)}, while train.lr_scheduler_type is {named}", fix
+        return
+    if get(body, "scheduler.params.warmup_type") != "linear":
+        text = "not linear, as train's warm-up is: DeepSpeed's default is a logarithm"
+        yield "scheduler.params.warmup_type", text, 'write "warmup_type": "linear", or leave the scheduler out'
+    for key in ("warmup_num_steps", "total_num_steps"):
+        if get(body, f"scheduler.params.{key}") not in (None, AUTO):
+            yield f"scheduler.params.{key}", "train says how many steps there are", 'write "auto"'

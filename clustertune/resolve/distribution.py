@@ -1,0 +1,374 @@
+"""How a resolved recipe is distributed over ranks: read once from the ecosystem's files, recorded, and only read afterwards.
+
+Facts of the pinned libraries (containers/versions.env): accelerate 1.15, torch 2.13, DeepSpeed 0.19 and Megatron-Core.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from clustertune.recipe import accelerate_file as acc
+from clustertune.recipe import deepspeed_keys as ds
+from clustertune.recipe import quantization
+from clustertune.recipe.schema import Megatron, Recipe
+
+_HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+IN_FLIGHT = 5
+"""Parts of weights that a rank holds in host memory at once while it reads: four reads, and the one that is placed."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Which activations are recomputed in the backward pass."""
+
+    by: str = "none"
+    """``fsdp`` (accelerate's wrapper around each layer), ``model`` (transformers), ``megatron`` or ``none``."""
+    share: float = 0.0
+    """Share of the decoder layers, 0 to 1."""
+    offload: bool = False
+    """What recomputation starts from lies in host memory."""
+    save: tuple[str, ...] = ()
+    """What recomputed layers keep beside their input: ``activation_checkpointing.save``."""
+    selective: bool = False
+    """Megatron's: the attention alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distribution:
+    """One way to spread a training over ranks. Sizes are counts of ranks."""
+
+    kind: str
+    """``NO``, ``DDP``, ``FSDP1``, ``FSDP2``, ``ZeRO-0`` to ``ZeRO-3`` or ``Megatron``."""
+    world_size: int
+    ranks_per_node: int
+    data_parallel_size: int
+    """Ranks that read different sequences: world / (tp pp cp sp)."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """accelerate's axes above size 1, in its order: dp_replicate, dp_shard, cp, sp, tp."""
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    """Ranks that pass keys and values of one sequence around (ring attention)."""
+    sp: int = 1
+    """Ranks that split attention by heads (Ulysses)."""
+    ep: int = 1
+    virtual: int = 1
+    """Virtual pipeline stages per GPU; 1: plain 1F1B."""
+    replicas: int = 1
+    """Groups that hold a full copy each (HSDP); 1: none."""
+    strategy: str | None = None
+    """FSDP1's ShardingStrategy."""
+    weight_shards: int = 1
+    """Over how many ranks each weight is split; 1: whole on each."""
+    gradient_shards: int = 1
+    """The same of gradients after their reduction."""
+    state_shards: int = 1
+    """The same of optimizer state."""
+    reshard: bool = False
+    """Weights are given back after forward and gathered again for backward."""
+    offload_params: str = "none"
+    """``none``, ``cpu`` or ``nvme``."""
+    offload_optimizer: str = "none"
+    sequence_parallel: bool = False
+    """Megatron's: activations of norms and dropout are split over tp."""
+    distributed_optimizer: bool = False
+    """Megatron's: optimizer state is split over the data-parallel ranks."""
+    mixed_precision: str = "no"
+    """``bf16``, ``fp16`` or ``no``: what is computed in beside the weights' own type."""
+    reduce_dtype: str | None = None
+    """``float32`` or ``bfloat16``: the type in which FSDP sums gradients; None where that is not a choice."""
+    recompute: Recompute = Recompute()
+    efficient_loading: bool = False
+    """FSDP: one rank at most makes the whole model in host memory."""
+    loading: str = "every"
+    """How weights come to the ranks: ``parts`` (each rank reads what it keeps), ``first`` (rank 0 reads all and sends it),
+    ``every`` (each rank reads all) or ``bridge`` (Megatron-Bridge: each rank its shard)."""
+    state_dict: str | None = None
+    """FSDP's: ``SHARDED_STATE_DICT`` or ``FULL_STATE_DICT``."""
+    compiled: bool = False
+    compiled_by_layer: bool = False
+    """Compiled once for all layers of one kind."""
+    dynamic_shapes_said: bool = False
+    """The file says whether lengths are dynamic for the compiler."""
+    optimizer: str | None = None
+    """The optimizer that DeepSpeed's file names."""
+    accumulate_dtype: str | None = None
+    """DeepSpeed's type of held gradients, where its file says one."""
+    communicate_dtype: str | None = None
+    """DeepSpeed's type of reductions, where its file says one."""
+    nvme: Mapping[str, str] = field(default_factory=dict)
+    """What DeepSpeed swaps to a local disk (``offload_param``, ``offload_optimizer``) and where; ``auto``: the node's own."""
+    notes: tuple[str, ...] = ()
+    """What is not counted, or counted as something else."""
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.kind in ("FSDP1", "FSDP2")
+
+    @property
+    def is_deepspeed(self) -> bool:
+        return self.kind.startswith("ZeRO")
+
+    @property
+    def zero_stage(self) -> int | None:
+        """DeepSpeed's stage; None without DeepSpeed."""
+        return int(self.kind.removeprefix("ZeRO-")) if self.is_deepspeed else None
+
+    @property
+    def type(self) -> str:
+        """accelerate's ``DistributedType``."""
+        if self.is_fsdp or self.is_deepspeed:
+            return "FSDP" if self.is_fsdp else "DEEPSPEED"
+        return {"DDP": "MULTI_GPU"}.get(self.kind, "NO")
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether each rank reads only the part of the weights that it keeps (clustertune/training/loading.py)."""
+        return self.loading == "parts"
+
+    def on(self, world: int, ranks_per_node: int) -> Distribution:
+        """The same distribution on another number of ranks: what is not fixed by a size is spread over all of them."""
+        split = replace(
+            self,
+            world_size=world,
+            ranks_per_node=min(ranks_per_node, world),
+            data_parallel_size=max(1, world // (self.tp * self.pp * self.cp * self.sp)),
+        )
+        return replace(split, **_shards(split))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values; :meth:`from_dict` gives an equal object back."""
+        body = asdict(self)
+        body["notes"] = list(self.notes)
+        body["recompute"]["save"] = list(self.recompute.save)
+        return body
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> Distribution:
+        """The inverse of :meth:`as_dict`. Raises KeyError or TypeError where ``body`` is something else."""
+        recompute = {**body["recompute"], "save": tuple(body["recompute"]["save"])}
+        return cls(**{**body, "recompute": Recompute(**recompute), "notes": tuple(body["notes"])})
+
+
+def format_distribution(distributed: Any) -> str | None:
+    """A run's recorded distribution (``distributed`` of run.json, results of ``bench``) as ``FSDP 2 (tp 2)``.
+
+    None if ``distributed`` is anything else.
+    """
+    if not isinstance(distributed, Mapping) or distributed.get("type") is None:
+        return None
+    version, mesh = distributed.get(acc.VERSION), distributed.get("mesh")
+    sizes = ", ".join(f"{name} {size}" for name, size in mesh.items()) if isinstance(mesh, Mapping) else ""
+    return f"{distributed['type']}{f' {version}' if version else ''}{f' ({sizes})' if sizes else ''}"
+
+
+def mixed_precision(train: Mapping[str, Any]) -> str:
+    """What a run computes in beside its float32 weights: ``bf16``, ``fp16`` or ``no``; the one reader of these arguments.
+
+    TRL switches bf16 on where neither it nor fp16 is given (TRL 1.16, trainer/base_config.py:108).
+    """
+    if train.get("bf16") is None:
+        return "fp16" if train.get("fp16") else "bf16"
+    return "bf16" if train["bf16"] else "fp16" if train.get("fp16") else "no"
+
+
+def recomputed_layers(ratio: float, layers: int) -> tuple[int, ...]:
+    """Which layers, counted from 0, are recomputed: ``ratio`` of them, rounded, spread evenly from the first."""
+    wanted = math.floor(ratio * layers + 0.5)
+    return tuple(index for index in range(layers) if -(-(index + 1) * wanted // layers) > -(-index * wanted // layers))
+
+
+def read(
+    recipe: Recipe,
+    train: Mapping[str, Any],
+    accelerate: Mapping[str, Any],
+    deepspeed: Mapping[str, Any] | None,
+    *,
+    world: int,
+    data_parallel: int,
+    layers: int,
+    reduce_dtype: str | None,
+) -> Distribution:
+    """The distribution of a checked recipe.
+
+    ``train``: the arguments after derivation. ``deepspeed``: DeepSpeed's file, None where there is none; records of former
+    releases do not have it, and stage 3 is taken for them. ``layers``: decoder layers.
+    """
+    compiled, by_layer = acc.compiled(train, accelerate)
+    found = Distribution(
+        kind=_kind(recipe, accelerate, deepspeed),
+        world_size=world,
+        ranks_per_node=min(recipe.slurm.gpus_per_node, world),
+        data_parallel_size=data_parallel,
+        mixed_precision=mixed_precision(train),
+        reduce_dtype=reduce_dtype,
+        recompute=_recompute(recipe, train, accelerate, layers),
+        compiled=compiled,
+        compiled_by_layer=by_layer,
+        dynamic_shapes_said=acc.says_dynamic(accelerate),
+    )
+    if recipe.megatron is not None:
+        found = _megatron(found, recipe.megatron)
+    elif found.kind != "NO":
+        sizes = acc.parallel_sizes(accelerate)
+        if found.kind != "FSDP1":
+            mesh = {axis: sizes[axis] for axis in acc.AXES if axis in sizes}
+            found = replace(found, mesh=mesh, tp=sizes.get("tp", 1), cp=sizes.get("cp", 1), sp=sizes.get("sp", 1))
+        if found.is_fsdp:
+            found = _fsdp(found, accelerate, quantization.of(train), sizes.get("dp_replicate", 1))
+        elif found.is_deepspeed:
+            found = _deepspeed(found, accelerate, deepspeed, quantization.of(train))
+    return replace(found, **_shards(found))
+
+
+def _kind(recipe: Recipe, accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> str:
+    if recipe.megatron is not None:
+        return "Megatron"
+    named = str(accelerate.get("distributed_type", "NO"))
+    if named == "FSDP":
+        return "FSDP2" if acc.fsdp_generation(accelerate) == 2 else "FSDP1"
+    if named == "DEEPSPEED":
+        return f"ZeRO-{acc.zero_stage(accelerate, deepspeed)}"
+    return "DDP" if named == "MULTI_GPU" else "NO"
+
+
+def _shards(found: Distribution) -> dict[str, Any]:
+    """Over how many ranks weights, gradients and states are split, and whether weights are given back in between."""
+    world, stage = found.world_size, found.zero_stage
+    if found.kind == "FSDP2":
+        # accelerate/parallelism_config.py:132: FSDP shards over dp_shard and cp together.
+        shards = max(1, world // (found.replicas * found.tp * found.sp))
+        return _all(shards) | {"reshard": found.strategy != "SHARD_GRAD_OP" and shards > 1}
+    if found.kind == "FSDP1":
+        # torch/distributed/fsdp/_init_utils.py: under HYBRID_SHARD the group of one node holds a copy of the model.
+        hybrid = found.strategy in _HYBRID
+        shards = 1 if found.strategy == "NO_SHARD" else found.ranks_per_node if hybrid else world
+        replicas = max(1, world // shards) if hybrid else 1
+        reshard = found.strategy in ("FULL_SHARD", "HYBRID_SHARD") and shards > 1
+        return _all(shards) | {"reshard": reshard, "replicas": replicas}
+    if stage is not None:
+        # Sequence-parallel ranks (Ulysses) are among those over which ZeRO splits (DeepSpeed's ALST).
+        ranks = max(1, world // found.tp)
+        names = ("state_shards", "gradient_shards", "weight_shards")
+        return dict.fromkeys(names[:stage], ranks) | dict.fromkeys(names[stage:], 1) | {"reshard": stage >= 3 and ranks > 1}
+    if found.distributed_optimizer:
+        return {"state_shards": found.data_parallel_size * found.cp}
+    return {}
+
+
+def _all(shards: int) -> dict[str, Any]:
+    return dict.fromkeys(("weight_shards", "gradient_shards", "state_shards"), shards)
+
+
+def _fsdp(
+    found: Distribution, accelerate: Mapping[str, Any], quantized: Mapping[str, Any] | None, replicas: int
+) -> Distribution:
+    # FSDP's offload takes parameters, gradients and optimizer state alike (torch, CPUOffloadPolicy and CPUOffload).
+    offload = "cpu" if acc.fsdp_flag(accelerate, "offload_params") else "none"
+    efficient, two = acc.fsdp_flag(accelerate, "cpu_ram_efficient_loading"), found.kind == "FSDP2"
+    parts = two and why_whole(quantized) is None
+    return replace(
+        found,
+        offload_params=offload,
+        offload_optimizer=offload,
+        efficient_loading=efficient,
+        state_dict=acc.state_dict_type(accelerate),
+        strategy=acc.sharding_strategy(accelerate),
+        loading="every" if not efficient else "parts" if parts else "first",
+        replicas=replicas if two else 1,
+    )
+
+
+def why_whole(quantized: Mapping[str, Any] | None) -> str | None:
+    """Why FSDP2's ranks cannot read their parts alone; None where they can. ``quantized``: ``quantization_config``, if any."""
+    storage = str((quantized or {}).get("bnb_4bit_quant_storage", "uint8"))
+    if quantized and not (quantized.get("load_in_4bit") and "float" in storage):
+        return "its quantisation is not 4 bit with a floating point bnb_4bit_quant_storage"
+    return None
+
+
+def _deepspeed(
+    found: Distribution, accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, quantized: Mapping[str, Any] | None
+) -> Distribution:
+    body = deepspeed or {}
+    secondary = ds.secondary_partition(body)
+    notes = ["zero_hpz_partition_size keeps a second copy of the weights on each node: not counted"] if secondary else []
+    if ds.quantizes_traffic(body):
+        notes.append("quantised weights or gradients on the way (ZeRO++): not counted")
+    devices = {part: acc.offload_device(accelerate, deepspeed, part) for part in ds.OFFLOADS}
+    loading = "every"
+    if found.zero_stage == 3 and quantized is None:  # a quantised base is parted after every rank has loaded it
+        # What loading.why_not_parts looks for in the model itself.
+        loading = "first" if secondary else "parts"
+    return replace(
+        found,
+        offload_params=devices["offload_param"],
+        offload_optimizer=devices["offload_optimizer"],
+        loading=loading,
+        optimizer=ds.text(body, "optimizer.type"),
+        accumulate_dtype=ds.text(body, "data_types.grad_accum_dtype"),
+        communicate_dtype=ds.text(body, "communication_data_type"),
+        nvme=ds.nvme_paths(body),
+        notes=tuple(notes),
+    )
+
+
+def _megatron(found: Distribution, m: Megatron) -> Distribution:
+    """Weights and gradients lie whole on every data-parallel rank; the distributed optimizer splits its state over dp x cp
+    (Megatron-Core, docs/source/api-guide/dist_optimizer.md)."""
+    return replace(
+        found,
+        tp=m.tensor_model_parallel_size,
+        pp=m.pipeline_model_parallel_size,
+        cp=m.context_parallel_size,
+        ep=m.expert_model_parallel_size,
+        virtual=m.virtual_pipeline_model_parallel_size or 1,
+        distributed_optimizer=m.use_distributed_optimizer,
+        sequence_parallel=m.sequence_parallel,
+        loading="bridge",
+        notes=("Megatron-Bridge: the accelerate file is not used",),
+    )
+
+
+def _recompute(recipe: Recipe, train: Mapping[str, Any], accelerate: Mapping[str, Any], layers: int) -> Recompute:
+    if recipe.megatron is not None:
+        given = recipe.megatron.recompute_granularity
+        return Recompute("megatron" if given else "none", float(given == "full"), selective=given == "selective")
+    if acc.recomputes(accelerate):
+        return Recompute("fsdp", 1.0, acc.fsdp_flag(accelerate, "activation_checkpointing_offload"))
+    if not train.get("activation_checkpointing"):
+        return Recompute()
+    named = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+    settings = next((given for key in named if isinstance(given := train.get(key), dict) and given), {})
+    section = recipe.activation_checkpointing
+    if section is not None:
+        share = len(recomputed_layers(section.ratio, layers)) / layers
+    else:
+        # transformers/modeling_utils.py:3238: layer_index % every_n_layers == 0
+        every = settings.get("every_n_layers", 1)
+        share = -(-layers // (every if isinstance(every, int) and every >= 1 else 1)) / layers
+    saved = tuple(section.save) if section is not None and section.save else ("attention",) * bool(settings.get("selective"))
+    # TRL's activation_offloading moves whatever backward saves: of recomputed layers that is their input.
+    return Recompute("model", share, bool(settings.get("offload") or train.get("activation_offloading")), saved)
+
+
+def breaks_nodes(found: Distribution) -> str | None:
+    """Why FSDP1's hybrid strategies, which shard inside of a node, cannot have these ranks; None where they can."""
+    if found.kind != "FSDP1" or found.strategy not in _HYBRID or found.world_size % found.ranks_per_node == 0:
+        return None
+    return (
+        f"{found.strategy} needs whole nodes: {found.world_size} ranks are not a multiple of {found.ranks_per_node} on a node"
+    )
+
+
+def how_to_load(found: Distribution) -> tuple[str, str]:
+    """The key that decides how weights come to the ranks, and what makes each of them read its own part."""
+    if found.is_deepspeed:
+        fix = "stage 3 without zero_hpz_partition_size and without a quantised base: each rank reads its part; or fewer ranks"
+        return f"deepspeed_config (ZeRO stage {found.zero_stage})", f"{fix}; offload less; more nodes"
+    efficient = acc.key_of("cpu_ram_efficient_loading").rpartition(".")[2]
+    fix = f"{acc.FSDP2} with {efficient}: true: each rank reads its rows; offload less; more nodes"
+    return "fsdp_config", fix

@@ -1,0 +1,156 @@
+"""Kernels and compilers by their native keys: which models and settings they take, and which packages they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from clustertune.recipe import accelerate_file as acc
+from clustertune.recipe.findings import Found
+from clustertune.recipe.parameters import count
+from clustertune.recipe.values import Values, model_facts
+from clustertune.resolve.distribution import Distribution, mixed_precision
+from clustertune.resolve.resolved import Derived
+
+PACKED = "packed_varlen"
+"""The attention of packed conversations, each for itself: ``clustertune/training/packing.py``."""
+_KEY = "model_init_kwargs.attn_implementation"
+_WIDEST = 256
+"""The largest head of torch's FlashAttention, which also takes multiples of 8 only (aten, flash_attn/flash_api.cpp of 2.13)."""
+
+LIGER_MODELS = frozenset({
+    "deepseek_v2", "deepseek_v3", "deepseek_v4", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text",
+    "glm4", "gpt_oss", "granite", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "llama4_text", "ministral", "mistral",
+    "mixtral", "mllama_text_model", "muse_glimmer", "nemotron", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3",
+})  # fmt: skip
+"""Model types of text that Liger has kernels for (liger_kernel/transformers/monkey_patch.py of 0.8.5,
+MODEL_TYPE_TO_APPLY_LIGER_FN). Of others transformers says "not supported" in the log and trains without."""
+
+
+def attention_of(train: Mapping[str, Any]) -> str:
+    """The attention implementation that the arguments name; sdpa is transformers' default where the model supports it."""
+    return str((train.get("model_init_kwargs") or {}).get("attn_implementation") or "sdpa")
+
+
+def packs(train: Mapping[str, Any]) -> bool:
+    """Whether a micro batch is one row of conversations that TRL keeps apart: all of its packing but ``wrapped``."""
+    return bool(train.get("padding_free")) or bool(train.get("packing") and train.get("packing_strategy") != "wrapped")
+
+
+def cannot_pack(architecture: Mapping[str, Any]) -> str | None:  # noqa: PLR0911 - a reason each
+    """Why ``packed_varlen`` does not compute the attention of a model; None where it does."""
+    values, kind = Values(architecture), str(architecture["model_type"])
+    taken = model_facts(kind)["attention"]
+    if taken is None or {"s_aux", "position_bias"} & set(taken):
+        what = "sinks or a position bias" if taken else "code of its own"
+        return f"the attention of {kind} has {what} in transformers"
+    given = [key for key in values.keys() if "attn" in key or "attention" in key]  # noqa: SIM118
+    if on := next((key for key in given if "drop" in key and values.get(key)), None):
+        return f"it has no dropout, and the model has {on}: {values.get(on)}"
+    if on := next((key for key in given if "softcap" in key and values.get(key)), None):
+        return f"it has no soft cap of scores, and the model has {on}: {values.get(on)}"
+    if values.get("alibi"):
+        return "it has no alibi"
+    if "chunked_attention" in values.attention_types:
+        return "the model attends within chunks, which it does not"
+    counted = count(architecture)
+    if counted is None and values.get("kv_lora_rank"):
+        return f"keys and values of {kind} have heads of different sizes"
+    sizes = {(one.attention.qk_dim, one.attention.v_dim) for one in counted.layers} if counted else {(values.head_dim,) * 2}
+    if odd := next((pair for pair in sorted(sizes) if pair[0] != pair[1] or pair[0] % 8 or pair[0] > _WIDEST), None):
+        return f"heads of {odd[0]} (keys) and {odd[1]} (values): it takes equal multiples of 8, up to {_WIDEST}"
+    return None
+
+
+def attention(train: Mapping[str, Any], architecture: Mapping[str, Any] | None) -> Derived | None:
+    """What takes the place of sdpa where the recipe names no attention: ``packed_varlen`` where conversations are packed and it
+    computes the model's, ``eager`` where transformers has no sdpa for the model."""
+    stated = (train.get("model_init_kwargs") or {}).get("attn_implementation")
+    if stated or architecture is None:
+        return None
+    if packs(train) and not cannot_pack(architecture):
+        reason = "packed: each conversation attends to itself alone, by torch's variable-length attention; "
+        return Derived(f"train.{_KEY}", PACKED, reason + "sdpa would need a mask")
+    if model_facts(kind := str(architecture["model_type"]))["sdpa"]:
+        return None
+    return Derived(f"train.{_KEY}", "eager", f"transformers has no scaled_dot_product_attention for {kind}")
+
+
+TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "mlflow": ("mlflow", "mlflow-skinny"), "trackio": ("trackio",)}
+"""Trackers whose callback raises where its package is missing (transformers/integrations/integration_utils.py); a rank
+continues without W&B."""
+
+
+def needed(train: Mapping[str, Any], *, gpus: bool) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Key, value and the packages of which one must be installed. Without GPUs the run leaves kernels out."""
+    named = attention_of(train)
+    if named.startswith("flash_attention") and gpus:
+        # transformers loads a compiled kernel from the Hub by the package kernels where flash-attn is not installed.
+        yield f"train.{_KEY}", named, ("flash-attn", "kernels")
+    if train.get("use_liger_kernel") and gpus:
+        yield "train.use_liger_kernel", "true", ("liger-kernel",)
+    given = train.get("report_to")
+    for tracker in [given] if isinstance(given, str) else given or []:
+        if tracker in TRACKERS:
+            yield "train.report_to", tracker, TRACKERS[tracker]
+
+
+def find_problems(
+    train: Mapping[str, Any], architecture: Mapping[str, Any] | None, accelerate: Mapping[str, Any], file: str
+) -> Iterator[Found]:
+    """What the libraries refuse at the start of the ranks, or leave out without a message. ``file``: the accelerate file."""
+    attention = ("train", *_KEY.split("."))
+    kind = str((architecture or {}).get("model_type", ""))
+    if train.get("use_liger_kernel") and kind and kind not in LIGER_MODELS:
+        yield ("train", "use_liger_kernel"), f"Liger has no kernels for {kind}", "leave it out"
+    if isinstance(given := train.get("liger_kernel_config"), dict) and given.get("fused_linear_cross_entropy"):
+        text = "fused_linear_cross_entropy: true takes the place of the model's forward pass, in which TRL has its own "
+        yield ("train", "liger_kernel_config"), f"{text}fused loss", "leave it out: TRL computes the loss in tiles"
+    named = attention_of(train)
+    if named.startswith("flash_attention") and mixed_precision(train) == "no":
+        yield attention, f"{named} computes in 16 bits only, and bf16 is false", "use sdpa, or train.bf16=true"
+    if named == PACKED and architecture is not None and (why := cannot_pack(architecture)):
+        yield attention, f"{PACKED}: {why}", "leave it out: sdpa is taken"
+    stated = (train.get("model_init_kwargs") or {}).get("attn_implementation")
+    if kind and stated == "sdpa" and not model_facts(kind)["sdpa"]:
+        yield attention, f"transformers has no sdpa for {kind}", "leave it out: eager is taken"
+    # The Trainer hands its own backend to accelerate, which then does not look at the file's (transformers/trainer.py:796).
+    dynamo = acc.section(accelerate, "dynamo_config")
+    filed = str(dynamo.get("dynamo_backend", "")).lower()
+    own = train.get("torch_compile_backend") or ("inductor" if train.get("torch_compile") else None)
+    if own and filed and filed != str(own).lower():
+        key = "torch_compile_backend" if train.get("torch_compile_backend") else "torch_compile"
+        shown = str(train[key]).lower() if isinstance(train[key], bool) else train[key]
+        text = f"{shown}, while {file} has dynamo_backend: {dynamo['dynamo_backend']}: the file's is not read"
+        yield ("train", key), text, "keep one of the two"
+
+
+def mask_warnings(train: Mapping[str, Any], architecture: Mapping[str, Any], micro_batch: int) -> Iterator[str]:
+    """What packing costs where a mask keeps conversations apart, and why it does. ``micro_batch`` in rows of ``max_length``."""
+    if not packs(train) or attention_of(train) not in ("sdpa", "eager"):
+        return
+    named, why = (train.get("model_init_kwargs") or {}).get("attn_implementation"), cannot_pack(architecture)
+    because = [f"the recipe names {named}"] if named else []
+    because += [f"{PACKED} cannot compute it: {why}"] if why else []
+    fix = "train.packing=false avoids it" if why else f"remove train.{_KEY} to use {PACKED}, which attends per conversation"
+    row = micro_batch * int(train.get("max_length") or 1024)  # SFTConfig's own
+    yield (
+        f"{attention_of(train)} with packing uses a full {row:,} x {row:,} attention mask per micro batch and head "
+        f"({'; '.join(because)}): {fix}"
+    )
+
+
+def warnings(distribution: Distribution) -> Iterator[str]:
+    """What is allowed and rarely meant."""
+    if distribution.compiled and not distribution.compiled_by_layer:
+        yield (
+            "the model is compiled as a whole, every layer again, and the first step takes minutes; "
+            "accelerate.dynamo_config.dynamo_use_regional_compilation=true compiles one layer for all"
+        )
+    if distribution.compiled and distribution.recompute.by == "fsdp" and distribution.kind == "FSDP2":
+        # accelerate 1.15 compiles the wrapper, FSDP2 hooks the layer in it: torch 2.13 traces no checkpoint around a hook.
+        yield (
+            f"{acc.key_of('activation_checkpointing')} leaves the layers uncompiled, because FSDP2 hooks lie inside what is "
+            "recomputed; write false, and train.activation_checkpointing=true"
+        )

@@ -1,0 +1,221 @@
+"""The recipe overrides that make a distribution: what a person adds to the command line, and what ``--advise`` tries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clustertune.recipe import accelerate_file as acc
+from clustertune.recipe import quantization
+from clustertune.recipe.schema import Megatron
+from clustertune.resolve.distribution import recomputed_layers
+from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import Resolved
+
+NF4 = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": "true",
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": "true",
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_quant_storage": "bfloat16",
+}
+"""transformers' BitsAndBytesConfig; the storage type must be one float type for FSDP to shard it
+(https://huggingface.co/docs/bitsandbytes/fsdp_qlora)."""
+NVME = "/local_nvme"
+"""The folder in accelerate's own examples of NVMe offload; a person writes the node's."""
+_QUANTISATION = "train.model_init_kwargs.quantization_config"
+_SECTIONS = {"FSDP2": "fsdp_config", "ZeRO": "deepspeed_config"}
+
+
+@dataclass(frozen=True)
+class RequestedLayout:
+    """A distribution that overrides can ask for. The sizes are those of :class:`clustertune.plan.strategy.Strategy`."""
+
+    kind: str
+    """``NO``, ``DDP``, ``FSDP2``, ``ZeRO-1`` to ``ZeRO-3`` or ``Megatron``."""
+    nodes: int
+    replicas: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    virtual: int = 1
+    ends: bool = False
+    """Embedding and loss count as a layer each where a pipeline is cut."""
+    reshard: bool = True
+    offload_params: str = "none"
+    offload_optimizer: str = "none"
+    base: str = ""
+    """``bf16`` or ``nf4``: how the base is loaded; empty: as the recipe says."""
+
+
+@dataclass(frozen=True)
+class RecipeSource:
+    """A recipe as it was named on the command line."""
+
+    resolved: Resolved
+    given: tuple[str, ...] = ()
+    """The overrides with which it was resolved."""
+
+    def all(self, arguments: Sequence[str]) -> list[str]:
+        """The overrides given before, but those that ``arguments`` replace, and ``arguments``."""
+        keys = [argument.partition("=")[0] for argument in arguments]
+        others = [text for text in self.given if not any(f"{text.partition('=')[0]}.".startswith(f"{key}.") for key in keys)]
+        return [*others, *arguments]
+
+    def changed(self, arguments: Sequence[str]) -> Resolved:
+        """The recipe with more overrides. Raises UserError where it is refused with them."""
+        return resolve(self.resolved.folder, self.all(arguments), tiny=self.resolved.tiny)
+
+
+def distribution(resolved: Resolved, layout: RequestedLayout) -> list[str]:
+    """The overrides that turn a recipe's distribution into ``layout``."""
+    found = [f"slurm.nodes={layout.nodes}"] if layout.nodes != resolved.recipe.slurm.nodes else []
+    found += loaded(resolved, layout.base)
+    if layout.kind == "Megatron":
+        return [*found, *_megatron(resolved, layout)]
+    if resolved.recipe.megatron is not None:
+        found.append("megatron=null")
+    family = layout.kind.partition("-")[0]
+    named = {"FSDP2": "FSDP", "ZeRO": "DEEPSPEED", "DDP": "MULTI_GPU", "NO": "NO"}[family]
+    if named != resolved.accelerate.get("distributed_type"):
+        found.append(f"accelerate.distributed_type={named}")
+    for name in ("fsdp_config", "deepspeed_config"):
+        if name != _SECTIONS.get(family) and acc.section(resolved.accelerate, name):
+            found.append(f"accelerate.{name}=null")
+    if family == "FSDP2":
+        return found + _fsdp(resolved, layout) + _axes(resolved, layout)
+    if acc.section(resolved.accelerate, "parallelism_config"):
+        found.append("accelerate.parallelism_config=null")
+    return found + (_zero(resolved, layout) if family == "ZeRO" else [])
+
+
+def sizes(resolved: Resolved, micro_batch: int, ratio: float, kind: str) -> list[str]:
+    """The overrides of the micro batch, and of the share of layers that are recomputed under a distribution ``kind``."""
+    found = []
+    if micro_batch != resolved.train_args.get("per_device_train_batch_size"):
+        found.append(f"train.per_device_train_batch_size={micro_batch}")
+    return found + recomputation(resolved, ratio, kind)
+
+
+def recomputation(resolved: Resolved, ratio: float, kind: str) -> list[str]:
+    """Recompute ``ratio`` of the layers; what else says so is taken out, for a recipe may say it once."""
+    recipe, found = resolved.recipe, []
+    for key in ("activation_checkpointing", "gradient_checkpointing"):
+        if recipe.train.get(key) is not None:
+            found.append(f"train.{key}=null")
+        if "every_n_layers" in (recipe.train.get(f"{key}_kwargs") or {}):
+            found.append(f"train.{key}_kwargs=null")
+    if kind == "Megatron":
+        if recipe.activation_checkpointing is not None:
+            found.append("activation_checkpointing=null")
+        wanted, known = ("full" if ratio else None), recipe.megatron.recompute_granularity if recipe.megatron else None
+        return found if wanted == known else [*found, f"megatron.recompute_granularity={wanted or 'null'}"]
+    if kind.startswith("FSDP"):
+        if ratio == 1 and not found and recipe.activation_checkpointing is None and acc.recomputes(resolved.accelerate):
+            return _flag(resolved, "activation_checkpointing_offload", False)
+        found += _flag(resolved, "activation_checkpointing_offload", False)
+        found += _flag(resolved, "activation_checkpointing", False)
+    section = recipe.activation_checkpointing
+    if section is not None and section.save and not ratio:
+        found = ["activation_checkpointing.save=null", *found]  # there is nothing of which it could be kept
+    return found if section is not None and section.ratio == ratio else [f"activation_checkpointing.ratio={ratio:g}", *found]
+
+
+def share(resolved: Resolved, ratio: float, kind: str) -> float:
+    """The share of layers that ``ratio`` really recomputes: whole layers."""
+    layers = int(resolved.architecture["num_hidden_layers"])
+    return ratio if kind == "Megatron" else len(recomputed_layers(ratio, layers)) / layers
+
+
+def loaded(resolved: Resolved, base: str) -> list[str]:
+    """The overrides with which the base is loaded in 16 bits (``bf16``), or quantised to NF4 (``nf4``)."""
+    own = quantization.of(resolved.train_args)
+    init = resolved.train_args.get("model_init_kwargs") or {}
+    half = "float16" if resolved.train_args.get("fp16") else "bfloat16"
+    found = []
+    if base and str(init.get("dtype", "")) != half:
+        found.append(f"train.model_init_kwargs.dtype={half}")
+    if base == "bf16" and own is not None:
+        found.append(f"{_QUANTISATION}=null")
+    if base == "nf4" and own is None:
+        found += [f"{_QUANTISATION}.{key}={half if value == 'bfloat16' else value}" for key, value in NF4.items()]
+    return found
+
+
+def loading(method: str) -> dict[str, object]:
+    """``train.model_init_kwargs`` of an adapter's base: bfloat16, with ``qlora`` quantised to NF4."""
+    four = {key: value == "true" or value for key, value in NF4.items() if key != "quant_method"}
+    return {"dtype": "bfloat16", **({_QUANTISATION.rpartition(".")[2]: four} if method == "qlora" else {})}
+
+
+def _megatron(resolved: Resolved, layout: RequestedLayout) -> list[str]:
+    known = resolved.recipe.megatron or Megatron()
+    wanted = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.virtual if layout.virtual > 1 else None,
+        "account_for_embedding_in_pipeline_split": layout.ends,
+        "account_for_loss_in_pipeline_split": layout.ends,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "sequence_parallel": layout.tp > 1,
+        "use_distributed_optimizer": True,
+    }
+    found = _changes("megatron", known.model_dump(), wanted)
+    needs_one = not found and resolved.recipe.megatron is None
+    return [f"megatron.tensor_model_parallel_size={layout.tp}"] if needs_one else found
+
+
+def _changes(section: str, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """The overrides that give keys of a section the values that are wanted; none of a key that has its own."""
+    words = {key: "null" if value is None else str(value) for key, value in wanted.items() if known.get(key) != value}
+    return [f"{section}.{key}={word.lower() if isinstance(wanted[key], bool) else word}" for key, word in words.items()]
+
+
+def _fsdp(resolved: Resolved, layout: RequestedLayout) -> list[str]:
+    """FSDP2's own keys; FSDP1's mean nothing under version 2 and are refused there."""
+    config = acc.section(resolved.accelerate, "fsdp_config")
+    found = [f"accelerate.{acc.key_of('version')}=2"] if not config or resolved.distribution.kind != "FSDP2" else []
+    if not config:
+        # Without a policy the whole model is one unit, which is gathered at once.
+        found.append(f"accelerate.{acc.key_of('auto_wrap_policy')}=TRANSFORMER_BASED_WRAP")
+        found.append(f"accelerate.{acc.key_of('cpu_ram_efficient_loading')}=true")
+    found += [f"accelerate.fsdp_config.{key}=null" for key in config if key in acc.FSDP1_ONLY]
+    found += _flag(resolved, "reshard_after_forward", layout.reshard, default=True)
+    return found + _flag(resolved, "offload_params", layout.offload_params == "cpu")
+
+
+def _flag(resolved: Resolved, key: str, value: bool, *, default: bool = False) -> list[str]:
+    """A true-or-false key of ``fsdp_config``; nothing where it says so already."""
+    config = acc.section(resolved.accelerate, "fsdp_config")
+    known = acc.flag({f"fsdp_{key}": default} | config, key)
+    # From another distribution: the recipe's file may hold keys that were taken out before.
+    return [] if known == value and config else [f"accelerate.{acc.key_of(key)}={str(value).lower()}"]
+
+
+def _axes(resolved: Resolved, layout: RequestedLayout) -> list[str]:
+    """The sizes of ``parallelism_config``; none where all ranks shard."""
+    known = acc.section(resolved.accelerate, "parallelism_config")
+    world = layout.nodes * resolved.recipe.slurm.gpus_per_node
+    if layout.replicas * layout.tp * layout.cp == 1:
+        return ["accelerate.parallelism_config=null"] if known else []
+    shards = world // (layout.replicas * layout.tp * layout.cp)
+    sizes = {"dp_replicate": layout.replicas, "dp_shard": shards, "tp": layout.tp, "cp": layout.cp, "sp": 1}
+    wanted = {acc.key_of(axis).rpartition(".")[2]: size for axis, size in sizes.items()}
+    return _changes(f"accelerate.{acc.MESH}", dict.fromkeys(wanted, 1) | known, wanted)
+
+
+def _zero(resolved: Resolved, layout: RequestedLayout) -> list[str]:
+    """DeepSpeed through accelerate's own keys; a file of the recipe would be the only one that is read."""
+    config = acc.section(resolved.accelerate, "deepspeed_config")
+    wanted: dict[str, Any] = {"zero_stage": int(layout.kind.removeprefix("ZeRO-")), "deepspeed_config_file": None}
+    known: dict[str, Any] = {key: value for key, value in config.items() if value is not None}
+    for name, device in (("param", layout.offload_params), ("optimizer", layout.offload_optimizer)):
+        known.setdefault(f"offload_{name}_device", "none")
+        wanted[f"offload_{name}_device"] = device
+        if device == "nvme":
+            wanted[f"offload_{name}_nvme_path"] = known.get(f"offload_{name}_nvme_path") or NVME
+    return _changes("accelerate.deepspeed_config", known, wanted)

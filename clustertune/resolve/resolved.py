@@ -1,0 +1,189 @@
+"""A recipe with everything that follows from it: what the stages of a run read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from clustertune.recipe.schema import CHOOSING, Recipe, is_address
+from clustertune.resolve import distribution as distributions
+from clustertune.resolve.distribution import Distribution
+
+_WITHOUT_EFFECT = ("report_to", "disable_tqdm", "log_level", "log_level_replica", "save_total_limit")
+"""Training arguments that change what is shown or kept, not what is computed."""
+
+_SAVES = ("save_strategy", "save_steps")
+"""Training arguments of when to save: the section ``save`` takes their place, also in a run that is there."""
+
+_SIZES = ("num_processes", "num_machines", "machine_rank", "parallelism_config")
+"""Keys of an accelerate file that are shape: another number of ranks or mesh continues with the run."""
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path can be found: a name that is too long, or behind a closed folder, is not there."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def expand_home(given: str | Path) -> Path:
+    """A path with ``~`` and ``~user`` put in; as it stands where there is no such user."""
+    try:
+        return Path(given).expanduser()
+    except RuntimeError:
+        return Path(given)
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A value that no file states: ``reason`` is the formula with its numbers."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """One recipe after layers, overrides and derivation; :meth:`as_dict` and :meth:`from_dict` carry it through JSON."""
+
+    name: str
+    """The recipe folder's name."""
+    folder: str
+    """The recipe folder, as an absolute path."""
+    recipe: Recipe
+    origins: dict[str, str]
+    """For each key path of the recipe: ``base NAME``, ``recipe``, ``tiny``, ``override`` or ``default``."""
+    train_args: dict[str, Any]
+    """Keyword arguments of TRL's ``SFTConfig`` or ``DPOConfig``, after derivation."""
+    world_size: int
+    """Ranks."""
+    data_parallel_size: int
+    """Ranks that read different sequences: the world size over the tensor, context and sequence parallel sizes."""
+    architecture: dict[str, Any]
+    """The model's ``config.json`` keys (scaled down where ``tiny``)."""
+    accelerate: dict[str, Any]
+    """The parsed accelerate configuration."""
+    accelerate_file: str
+    """Its file name in the recipe folder."""
+    tiny: bool = False
+    chat_template: str | None = None
+    """The text of the recipe's own chat template."""
+    accelerate_overrides: dict[str, Any] = field(default_factory=dict)
+    """What the command line laid over the accelerate file, by key path; null took a key out."""
+    deepspeed: dict[str, Any] | None = None
+    """DeepSpeed's configuration, overrides included, where the accelerate file names one."""
+    deepspeed_overrides: dict[str, Any] = field(default_factory=dict)
+    derived: list[Derived] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @cached_property
+    def distribution(self) -> Distribution:
+        """How the training is spread over ranks: of a record, as it was recorded."""
+        return distributions.read(
+            self.recipe,
+            self.train_args,
+            self.accelerate,
+            self.deepspeed,
+            world=self.world_size,
+            data_parallel=self.data_parallel_size,
+            layers=int(self.architecture.get("num_hidden_layers", 1)),
+            reduce_dtype=self.reduce_dtype,
+        )
+
+    @property
+    def is_dpo(self) -> bool:
+        """Whether pairs of answers are trained on, beside a reference model."""
+        return self.recipe.trainer == "dpo"
+
+    @property
+    def reduce_dtype(self) -> str | None:
+        """``float32`` or ``bfloat16``: the type in which FSDP sums gradients; None where that is not a choice."""
+        derived = (str(item.value) for item in self.derived if item.key == "reduce_dtype")
+        return self.recipe.reduce_dtype or next(derived, None)
+
+    @property
+    def inputs(self) -> dict[str, Path]:
+        """Files and folders of the data by their keys: as they stand where absolute, below the recipe folder where they exist
+        there, else from here. What comes from the Hub or an object store is not among them.
+        """
+        found = {}
+        for key, part in self.recipe.data.keyed_parts():
+            if part.input is not None and not is_address(part.input):
+                given = expand_home(part.input)
+                beside = Path(self.folder, given)
+                found[f"{key}.input"] = beside.resolve() if is_there(beside) else given.absolute()
+        return found
+
+    def with_staged(self, folder: Path) -> Resolved:
+        """The same with ``staged=folder``: it says where model and data lie, and nothing is derived from it."""
+        recipe = self.recipe.model_copy(update={"staged": str(folder)})
+        return replace(self, recipe=recipe, origins={**self.origins, "staged": "override"})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values; :meth:`from_dict` gives an equal object back."""
+        return {
+            **{item.name: getattr(self, item.name) for item in fields(self)},
+            "recipe": self.recipe.model_dump(mode="json"),
+            "derived": [vars(item) for item in self.derived],
+            "distribution": self.distribution.as_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, body: dict[str, Any]) -> Resolved:
+        """The inverse of :meth:`as_dict`. Raises KeyError, TypeError or ValueError where ``body`` is something else."""
+        rest = {key: value for key, value in body.items() if key not in {"recipe", "derived", "distribution"}}
+        derived = [Derived(**item) for item in body["derived"]]
+        found = cls(recipe=Recipe.model_validate(body["recipe"]), derived=derived, **rest)
+        if "distribution" in body:  # records of former releases have none: it is read from their files' values
+            vars(found)["distribution"] = Distribution.from_dict(body["distribution"])
+        return found
+
+    def fingerprint(self, *, former: bool = False, saves: bool = False) -> str:
+        """SHA-256 (hex) of what decides the trained weights: model, data, training, LoRA and distribution.
+
+        Left out: names and places of the recipe, what is expected, how it is scored, wall time, trackers, when to save, and the
+        shape: ranks, mesh, and so how many micro batches of a global batch fall to a rank, which a run may change between
+        attempts. Megatron's is counted. ``former``: as releases made it that counted the shape and the saves in; their run
+        folders have that name. ``saves``: with the saves, and without the shape.
+        """
+        recipe = self.recipe.model_dump(mode="json")
+        body = {
+            "model": recipe["model"],
+            "data": {
+                key: value
+                for key, value in recipe["data"].items()
+                if key not in ("expect", "max_rejected") and (key not in CHOOSING or value is not None)
+            },
+            "train": {key: value for key, value in self.train_args.items() if key not in _WITHOUT_EFFECT},
+            "lora": recipe["lora"],
+            "world_size": self.world_size,
+            "architecture": self.architecture,
+            "accelerate": self.accelerate,
+            "chat_template": self.chat_template,
+        }
+        if not former and self.recipe.megatron is None:
+            del body["world_size"]
+            body["global_batch_size"] = self.recipe.train.get("global_batch_size")
+            body["train"].pop("gradient_accumulation_steps", None)
+            body["accelerate"] = {key: value for key, value in self.accelerate.items() if key not in _SIZES}
+        if not former and not saves:
+            body["train"] = {key: value for key, value in body["train"].items() if key not in _SAVES}
+        # Only where they are there: recipes without them keep their fingerprints, and with these their run folders.
+        recomputed = self.recipe.activation_checkpointing
+        share = recomputed.model_dump(mode="json", exclude_none=True) if recomputed is not None else None
+        extra = {"deepspeed": self.deepspeed, "megatron": recipe["megatron"], "ratio": share}
+        extra["reduce_dtype"] = recipe["reduce_dtype"]
+        extra["trainer"] = "dpo" if self.is_dpo else None
+        body |= {key: value for key, value in extra.items() if value is not None}
+        return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    @property
+    def identities(self) -> tuple[str, str, str]:
+        """The fingerprint, and those that former releases gave the same recipe."""
+        return self.fingerprint(), self.fingerprint(former=True), self.fingerprint(saves=True)

@@ -1,0 +1,195 @@
+"""A job from submission to its end on a throw-away Slurm, in one call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertune.cluster import schema as cluster_schema
+from clustertune.console import say
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch.slurm import ENDED as DONE
+from clustertune.ops.slurm.texts import GRES_CONF, HOSTS, SLURM_CONF, SLURMDBD_CONF
+from clustertune.testbed.cluster import ClusterFailed, ThrowawayCluster
+from clustertune.testbed.spec import ClusterSpec, GivenFiles
+
+
+@dataclass(frozen=True)
+class RehearsalResult:
+    """What became of a rehearsal."""
+
+    job: int
+    state: str
+    """Slurm's word, such as COMPLETED."""
+    code: int
+    """The job's exit code; 1 where it ended by a signal."""
+    log: Path
+    """What the job wrote."""
+
+
+def rehearse(shape: ClusterSpec, script: Path, arguments: Sequence[str], run_dir: Path) -> RehearsalResult:
+    """Submit ``script ARGUMENTS`` on a cluster of this shape, which is the job's size too, and follow it to its end.
+
+    The job's log is ``RUN_DIR.log``. The cluster is ended in any case. Raises UserError where there can be none, or where
+    Slurm refuses the job.
+    """
+    log = run_dir.with_name(f"{run_dir.name}.log").resolve()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    before = log.stat().st_size if log.exists() else 0  # of an earlier rehearsal with the same run folder
+    try:
+        began = time.monotonic()
+        with ThrowawayCluster(shape) as cluster:
+            kind = "each in namespaces of its own" if cluster.isolated else "not isolated: no namespaces on this machine"
+            say(f"a Slurm of {', '.join(cluster.names)} ({kind}) is up after {time.monotonic() - began:.1f} s")
+            options = ["--export=NIL", f"--nodes={len(cluster.names)}", f"--output={str(log).replace('%', '%%')}"]
+            options += [f"--gpus-per-node={shape.gpus}"] if shape.gpus else []
+            job = cluster.submit(script, *arguments, options=options)
+            say(f"job {job}: sbatch {' '.join([*options, str(script), *arguments])}")
+            record = follow(cluster, job, AddedLines(log, before))
+    except ClusterFailed as error:
+        raise UserError(Problem(str(error)), ExitCode.FAILED) from None
+    state = record["JobState"]
+    number = int(record.get("ExitCode", "0:0").partition(":")[0])
+    code = 0 if state == "COMPLETED" else number or int(ExitCode.FAILED)
+    say(f"the Slurm is gone again; the job ended as {state}: {run_dir}, its log {log}")
+    return RehearsalResult(job, state, code, log)
+
+
+# --- follow ---------------------------------------------------------------------------------------------------------------
+
+# Follow a job to its end: what state it is in and why, and what it writes.
+
+_LOOK = 0.5
+"""Seconds between two looks."""
+REASONS = {
+    "BeginTime": "Slurm lets a requeued job wait until its old credential has expired",
+    "Resources": "waits for nodes",
+    "Priority": "waits for its turn",
+    "Dependency": "waits for another job",
+    "DependencyNeverSatisfied": "waits for a job that has failed, and so for ever",
+}
+"""Slurm's word for why a job waits, in plain ones."""
+
+
+class AddedLines:
+    """The lines that are added to a file, which need not be there yet."""
+
+    def __init__(self, path: Path, at: int = 0) -> None:
+        self.path, self._at, self._rest = path, at, b""
+
+    def lines(self, *, rest: bool = False) -> Iterator[str]:
+        """The whole lines since the last call; with ``rest`` an unfinished one too."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, 2) < self._at:  # written again
+                    self._at, self._rest = 0, b""
+                file.seek(self._at)
+                read = file.read()
+        except OSError:
+            read = b""
+        self._at += len(read)
+        *whole, self._rest = (self._rest + read).split(b"\n")
+        if rest and self._rest:
+            whole, self._rest = [*whole, self._rest], b""
+        for line in whole:
+            yield line.decode(errors="replace").rstrip("\r")
+
+
+def follow(
+    cluster: ThrowawayCluster, job: int | str, log: AddedLines | None = None, timeout: float | None = None
+) -> dict[str, str]:
+    """Say what changes until the job has ended. Returns its last record, with its state under ``JobState``.
+
+    ``log`` is by default the file that Slurm writes the job's output to, from its begin. Raises TimeoutError after ``timeout``
+    seconds.
+    """
+    began = time.monotonic()
+    tail = log or AddedLines(Path(cluster.job(job)["StdOut"]))
+    shown = ""
+    while True:
+        record = cluster.job(job)
+        ended = record["JobState"] in DONE
+        if not ended and (now := describe(record)) != shown:
+            shown = now
+            say(f"[{_clock(began)}] job {job}: {now}")
+        for line in tail.lines(rest=ended):
+            say(f"  | {line}")
+        if ended:
+            say(f"[{_clock(began)}] job {job}: {describe(record)}")
+            return record
+        if timeout is not None and time.monotonic() - began > timeout:
+            raise TimeoutError(f"job {job} is {record['JobState']} after {timeout:.0f} s")
+        time.sleep(_LOOK)
+
+
+def describe(record: dict[str, str]) -> str:
+    """A job's state as a phrase."""
+    state, reason = record["JobState"], record.get("Reason", "None")
+    restarts = record.get("Restarts", "0")
+    again = f", restarted {restarts} x" if restarts != "0" else ""
+    if state == "PENDING":
+        why = f" ({known})" if (known := REASONS.get(reason)) else ""
+        return f"PENDING{'' if reason == 'None' else f', {reason}'}{why}{again}"
+    if state == "RUNNING":
+        return f"RUNNING on {record.get('NodeList', '?')}{again}"
+    if state in DONE:
+        code = record.get("ExitCode", "0:0")
+        number, _, by = code.partition(":")
+        how = f", exit code {number}" if number != "0" else f", ended by signal {by}" if by not in ("", "0") else ""
+        return f"{state}{how}{again}"
+    return f"{state}{again}"
+
+
+def _clock(began: float) -> str:
+    minutes, seconds = divmod(int(time.monotonic() - began), 60)
+    return f"{minutes}:{seconds:02d}"
+
+
+# --- tryout ---------------------------------------------------------------------------------------------------------------
+
+# Start the files that were made for a cluster as a throw-away Slurm here, before a machine of that cluster gets them.
+
+NODES = 4
+"""Of a cluster with more only so many are started; the others stand in the files, and are down."""
+
+
+def given(cluster: cluster_schema.Cluster, texts: Mapping[str, str]) -> GivenFiles:
+    """The generated files (path to text) in the form that a throw-away cluster takes."""
+    assert cluster.slurm
+    return GivenFiles(
+        slurm_conf=texts[SLURM_CONF],
+        gres_conf=texts[GRES_CONF] if cluster.compute.gpus else "",
+        hosts=texts[HOSTS],
+        dbd_conf=texts.get(SLURMDBD_CONF),
+        partition=cluster.slurm.partition,
+    )
+
+
+def shape(cluster: cluster_schema.Cluster, texts: Mapping[str, str], nodes: int = NODES) -> ClusterSpec:
+    """A throw-away cluster of the first ``nodes`` compute nodes, under their own names."""
+    names = tuple(host.name for host in cluster.compute_nodes[:nodes])
+    return ClusterSpec(nodes=names, gpus=cluster.compute.gpus, isolation="netns", given=given(cluster, texts))
+
+
+def try_out(cluster: cluster_schema.Cluster, texts: Mapping[str, str]) -> dict[str, Any]:
+    """Start Slurm with the files, run a job on all started nodes that takes all of their GPUs, and end it again.
+
+    Returns the names of the nodes, and the seconds until all were idle. Raises UserError where it cannot be started here, or
+    does not work, with Slurm's own message.
+    """
+    began = time.monotonic()
+    try:
+        with ThrowawayCluster(shape(cluster, texts)) as slurm:
+            seconds = time.monotonic() - began
+            gpus = [f"--gpus-per-node={cluster.compute.gpus}"] if cluster.compute.gpus else []
+            command = ["srun", f"--nodes={len(slurm.names)}", "--ntasks-per-node=1", "--exclusive", *gpus, "hostname"]
+            seen = slurm.run(command, timeout=120).stdout.split()
+    except ClusterFailed as error:
+        raise UserError(Problem(str(error), fix="the lines above are Slurm's own"), ExitCode.FAILED) from None
+    if sorted(seen) != sorted(slurm.names):
+        text = f"a job on {', '.join(slurm.names)} ran on {', '.join(seen) or 'none'}"
+        raise UserError(Problem(text, fix="compare the names with what hostname prints there"), ExitCode.FAILED)
+    return {"nodes": slurm.names, "seconds": round(seconds, 2)}

@@ -1,0 +1,276 @@
+"""The shape of a throw-away cluster, what this machine lacks for one, and the ways in which its nodes can be kept apart."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.ops.slurm.texts import move_conf, move_gres, move_hosts
+from clustertune.process import captured
+from clustertune.recipe.schema import NAME
+from clustertune.testbed import inside
+
+LOGIN = "ctl"
+"""Name of the login node, which is the controller's host too."""
+MAX_NODES = 16
+NODE_NAME = NAME.replace("63}", "47}")
+"""Shorter than other names: slurmd's sockets hold the node's name, and a socket's path has 107 bytes (unix(7))."""
+
+PACKAGES: Mapping[str, str] = {
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sbatch": "slurm-client",
+    "srun": "slurm-client",
+    "scontrol": "slurm-client",
+    "sinfo": "slurm-client",
+    "squeue": "slurm-client",
+    "scancel": "slurm-client",
+    "munged": "munge",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+}
+"""Program to package, by the names of Debian 12 and Ubuntu 24.04."""
+PACKAGES_ISOLATED: Mapping[str, str] = {"ip": "iproute2", "tc": "iproute2", "mount": "mount"}
+"""What separate nodes need besides."""
+
+AS_ROOT = ("unshare", *inside.NAMESPACES)
+AS_USER = ("unshare", "--user", "--map-current-user", "--keep-caps", *inside.NAMESPACES)
+"""In a user namespace where the caller stays who he is: as "root" slurmd ends with "Failed to drop supplementary groups"."""
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """What a throw-away cluster looks like. Nothing here is a limit of the machine: CPUs, memory and GPUs are only claimed."""
+
+    nodes: int | tuple[str, ...] = 2
+    """Their number (1 to 16; named node1, node2, ...) or their names."""
+    gpus: int = 1
+    """GPUs per node, each a link to /dev/null; 0 leaves the resource out."""
+    gpu_type: str = "rtx_pro_6000"
+    cpus: int = 256
+    """Hardware threads per node."""
+    memory_mb: int = 3_900_000
+    isolation: str = "auto"
+    """``netns``: each node in namespaces of its own; ``none``: all daemons side by side; ``auto``: the first where it works."""
+    kill_wait: int = 2
+    """Seconds between SIGTERM and SIGKILL at a job's end."""
+    slurmd_timeout: int = 5
+    """Seconds of silence after which a node is down."""
+    grace: int = 30
+    """Seconds between the warning and the end of a job that is preempted."""
+    cred_expire: int = 10
+    """Seconds a requeued job waits at least: until its old credential has expired. Slurm's own default makes it 120."""
+    given: GivenFiles | None = None
+    """Files for a real cluster, to be started in place of the ones that are made here. They need ``netns``."""
+
+    def names(self, *, isolated: bool) -> list[str]:
+        """The nodes' names. Side by side they are loopback addresses where none are given: no other name would resolve."""
+        if isinstance(self.nodes, int):
+            return [f"node{i}" if isolated else f"127.0.0.{i}" for i in range(1, self.nodes + 1)]
+        return list(self.nodes)
+
+    def problems(self) -> list[Problem]:
+        """What is wrong with it."""
+        count = self.nodes if isinstance(self.nodes, int) else len(self.nodes)
+        names = [] if isinstance(self.nodes, int) else list(self.nodes)
+        found = []
+        if not 1 <= count <= MAX_NODES:
+            found.append(Problem(f"{count} nodes", key="nodes", fix=f"1 to {MAX_NODES}"))
+        for name in names:
+            if re.search(r"\d{10}$", name):
+                found.append(
+                    Problem(f"{name!r} ends in a number of ten digits or more", key="nodes", fix="Slurm counts with it")
+                )
+            if not re.fullmatch(NODE_NAME, name) or name.lower() in (LOGIN, "default", "all", "localhost"):
+                fix = f"letters, digits and . _ -, at most 48; not {LOGIN}, default, all or localhost"
+                found.append(Problem(f"{name!r} cannot be a node's name", key="nodes", fix=fix))
+        if len({name.lower() for name in names}) < len(names):
+            found.append(Problem("two nodes of one name", key="nodes", fix="give each its own"))
+        if not 0 <= self.gpus <= 64:
+            found.append(Problem(f"{self.gpus} GPUs a node", key="gpus", fix="0 to 64"))
+        if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", self.gpu_type):
+            found.append(Problem(f"{self.gpu_type!r} cannot be a kind of GPU", key="gpu_type", fix="such as h100"))
+        if self.isolation not in ("auto", "netns", "none"):
+            found.append(Problem(f"no isolation {self.isolation!r}", key="isolation", fix="auto, netns or none"))
+        for key in ("cpus", "memory_mb", "kill_wait", "slurmd_timeout", "cred_expire"):
+            if getattr(self, key) < 1:
+                found.append(Problem(f"{getattr(self, key)} is too small", key=key, fix="1 or more"))
+        if self.grace < 0:
+            found.append(Problem(f"{self.grace} is too small", key="grace", fix="0 or more"))
+        return found
+
+
+def search_path() -> str:
+    """Where programs are looked for: daemons lie in sbin, which an ordinary user's PATH often lacks."""
+    return os.environ.get("PATH", "") + ":" + inside.PATH
+
+
+def missing(*, isolated: bool = False) -> dict[str, str]:
+    """The programs that are not installed, with their packages."""
+    wanted = {**PACKAGES, **(PACKAGES_ISOLATED if isolated else {})}
+    return {program: package for program, package in wanted.items() if not shutil.which(program, path=search_path())}
+
+
+@cache
+def can_isolate() -> tuple[str, ...] | None:
+    """The command that gives a cluster namespaces of its own here, found by trying; None where none does."""
+    if missing(isolated=True):
+        return None
+    for prefix in (AS_ROOT, AS_USER):
+        command = [*prefix, sys.executable, "-I", str(Path(inside.__file__)), "probe"]
+        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=60, check=False)
+        if done.returncode == 0:
+            return prefix
+    return None
+
+
+def has_address() -> bool:
+    """Whether a network device other than loopback has an address: without, Slurm refuses 127.0.0.1 too (AI_ADDRCONFIG)."""
+    families = {"AF_INET", "AF_INET6"}
+    return any(a.family.name in families for name, found in psutil.net_if_addrs().items() if name != "lo" for a in found)
+
+
+def choose(spec: ClusterSpec) -> tuple[str, ...] | None:
+    """The command for the namespaces of a cluster of this shape, None for side by side.
+
+    Raises UserError with everything that stands in the way.
+    """
+    problems = spec.problems()
+    if lacking := missing(isolated=spec.isolation == "netns"):
+        packages = " ".join(sorted(set(lacking.values())))
+        message = f"a Slurm for the rehearsal needs {', '.join(lacking)}, not found here"
+        problems.append(Problem(message, fix=f"on Debian or Ubuntu: apt-get install --no-install-recommends {packages}"))
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        message = f"user {os.getuid()} has no name on this machine, and Slurm runs nothing for him"
+        problems.append(Problem(message, fix="add him to /etc/passwd"))
+    if problems:
+        raise UserError(problems)
+    prefix = None if spec.isolation == "none" else can_isolate()
+    if prefix is None and spec.isolation == "netns":
+        fix = "run it as root, or allow user namespaces (sysctl user.max_user_namespaces, and on Ubuntu "
+        fix += "kernel.apparmor_restrict_unprivileged_userns=0); in a container add SYS_ADMIN and NET_ADMIN"
+        raise UserError(Problem("this user cannot give the nodes namespaces of their own here", fix=fix))
+    if prefix is None and not has_address():
+        message = "no namespaces for the nodes, and no network address but loopback, which Slurm does not take"
+        fix = "run it as root, allow user namespaces, or give this machine (container) a network"
+        raise UserError(Problem(message, fix=fix))
+    return prefix
+
+
+# --- given ----------------------------------------------------------------------------------------------------------------
+
+# Slurm files that were made for a real cluster, started here: what a rehearsal changes of them stands in this file alone.
+
+_INSTALL_SECONDS = 120.0
+"""mariadb-install-db takes 1.5 s on an idle machine."""
+
+
+@dataclass(frozen=True)
+class GivenFiles:
+    """The files of a cluster, as texts."""
+
+    slurm_conf: str
+    gres_conf: str = ""
+    hosts: str = ""
+    dbd_conf: str | None = None
+    """``slurmdbd.conf``: a database and slurmdbd are started too. None: no accounting."""
+    partition: str = "gpu"
+    user: str = ""
+    """The user that the daemons run as; empty: the user who starts them."""
+
+    def moved(
+        self, root: Path, *, names: Sequence[str], addresses: Sequence[str], login: str, login_address: str
+    ) -> dict[str, str]:
+        """File name to text. ``names`` are the nodes that are started; others of the file stay down."""
+        me = self.user or pwd.getpwuid(os.getuid()).pw_name
+        places = {
+            # Who and where: addresses, users, sockets, folders.
+            "SlurmctldHost": f"{login}({login_address})",
+            "SlurmUser": me,
+            "SlurmdUser": me,
+            "CommunicationParameters": None,
+            "AuthInfo": f"socket={root}/run/munge.sock",
+            "StateSaveLocation": f"{root}/state",
+            "SlurmdSpoolDir": f"{root}/spool/here",
+            "SlurmctldPidFile": f"{root}/run/slurmctld.pid",
+            "SlurmdPidFile": f"{root}/run/slurmd-%n.pid",
+            "SlurmctldLogFile": f"{root}/log/slurmctld.log",
+            "SlurmdLogFile": f"{root}/log/slurmd-%n.log",
+            "MailProg": "/bin/true",
+            # What this machine lacks: cgroups of its own, the CPUs and the memory of the node.
+            "ProctrackType": "proctrack/linuxproc",
+            "TaskPlugin": "task/none",
+            "SlurmdParameters": "config_overrides",
+        }
+        if self.dbd_conf is not None:
+            places |= {"AccountingStorageHost": login, "AccountingStoragePass": f"{root}/run/munge.sock"}
+        known = dict(zip(names, addresses, strict=True))
+        listed = {word for line in self.hosts.splitlines() for word in line.split()[1:]}
+        others = "".join(f"{known[name]} {name}\n" for name in names if name not in listed)  # a name server knows them
+        files = {
+            "slurm.conf": move_conf(self.slurm_conf, places, addresses=False),
+            "gres.conf": move_gres(self.gres_conf, f"{root}/dev", cores=True),
+            "cgroup.conf": "CgroupPlugin=cgroup/v1\n",
+            "hosts": f"127.0.0.1 localhost\n{login_address} {login}\n{move_hosts(self.hosts, known)}{others}",
+        }
+        if self.dbd_conf is not None:
+            database = {
+                "AuthInfo": f"socket={root}/run/munge.sock",
+                "DbdHost": login,
+                "DbdAddr": login_address,
+                "SlurmUser": me,
+                "StorageUser": me,
+                "LogFile": f"{root}/log/slurmdbd.log",
+                "PidFile": f"{root}/run/slurmdbd.pid",
+            }
+            files["slurmdbd.conf"] = move_conf(self.dbd_conf, database)
+        return files
+
+    def prepare(self, root: Path) -> None:
+        """What must be there before daemons start: an empty database whose users are known by their socket."""
+        if self.dbd_conf is None:
+            return
+        (root / "slurmdbd.conf").chmod(0o600)
+        me = pwd.getpwuid(os.getuid()).pw_name
+        command = ["mariadb-install-db", "--no-defaults", f"--user={me}", f"--datadir={root}/db", "--skip-test-db"]
+        command += ["--auth-root-authentication-method=socket", f"--auth-root-socket-user={me}"]
+        try:
+            done = captured(command, _INSTALL_SECONDS)
+        except FileNotFoundError:
+            fix = (
+                "on Debian or Ubuntu: apt-get install --no-install-recommends slurmdbd mariadb-server-core mariadb-client-core"
+            )
+            raise UserError(Problem("accounting needs mariadb-install-db, not found here", fix=fix)) from None
+        if done.returncode:
+            raise UserError(Problem(f"mariadb-install-db: {done.stderr.strip()[-300:]}"), ExitCode.FAILED)
+
+    def daemons(self, root: Path) -> list[dict[str, Any]]:
+        """What is started before slurmctld, each with the file that shows that it is up; None: a command, until it succeeds."""
+        if self.dbd_conf is None:
+            return []
+        socket = f"{root}/run/mysql.sock"
+        mariadbd = ["mariadbd", "--no-defaults", f"--datadir={root}/db", f"--socket={socket}", "--skip-networking"]
+        mariadbd += [f"--user={pwd.getpwuid(os.getuid()).pw_name}", f"--pid-file={root}/run/mariadbd.pid"]
+        mariadbd += ["--innodb-buffer-pool-size=64M", "--innodb-lock-wait-timeout=900", "--innodb-flush-log-at-trx-commit=0"]
+        # It is pointed to the database by an environment variable: slurmdbd.conf has no word for a socket.
+        slurmdbd = ["env", f"MYSQL_UNIX_PORT={socket}", f"SLURM_CONF={root}/slurm.conf", "slurmdbd", "-D", "-s"]
+        return [
+            {"command": mariadbd, "ready": socket},
+            {"command": slurmdbd, "ready": f"{root}/run/slurmdbd.pid"},
+            {"command": ["sacctmgr", "--noheader", "list", "cluster"], "ready": None},
+        ]

@@ -1,0 +1,250 @@
+"""What export refuses: every tensor that is not as expected, every file that is not as sealed, hostile pickles."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pathlib
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clustertune import manifest
+from clustertune.checkpoint import restricted
+from clustertune.errors import ExitCode, UserError
+from clustertune.export.expected import normalise
+from clustertune.export.export import export
+from clustertune.manifest import MANIFEST, FileRecord, hash_file
+from tests.export.conftest import LORA, Maker, make_tensors, seal_checkpoint
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+V = "base_model.model.model.layers.1.self_attn.v_proj"
+
+
+def refuse(checkpoint: Path, tmp_path: Path) -> list[str]:
+    """The problems of a checkpoint that must not be exported, and nothing written."""
+    with pytest.raises(UserError) as refused:
+        export(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".*exporting"))
+    return [str(problem) for problem in refused.value.problems]
+
+
+def test_every_wrong_tensor_is_named_at_once(make_checkpoint: Maker, tmp_path: Path) -> None:
+    tensors = make_tensors()
+    del tensors[f"model.{Q}.lora_A.weight"]
+    tensors[f"model.{Q}.lora_B.weight"] = torch.randn(31, 4)
+    tensors[f"model.{V}.lora_A.weight"] = torch.ones(4, 32, dtype=torch.int64)
+    tensors["model.base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"] = torch.randn(4, 32)
+    problems = refuse(make_checkpoint(tensors), tmp_path)
+    assert len(problems) == 4
+    text = "\n".join(problems)
+    assert f"{Q}.lora_A.weight [4, 32] is missing" in text
+    assert f"{Q}.lora_B.weight has shape [31, 4], expected [32, 4]" in text
+    assert f"{V}.lora_A.weight has dtype torch.int64" in text
+    assert "layers.7.self_attn.q_proj.lora_A.weight belongs to no module" in text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_values_that_are_not_finite_are_named_and_counted(value: float, make_checkpoint: Maker, tmp_path: Path) -> None:
+    tensors = make_tensors()
+    tensors[f"model.{Q}.lora_A.weight"][1, :3] = value
+    tensors[f"model.{V}.lora_B.weight"][0, 0] = value
+    problems = refuse(make_checkpoint(tensors), tmp_path)
+    assert len(problems) == 2
+    assert f"{Q}.lora_A.weight has 3 of 128 values" in problems[0] and f"{V}.lora_B.weight has 1 of" in problems[1]
+
+
+def test_tensor_stored_under_two_names_is_refused(make_checkpoint: Maker, tmp_path: Path) -> None:
+    tensors = make_tensors()
+    tensors[f"model.{Q}.lora_A.default.weight"] = tensors[f"model.{Q}.lora_A.weight"].clone()
+    assert any("stored twice" in problem for problem in refuse(make_checkpoint(tensors), tmp_path))
+
+
+def test_full_training_and_odd_settings_are_refused(make_checkpoint: Maker, tmp_path: Path) -> None:
+    assert "no adapter" in refuse(make_checkpoint(lora=None), tmp_path)[0]
+    for number, (lora, words) in enumerate(
+        [
+            (LORA | {"init_lora_weights": "pissa"}, "changes the base weights"),
+            (LORA | {"target_modules": ["nowhere_proj"]}, "nowhere_proj"),
+            (LORA | {"rank": 3}, "rank"),
+        ]
+    ):
+        checkpoint = make_checkpoint(make_tensors(), name=f"step-00000{number + 3}", lora=lora)
+        assert words in refuse(checkpoint, tmp_path)[0]
+
+
+@pytest.mark.parametrize("body", ["{", "[]", '{"recipe": 3}', '{"name": "x", "recipe": {"lora": {}, "model": "m"}}'])
+def test_unreadable_recipe_is_said(body: str, make_checkpoint: Maker, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint()
+    (checkpoint / "recipe.json").write_text(body)
+    assert "recipe.json" in refuse(seal_checkpoint(checkpoint), tmp_path)[0]
+
+
+def test_folder_that_is_no_checkpoint_is_said(make_checkpoint: Maker, tmp_path: Path) -> None:
+    assert "no manifest" in refuse(tmp_path / "absent", tmp_path)[0]
+    checkpoint = make_checkpoint()
+    shutil.rmtree(checkpoint / "pytorch_model_fsdp_0")
+    assert "holds neither" in refuse(seal_checkpoint(checkpoint), tmp_path)[0]
+    (checkpoint / "recipe.json").unlink()
+    assert "recipe.json: missing" in refuse(seal_checkpoint(checkpoint), tmp_path)[0]
+
+
+READ = ["recipe.json", "pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp"]
+
+
+@pytest.mark.parametrize("name", [*READ, MANIFEST])
+@pytest.mark.parametrize("damage", ["flip", "gone"])
+def test_damage_in_any_file_that_is_read_names_the_file(name: str, damage: str, make_checkpoint: Maker, tmp_path: Path) -> None:
+    path = make_checkpoint() / name
+    data = bytearray(path.read_bytes())
+    if damage == "gone":
+        path.unlink()
+    else:
+        data[len(data) // 2] ^= 0x10
+        path.write_bytes(data)
+    if name == MANIFEST and damage == "flip":
+        data[0] = 0
+        path.write_bytes(bytes(data))
+    problems = refuse(tmp_path / "step-000002", tmp_path)
+    assert any(str(path) in problem for problem in problems), problems
+
+
+def test_disk_that_cannot_be_read_is_said(make_checkpoint: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = make_checkpoint()
+
+    def broken(path: Path, *_: Any) -> FileRecord:
+        if path.name.endswith(".distcp"):
+            raise OSError(5, "Input/output error")
+        return hash_file(path)
+
+    monkeypatch.setattr(manifest, "hash_file", broken)
+    with pytest.raises(UserError, match="Input/output error") as failed:
+        export(checkpoint, tmp_path / "out")
+    assert failed.value.code == ExitCode.STORAGE
+    assert not (tmp_path / "out").exists()
+
+
+class Canary:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def plant(checkpoint: Path, tmp_path: Path, *, sealed: bool) -> Path:
+    """A hostile index, with or without a manifest that vouches for it."""
+    canary = tmp_path / "canary"
+    index = checkpoint / "pytorch_model_fsdp_0" / ".metadata"
+    index.write_bytes(pickle.dumps({"index": Canary(canary)}))
+    if sealed:
+        seal_checkpoint(checkpoint)
+    return canary
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_hostile_index_runs_nothing(sealed: bool, make_checkpoint: Maker, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint()
+    canary = plant(checkpoint, tmp_path, sealed=sealed)
+    problems = refuse(checkpoint, tmp_path)
+    assert not canary.exists()
+    assert ".metadata" in problems[0] and (not sealed or "mkdir" in problems[0])
+
+
+def test_the_index_of_debians_python_is_read(make_checkpoint: Maker, tmp_path: Path) -> None:
+    """Python 3.11.2 writes an enumeration's member as getattr(CLASS, NAME), where later ones write CLASS(value)."""
+    path = make_checkpoint() / "pytorch_model_fsdp_0" / ".metadata"
+    index = pickle.loads(path.read_bytes())  # noqa: S301 - made by the fixture
+    encoding = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+
+    class ByName(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            return (getattr, (encoding, value.name)) if type(value) is encoding else NotImplemented
+
+    out = io.BytesIO()
+    ByName(out, protocol=pickle.HIGHEST_PROTOCOL).dump(index)
+    assert b"getattr" in out.getvalue()
+    assert restricted.IndexUnpickler(io.BytesIO(out.getvalue())).load() == index
+
+
+@pytest.mark.parametrize("owner", [os, pathlib.Path, torch.Size])
+def test_no_other_attribute_is_read(owner: Any) -> None:
+    """getattr(os, "system") would be the whole attack."""
+    with pytest.raises(pickle.UnpicklingError, match="more than an enumeration"):
+        restricted._member(owner, "__init__")
+    with pytest.raises(pickle.UnpicklingError, match="more than an enumeration"):
+        restricted._member(torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING, "__class__")
+
+
+@pytest.mark.parametrize("junk", [b"", b"\x80\x04K\x01.", b"cos\nsystem\n."])
+def test_index_that_is_none_is_said(junk: bytes, make_checkpoint: Maker, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint()
+    (checkpoint / "pytorch_model_fsdp_0" / ".metadata").write_bytes(junk)
+    assert "not the index" in refuse(seal_checkpoint(checkpoint), tmp_path)[0]
+
+
+def edit_index(checkpoint: Path, change: Any) -> None:
+    index = checkpoint / "pytorch_model_fsdp_0" / ".metadata"
+    metadata = pickle.loads(index.read_bytes())  # noqa: S301  (written by this test)
+    change(metadata)
+    index.write_bytes(pickle.dumps(metadata))
+    seal_checkpoint(checkpoint)
+
+
+def test_index_that_points_out_of_the_checkpoint_is_refused(make_checkpoint: Maker, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint()
+    shutil.copyfile(checkpoint / "pytorch_model_fsdp_0" / "__0_0.distcp", tmp_path / "elsewhere")
+
+    def change(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            info.relative_path = "../../elsewhere"
+
+    edit_index(checkpoint, change)
+    assert "not a file of its folder" in refuse(checkpoint, tmp_path)[0]
+
+
+def test_chunk_that_the_index_forgot_is_found(make_checkpoint: Maker, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint()
+
+    def change(metadata: Any) -> None:
+        entry = metadata.state_dict_metadata[f"model.{Q}.lora_A.weight"]
+        entry.chunks[0].sizes = torch.Size([2, 32])
+
+    edit_index(checkpoint, change)
+    problems = refuse(checkpoint, tmp_path)
+    assert Q in problems[0] or "shards" in problems[0]
+
+
+def test_cost_does_not_depend_on_the_base(real_shards: Path) -> None:
+    """A base tensor of 200 MB in a file of its own is not read; one of 40 MB in a shared file is never held in memory."""
+    apart, shared = (json.loads((real_shards / "cost" / f"{name}.json").read_text()) for name in ("apart", "shared"))
+    for cost in (apart, shared):
+        assert cost["rss"] < 30, cost
+        assert "1 tensors of the base model" in cost["warnings"][0]
+    assert apart["read"] < 10, apart
+    # One pass to verify the shared shard's hash, then the adapter's own bytes.
+    assert shared["read"] < 40e6 / 2**20 + 10, shared
+
+
+@given(
+    wrapped=st.lists(st.sampled_from(["_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."]), max_size=3),
+    prefix=st.sampled_from(["model.", ""]),
+    index=st.integers(0, 5),
+    named=st.booleans(),
+)
+def test_wrappers_and_adapter_names_are_taken_off(wrapped: list[str], prefix: str, index: int, named: bool) -> None:
+    parts = Q.split(".")
+    parts[index] = "".join(wrapped) + parts[index]
+    key = f"{prefix}{'.'.join(parts)}.lora_A.{'default.' if named else ''}weight"
+    assert normalise(key) == f"{Q}.lora_A.weight"
+    assert normalise(normalise(key)) == normalise(key)

@@ -1,0 +1,189 @@
+"""Export of whole checkpoints: what PEFT then loads, and what lies in the folder whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from clustertune.errors import ExitCode, UserError
+from clustertune.export import export as module
+from clustertune.export.export import ADAPTER_FILES, export
+from clustertune.manifest import MANIFEST, find_problems, read_manifest, seal
+from tests.export.conftest import ARCHITECTURE, LORA, Maker, make_tensors
+
+CASES = ("fsdp1", "fsdp2-head", "ddp")
+
+
+def read_all(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_peft_loads_what_the_ranks_had_trained(
+    case: str, real_checkpoint: Callable[[str], Path], real_shards: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "adapter"
+    summary = export(real_checkpoint(case), out)
+
+    trained = torch.load(real_shards / f"{case}.pt", weights_only=True)
+    written = load_file(out / ADAPTER_FILES[0])
+    assert written.keys() == trained.keys()
+    assert all(torch.equal(written[name], trained[name]) for name in trained)
+    assert any(bool(tensor.any()) for name, tensor in written.items() if "lora_B" in name)
+    assert summary["tensors"] == len(trained) and summary["step"] == 2 and summary["warnings"] == []
+    assert summary["parameters"] == sum(tensor.numel() for tensor in trained.values())
+
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURE))
+    loaded = get_peft_model_state_dict(PeftModel.from_pretrained(base, out), save_embedding_layers=False)
+    assert loaded.keys() == trained.keys()
+    assert all(torch.equal(loaded[name], trained[name]) for name in trained)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_the_manifest_names_how_the_base_was_stored(make_checkpoint: Maker, tmp_path: Path, quantised: bool) -> None:
+    checkpoint = make_checkpoint()
+    recipe = json.loads((checkpoint / "recipe.json").read_bytes())
+    if quantised:
+        recipe["train_args"] = {
+            "model_init_kwargs": {"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
+        }
+    (checkpoint / "recipe.json").write_text(json.dumps(recipe))
+    meta = read_manifest(checkpoint).meta
+    (checkpoint / MANIFEST).unlink()
+    seal(checkpoint, "checkpoint", meta)
+    export(checkpoint, tmp_path / "out")
+    assert read_manifest(tmp_path / "out").meta["base_quantization"] == ("bitsandbytes nf4" if quantised else "none")
+
+
+def test_files_are_readable_sorted_and_the_same_each_time(make_checkpoint: Maker, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint()
+    export(checkpoint, tmp_path / "a")
+    export(checkpoint, tmp_path / "b")
+    assert read_all(tmp_path / "a") == read_all(tmp_path / "b")
+    assert sorted(read_all(tmp_path / "a")) == [MANIFEST, "adapter_config.json", "adapter_model.safetensors"]
+    assert all(stat.S_IMODE((tmp_path / "a" / name).stat().st_mode) == 0o644 for name in ADAPTER_FILES)
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert config["target_modules"] == sorted(LORA["target_modules"]) and config["inference_mode"] is True
+    assert (config["base_model_name_or_path"], config["revision"], config["r"]) == ("example/tiny", "0" * 40, 4)
+    manifest = read_manifest(tmp_path / "a", "adapter")
+    assert manifest.meta["recipe"] == "tiny" and manifest.meta["checkpoint"]["name"] == "step-000002"
+    assert not find_problems(tmp_path / "a", "adapter")
+
+
+def test_dtype_stays_as_trained(make_checkpoint: Maker, tmp_path: Path) -> None:
+    tensors = {key: value.bfloat16() for key, value in make_tensors().items()}
+    export(make_checkpoint(tensors), tmp_path / "out")
+    written = load_file(tmp_path / "out" / ADAPTER_FILES[0])
+    assert all(torch.equal(written[key.removeprefix("model.")], value) for key, value in tensors.items())
+    assert {value.dtype for value in written.values()} == {torch.bfloat16}
+
+
+def test_same_checkpoint_is_reused_and_another_refused(make_checkpoint: Maker, tmp_path: Path) -> None:
+    first, out = make_checkpoint(), tmp_path / "out"
+    assert export(first, out)["reused"] is False
+    before, inode = read_all(out), (out / ADAPTER_FILES[0]).stat().st_ino
+    again = export(first, out)
+    assert again["reused"] is True and again["tensors"] == 12
+    with pytest.raises(UserError, match="holds the adapter of step-000002"):
+        export(make_checkpoint(make_tensors(seed=1), name="step-000004", step=4), out)
+    assert read_all(out) == before and (out / ADAPTER_FILES[0]).stat().st_ino == inode
+
+
+def test_damaged_adapter_is_neither_reused_nor_overwritten(make_checkpoint: Maker, tmp_path: Path) -> None:
+    checkpoint, out = make_checkpoint(), tmp_path / "out"
+    export(checkpoint, out)
+    (out / ADAPTER_FILES[0]).write_bytes(b"x" * (out / ADAPTER_FILES[0]).stat().st_size)
+    with pytest.raises(UserError, match="damaged"):
+        export(checkpoint, out)
+    assert (out / ADAPTER_FILES[0]).read_bytes().startswith(b"xxx")
+
+
+@pytest.mark.parametrize("kind", ["file", "foreign", "merged"])
+def test_foreign_output_is_left_alone(kind: str, make_checkpoint: Maker, tmp_path: Path) -> None:
+    checkpoint, out = make_checkpoint(), tmp_path / "out"
+    if kind == "file":
+        out.write_text("mine")
+    else:
+        out.mkdir()
+        (out / "notes.txt").write_text("mine")
+    if kind == "merged":
+        from clustertune.manifest import seal
+
+        seal(out, "merged", {})
+    with pytest.raises(UserError) as refused:
+        export(checkpoint, out)
+    assert str(out) in str(refused.value) and refused.value.code == ExitCode.CONFIG
+    foreign = out if kind == "file" else out / "notes.txt"
+    assert foreign.read_text() == "mine"
+
+
+@pytest.mark.parametrize("victim", ["_write", "seal"])
+def test_storage_failure_leaves_no_adapter_and_the_next_call_makes_it(
+    victim: str, make_checkpoint: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, out = make_checkpoint(), tmp_path / "out"
+    export(checkpoint, tmp_path / "reference")
+
+    def fail(*_args: object, **_kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(module, victim, fail)
+        with pytest.raises(UserError, match="No space left") as full:
+            export(checkpoint, out)
+    assert full.value.code == ExitCode.STORAGE
+    assert not (out / MANIFEST).exists()
+    assert not list(tmp_path.glob(".*exporting"))
+    export(checkpoint, out)
+    assert read_all(out) == read_all(tmp_path / "reference")
+
+
+def test_kill_at_every_write_leaves_nothing_half(real_shards: Path, tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    shutil.copytree(real_shards / "killed", killed)
+    checkpoint, points = killed / "step-000002", int((killed / "points").read_text())
+    assert points > 10, "the sweep must reach the writes"
+    export(checkpoint, tmp_path / "reference")
+    reference = read_all(tmp_path / "reference")
+    unfinished = 0
+    for point in range(1, points + 1):
+        out = killed / f"out{point}"
+        if (out / MANIFEST).exists():
+            assert not find_problems(out, "adapter", allow_extra=True)
+        else:
+            unfinished += 1
+        export(checkpoint, out)
+        files = {name: data for name, data in read_all(out).items() if not name.startswith(".MANIFEST")}
+        assert files == reference
+    assert unfinished >= points // 2
+
+
+def test_second_export_at_the_same_time_is_told_to_come_again(make_checkpoint: Maker, tmp_path: Path) -> None:
+    checkpoint, out = make_checkpoint(), tmp_path / "out"
+    busy_with = rf"process {os.getpid()} on .* is exporting into it"
+    with module.staging(out), pytest.raises(UserError, match=busy_with) as busy:
+        export(checkpoint, out)
+    assert busy.value.code == ExitCode.AGAIN
+    assert export(checkpoint, out)["reused"] is False
+
+
+def test_an_adapter_that_learnt_nothing_is_said(
+    make_checkpoint: Maker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = {key: value.zero_() if "lora_B" in key else value for key, value in make_tensors().items()}
+    summary = export(make_checkpoint(tensors), tmp_path / "out")
+    assert "nothing was learnt" in summary["warnings"][0]
+    assert "nothing was learnt" in " ".join(capsys.readouterr().err.split())
+    at_start = export(make_checkpoint(tensors, name="step-000000", step=0), tmp_path / "out0")
+    assert at_start["warnings"] == []

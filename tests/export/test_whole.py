@@ -1,0 +1,189 @@
+"""A fully trained model out of its shards: the published names, types and files, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from clustertune.errors import UserError
+from clustertune.export import whole
+from clustertune.manifest import find_problems, read_manifest
+from tests.export.conftest import ARCHITECTURE, save_shards, seal_checkpoint, write_recipe
+
+MIXTRAL = {
+    **ARCHITECTURE,
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+TIED = {**ARCHITECTURE, "tie_word_embeddings": True}
+
+
+def model(architecture: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture))
+
+
+def make(folder: Path, architecture: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> Path:
+    """A sealed checkpoint of a whole model, as accelerate writes one under FSDP."""
+    tensors = dict(model(architecture).state_dict()) if tensors is None else tensors
+    save_shards(folder / "pytorch_model_fsdp_0", {f"model.{name}": tensor for name, tensor in tensors.items()})
+    write_recipe(folder, None, architecture)
+    return seal_checkpoint(folder)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "config.json").write_text('{"dtype": "float32"}')
+    return folder
+
+
+@pytest.mark.parametrize("architecture", [ARCHITECTURE, TIED, MIXTRAL], ids=["llama", "tied", "mixtral"])
+@pytest.mark.parametrize("limit", [5_000_000_000, 30_000], ids=["one file", "many files"])
+def test_the_model_is_loaded_again_with_the_same_bits(
+    tmp_path: Path, base: Path, architecture: dict[str, Any], limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers finds every tensor and nothing beside; experts lie apart, as the Hub and other programs have them."""
+    monkeypatch.setattr(whole, "SHARD_BYTES", limit)
+    out = tmp_path / "out"
+    summary = whole.export_model(make(tmp_path / "ck", architecture), out, base)
+    assert summary["step"] == 2 and not summary["reused"] and summary["warnings"] == []
+    assert not find_problems(out, whole.KIND) and (out / "tokenizer.json").exists()
+    assert ((out / "model.safetensors.index.json").exists()) == (limit == 30_000)
+    again, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    wanted = model(architecture).state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in again.state_dict().items())
+    names = {name for file in out.glob("*.safetensors") for name in load_file(file)}
+    assert any(".experts.3.w" in name for name in names) == (architecture is MIXTRAL)
+    assert summary["parameters"] == sum(p.numel() for p in model(architecture).parameters())
+    assert whole.export_model(tmp_path / "ck", out, base)["reused"]
+
+
+def test_the_published_type_is_the_architecture_s(tmp_path: Path) -> None:
+    """FSDP2 keeps float32 masters: twice the bytes of what was published."""
+    summary = whole.export_model(make(tmp_path / "ck", {**ARCHITECTURE, "dtype": "bfloat16"}), tmp_path / "out", None)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert any("no tokenizer" in warning for warning in summary["warnings"])
+
+
+@pytest.mark.parametrize("architecture", [TIED, MIXTRAL], ids=["tied", "mixtral"])
+@pytest.mark.parametrize("named", ["dtype", "torch_dtype", None])
+def test_each_tensor_has_the_type_that_it_has_in_the_base(
+    tmp_path: Path, base: Path, architecture: dict[str, Any], named: str | None
+) -> None:
+    """Training keeps float32 masters of all; the base has bfloat16, and float32 where its makers left a norm or a router."""
+    stored = {}
+    for name, tensor in published(architecture).items():
+        stored[name] = tensor.to(torch.float32 if "norm" in name or "gate.weight" in name else torch.bfloat16)
+    save_file(stored, base / "model.safetensors")
+    (base / "config.json").write_text(json.dumps({named: "bfloat16"} if named else {}))
+    whole.export_model(make(tmp_path / "ck", architecture), tmp_path / "out", base)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in found.items()} == {name: tensor.dtype for name, tensor in stored.items()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in stored.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert read_manifest(tmp_path / "out").meta["dtypes"] == ["bfloat16", "float32"]
+
+
+def published(architecture: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The model's tensors under the names of its published files."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    made = model(architecture)
+    tied = set(made.all_tied_weights_keys or {})
+    state = {name: tensor for name, tensor in made.state_dict().items() if name not in tied}
+    return {name: tensor.clone().contiguous() for name, tensor in revert_weight_conversion(made, state).items()}
+
+
+@pytest.mark.parametrize(("train", "dtype"), [({}, "bfloat16"), ({"bf16": False}, "float32"), ({"bf16": True}, "bfloat16")])
+def test_without_a_base_the_type_is_what_was_computed_in(tmp_path: Path, train: dict[str, Any], dtype: str) -> None:
+    """A recipe that leaves ``bf16`` out computes in bfloat16: that is TRL's default."""
+    checkpoint = make(tmp_path / "ck", ARCHITECTURE)
+    recipe = json.loads((checkpoint / "recipe.json").read_text())
+    recipe["recipe"]["train"] = train
+    (checkpoint / "recipe.json").write_text(json.dumps(recipe))
+    assert whole.read_trained(checkpoint).dtype == dtype
+
+
+def test_a_value_that_the_base_s_type_cannot_hold_is_not_published(tmp_path: Path, base: Path) -> None:
+    tensors = dict(model(ARCHITECTURE).state_dict())
+    tensors["model.norm.weight"][3] = 70_000.0
+    (base / "config.json").write_text('{"torch_dtype": "float16"}')
+    assert "infinite as torch.float16" in refused(make(tmp_path / "ck", ARCHITECTURE, tensors), tmp_path / "out", base)
+
+
+def test_a_base_that_cannot_be_read_is_named(tmp_path: Path, base: Path) -> None:
+    (base / "model.safetensors").write_bytes(b"no weights")
+    assert "model.safetensors: unreadable" in refused(make(tmp_path / "ck", ARCHITECTURE), tmp_path / "out", base)
+
+
+def test_what_save_pretrained_wrote_is_taken_too(tmp_path: Path, base: Path) -> None:
+    """A run without sharding (DDP) has the model's own files in its checkpoints, under the published names."""
+    folder = tmp_path / "ck"
+    model(MIXTRAL).save_pretrained(folder)
+    write_recipe(folder, None, MIXTRAL)
+    whole.export_model(seal_checkpoint(folder), tmp_path / "out", base)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model(MIXTRAL).state_dict().items())
+
+
+def refused(checkpoint: Path, out: Path, base: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        whole.export_model(checkpoint, out, base)
+    assert not out.exists() or not (out / "config.json").exists()
+    return "\n".join(str(problem) for problem in caught.value.problems)
+
+
+def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path, base: Path) -> None:
+    """A model with a hole loads with random values there, and a warning that nobody reads."""
+    tensors = dict(model(ARCHITECTURE).state_dict())
+    del tensors["model.norm.weight"]
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1]
+    tensors["model.other.weight"] = torch.ones(2)
+    text = refused(make(tmp_path / "ck", ARCHITECTURE, tensors), tmp_path / "out", base)
+    assert "model.norm.weight [32] is missing" in text and "has shape [95, 32], expected [96, 32]" in text
+    assert "model.model.other.weight is not a parameter" in text
+
+
+def test_a_shard_with_other_bytes_is_not_read(tmp_path: Path, base: Path) -> None:
+    checkpoint = make(tmp_path / "ck", ARCHITECTURE)
+    shard = max((checkpoint / "pytorch_model_fsdp_0").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert "content differs" in refused(checkpoint, tmp_path / "out", base)
+
+
+def test_nothing_is_written_over(tmp_path: Path, base: Path) -> None:
+    """Someone's files, and the model of another checkpoint, stay."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("kept")
+    assert "is not empty: mine" in refused(make(tmp_path / "ck", ARCHITECTURE), out, base)
+    whole.export_model(tmp_path / "ck", tmp_path / "model", base)
+    other = make(tmp_path / "ck2", {**ARCHITECTURE, "vocab_size": 64})
+    with pytest.raises(UserError, match=r"holds the model of ck \(step \d+\), not that of"):
+        whole.export_model(other, tmp_path / "model", base)
+
+
+def test_the_command_takes_whichever_was_trained(tmp_path: Path, base: Path) -> None:
+    """``clustertune export`` need not be told; the folder is the one that the next stage reads."""
+    run = tmp_path / "run"
+    checkpoint = make(run / "checkpoints" / "step-000002", ARCHITECTURE)
+    assert whole.trains_all(checkpoint) and whole.find_base(run) is None
+    (run / "run.json").write_text(json.dumps({"recipe": {"recipe": {"model": {"name": "a/b", "path": str(base)}}}}))
+    assert whole.find_base(run) == base
+    assert whole.export_either(checkpoint)["out"] == str(run / "merged")

@@ -1,0 +1,128 @@
+"""The distribution file: accelerate loads what is accepted; what it would misread without a message is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from clustertune.recipe.accelerate_file import find_problems
+
+FSDP2: dict[str, Any] = {
+    "fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_activation_checkpointing": True,
+}  # fmt: skip
+FSDP1: dict[str, Any] = {
+    "fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_use_orig_params": True,
+}  # fmt: skip
+
+
+def problems(body: dict[str, Any], kind: str | None = "llama", folder: Path = Path("/nonexistent")) -> dict[str, str]:
+    return {".".join(path[1:]): f"{message} -> {fix}" for path, message, fix in find_problems(body, folder, kind)}
+
+
+def fsdp(base: dict[str, Any] = FSDP2, **changes: Any) -> dict[str, Any]:
+    return {"distributed_type": "FSDP", "fsdp_config": base | changes}
+
+
+def test_what_is_right(tmp_path: Path) -> None:
+    """Both versions, DeepSpeed with its file, and without a known model the wrap class is left alone."""
+    (tmp_path / "ds.json").write_text("{}")
+    body = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json", "zero3_init_flag": True}}
+    assert problems(fsdp(FSDP1)) == problems(fsdp(FSDP2)) == problems(body, folder=tmp_path) == {}
+    assert problems(fsdp(fsdp_transformer_layer_cls_to_wrap="Nothing"), kind=None) == {}
+
+
+@pytest.mark.parametrize("key", ["version", "offload_params", "cpu_ram_efficient_loading"])
+def test_keys_have_their_prefix(key: str) -> None:
+    """accelerate launch adds it; what plans, loads and checks the sharding reads the whole name."""
+    found = problems(fsdp({"version": 2}) if key == "version" else fsdp(**{key: True}))
+    assert f"write fsdp_{key}" in found[f"fsdp_config.{key}"]
+
+
+@pytest.mark.parametrize("file", ["accelerate.yaml", "accelerate-fsdp1.yaml"])
+def test_accelerate_reads_the_shipped_files_as_the_source_says(repo: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    path = repo / "recipes/llama405b-oasst2" / file
+    config, loaded = yaml.safe_load(path.read_text())["fsdp_config"], load_config_from_file(str(path))
+    assert loaded.distributed_type.value == "FSDP" and loaded.fsdp_config == config
+    assert loaded.num_processes == -1  # left to the launcher
+    for key, value in config.items():
+        name = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}.get(key, key.upper())
+        # torch 2.13 broadcasts states over a GPU only; there is none where tests run.
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        monkeypatch.setenv(name, "false" if key == "fsdp_sync_module_states" else text)
+    if file == "accelerate-fsdp1.yaml":
+        monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.activation_checkpointing and plugin.transformer_cls_names_to_wrap == ["LlamaDecoderLayer"]
+    assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
+    if file == "accelerate.yaml":
+        assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
+    else:
+        assert plugin.fsdp_version == 1 and plugin.sharding_strategy.name == "FULL_SHARD"
+        assert plugin.backward_prefetch.name == "BACKWARD_PRE" and plugin.use_orig_params is True
+
+
+WRAP = "fsdp_transformer_layer_cls_to_wrap"
+WRONG_FSDP: dict[str, list[tuple[Any, str]]] = {
+    "fsdp_sharding_strategy": [("FULL_SHARD", "fsdp_reshard_after_forward: true")],
+    "fsdp_use_orig_params": [(True, "leave it out")],
+    "fsdp_backward_prefetch": [("BACKWARD_PRE", "by itself")],
+    "fsdp_sync_module_states": [(True, "cpu_ram_efficient_loading")],
+    "fsdp_forward_prefetch": [(True, "refuses it")],
+    "fsdp_version": [(3, "not 1 or 2")],
+    "fsdp_reshard": [("x", "fsdp_reshard_after_forward")],
+    "fsdp_reshard_after_forward": [("FULL_SHARD", "true or false")],
+    "fsdp_auto_wrap_policy": [("TRANSFORMER", "TRANSFORMER_BASED_WRAP")],
+    WRAP: [
+        ("LlamaDecodeLayer", "did you mean LlamaDecoderLayer"), ("Qwen2DecoderLayer", "did you mean LlamaDecoderLayer"),
+        (["A"], "name of a class"),
+    ],
+    "fsdp_state_dict_type": [("FULL_STATE_DICT", "SHARDED_STATE_DICT"), ("SHARDED", "SHARDED_STATE_DICT")],
+    "fsdp_offload_params": [("maybe", "true or false")],
+    "fsdp_min_num_params": [(-1, "whole number")],
+}  # fmt: skip
+"""One key of FSDP2's section, changed: value, and words of what is said."""
+TWO = {"fsdp_activation_checkpointing": False, "fsdp_activation_checkpointing_offload": True}
+UNSYNCED = {"fsdp_cpu_ram_efficient_loading": True, "fsdp_sync_module_states": False}
+FILE = {"deepspeed_config_file": "ds.json"}
+MESH = "parallelism_config"
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    *((fsdp(**{key: value}), f"fsdp_config.{key}", says) for key, cases in WRONG_FSDP.items() for value, says in cases),
+    (fsdp({}), "fsdp_config.fsdp_version", "missing"),
+    (fsdp(fsdp_auto_wrap_policy="NO_WRAP"), f"fsdp_config.{WRAP}", "TRANSFORMER_BASED_WRAP"),
+    (fsdp(**TWO), "fsdp_config.fsdp_activation_checkpointing_offload", "needs"),
+    (fsdp(FSDP1, **UNSYNCED), "fsdp_config.fsdp_sync_module_states", "set both"),
+    (fsdp(FSDP1, fsdp_reshard_after_forward=True), "fsdp_config.fsdp_reshard_after_forward", "fsdp_sharding_strategy"),
+    *((fsdp() | {key: 1}, key, "derived") for key in ("num_processes", "machine_rank", "main_process_port", "use_cpu")),
+    (fsdp() | {"mixed_precison": "bf16"}, "mixed_precison", "did you mean mixed_precision"),
+    (fsdp() | {"mixed_precision": "bf17"}, "mixed_precision", "bf16"),
+    (fsdp() | {"mixed_precision": "fp8"}, "mixed_precision", "has no effect"),
+    (fsdp() | {"mixed_precision": "fp16"}, "mixed_precision", "train.fp16 is not carried"),
+    (fsdp() | {"fp8_config": {"fp8_backend": "TE"}}, "fp8_config", "has no effect"),
+    (fsdp() | {"compute_environment": "AMAZON_SAGEMAKER"}, "compute_environment", "LOCAL_MACHINE"),
+    (fsdp() | {"fsdp_config": [1]}, "fsdp_config", "keys and values"),
+    ({"fsdp_config": FSDP2}, "distributed_type", "missing"),
+    ({"distributed_type": "FSDP2"}, "distributed_type", "did you mean FSDP"),
+    ({"distributed_type": "MULTI_GPU", "fsdp_config": FSDP2}, "fsdp_config", "only with distributed_type: FSDP"),
+    ({"distributed_type": "DEEPSPEED"}, "deepspeed_config", "missing"),
+    ({"distributed_type": "DEEPSPEED", "deepspeed_config": FILE}, "deepspeed_config.deepspeed_config_file", "not a file"),
+    (fsdp() | {MESH: {"tp_size": 2}}, f"{MESH}.tp_size", "parallelism_config_tp_size"),
+    (fsdp() | {MESH: {f"{MESH}_tp_size": 0}}, f"{MESH}.{MESH}_tp_size", "1"),
+    (fsdp(FSDP1) | {MESH: {f"{MESH}_tp_size": 2}}, MESH, "fsdp_version: 2"),
+    (fsdp() | {"dynamo_config": {"dynamo_bakend": "INDUCTOR"}}, "dynamo_config.dynamo_bakend", "dynamo_backend"),
+]
+
+
+@pytest.mark.parametrize(("body", "key", "says"), WRONG)
+def test_what_accelerate_would_misread(body: dict[str, Any], key: str, says: str) -> None:
+    found = problems(body)
+    assert key in found, found
+    assert says in found[key]

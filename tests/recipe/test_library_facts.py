@@ -1,0 +1,73 @@
+"""The committed facts are those of the installed libraries, whose versions are the pinned ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from clustertune.containers import pins
+from clustertune.recipe.library_facts import FOLDER, facts
+from tests.tree import REPO
+from tools import library_facts
+
+FIX = "a pin has moved: run make library-facts, and look at the difference"
+
+
+def test_there_is_a_file_for_each_library_of_the_pinned_version() -> None:
+    found = {path.stem: json.loads(path.read_text())[path.stem] for path in FOLDER.glob("*.json")}
+    pinned = pins.read()
+    every = {**pinned[pins.DEV], **pinned[pins.PY]}
+    assert found == {name: every[name] for name in ("trl", "peft", "accelerate", "deepspeed", "transformers")}, FIX
+
+
+WRITTEN = ("trl", "peft", "accelerate", "deepspeed")
+"""In the order of ``make library-facts``."""
+
+
+@pytest.fixture(scope="module")
+def installed() -> dict[str, Any]:
+    """What it would write, from a process of its own: typing gives two unions that are equal the order of the one that was
+    written first."""
+    code = "import json; from tools import library_facts as of\n"
+    code += f"print(json.dumps([getattr(of, name + '_facts')() for name in {WRITTEN}]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO)
+    return dict(zip(WRITTEN, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_facts_are_the_installed_classes(name: str, installed: dict[str, Any]) -> None:
+    assert installed[name] == facts(name), FIX
+
+
+def test_the_model_types_are_those_of_the_installed_transformers() -> None:
+    assert library_facts.model_kinds() == list(facts("transformers")["models"]), FIX
+    assert library_facts.base_keys() == facts("transformers")["keys"], FIX
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mamba2", "qwen3_moe"])
+def test_a_model_type_is_as_installed(kind: str) -> None:
+    """All others are made by the same lines; building each would take ten minutes."""
+    assert json.loads(json.dumps(library_facts.model_facts(kind))) == facts("transformers")["models"][kind], FIX
+
+
+def test_another_release_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft import LoraConfig
+
+    monkeypatch.setattr(LoraConfig.__dataclass_fields__["r"], "default", 9)
+    assert library_facts.peft_facts() != facts("peft")
+
+
+def test_a_module_that_only_another_choice_builds_is_known() -> None:
+    """Dense and expert layers of one family, attention among state spaces, queries in one matrix or two."""
+    models = facts("transformers")["models"]
+    for kind, top, names in (
+        ("bamba", "BambaForCausalLM", ["self_attn.q_proj", "mamba.in_proj"]),
+        ("mistral4", "Mistral4ForCausalLM", ["mlp.gate_proj", "mlp.shared_experts.gate_proj"]),
+        ("kimi_linear", "KimiLinearForCausalLM", ["self_attn.q_proj", "self_attn.q_a_proj"]),
+        ("granitemoeshared", "GraniteMoeSharedForCausalLM", ["self_attn.q_proj", "shared_mlp.input_linear"]),
+    ):
+        assert {f"model.layers.0.{name}" for name in names} <= models[kind]["modules"][top].keys(), kind

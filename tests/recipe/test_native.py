@@ -1,0 +1,218 @@
+"""The fields are those of the imported classes; values are taken or refused as those classes would."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from clustertune.errors import UserError
+from clustertune.recipe import native_rules
+from clustertune.recipe.checks import check_lora, check_native, check_train, lora_section, train_section
+from clustertune.recipe.findings import Found
+from clustertune.recipe.native_rules import NativeField, check_value, lora_fields, train_fields
+from clustertune.resolve.models import find_model
+from clustertune.resolve.resolve import resolve
+from tests.command import run
+from tests.conftest import TINY_LLAMA
+from tests.recipe.architectures import ARCHITECTURES
+
+
+@pytest.fixture(scope="session")
+def imported() -> dict[str, Any]:
+    """The really imported classes, 7 s to have."""
+    from peft import LoraConfig
+    from trl import SFTConfig
+
+    return {"train": SFTConfig, "lora": LoraConfig}
+
+
+@pytest.mark.parametrize(("section", "fields"), [("train", train_fields), ("lora", lora_fields)])
+def test_fields_equal_the_imported_dataclass(imported: dict[str, Any], section: str, fields: Any) -> None:
+    real = {item.name: item for item in dataclasses.fields(imported[section])}
+    read = fields()
+    assert list(read) == list(real)
+    for name, item in read.items():
+        if item.default is not native_rules.UNKNOWN:
+            assert real[name].default == item.default, name
+    assert sum(item.default is native_rules.UNKNOWN for item in read.values()) < 8
+
+
+@pytest.mark.parametrize("name", ["tiny-oasst2", "llama405b-oasst2"])
+@pytest.mark.parametrize("tiny", [False, True])
+def test_the_imported_classes_take_what_is_resolved(imported: dict[str, Any], name: str, tiny: bool, tmp_path: Any) -> None:
+    resolved = resolve(name, tiny=tiny)
+    args = {key: value for key, value in resolved.train_args.items() if key != "tf32"}  # needs an NVIDIA GPU
+    made = imported["train"](**args, output_dir=str(tmp_path), use_cpu=True)
+    assert made.activation_checkpointing is False and made.gradient_checkpointing is False
+    assert made.gradient_accumulation_steps == resolved.train_args["gradient_accumulation_steps"]
+    lora = imported["lora"](**resolved.recipe.lora)
+    assert lora.r in {16, 32} and lora.task_type == "CAUSAL_LM"
+
+
+def test_resolving_imports_no_heavy_package() -> None:
+    code = (
+        "import sys; from clustertune.resolve.resolve import resolve; from clustertune.resolve import show; "
+        "show.as_json(resolve('llama405b-oasst2')); "
+        "print(sorted({'torch','transformers','trl','peft','accelerate','datasets'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_literal_with_a_placeholder() -> None:
+    item = lora_fields()["init_lora_weights"]
+    for given in ("pissa_niter_16", "gaussian", True):
+        assert check_value(item, given) == given
+    for given in ("pissa_niter_x", "gausian"):
+        with pytest.raises(ValueError):
+            check_value(item, given)
+    with pytest.raises(ValueError, match="Python object"):
+        check_value(NativeField("x", native_rules.UNKNOWN, None, ""), 3)
+
+
+def test_every_rule_names_a_field_that_exists_or_is_gone() -> None:
+    for section in (train_section(), lora_section()):
+        assert set(section.ranges) <= set(section.fields)
+        assert not set(section.removed) & set(section.fields)
+    assert set(native_rules.LORA_OWNED) | set(native_rules.LORA_UNSUPPORTED) <= set(lora_fields())
+    gone = set(native_rules.TRAIN_OWNED) - set(train_fields())
+    assert gone == {"logging_dir", "overwrite_output_dir", "no_cuda", "push_to_hub_model_id", "push_to_hub_organization"}
+
+
+def keys(found: Iterable[Found]) -> list[str]:
+    return [".".join(path) for path, _, _ in found]
+
+
+def test_each_rule_refuses_what_it_is_for() -> None:
+    """A range a negative number, which the field itself takes; an owned key with its reason, a removed one with its remedy."""
+    section = train_section()
+    for key in native_rules.TRAIN_RANGES:
+        assert keys(check_native(section, {key: -7})[1]) == [f"train.{key}"]
+        assert check_native(dataclasses.replace(section, ranges={}), {key: -7})[1] == [], "it is the range that refuses"
+    for key, reason in native_rules.TRAIN_OWNED.items():
+        assert reason in check_native(section, {key: "x"})[1][0][1]
+    for key, fix in native_rules.TRAIN_REMOVED.items():
+        assert check_native(section, {key: 1})[1][0][2] == fix
+
+
+@pytest.mark.parametrize(
+    ("train", "key"),
+    [
+        ({"fp16": True, "bf16": True}, "fp16"), ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
+        ({"dataloader_prefetch_factor": 2}, "dataloader_prefetch_factor"), ({"save_only_model": True}, "save_only_model"),
+        ({"packing": True, "max_length": None}, "max_length"), ({"report_to": ["wandb", "wand"]}, "report_to"),
+        ({"pad_token": "<|e|>", "eos_token": "<|e|>"}, "pad_token"),
+        ({"gradient_checkpointing": True, "activation_checkpointing": False}, "gradient_checkpointing"),
+    ],
+)  # fmt: skip
+def test_values_that_do_not_go_together(train: dict[str, Any], key: str) -> None:
+    assert keys(check_train(train)) == [f"train.{key}"]
+
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4}
+QV = ["q_proj", "v_proj"]
+
+
+@pytest.mark.parametrize(
+    ("lora", "key"),
+    [
+        ({}, "target_modules"), ({"target_modules": []}, "target_modules"), ({"target_modules": ["q_prj"]}, "target_modules"),
+        ({"target_modules": ["q"]}, "target_modules"), ({"target_modules": "q_proj"}, "target_modules"),
+        ({"target_modules": "("}, "target_modules"), ({"target_modules": ["c_attn"]}, "target_modules"),
+        ({"target_modules": r"model\.layers\.4\..*q_proj"}, "target_modules"),
+        ({"target_modules": QV, "modules_to_save": ["lm_hed"]}, "modules_to_save"),
+        ({"target_modules": QV, "layers_to_transform": [0, 4]}, "layers_to_transform"),
+        ({"target_modules": QV, "layers_pattern": "layers"}, "layers_pattern"),
+        ({"target_modules": QV, "bias": "all"}, "bias"), ({"target_modules": QV, "task_type": "SEQ_CLS"}, "task_type"),
+        ({"target_modules": QV, "init_lora_weights": "pissa"}, "init_lora_weights"),
+        *(({"target_modules": QV, key: True}, key) for key in native_rules.LORA_UNSUPPORTED),
+    ],
+)  # fmt: skip
+def test_lora_that_the_chain_cannot_carry(lora: dict[str, Any], key: str) -> None:
+    assert keys(check_lora(lora, LLAMA)) == [f"lora.{key}"]
+
+
+MOE = find_model("Qwen/Qwen3-30B-A3B").architecture
+EXPERTS = {"target_modules": QV, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "wrong"),
+    [
+        (MOE, {}, []), (MOE, {"target_modules": []}, []), (MOE, {"rank_pattern": {r".*\.gate_up_proj": 4}}, []),
+        (MOE, {"lora_dropout": 0.05}, ["lora_dropout"]), (MOE, {"target_modules": "all-linear"}, ["target_modules"]),
+        (MOE, {"layers_to_transform": [1]}, ["layers_to_transform"]),
+        (MOE, {"target_parameters": ["experts.up_proj", "q_proj.weight", "down_proj"]}, 2 * ["target_parameters"]),
+        (MOE, {"lora_dropout": 0.1, "target_parameters": ["x"]}, ["lora_dropout", "target_parameters"]),
+        (find_model("llama70b-fsdp2").architecture, {}, ["target_parameters"]),
+        (find_model("openai/gpt-oss-20b").architecture, {}, ["target_parameters"]),
+    ],
+)  # fmt: skip
+def test_lora_on_experts(architecture: dict[str, Any], changes: dict[str, Any], wrong: list[str]) -> None:
+    """Names of the model's own parameters, and nothing beside them that PEFT refuses or passes over."""
+    assert keys(check_lora({**EXPERTS, **changes}, architecture)) == [f"lora.{key}" for key in wrong]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["accelerate.fsdp_config.fsdp_version=1"],
+        ["accelerate.parallelism_config={parallelism_config_tp_size: 2, parallelism_config_dp_shard_size: 4}"],
+        ["train.torch_compile=true"],
+        ["train.model_init_kwargs={quantization_config: {load_in_4bit: true, bnb_4bit_quant_storage: bfloat16}}"],
+    ],
+)
+def test_a_distribution_that_does_not_carry_lora_on_experts(words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve("qwen3-30b-a3b-lora", words)
+    assert "lora.target_parameters" in {problem.key for problem in caught.value.problems}
+
+
+def test_frozen_experts_are_named_and_their_share() -> None:
+    """Nobody trains a tenth of a mixture without knowing it."""
+    frozen = ["lora.target_parameters=null"]
+    assert not any("frozen" in text for text in resolve("qwen3-30b-a3b-lora").warnings)
+    (text,) = [text for text in resolve("qwen3-30b-a3b-lora", frozen).warnings if "frozen" in text]
+    assert "95%" in text and '"mlp.experts.down_proj"' in text
+    done = run("submit", "qwen3-30b-a3b-lora", *frozen, "--cluster", "dgx-h100", "--dry-run")
+    assert done.code == 0 and text in done.err
+
+
+FALCON, LITE = ARCHITECTURES["tiiuae/falcon-7b"], ARCHITECTURES["deepseek-ai/DeepSeek-V2-Lite"]
+
+
+def refusals(architecture: dict[str, Any], **lora: Any) -> list[str]:
+    return [message for _, message, _ in check_lora(lora, architecture)]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets"),
+    [
+        (FALCON, ["query_key_value", "dense"]), (FALCON, r".*\.(query_key_value|dense)"),
+        (LITE, ["q_proj", "kv_b_proj", "o_proj"]), (LITE, ["mlp.down_proj"]),
+        (ARCHITECTURES["deepseek-ai/DeepSeek-V3"], ["q_a_proj", "q_b_proj"]), (TINY_LLAMA, r"model\.layers\.1\..*q_proj"),
+        ({**TINY_LLAMA, "model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}, r"model\.layers\.1\..*q_proj"),
+        (TINY_LLAMA, "all-linear"),
+    ],
+)  # fmt: skip
+def test_true_targets_are_taken(architecture: dict[str, Any], targets: Any) -> None:
+    """Classes from a table (Falcon), from a condition (DeepSeek), a layer that is not the first."""
+    assert refusals(architecture, target_modules=targets) == []
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], r".*(q_proj|lm_head)", r"lm_.*", ["lm_head"]])
+@pytest.mark.parametrize("kind", ["llama", "olmo3"])
+def test_an_adapter_on_the_head_is_refused(targets: Any, kind: str) -> None:
+    """TRL refuses it too, once the base is loaded (trl/trainer/sft_trainer.py:1066)."""
+    architecture = {**TINY_LLAMA, "model_type": kind, "architectures": [f"{kind.capitalize()}ForCausalLM"]}
+    assert any("an adapter would not be trained" in text for text in refusals(architecture, target_modules=targets))
+
+
+@pytest.mark.parametrize("more", [{"exclude_modules": ["lm_head"]}, {"layers_to_transform": [0]}, {"exclude_modules": "lm.*"}])
+def test_a_head_that_peft_leaves_out_is_no_obstacle(more: dict[str, Any]) -> None:
+    assert refusals(TINY_LLAMA, target_modules=["q_proj", "lm_head"], **more) == []

@@ -1,0 +1,275 @@
+"""Parameter counts against the models that the installed transformers and PEFT build."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from clustertune.recipe.architecture import common_names, find_problems, read_architecture, scale_down
+from clustertune.recipe.parameters import (
+    KNOWN,
+    adapter_modules,
+    count,
+    head_names,
+    layers_of,
+    lora_parameter_count,
+    parameter_count,
+    uncounted,
+)
+from clustertune.recipe.values import Values, model_facts
+from tests.recipe.architectures import ARCHITECTURES
+
+OLD_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OLD_ROPE["original_max_position_embeddings"] = 4096
+STEP = {"decoder_sparse_step": 2, "use_sliding_window": True}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama biases": ("meta-llama/Llama-3.1-8B-Instruct", {"attention_bias": True, "mlp_bias": True}),
+    "llama old rope": ("meta-llama/Llama-3.1-8B-Instruct", {"rope_theta": 500000.0, "rope_scaling": OLD_ROPE}),
+    "llama wide heads": ("meta-llama/Llama-3.1-8B-Instruct", {"head_dim": 256, "num_key_value_heads": None}),
+    "qwen2 window": ("Qwen/Qwen2.5-7B-Instruct", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}),
+    "qwen2_moe dense layers": ("Qwen/Qwen1.5-MoE-A2.7B", {"mlp_only_layers": [0, 5], "qkv_bias": False, **STEP}),
+    "qwen3_moe dense layers": ("Qwen/Qwen3-30B-A3B", {"mlp_only_layers": [1, 3], "attention_bias": True, **STEP}),
+    "qwen3_moe other name": ("Qwen/Qwen3-30B-A3B", {"num_experts": None, "num_local_experts": 64}),
+    "qwen3 window": ("Qwen/Qwen3-8B", {"use_sliding_window": True, "max_window_layers": 4, "attention_bias": True}),
+    "qwen3_next pattern": ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"layer_types": ["linear_attention", "full_attention"] * 24}),
+    "gemma3 pattern": ("google/gemma-3-1b-it", {"layer_types": ["full_attention"] + ["sliding_attention"] * 25}),
+    "gemma3 other pattern": ("google/gemma-3-1b-it", {"sliding_window_pattern": 4}),
+    "qwen3_next interval": ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"full_attention_interval": 3}),
+    "gemma untied": ("google/gemma-7b", {"tie_word_embeddings": False, "attention_bias": True}),
+    "glm4 no bias": ("THUDM/GLM-4-9B-0414", {"attention_bias": False}),
+    "granite biases": ("ibm-granite/granite-3.3-8b-instruct", {"attention_bias": True, "mlp_bias": True}),
+    "starcoder2 no bias": ("bigcode/starcoder2-7b", {"use_bias": False}),
+    "gpt_neox no bias": ("EleutherAI/gpt-neox-20b", {"attention_bias": False}),
+    "gpt2 inner": ("openai-community/gpt2", {"n_inner": 1000}),
+    "falcon old": ("tiiuae/falcon-7b", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon one norm": ("tiiuae/falcon-40b", {"num_ln_in_parallel_attn": 1, "ffn_hidden_size": 1024}),
+    "deepseek_v2 queries": ("deepseek-ai/DeepSeek-V2-Lite", {"q_lora_rank": 384, "attention_bias": True, "mlp_bias": True}),
+    "deepseek_v3 plain queries": ("deepseek-ai/DeepSeek-V3", {"q_lora_rank": None, "first_k_dense_replace": 0}),
+    "gpt_oss no bias": ("openai/gpt-oss-20b", {"attention_bias": False}),
+    "llama4 chosen layers": ("meta-llama/Llama-4-Scout-17B-16E", {"moe_layers": [3, 4], "attention_bias": True}),
+    "nemotron biases": ("nvidia/Minitron-8B-Base", {"attention_bias": True, "mlp_bias": True}),
+    "smollm3 window": ("HuggingFaceTB/SmolLM3-3B", {"use_sliding_window": True, "sliding_window": 512, "mlp_bias": True}),
+    "ernie biases": ("baidu/ERNIE-4.5-0.3B-PT", {"use_bias": True, "tie_word_embeddings": False}),
+}
+
+
+def changed(name: str) -> dict[str, Any]:
+    """A variant's architecture; None takes a key out."""
+    base, change = VARIANTS[name]
+    keep = {key for key, value in change.items() if value is None and key != "q_lora_rank"}
+    return {key: value for key, value in (ARCHITECTURES[base] | change).items() if key not in keep}
+
+
+EVERY = {**ARCHITECTURES, **{name: changed(name) for name in VARIANTS}}
+FAMILIES = list({body["model_type"]: name for name, body in ARCHITECTURES.items()}.values())
+ONE_EACH = [*FAMILIES, *VARIANTS]
+"""One of each family, and the variants."""
+NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}, "nemotron": {"num_key_value_heads": 48}}
+"""Without these transformers cannot run, or not even build, a model: their defaults are None."""
+SMALLEST = {f"defaults of {kind}": {"model_type": kind, **NEEDED.get(kind, {})} for kind in KNOWN}
+
+
+def config(body: dict[str, Any]) -> Any:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    return transformers.AutoConfig.for_model(**body)
+
+
+def build(body: dict[str, Any]) -> Any:
+    """The real model of an architecture, without memory for its weights."""
+    import torch
+    import transformers
+
+    made = config(body)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(made)
+
+
+def stored(model: Any) -> dict[str, Any]:
+    """The parameters, and DeepSeek-V3's corrections, which are parameters where they were published."""
+    corrections = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    return dict(model.named_parameters()) | corrections
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "with_embedding"),
+    [
+        ("openai/gpt-oss-20b", 3.61, False),  # arXiv 2508.10925, table 1
+        ("Qwen/Qwen3-30B-A3B", 3.35, True),  # model card: 3.3B activated
+        ("deepseek-ai/DeepSeek-V3", 37.55, True),  # arXiv 2412.19437: 37B activated
+        ("mistralai/Mixtral-8x7B-v0.1", 12.88, True),  # arXiv 2401.04088: 13B active
+    ],
+)
+def test_published_active_parameters(name: str, billions: float, with_embedding: bool) -> None:
+    """What a token passes through, by the convention of each source."""
+    counted = count(ARCHITECTURES[name])
+    assert counted is not None
+    assert round((counted.active + counted.embedding * with_embedding) / 1e9, 2) == billions
+
+
+FULL = ("Qwen/Qwen3-Next-80B-A3B-Instruct", "deepseek-ai/DeepSeek-V3", "openai/gpt-oss-20b", *SMALLEST)
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_the_count_is_that_of_the_real_model(name: str) -> None:
+    """Full size, variants of what the families can, and nothing given but the family: the defaults are transformers' own."""
+    body = (EVERY | SMALLEST)[name]
+    counted = count(body)
+    assert counted is not None
+    assert counted.total == sum(tensor.numel() for tensor in stored(build(body)).values())
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_it_scales_down_to_a_model_whose_matrices_are_the_real_ones(name: str) -> None:
+    """Two wrong sizes could cancel out in a total; LoRA and sharding need the names, and may be put onto no other module."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    assert find_problems(EVERY[name], "model.json") == []
+    body = common_names(scale_down(EVERY[name]))
+    assert find_problems(body, "model.json") == []
+    model, counted = build(body), count(body)
+    tensors = stored(model)
+    assert type(model).__name__ == EVERY[name]["architectures"][0] and counted is not None and counted.num_layers == 2
+    assert counted.total == sum(tensor.numel() for tensor in tensors.values()) < 4_000_000
+    for index, layer in enumerate(layers_of(body)):
+        left = {key: t.numel() for key, t in tensors.items() if re.search(rf"\.(layers|h)\.{index}\.", key)}
+        for linear in layer.linears:
+            names = {linear.name, f"{linear.name}.weight", f"{linear.name}.bias", f"{linear.name}_bias"}
+            own = [key for key in left if re.sub(rf"^.*?\.(layers|h)\.{index}\.", "", key) in names]
+            assert own and sum(left.pop(key) for key in own) == linear.parameters, linear.name
+        assert sum(left.values()) == layer.other
+        assert not any("proj" in key or "gate" in key or "mlp.c_" in key for key in left if "bias" not in key)
+    kinds = (torch.nn.Linear, torch.nn.Embedding, Conv1D)
+    built = {name for name, module in model.named_modules() if isinstance(module, kinds)}
+    assert set(adapter_modules(body)) == built and head_names(body) == ["lm_head"]
+    known = model_facts(body["model_type"])["modules"][body["architectures"][0]]  # of all choices of the configuration
+    assert {re.sub(r"\.\d+\.", ".0.", name, count=1) for name in built} <= set(known)
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_what_a_token_sees_is_the_configurations(name: str) -> None:
+    """Sliding windows and chunks layer by layer, as the configuration class derives them."""
+    body, made = EVERY[name], config(EVERY[name])
+    seen = [layer.attention.window for layer in layers_of(body)]
+    sliding = getattr(made, "sliding_window", None)
+    if (types := getattr(made, "layer_types", None)) is None:
+        assert seen == [sliding or None] * len(seen)
+        return
+    assert tuple(types) == Values(body).attention_types
+    sizes = {"sliding_attention": sliding, "chunked_attention": getattr(made, "attention_chunk_size", None)}
+    sizes["linear_attention"] = 64 + 128  # a chunk, and a state of 128 x 128
+    assert seen == [sizes.get(kind) for kind in types]
+
+
+def test_gpt2_gets_the_names_that_all_have(tmp_path: Any) -> None:
+    """n_embd is hidden_size: everything after reading asks for the latter; both at once are refused."""
+    import json
+
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(ARCHITECTURES["openai-community/gpt2"]))
+    body = read_architecture(path, "model.json")
+    assert (body["hidden_size"], body["num_hidden_layers"], body["max_position_embeddings"]) == (768, 12, 1024)
+    assert parameter_count(body) == parameter_count(ARCHITECTURES["openai-community/gpt2"]) == 124_439_808
+    both = find_problems(ARCHITECTURES["openai-community/gpt2"] | {"hidden_size": 3}, "model.json")
+    assert "same as" in str(both[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "key"),
+    [
+        ("openai-community/gpt2", {"n_embd": None}, "hidden_size"),
+        ("meta-llama/Llama-3.1-8B-Instruct", {"model_type": "mamba"}, "num_attention_heads"),
+        ("deepseek-ai/DeepSeek-V2-Lite", {"num_experts_per_tok": None}, "num_experts_per_tok"),
+        ("deepseek-ai/DeepSeek-V3", {"kv_lora_rank": "512"}, "kv_lora_rank"),
+        ("deepseek-ai/DeepSeek-V3", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+        ("google/gemma-3-1b-it", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("google/gemma-3-1b-it", {"layer_types": [1] * 26}, "layer_types"),
+        ("meta-llama/Llama-4-Scout-17B-16E", {"interleave_moe_layer_step": 0}, "interleave_moe_layer_step"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"full_attention_interval": "four"}, "full_attention_interval"),
+        ("Qwen/Qwen3-30B-A3B", {"mlp_only_layers": 3}, "mlp_only_layers"),
+        ("Qwen/Qwen3-30B-A3B", {"use_sliding_window": "no"}, "use_sliding_window"),
+    ],
+)
+def test_values_that_cannot_be_counted_are_refused(name: str, change: dict[str, Any], key: str) -> None:
+    """With the key, before anything counts with them."""
+    assert key in {problem.key for problem in find_problems(ARCHITECTURES[name] | change, "model.json")}
+
+
+def test_other_families_are_not_guessed() -> None:
+    """No count is better than a wrong one, and it is said which there are."""
+    other = ARCHITECTURES["meta-llama/Llama-3.1-8B-Instruct"] | {"model_type": "mamba"}
+    assert count(other) is None
+    assert parameter_count(other) is None
+    assert lora_parameter_count(other, {"r": 8, "target_modules": ["q_proj"]}) is None
+    assert uncounted(other).startswith("parameters of mamba cannot be counted here; known: cohere, deepseek_v2")
+    crossed = ARCHITECTURES["openai-community/gpt2"] | {"add_cross_attention": True}
+    assert count(crossed) is None
+
+
+def peft_count(body: dict[str, Any], lora: dict[str, Any]) -> int | None:
+    """What PEFT trains; None where it refuses."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    try:
+        with torch.device("meta"):
+            model = get_peft_model(build(body), LoraConfig(task_type="CAUSAL_LM", **lora))
+    except ValueError:
+        return None
+    return sum(tensor.numel() for tensor in model.parameters() if tensor.requires_grad) or None
+
+
+MOE = ["gate_proj", "up_proj", "down_proj"]
+FUSED = ("gate_up_proj", "down_proj")
+LORA: list[tuple[str, dict[str, Any]]] = [
+    *((name, {"target_modules": "all-linear"}) for name in FAMILIES),
+    ("meta-llama/Llama-3.1-8B-Instruct", {"target_modules": ["q_proj", "v_proj"]}),
+    ("meta-llama/Llama-3.1-8B-Instruct", {"target_modules": ["mlp"]}),
+    ("meta-llama/Llama-3.1-8B-Instruct", {"target_modules": ["x"]}),
+    ("meta-llama/Llama-3.1-8B-Instruct", {"target_modules": r".*layers\.1\.self_attn\.(q|v)_proj"}),
+    ("openai-community/gpt2", {"target_modules": ["c_attn"]}),
+    ("openai-community/gpt2", {"target_modules": ["c_proj", "mlp.c_fc"]}),
+    ("EleutherAI/gpt-neox-20b", {"target_modules": ["query_key_value", "dense_4h_to_h"]}),
+    ("microsoft/phi-4", {"target_modules": ["qkv_proj", "gate_up_proj"]}),
+    ("mistralai/Mixtral-8x7B-v0.1", {"target_modules": ["q_proj", "w1", "w2", "w3"]}),
+    ("mistralai/Mixtral-8x7B-v0.1", {"target_modules": ["q_proj", "gate"]}),
+    ("mistralai/Mixtral-8x7B-v0.1", {"target_modules": ["q_proj", "w1"]}),
+    ("Qwen/Qwen3-30B-A3B", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
+    ("Qwen/Qwen3-30B-A3B", {"target_modules": ["q_proj", *MOE]}),
+    ("Qwen/Qwen3-30B-A3B", {"target_modules": ["q_proj", *MOE], "lora_dropout": 0.1}),
+    ("Qwen/Qwen3-30B-A3B", {"target_modules": ["q_proj", "mlp.experts.down_proj"]}),
+    ("Qwen/Qwen3-30B-A3B", {"target_modules": ["gate_proj", "down_proj"]}),
+    ("Qwen/Qwen3-30B-A3B", {"target_modules": r".*layers\.1\.self_attn\.(q|k)_proj"}),
+    ("qwen3_moe dense layers", {"target_modules": ["q_proj", *MOE]}),
+    ("qwen3_moe dense layers", {"target_modules": ["q_proj"], "target_parameters": [f"experts.{n}" for n in FUSED]}),
+    ("qwen3_moe dense layers", {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.down_proj"]}),
+    ("Qwen/Qwen1.5-MoE-A2.7B", {"target_modules": ["q_proj", *MOE, "shared_expert_gate"]}),
+    ("deepseek-ai/DeepSeek-V3", {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}),
+    ("deepseek-ai/DeepSeek-V3", {"target_modules": ["kv_b_proj", *MOE]}),
+    ("deepseek-ai/DeepSeek-V2-Lite", {"target_modules": ["q_proj", *MOE, "gate"]}),
+    ("openai/gpt-oss-20b", {"target_modules": ["q_proj", "o_proj"]}),
+    ("meta-llama/Llama-4-Scout-17B-16E", {"target_modules": ["q_proj", "router"]}),
+]
+
+
+@pytest.mark.parametrize(("name", "lora"), LORA, ids=[f"{name}-{index}" for index, (name, _) in enumerate(LORA)])
+def test_lora_is_counted_as_peft_makes_it(name: str, lora: dict[str, Any]) -> None:
+    """Fused experts, routers, Conv1D, latent attention; what PEFT refuses has no count."""
+    body = scale_down(EVERY[name])
+    assert lora_parameter_count(body, {"r": 4, **lora}) == peft_count(body, {"r": 4, **lora})
+
+
+def test_lora_that_is_not_counted() -> None:
+    """Where more is trained than r (inputs + outputs), or PEFT would have to be asked."""
+    others: tuple[dict[str, Any], ...] = (
+        {"modules_to_save": ["lm_head"]}, {"use_dora": True}, {"bias": "all"}, {"rank_pattern": {"q_proj": 2}},
+        {"target_modules": r".*mlp\.experts\.(gate|up|down)_proj"}, {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["embed_tokens"]}, {"target_modules": []}, {"target_modules": None},
+    )  # fmt: skip
+    for more in others:
+        lora = {"r": 4, "target_modules": ["q_proj"], **more}
+        assert lora_parameter_count(ARCHITECTURES["Qwen/Qwen3-30B-A3B"], lora) is None

@@ -1,0 +1,576 @@
+"""What a recipe cannot ask for is refused before the queue, with the key, the reason and what to do: sections against each
+other, values that the libraries take and that do something else than they say, and what a distribution does not carry."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.errors import UserError
+from clustertune.recipe import checks
+from clustertune.recipe.library_facts import facts
+from clustertune.recipe.values import model_facts
+from clustertune.resolve import kernels, show
+from clustertune.resolve.distribution import recomputed_layers
+from clustertune.resolve.megatron import NOT_STARTED
+from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import Resolved
+from clustertune.training import base_model
+from tests.command import REPO, run
+from tests.conftest import TINY_LLAMA
+from tests.recipe.conftest import check_form
+
+TINY, REFERENCE = "tiny-oasst2", "llama405b-oasst2"
+OFF = "accelerate.fsdp_config.fsdp_activation_checkpointing=false"
+OWN = "activation_checkpointing"
+SAVE = f"{OWN}.save=[attention,every_second_matmul]"
+KERNEL = "train.model_init_kwargs.attn_implementation"
+EAGER = f"{KERNEL}=eager"
+INDUCTOR = "accelerate.dynamo_config={dynamo_backend: INDUCTOR}"
+MESH = "accelerate.parallelism_config.parallelism_config"
+TP, CP, SP = (f"{MESH}_{axis}_size=2" for axis in ("tp", "cp", "sp"))
+NOT_PACKED = "train.packing=false"
+WITHOUT = "accelerate.fsdp_config=null"
+DDP = "accelerate.distributed_type=MULTI_GPU"
+ZERO = ("accelerate.distributed_type=DEEPSPEED", WITHOUT, "accelerate.deepspeed_config.zero_stage=2")
+QUANTIZED = "train.model_init_kwargs.quantization_config"
+BASE_4BIT = f"{QUANTIZED}.load_in_4bit=true"
+FOUR = f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_storage: %s}}"
+TARGETS = "lora.target_modules"
+PAIRS = ["trainer=dpo", "data.format=preference", "train.packing=null", "train.assistant_only_loss=null"]
+
+
+def refused(*overrides: str, recipe: str = TINY, ranks: int | None = None) -> dict[str, str]:
+    """What is said by key."""
+    with pytest.raises(UserError) as caught:
+        resolve(recipe, overrides, ranks=ranks)
+    check_form(caught.value)
+    found: dict[str, str] = {}
+    for problem in caught.value.problems:
+        found[str(problem.key)] = found.get(str(problem.key), "") + str(problem) + "\n"
+    return found
+
+
+CASES: dict[tuple[str, int | None], list[tuple[list[str], str, str]]] = {
+    (TINY, None): [
+        # --- which layers are recomputed, and kernels
+        ([OFF, f"{OWN}={{}}"], OWN, "neither ratio nor save"), ([OFF, f"{OWN}.save=[]"], f"{OWN}.save", ""),
+        ([OFF, f"{OWN}.save=[scores]"], f"{OWN}.save.0", "attention"),
+        ([OFF, f"{OWN}.save=[matmul,matmul]"], f"{OWN}.save", "twice"),
+        ([OFF, f"{OWN}.save=[matmul,every_second_matmul]"], f"{OWN}.save", "one of the two"),
+        ([OFF, SAVE, f"{OWN}.ratio=0"], f"{OWN}.save", "recomputes nothing"), ([OFF, SAVE, EAGER], f"{OWN}.save", "sdpa"),
+        ([SAVE], f"{OWN}.save", "given twice"), ([f"{OWN}.ratio=0.5"], f"{OWN}.ratio", "given twice"),
+        ([OFF, SAVE, f"train.{OWN}=true"], f"train.{OWN}", "given twice"),
+        ([OFF, SAVE, "train.gradient_checkpointing=true"], "train.gradient_checkpointing", "given twice"),
+        ([OFF, SAVE, f"train.{OWN}_kwargs={{selective: true}}"], f"train.{OWN}_kwargs.selective", "TRL's name"),
+        ([OFF, SAVE, f"train.{OWN}_kwargs={{use_reentrant: true}}"], f"train.{OWN}_kwargs.use_reentrant", "reentrant"),
+        (["train.liger_kernel_config={fused_linear_cross_entropy: true}"], "train.liger_kernel_config", "in tiles"),
+        ([f"{KERNEL}=flash_attention_2", "train.bf16=false"], KERNEL, "16 bits"),
+        (["train.torch_compile_backend=eager", INDUCTOR], "train.torch_compile_backend", "is not read"),
+    ],
+    (TINY, 4): [
+        # --- what a distribution does not carry
+        ([SP], "parallelism_config_sp_size", "Ulysses, which is not carried here"),
+        ([SP, DDP, WITHOUT], "parallelism_config_sp_size", "Ulysses, which is not carried here"),
+        ([SP, *ZERO], "parallelism_config_sp_size", "Ulysses, which is not carried here"),
+        ([TP, DDP, WITHOUT], "parallelism_config_tp_size", "only FSDP2 is combined with it here"),
+        ([TP, BASE_4BIT], "quantization_config", "quantised weights are not split over tp"),
+        ([BASE_4BIT], "bnb_4bit_quant_storage", "FSDP2 would keep the whole base on every rank"),
+        ([TP, "lora.modules_to_save=[norm]"], "modules_to_save", "whole modules are not trained beside an adapter"),
+        ([TP, "lora.target_modules=[q_proj, embed_tokens]"], "target_modules", "embed_tokens takes no adapter"),
+        ([TP, "lora.target_modules='.*(q_proj|embed_tokens)'"], "target_modules", "embed_tokens takes no adapter"),
+        ([TP, "lora.target_modules='(q_proj'"], "target_modules", "is not a regular expression"),
+        ([TP, "train.torch_compile=true"], "torch_compile", "not proved together with tensor parallelism"),
+        ([TP.replace("=2", "=4")], "tp_size", "4 does not divide num_key_value_heads, 2"),
+        ([CP, NOT_PACKED, EAGER], "attn_implementation", "has an attention of its own"),
+        ([CP, NOT_PACKED, "train.label_smoothing_factor=0.1"], "label_smoothing_factor", "smooths unshifted labels"),
+        ([CP, NOT_PACKED, "train.padding_free=true"], "padding_free", "joins the sequences of a batch"),
+        ([CP], "packing", "drops what keeps packed conversations apart"),
+        ([CP, NOT_PACKED, "train.eval_packing=true"], "packing", "drops what keeps packed conversations apart"),
+        ([WITHOUT, "accelerate.distributed_type=NO"], "distributed_type", "NO starts one process; there are 4 ranks"),
+        (["train.fp16=true"], "train.fp16", "its loss scale makes steps that are not finite"),
+        (["train.fp16=true", "train.bf16=false"], "train.fp16", "its loss scale makes steps that are not finite"),
+        ([TP, "train.average_tokens_across_devices=false"], "average_tokens", "the mean over the tokens of all ranks"),
+    ],
+    (REFERENCE, None): [
+        # --- Megatron and quantisation
+        (["megatron.virtual_pipeline_model_parallel_size=2"], "megatron", "there is no pipeline"),
+        (["megatron.sequence_parallel=true"], "megatron", "tensor_model_parallel_size is 1"),
+        (["megatron.context_parallel_size=2", "train.max_length=2046"], "megatron", "not a multiple of 4"),
+        (["megatron.tensor_model_parallel_sise=2"], "megatron", "did you mean tensor_model_parallel_size?"),
+        (["megatron.fp8=e5m2"], "megatron.fp8", "e4m3"),
+        ([f"{QUANTIZED}=nf4"], QUANTIZED, "not a mapping"),
+        ([f"{QUANTIZED}={{quant_method: bitsandbyte}}"], f"{QUANTIZED}.quant_method", "did you mean bitsandbytes?"),
+        ([f"{QUANTIZED}={{load_in_4bit: true, load_in_8bit: true}}"], QUANTIZED, "one of"),
+        ([f"{QUANTIZED}={{load_in_4bit: 1}}"], f"{QUANTIZED}.load_in_4bit", "is not one of true, false"),
+        ([f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_typ: nf4}}"], f"{QUANTIZED}.bnb_4bit_quant_typ", "4bit_quant"),
+        ([f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_type: int4}}"], f"{QUANTIZED}.bnb_4bit_quant_type", "nf4"),
+        ([BASE_4BIT, "lora=null"], QUANTIZED, "cannot be trained"),
+        ([OFF, f"{OWN}.ratio=0.5", f"train.{OWN}_kwargs={{every_n_layers: 2}}"], "every_n_layers", "twice"),
+        ([OFF, f"{OWN}.ratio=1.5"], f"{OWN}.ratio", "less than"),
+        # --- files beside the recipe: the file has no such line
+        (["accelerate.fsdp_config.fsdp_verson=1"], "accelerate.fsdp_config.fsdp_verson", "did you mean fsdp_version?"),
+        (["accelerate.fsdp_config.fsdp_use_orig_params=true"], "fsdp_use_orig_params", "no meaning"),
+        (["accelerate.num_processes=8"], "accelerate.num_processes", "derived"),
+        (["accelerate.distributed_type=FSDP2"], "accelerate.distributed_type", "did you mean FSDP?"),
+        ([f"{MESH}_tp_size=3"], "accelerate.parallelism_config", "does not divide"),
+        ([f"{MESH}_dp_replicate_size=3"], "accelerate.parallelism_config", "does not divide"),
+        ([f"{MESH}_dp_replicate_size=16"], "accelerate.parallelism_config", "none left to shard over"),
+        ([f"{MESH}_dp_shard_size=1"], "accelerate.parallelism_config", "its sizes make 1 ranks; there are 16"),
+        ([f"{MESH}_dp_shard_size=1", f"{MESH}_tp_size=16"], "parallelism_config", "FSDP has no ranks to shard over"),
+        (["deepspeed.zero_optimization.stage=3"], "deepspeed.zero_optimization.stage", "no DeepSpeed file"),
+        (["accelerate=accelerate-fsdp1.yaml", "data.language=null", *PAIRS], "distributed_type", "no reference model"),
+    ],
+    # What accelerate says about a stated mesh it says on the nodes, once the base is loaded (parallelism_config.py:325 and on).
+    ("llama70b-tp-fsdp2", None): [
+        ([f"{MESH}_dp_shard_size=4"], "parallelism_config", "its sizes make 32 ranks; there are 64"),
+        (PAIRS, "parallelism_config_tp_size", "computed by one rank"),
+    ],
+    ("llama8b-longcontext-32k", None): [
+        ([f"{MESH}_dp_shard_size=1", f"{MESH}_dp_replicate_size=2"], "parallelism_config", "FSDP has no ranks to shard over"),
+        (PAIRS, "parallelism_config_cp_size", "computed by one rank"),
+    ],
+    ("llama70b-zero3-offload", None): [(PAIRS, "distributed_type", "no reference model")],
+    ("llama70b-megatron", None): [(PAIRS, "trainer", "supervised fine-tuning alone")],
+}  # fmt: skip
+"""By recipe and ranks: overrides, the key that is named (its end), and words."""
+
+
+@pytest.mark.parametrize(("recipe", "ranks"), CASES)
+def test_what_cannot_be_is_refused(recipe: str, ranks: int | None) -> None:
+    """Each with a sentence of its own; without the check the job would fail on its nodes, or train something else."""
+    for words, key, says in CASES[recipe, ranks]:
+        found = refused(*words, recipe=recipe, ranks=ranks)
+        assert any(key in name and says in text for name, text in found.items()), (words, found)
+
+
+@pytest.mark.parametrize("given", [[TP], [CP, NOT_PACKED], [TP, "lora=null"], []])
+def test_what_the_stack_carries_resolves(given: list[str]) -> None:
+    """The guards let through what trains."""
+    assert resolve(TINY, given, ranks=4).world_size == 4
+
+
+@pytest.mark.parametrize("file", ["accelerate.yaml", "accelerate-fsdp1.yaml"])
+def test_fsdp_shards_no_quantisation_but_4_bits(file: str) -> None:
+    """float8 is a floating type: FSDP2 casts it as it gathers, and the layer multiplies what has lost its scales."""
+    for name in ("fp8", "fbgemm_fp8", "mxfp4", "gptq", "awq", "torchao", ""):
+        words = f"{QUANTIZED}={{{f'quant_method: {name}' if name else 'load_in_8bit: true'}}}"
+        message = "".join(refused(words, f"accelerate={file}", ranks=4).values())
+        assert QUANTIZED in message and "FSDP would gather such weights without their scales" in message
+        assert "FSDP would gather" not in "".join(
+            refused(words, f"accelerate={file}", "accelerate.no_such=1", DDP, ranks=4).values()
+        )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("accelerate=accelerate.yaml",), ("accelerate=accelerate-fsdp1.yaml",),
+        *((*ZERO[:2], f"accelerate.deepspeed_config.zero_stage={stage}") for stage in (1, 2, 3)),
+    ],
+)  # fmt: skip
+def test_packed_weights_that_bf16_would_round_are_refused(given: tuple[str, ...]) -> None:
+    """FSDP and DeepSpeed cast floating weights to bfloat16, and four packed values in a float16 are other values then."""
+    for storage, dtype in itertools.product(("float16", "float32"), ("bfloat16", "float32")):
+        message = "".join(
+            refused(FOUR % storage, f"train.model_init_kwargs.dtype={dtype}", "train.bf16=true", *given, ranks=4).values()
+        )
+        assert f"{QUANTIZED}.bnb_4bit_quant_storage: {storage}" in message and "bnb_4bit_quant_storage: bfloat16" in message
+        assert "write bnb_4bit_quant_storage: float" not in message
+
+
+def test_a_quantised_base_that_is_taken() -> None:
+    """Without mixed precision, and where each rank has the model for itself; FSDP2 splits floating types only, FSDP1 one type,
+    ZeRO-3 bitsandbytes' 4 bits. Followed, the advice resolves."""
+    one = ["accelerate.distributed_type=NO", WITHOUT, "accelerate.parallelism_config=null"]
+    assert resolve(TINY, one, ranks=1).world_size == 1
+    for storage in ("uint8", "bfloat16", "float16", "float32"):
+        assert resolve(TINY, [FOUR % storage, "train.bf16=true", *one], ranks=1).world_size == 1
+        if storage != "uint8":
+            assert resolve(TINY, [FOUR % storage, "train.bf16=false"], ranks=4).world_size == 4
+    four, dtype = FOUR % "bfloat16", "train.model_init_kwargs.dtype"
+    assert resolve(TINY, [four, f"{dtype}=bfloat16"], ranks=4).world_size == 4
+    fsdp1 = [four, "accelerate=accelerate-fsdp1.yaml", "train.bf16=true"]
+    wanted = "write bnb_4bit_quant_storage: bfloat16, and model_init_kwargs: {dtype: bfloat16}"
+    assert wanted in "".join(refused(*fsdp1, f"{dtype}=float32", ranks=4).values())
+    assert resolve(TINY, [*fsdp1, f"{dtype}=bfloat16"], ranks=4).world_size == 4
+    for words in ("quant_method: fp8", "load_in_8bit: true"):
+        message = "".join(
+            refused(f"{QUANTIZED}={{{words}}}", *ZERO[:2], "accelerate.deepspeed_config.zero_stage=3", ranks=4).values()
+        )
+        assert "ZeRO-3 would gather" in message
+
+
+STATES = ("qwen3_next", "falcon_h1", "bamba", "mamba2", "jamba", "lfm2", "minimax", "recurrent_gemma", "rwkv")
+
+
+def look(architecture: dict[str, Any], *, length: Any = 64, **sizes: int) -> list[str]:
+    accelerate = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "parallelism_config": {}}
+    for axis, size in sizes.items():
+        accelerate["parallelism_config"][f"parallelism_config_{axis}_size"] = size  # type: ignore[index]
+    train = {} if length is ... else {"max_length": length}
+    return [message for _, message, _ in checks.check_strategy(train, {}, accelerate, architecture)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "expected"),
+    [
+        ({"model_type": "gpt2"}, {"tp": 2}, "transformers has no tensor-parallel plan for gpt2"),
+        ({"model_type": "deepseek_v2"}, {"tp": 2}, "which is not carried out here"),
+        ({"model_type": "mixtral", "num_local_experts": 3}, {"tp": 2}, "2 does not divide num_local_experts, 3"),
+        ({"intermediate_size": 33}, {"tp": 2}, "2 does not divide intermediate_size, 33"),
+        ({"model_type": "mistral", "sliding_window": 32}, {"cp": 2}, "attends to 32 tokens back and max_length is 64"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, {"cp": 2}, "layers of linear_attention"),
+        ({"model_type": "llama4_text", "attention_chunk_size": 32}, {"cp": 2}, "attends to 32 tokens back"),
+        ({"model_type": "olmo3", "sliding_window": 32}, {"cp": 2}, "attends to 32 tokens back"),
+        ({"model_type": "gpt_oss", "num_local_experts": 2}, {"cp": 2}, "without scaled_dot_product_attention"),
+        ({"model_type": "falcon", "alibi": True}, {"cp": 2}, "alibi: true, a mask"),
+        *(({"model_type": kind}, {"cp": 2}, f"layers of {kind} hand on a state") for kind in STATES),
+    ],
+)
+def test_the_model_decides_too(changes: dict[str, Any], sizes: dict[str, int], expected: str) -> None:
+    """The same by the architecture alone; the model itself without the change is carried."""
+    assert look(TINY_LLAMA, **sizes) == []
+    assert any(expected in message for message in look({**TINY_LLAMA, **changes}, **sizes))
+
+
+def test_windows_and_lengths() -> None:
+    """A window that the description leaves out is the configuration class's, 4096 tokens; a length that is not said is the
+    trainer's, 1024; without any cut no window is wide enough, and one that no sequence leaves is no obstacle."""
+    for kind in ("gemma3_text", "mistral", "cohere2", "olmo3", "exaone4"):
+        long = look({**TINY_LLAMA, "model_type": kind}, length=8192, cp=2)
+        assert any("attends to 4096 tokens back and max_length is 8192" in message for message in long)
+        assert look({**TINY_LLAMA, "model_type": kind}, length=4096, cp=2) == []
+    mistral = {**TINY_LLAMA, "model_type": "mistral"}
+    assert look({**mistral, "sliding_window": 1024}, length=..., cp=2) == []
+    assert "max_length is 1024" in look({**mistral, "sliding_window": 1023}, length=..., cp=2)[0]
+    assert "max_length is None" in look(mistral, length=None, cp=2)[0]
+    assert look({**mistral, "sliding_window": 64}, cp=2) == []
+    for more in (
+        {"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": False},
+        {"model_type": "llama4_text", "attention_chunk_size": 64},
+        {"model_type": "gemma3_text", "sliding_window": 32, "layer_types": ["full_attention", "full_attention"]},
+    ):
+        assert look({**TINY_LLAMA, **more}, cp=2) == []
+
+
+def test_the_styles_are_those_that_the_training_carries_out() -> None:
+    """One list is the other's check: a style added to one alone would be refused here or fail there."""
+    from clustertune.training import tensor
+
+    assert set(tensor.STYLES) == checks.TP_STYLES
+    assert {tensor.EXPERTS, tensor.EXPERT_WEIGHTS} == checks.EP_STYLES
+    dense, experts = model_facts("mixtral")["tp"], model_facts("mixtral")["ep"]
+    assert dense["layers.*.self_attn.q_proj"] == "colwise" and experts["layers.*.mlp.experts"] == "ep_dispatch_experts"
+
+
+# --- which layers are recomputed, and how kernels are told -----------------------------------------------------------------
+
+
+def test_every_problem_of_the_section_is_told_at_once() -> None:
+    """A person fixes a file once, not once for each mistake in it."""
+    words = ["activation_checkpointing.save=[matmul,matmul,every_second_matmul]", "activation_checkpointing.ratio=0"]
+    with pytest.raises(UserError) as caught:
+        resolve(TINY, [*words, "train.activation_checkpointing=true"])
+    assert len(caught.value.problems) == 5
+
+
+def test_what_is_taken() -> None:
+    """``save`` alone means all layers; a recipe without it keeps its fingerprint, and with it its run folder."""
+    found = resolve(TINY, [OFF, SAVE])
+    assert found.recipe.activation_checkpointing is not None and found.recipe.activation_checkpointing.ratio == 1
+    assert found.train_args["activation_checkpointing"] is True
+    reason = next(item.reason for item in found.derived if item.key == "train.activation_checkpointing")
+    assert "4 of 4 layers; of them attention, every_second_matmul kept" in reason
+    ratio = [OFF, "activation_checkpointing.ratio=0.5"]
+    assert resolve(TINY, ratio).fingerprint() != resolve(TINY, [*ratio, SAVE]).fingerprint()
+    assert resolve(TINY, ratio).fingerprint() == resolve(TINY, [*ratio, "activation_checkpointing.save=null"]).fingerprint()
+    resolve(TINY, ["train.torch_compile=true", INDUCTOR])
+
+
+def test_a_model_that_liger_does_not_know_is_told(tmp_path: Path) -> None:
+    """transformers trains such a model without the kernels, and says so in the log only."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for path in (REPO / "recipes" / TINY).iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    body = json.loads((folder / "model.json").read_text())
+    (folder / "model.json").write_text(json.dumps(body | {"model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"]}))
+    with pytest.raises(UserError) as caught:
+        resolve(str(folder), ["train.use_liger_kernel=true"])
+    assert any("Liger has no kernels for ernie4_5" in problem.message for problem in caught.value.problems)
+    resolve(TINY, ["train.use_liger_kernel=true"])
+
+
+@pytest.mark.parametrize(
+    ("train", "dynamo", "expected"),
+    [
+        ({}, {}, (False, False)), ({"torch_compile": True}, {}, (True, False)),
+        ({"torch_compile_mode": "max-autotune"}, {}, (True, False)), ({}, {"dynamo_backend": "NO"}, (False, False)),
+        ({}, {"dynamo_backend": "INDUCTOR"}, (True, False)),
+        ({}, {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}, (True, True)),
+        ({"torch_compile": True}, {"use_regional_compilation": True}, (True, True)),
+        ({}, {"dynamo_use_regional_compilation": True}, (False, False)),
+    ],
+)  # fmt: skip
+def test_whether_and_how_a_model_is_compiled(train: dict[str, Any], dynamo: dict[str, Any], expected: tuple[bool, ...]) -> None:
+    """Both homes of the native key are read as the Trainer and accelerate read them."""
+    found = replace(resolve(TINY), train_args=train, accelerate={"dynamo_config": dynamo})
+    assert (found.distribution.compiled, found.distribution.compiled_by_layer) == expected
+    warnings = " ".join(kernels.warnings(found.distribution))
+    assert ("as a whole" in warnings) == (expected == (True, False)), "a start of minutes"
+
+
+def test_a_wrapper_that_keeps_layers_from_the_compiler_is_told() -> None:
+    """Found by torch's log of graph breaks, and by dropout that draws what it draws uncompiled: docs/results/dropout.md."""
+    for words, expected in (([], True), ([OFF, "activation_checkpointing.ratio=0.5"], False), ([OFF], False)):
+        spread = replace(resolve(TINY, words).distribution, compiled=True, compiled_by_layer=True)
+        warnings = " ".join(kernels.warnings(spread))
+        assert ("leaves the layers uncompiled" in warnings) == expected
+
+
+def test_packages_are_asked_for_where_there_are_gpus_only() -> None:
+    """A laptop trains with sdpa and without Liger, and needs neither package."""
+    train = {"use_liger_kernel": True, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
+    assert not list(kernels.needed(train, gpus=False))
+    found = {key: packages for key, _, packages in kernels.needed(train, gpus=True)}
+    assert found["train.use_liger_kernel"] == ("liger-kernel",)
+    assert found["train.model_init_kwargs.attn_implementation"] == ("flash-attn", "kernels")
+
+
+def test_a_ratio_says_alone_which_layers_are_recomputed() -> None:
+    resolved = resolve(REFERENCE, [f"{OWN}.ratio=0.5", OFF])
+    assert resolved.train_args[OWN] is True
+    assert resolve(REFERENCE, [f"{OWN}.ratio=0", OFF]).train_args[OWN] is False
+    values = show.as_json(resolved)["values"]
+    assert values[f"{OWN}.ratio"] == {"value": 0.5, "origin": "override"}
+    assert "63 of 126 layers" in values[f"train.{OWN}"]["origin"]
+
+
+def test_the_chosen_layers_are_spread_evenly() -> None:
+    """As transformers' every_n_layers chooses them where the ratio is 1 / n; gaps differ by one at most."""
+    known: dict[tuple[float, int], tuple[int, ...]] = {(0, 4): (), (1, 4): (0, 1, 2, 3), (0.5, 8): (0, 2, 4, 6)}
+    known |= {(0.25, 8): (0, 4), (0.5, 2): (0,), (0.1, 10): (0,)}
+    assert {given: recomputed_layers(*given) for given in known} == known
+    for layers, tenths in itertools.product((1, 2, 7, 32, 126), range(1, 10)):
+        gaps = [after - before for before, after in itertools.pairwise((*recomputed_layers(tenths / 10, layers), layers))]
+        assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_recipes_without_these_sections_keep_their_fingerprint() -> None:
+    """It names the run folder: a new release must find the runs of the last."""
+    plain = resolve(REFERENCE)
+    assert plain.fingerprint() == resolve(REFERENCE, ["activation_checkpointing=null", "megatron=null"]).fingerprint()
+    assert plain.fingerprint() != resolve(REFERENCE, ["megatron.tensor_model_parallel_size=8"]).fingerprint()
+
+
+def test_every_size_that_does_not_divide_is_told_at_once() -> None:
+    words = [
+        "megatron.tensor_model_parallel_size=3", "megatron.pipeline_model_parallel_size=4",
+        "megatron.virtual_pipeline_model_parallel_size=2", "megatron.expert_model_parallel_size=2",
+        "megatron.sequence_parallel=true", "train.activation_checkpointing=true",
+    ]  # fmt: skip
+    text = "".join(refused(*words, recipe=REFERENCE).values())
+    for says in (
+        "does not divide 16 ranks", "126 layers are not a multiple of 8 stages", "128 num_attention_heads",
+        "8 num_key_value_heads", "intermediate_size 53248", "the model has no experts", "not a multiple of 3",
+        "Megatron does not read it",
+    ):  # fmt: skip
+        assert says in text, text
+
+
+def test_a_megatron_recipe_needs_no_accelerate_file(recipes: Path) -> None:
+    folder = recipes / REFERENCE
+    (folder / "accelerate.yaml").unlink()
+    words = ["megatron.tensor_model_parallel_size=8", "megatron.pipeline_model_parallel_size=2"]
+    resolved = resolve(folder, words)
+    assert (resolved.data_parallel_size, resolved.train_args["gradient_accumulation_steps"]) == (1, 32)
+    assert show.as_json(resolved)["values"]["megatron.pipeline_model_parallel_size"]["value"] == 2
+
+
+@pytest.mark.parametrize("command", [["run", "--dry-run"], ["sky"]])
+def test_only_slurms_launcher_starts_it(command: list[str], tmp_path: Path) -> None:
+    """The others know one image, and it is not NVIDIA's: tests/megatron/test_submit.py has the one that does."""
+    done = run(command[0], REFERENCE, "megatron.tensor_model_parallel_size=8", *command[1:], cwd=tmp_path)
+    assert done.code == 2 and NOT_STARTED in done.err and not list(tmp_path.iterdir())
+
+
+# --- values that mean what they say --------------------------------------------------------------------------------------
+
+REFUSED = (
+    "lora.rank_pattern={zzz: 4}", "lora.rank_pattern={q_proj: 4.5}", "lora.rank_pattern={q_proj: 0}",
+    "lora.rank_pattern={'(': 4}", "lora.alpha_pattern={zzz: 4}", "lora.alpha_pattern={q_proj: -1}", "train.warmup_steps=20",
+    "data.eval_fraction=0.999999", "train.adam_epsilon=10", "train.optim_args=foo=bar", "train.optim_args=foo",
+    "train.lr_scheduler_kwargs={foo: 1}", "train.log_level=zzz", "train.model_init_kwargs=sdpa",
+    "accelerate.dynamo_config.dynamo_backend=zzz", "accelerate.deepspeed_config.deepspeed_multinode_launcher=true",
+    "slurm.time=00:00:00", "slurm.time='0'", "slurm.time=01:60:00", "slurm.time=1-24", "slurm.time=999-00:00:00",
+)  # fmt: skip
+TAKEN = (
+    "lora.rank_pattern={q_proj: 4}", "lora.rank_pattern={'layers.[01].self_attn.q_proj': 4}",
+    "lora.alpha_pattern={self_attn.v_proj: 0.5}", "train.warmup_steps=10", "train.warmup_steps=0.5",
+    "train.lr_scheduler_kwargs={num_cycles: 0.5}", "train.log_level=warning",
+    "accelerate.dynamo_config.dynamo_backend=INDUCTOR", "accelerate.dynamo_config.dynamo_backend=no", "slurm.time='90'",
+    "slurm.time=36:00:00", "slurm.time=2-12",
+)  # fmt: skip
+
+
+def test_refused_with_its_key_or_taken() -> None:
+    for override in REFUSED:
+        with pytest.raises(UserError) as raised:
+            resolve("tiny-oasst2", ["train.max_steps=10", override])
+        assert {problem.key for problem in raised.value.problems} == {override.split("=", 1)[0]}
+    for override in TAKEN:
+        resolve("tiny-oasst2", ["train.max_steps=10", override])
+
+
+def test_arguments_belong_to_their_optimizer_and_schedule() -> None:
+    for taken in (
+        ["train.optim=sgd", "train.optim_args='momentum=0.9, nesterov=true'"],
+        ["train.optim=rmsprop_bnb", "train.optim_args=anything=1"],
+        ["train.lr_scheduler_type=cosine_with_min_lr", "train.lr_scheduler_kwargs={min_lr_rate: 0.1}"],
+    ):
+        resolve("tiny-oasst2", taken)
+    for refused in (
+        ["train.optim=sgd", "train.optim_args=betas=0.9"],
+        ["train.lr_scheduler_type=linear", "train.lr_scheduler_kwargs={num_cycles: 1}"],
+    ):
+        with pytest.raises(UserError):
+            resolve("tiny-oasst2", refused)
+
+
+def test_a_dropout_that_hides_the_input_is_warned_of() -> None:
+    assert any("lora_dropout" in text for text in resolve("tiny-oasst2", ["lora.lora_dropout=0.999"]).warnings)
+    assert not any("lora_dropout" in text for text in resolve("tiny-oasst2", ["lora.lora_dropout=0.1"]).warnings)
+
+
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_a_base_of_other_sizes_is_refused(tmp_path: Path, part: str | None) -> None:
+    resolved = resolve("tiny-oasst2")
+    for hidden in (resolved.architecture["hidden_size"], 4096):
+        sizes = {"hidden_size": hidden, "vocab_size": resolved.architecture["vocab_size"]}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **({part: sizes} if part else sizes)}))
+        if hidden == 4096:
+            with pytest.raises(UserError) as raised:
+                base_model.check(str(tmp_path), None, resolved)
+            assert "4096" in str(raised.value) and "model.json" in str(raised.value)
+        else:
+            base_model.check(str(tmp_path), None, resolved)
+
+
+def test_a_base_that_lies_here_is_compared_before_the_queue(tmp_path: Path) -> None:
+    recipes, base = tmp_path / "recipes", tmp_path / "base"
+    for name in ("_base", "tiny-oasst2"):
+        shutil.copytree(REPO / "recipes" / name, recipes / name)
+    recipe = recipes / "tiny-oasst2" / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("weights: random", f"path: {base}"))
+    base.mkdir()
+    config = json.loads((recipes / "tiny-oasst2" / "model.json").read_text())
+    (base / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"<pad>": 0, "<eos>": 1}}}))
+    (base / "model.safetensors").write_bytes(bytes(8))
+    right = ["train.pad_token=<pad>", "train.eos_token=<eos>"]
+    for change, given, key in (
+        ({}, right, None),
+        ({"num_hidden_layers": 5}, right, "model.json"),
+        ({}, ["train.pad_token=<zzz>"], "train.pad_token"),
+        ({}, ["train.eos_token=<zzz>"], "train.eos_token"),
+    ):
+        (base / "config.json").write_text(json.dumps(config | change))
+        done = run("submit", recipe.parent, "--dry-run", *given)
+        assert (done.code, key is None or key in done.err) == (2 if key else 0, True), done.err
+
+
+def test_a_warmup_that_outlasts_the_epochs_is_warned_of() -> None:
+    for steps, warned in ((100_000, True), (0.03, False), (10, False)):
+        done = run("submit", "llama8b-lima", "--cluster", "dgx-h100", "--dry-run", f"train.warmup_steps={steps}")
+        assert ("train.warmup_steps" in done.err) is warned, done.err
+
+
+def test_scores_of_tasks_that_are_not_evaluated() -> None:
+    """A mistyped task or metric; the parts of a group and tasks of other names are lm-eval's to know."""
+    for override, message in (
+        ("eval.pass_mark={ifevla: {prompt_level_strict_acc: 0.5}}", "did you mean ifeval"),
+        ("eval.pass_mark={ifeval: {prompt_strict_acc: 0.5, x: 0.5}}", "no such metric"),
+        ("expect.tasks={ifeval: {prompt_level_strct_acc: 0.5}}", "did you mean prompt_level_strict_acc"),
+    ):
+        with pytest.raises(UserError, match=message):
+            resolve("tiny-oasst2", [override])
+    resolve("tiny-oasst2", ["eval.tasks=[mmlu]", "eval.pass_mark={mmlu_law: {acc: 0.5}, gsm8k: {exact_match: 0.5}}"])
+
+
+# --- preferences -----------------------------------------------------------------------------------------------------------
+
+OF_DPO = {
+    "packing": "true", "completion_only_loss": "true", "padding_free": "true", "precompute_ref_log_probs": "true",
+    "sync_ref_model": "true", "label_smoothing_factor": "0.1", "truncation_mode": "keep_end", "loss_type": "[sigmoids]",
+    "loss_weights": "[1.0, 0.5]", "f_divergence_type": "kl", "beta": "0", "ld_alpha": "1.5",
+}  # fmt: skip
+"""Key of ``train`` -> value."""
+TOGETHER = {"label_smoothing": ["loss_type=[exo_pair]"], "use_weighting": ["use_weighting=true", "loss_type=[aot]"]}
+
+
+def test_what_trl_refuses_in_a_rank_is_refused_before() -> None:
+    for key, words in {**{key: [f"{key}={value}"] for key, value in OF_DPO.items()}, **TOGETHER}.items():
+        with pytest.raises(UserError) as caught:
+            resolve("tiny-dpo", [f"train.{word}" for word in words])
+        assert [problem.key for problem in caught.value.problems] == [f"train.{key}"]
+
+
+def test_rows_and_trainer_fit_together() -> None:
+    for recipe, given in (
+        ("tiny-dpo", "trainer=sft"), ("tiny-dpo", "data.format=messages"), ("tiny-oasst2", "data.format=preference"),
+    ):  # fmt: skip
+        with pytest.raises(UserError) as caught:
+            resolve(recipe, [given])
+        assert "data.format" in {problem.key for problem in caught.value.problems}
+
+
+def test_each_loss_of_trl_is_taken() -> None:
+    for loss in facts("trl")["dpo"]["loss_type"]:
+        smoothed = ["train.label_smoothing=0.01"] if loss == "exo_pair" else []
+        assert resolve("tiny-dpo", [f"train.loss_type=[{loss}]", *smoothed]).train_args["loss_type"] == [loss]
+    with pytest.raises(UserError, match="aot_unpaired"):
+        resolve("tiny-dpo", ["train.loss_type=[aot_unpaired]", "train.f_divergence_type=forward_kl"])
+
+
+def test_it_is_recorded_and_another_run() -> None:
+    """The same keys under the other trainer would resume from its checkpoints."""
+    made = resolve("tiny-dpo")
+    again = Resolved.from_dict(json.loads(json.dumps(made.as_dict())))
+    assert again.is_dpo and again.fingerprint() == made.fingerprint()
+    other = made.as_dict()
+    other["recipe"]["trainer"] = "sft"
+    assert Resolved.from_dict(other).fingerprint() != made.fingerprint()
+    assert any("lora_dropout" in text for text in resolve("tiny-dpo", ["train.disable_dropout=true"]).warnings)
+    assert not any("lora_dropout" in text for text in made.warnings)
+
+
+def test_the_plan_counts_both_answers_and_the_reference() -> None:
+    """Of full training a second model in the type that it is loaded in, sharded; of LoRA none, and a second forward pass."""
+
+    def plan(*more: str) -> dict[str, float]:
+        words = ("slurm.nodes=4", "train.per_device_train_batch_size=1", "accelerate.fsdp_config.fsdp_offload_params=false")
+        done = run("plan", "llama70b-fsdp2", *words, *more, "--gpus", "4x8xh200-sxm", "--json")
+        assert done.code == 0, done.err
+        body = json.loads(done.out)
+        return {**body["memory_parts_gib"], "compute": body["step_parts_s"]["compute"], "tokens": body["prepare_tokens"]}
+
+    one, pairs = plan("train.packing=false"), plan(*PAIRS)
+    assert pairs["tokens"] == 2 * one["tokens"]
+    # float32 (nothing else is said there) over 32 ranks, and the head that stays gathered.
+    assert "reference" not in one and 70.6e9 * 4 / 32 / 2**30 < pairs["reference"] < 1.3 * 70.6e9 * 4 / 32 / 2**30
+    # A forward pass of three beside backward and recomputation: 5 of each of two sequences for 4 of one.
+    assert 2.2 < pairs["compute"] / one["compute"] < 3
+    lora = ["lora={target_modules: [q_proj]}", "train.model_init_kwargs.dtype=bfloat16"]
+    adapter, alone = plan(*PAIRS, *lora), plan("train.packing=false", *lora)
+    assert "reference" not in adapter and 2.2 < adapter["compute"] / alone["compute"] < 3.2
+
+
+def test_a_benchmark_is_refused(tmp_path: Path) -> None:
+    done = run("bench", str(REPO / "recipes" / "tiny-dpo"), "--steps", "2", "--out", tmp_path / "out")
+    assert done.code == 2 and "trainer" in done.err

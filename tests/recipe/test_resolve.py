@@ -1,0 +1,269 @@
+"""Layers, overrides, derivation, and the object that the stages of a run read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clustertune.errors import UserError
+from clustertune.resolve.resolve import accumulation, resolve
+from clustertune.resolve.resolved import Resolved
+from tests.launch.machines import OURS, RECIPES
+
+Refuse = Callable[..., list[Any]]
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_folder_is_covered(name: str) -> None:
+    """As it stands and, where our own program trains it, tiny: nothing of it is lost on the way to the ranks."""
+    for tiny in (False, True) if name in OURS else (False,):
+        resolved = resolve(name, tiny=tiny)
+        assert Resolved.from_dict(json.loads(json.dumps(resolved.as_dict()))) == resolved
+
+
+def test_the_ways_to_name_a_recipe(repo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = repo / "recipes" / "tiny-oasst2"
+    expected = resolve(folder)
+    monkeypatch.chdir(tmp_path)
+    for given_name in ("tiny-oasst2", "recipes/tiny-oasst2", str(folder), folder / "recipe.yaml", f"{folder}/"):
+        assert resolve(given_name) == expected
+    monkeypatch.chdir(folder)
+    assert resolve(".") == expected
+    assert resolve("recipe.yaml") == expected
+
+
+def test_layers_and_origins(recipes: Path) -> None:
+    resolved = resolve(recipes / "tiny-oasst2", ["train.learning_rate=1e-4", "lora.r=4"])
+    assert resolved.train_args["learning_rate"] == 1e-4
+    assert resolved.origins["train.learning_rate"] == "override"
+    assert resolved.origins["train.optim"] == "base sft-lora"
+    assert resolved.origins["train.global_batch_size"] == "recipe"
+    assert resolved.origins["data.eval_fraction"] == "default"
+    assert resolved.recipe.lora is not None and resolved.recipe.lora["r"] == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("train.learning_rate=1e-4", ("train", "learning_rate"), 1e-4), ("lora=null", ("lora",), None),
+        ("lora.r=4 lora.r=8", ("lora", "r"), 8), ("lora=null lora.r=8 lora.target_modules=all-linear", ("lora", "r"), 8),
+        ("lora.target_modules=[q_proj, v_proj]", ("lora", "target_modules"), ["q_proj", "v_proj"]),
+        ("data.input=/data/a b.jsonl", ("data", "input"), "/data/a b.jsonl"),
+        ("data={name: d, input: x.jsonl, format: alpaca, language: null}", ("data", "format"), "alpaca"),
+        ("train.report_to=none", ("train", "report_to"), "none"), ("train.eval_strategy=no", ("train", "eval_strategy"), "no"),
+        ("slurm.time=2-00:00:00", ("slurm", "time"), "2-00:00:00"),
+        ("train.model_init_kwargs.attn_implementation=eager", ("train", "model_init_kwargs"), {"attn_implementation": "eager"}),
+    ],
+)  # fmt: skip
+def test_overrides_are_typed_as_in_a_recipe(override: str, path: tuple[str, ...], value: Any) -> None:
+    words = override.split(" ") if override.startswith("lora") and "[" not in override else [override]
+    body = resolve("tiny-oasst2", words).recipe.model_dump()
+    for key in path:
+        body = body[key]
+    assert body == value
+
+
+def test_what_is_no_override(refused: Refuse) -> None:
+    for text in ("train", "=3", "train.=3", "train..seed=3", "a b=3", "../x=3", "train.seed", "-x=1"):
+        problem = refused("tiny-oasst2", [text])[0]
+        assert problem.file == "command line" and "section.key=value" in problem.fix
+    for text in ("train.seed=[1", "train.seed='x", "train.seed=3\nmodel: x", "train.seed={a: &b 1, c: *b}"):
+        problem = refused("tiny-oasst2", [text])[0]
+        assert (problem.file, problem.key) == ("command line", "train.seed")
+    for ranks in (0, -1, 10**9):
+        assert refused("tiny-oasst2", ranks=ranks)[0].key == "ranks"
+
+
+def test_what_does_not_divide_names_the_nearest(refused: Refuse) -> None:
+    for ranks, micro, batches, more in (
+        (3, 1, "30 or 33", "use 2 or 4 ranks"), (64, 1, "write 64", "use 32 ranks"), (16, 3, "write 48", "that divides 32"),
+    ):  # fmt: skip
+        found = refused("llama405b-oasst2", [f"train.per_device_train_batch_size={micro}"], ranks=ranks)
+        assert [problem.key for problem in found] == ["train.global_batch_size"]
+        assert batches in found[0].fix and more in found[0].fix
+
+
+@given(batch=st.integers(1, 5000), micro=st.integers(1, 16), ranks=st.integers(1, 600), shared=st.sampled_from([1, 2, 4]))
+def test_accumulation_is_exact_or_its_advice_divides(batch: int, micro: int, ranks: int, shared: int) -> None:
+    world = ranks * shared
+    train = {"global_batch_size": batch, "per_device_train_batch_size": micro}
+    found, problems = accumulation(train, world, ranks)
+    if found is not None:
+        assert problems == [] and found.value * micro * ranks == batch
+        return
+    assert batch % (micro * ranks)
+    fix = problems[0][2] or ""
+    sizes = fix.removeprefix("write ").split(",")[0].split(" or ")
+    assert sizes and all(int(size) % (micro * ranks) == 0 for size in sizes)
+    if " ranks" in fix:
+        for count in fix.split("use ")[1].removesuffix(" ranks").split(" or "):
+            assert int(count) % shared == 0 and batch % (micro * int(count) // shared) == 0
+
+
+def test_activations_are_checkpointed_once(recipes: Path, refused: Refuse) -> None:
+    folder = recipes / "tiny-oasst2"
+    assert resolve(folder).train_args["activation_checkpointing"] is False
+    for key in ("activation_checkpointing", "gradient_checkpointing"):
+        assert refused(folder, [f"train.{key}=true"])[0].key == f"train.{key}"
+        assert resolve(folder, [f"train.{key}=false"]).train_args["activation_checkpointing"] is False
+    edit(folder / "accelerate.yaml", "fsdp_activation_checkpointing: true", "fsdp_activation_checkpointing: false")
+    assert resolve(folder).train_args["activation_checkpointing"] is True  # TRL's default
+    for key in ("activation_checkpointing", "gradient_checkpointing"):
+        args = resolve(folder, [f"train.{key}=false"]).train_args
+        assert args["activation_checkpointing"] is False and "gradient_checkpointing" not in args
+
+
+def test_precision_stands_once(recipes: Path, refused: Refuse) -> None:
+    folder = recipes / "tiny-oasst2"
+    file = folder / "accelerate.yaml"
+    file.write_text(file.read_text() + "mixed_precision: bf16\n")
+    assert refused(folder)[0].key == "mixed_precision"
+    assert resolve(folder, ["train.bf16=true"]).accelerate["mixed_precision"] == "bf16"
+    edit(file, "mixed_precision: bf16", "mixed_precision: no")
+    assert resolve(folder).accelerate["mixed_precision"] is False
+
+
+def test_what_comes_from_the_hub_is_pinned(refused: Refuse) -> None:
+    found = refused("llama405b-oasst2", ["model.revision=null", "data.revision=null"])
+    assert [problem.key for problem in found] == ["model.revision", "data.revision"]
+    assert resolve("llama405b-oasst2", ["model.revision=null", "model.path=/models/405b", "data.revision=null", "data.input=x"])
+    assert refused("llama405b-oasst2", ["model.revision=main"])[0].key == "model.revision"
+    assert refused("tiny-oasst2", ["model.path=/x"])[0].key == "model.path"
+
+
+def test_the_chat_template_is_read_and_counts(recipes: Path, refused: Refuse) -> None:
+    folder = recipes / "tiny-oasst2"
+    assert refused(folder, ["model.chat_template=chat.jinja"])[0].file.endswith("chat.jinja")
+    for name in ("../chat.jinja", "/etc/passwd"):
+        assert refused(folder, [f"model.chat_template={name}"])[0].key == "model.chat_template"
+    (folder / "chat.jinja").write_text("{{ messages }}")
+    resolved = resolve(folder, ["model.chat_template=chat.jinja"])
+    assert resolved.chat_template == "{{ messages }}"
+    (folder / "chat.jinja").write_text("{{ messages | length }}")
+    assert resolve(folder, ["model.chat_template=chat.jinja"]).fingerprint() != resolved.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("override", "changes"),
+    [
+        ("train.learning_rate=1e-4", True), ("train.seed=1", True), ("lora.r=8", True), ("data.language=de", True),
+        ("train.weight_decay=0.3", True),
+        ("accelerate=accelerate-fsdp1.yaml", True), ("lora=null", True),
+        ("train.report_to=none", False), ("expect.eval_loss=1.0", False), ("slurm.time=01:00:00", False),
+        ("eval.limit=3", False), ("train.save_total_limit=9", False),
+    ],
+)  # fmt: skip
+def test_the_fingerprint_follows_what_decides_the_weights(override: str, changes: bool, recipes: Path) -> None:
+    """And not the place of the recipe."""
+    assert (resolve("tiny-oasst2", [override]).fingerprint() != resolve(recipes / "tiny-oasst2").fingerprint()) is changes
+
+
+@pytest.mark.parametrize(
+    ("override", "same"),
+    [
+        ("slurm.nodes=1", True), ("slurm.gpus_per_node=4", True),
+        ("accelerate.parallelism_config={parallelism_config_tp_size: 2}", True),
+        ("train.global_batch_size=64", False), ("train.per_device_train_batch_size=2", False),
+    ],
+)  # fmt: skip
+def test_a_run_is_the_same_on_other_ranks_and_another_mesh(override: str, same: bool) -> None:
+    """Its global batch is not. Former releases counted all of it: :attr:`identities` finds their folders."""
+    other, own = resolve("llama405b-oasst2", [override]), resolve("llama405b-oasst2")
+    assert (other.fingerprint() == own.fingerprint()) is same
+    assert other.identities[1] != own.identities[1] and own.identities[1] != own.fingerprint()
+
+
+def test_the_input_path(recipes: Path, tmp_path: Path) -> None:
+    folder = recipes / "tiny-oasst2"
+    assert "not there on this machine" in resolve(folder).warnings[0]
+    (folder / "conversations.jsonl").write_text("{}")
+    resolved = resolve(folder)
+    assert resolved.inputs == {"data.input": (folder / "conversations.jsonl").resolve()} and resolved.warnings == []
+    assert resolve(folder, [f"data.input={tmp_path}/x.jsonl"]).inputs == {"data.input": tmp_path / "x.jsonl"}
+    assert resolve("llama405b-oasst2").inputs == {}
+
+
+def test_a_base_has_no_base(recipes: Path, refused: Refuse) -> None:
+    base = recipes / "_base" / "sft-lora.yaml"
+    base.write_text("base: other\n" + base.read_text())
+    problem = refused(recipes / "tiny-oasst2")[0]
+    assert problem.key == "base" and problem.file.endswith("_base/sft-lora.yaml:1")
+
+
+def test_of_two_bases_the_last_is_the_stronger(recipes: Path) -> None:
+    for name, rate in (("low", "1.0e-5"), ("high", "3.0e-5")):
+        more = ", weight_decay: 0.3" if name == "low" else ""
+        (recipes / "_base" / f"{name}.yaml").write_text(f"train: {{adam_epsilon: {rate}{more}}}\n")
+    resolved = resolve(recipes / "tiny-oasst2", ["base=[sft-lora,low,high]"])
+    assert resolved.train_args["adam_epsilon"] == 3e-5 and resolved.origins["train.adam_epsilon"] == "base high"
+    assert resolved.train_args["weight_decay"] == 0.3 and resolved.origins["train.weight_decay"] == "base low"
+
+
+def test_what_is_no_name_of_a_base_is_said_once(refused: Refuse) -> None:
+    for base in ("5", "{a: 1}", "[sft-lora, 5]", "../_base/sft-lora", "[[sft-lora]]"):
+        (problem,) = refused("tiny-oasst2", [f"base={base}"])
+        assert problem.key == "base" and "or a list of such names" in problem.message
+    (problem,) = refused("tiny-oasst2", ["base=[sft-lora,oast2]"])
+    assert problem.message == "there is no base 'oast2'" and problem.fix == "did you mean oasst2?"
+
+
+def test_all_problems_of_all_files_at_once(recipes: Path, refused: Refuse) -> None:
+    folder = recipes / "tiny-oasst2"
+    edit(folder / "recipe.yaml", "global_batch_size", "global_batchsize")
+    edit(folder / "accelerate.yaml", "fsdp_version: 2", "fsdp_version: 2\n  fsdp_use_orig_params: true")
+    edit(folder / "model.json", "hidden_size", "hiden_size")
+    edit(recipes / "_base" / "sft-lora.yaml", "lora_dropout: 0.05", "lora_dropout: 5")
+    found = refused(folder, ["lora.r=0"])
+    files = {problem.file.rsplit("/", 1)[-1].split(":")[0] for problem in found}
+    assert files == {"recipe.yaml", "accelerate.yaml", "model.json", "sft-lora.yaml", "command line"}
+    assert all(":" in problem.file for problem in found if problem.file.rpartition("/")[2].startswith("sft-lora"))
+
+
+def test_without_a_recipe_the_other_files_are_still_checked(recipes: Path, refused: Refuse) -> None:
+    folder = recipes / "tiny-oasst2"
+    (folder / "recipe.yaml").write_text("a: [")
+    (folder / "model.json").unlink()
+    assert {problem.file.rsplit("/", 1)[-1].split(":")[0] for problem in refused(folder)} == {"recipe.yaml", "model.json"}
+
+
+def test_a_folder_name_becomes_a_path(recipes: Path, refused: Refuse) -> None:
+    for name in ("a b", "-rf", "x;y", "$(touch z)", "ü", "a" * 65):
+        target = recipes / name
+        shutil.copytree(recipes / "tiny-oasst2", target)
+        assert "rename" in refused(target)[0].fix
+
+
+DDP = ["accelerate.distributed_type=MULTI_GPU", "accelerate.fsdp_config=null"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ([], "float32"), (["lora=null"], "bfloat16"), (["lora=null", "reduce_dtype=float32"], "float32"),
+        (["reduce_dtype=bfloat16"], "bfloat16"), (["train.bf16=false"], None), (DDP, None),
+    ],
+)  # fmt: skip
+def test_gradients_are_summed_in_float32_where_it_costs_nothing(overrides: list[str], wanted: str | None) -> None:
+    """Or where the recipe says so; the choice is one of FSDP's under mixed precision."""
+    found = resolve("recipes/tiny-oasst2", ["train.bf16=true", *overrides])
+    assert found.reduce_dtype == wanted == Resolved.from_dict(found.as_dict()).reduce_dtype
+    if wanted is None:  # where nothing reads it, it is refused
+        with pytest.raises(UserError, match="only FSDP under mixed precision reads"):
+            resolve("recipes/tiny-oasst2", ["train.bf16=true", *overrides, "reduce_dtype=float32"])
+    elif "reduce_dtype" not in "".join(overrides):  # what it is decides the weights
+        other = {"float32": "bfloat16", "bfloat16": "float32"}[wanted]
+        changed = resolve("recipes/tiny-oasst2", ["train.bf16=true", *overrides, f"reduce_dtype={other}"])
+        assert changed.fingerprint() != found.fingerprint()

@@ -1,0 +1,97 @@
+"""What ``show`` says, for people and for machines."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from clustertune.errors import UserError
+from clustertune.resolve import show
+from clustertune.resolve.resolve import resolve
+from tests.goldens import RUNS
+from tests.tree import REPO
+
+NAMES = ("tiny-oasst2", "llama405b-oasst2")
+
+
+def rendered(name: str, *overrides: str, tiny: bool = False, width: int = 100) -> str:
+    stream = io.StringIO()
+    show.render(resolve(name, overrides, tiny=tiny), Console(file=stream, width=width))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_document_says_every_value_and_its_origin(name: str) -> None:
+    body = show.as_json(resolve(name, ["lora.r=4"]))
+    assert json.loads(json.dumps(body)) == body
+    assert body["recipe"] == name
+    assert body["values"]["lora.r"] == {"value": 4, "origin": "override"}
+    assert body["values"]["train.optim"]["origin"] == "base sft-lora"
+    derived = {item["key"]: item for item in body["derived"]}
+    key = "train.gradient_accumulation_steps"
+    assert body["values"][key]["value"] == derived[key]["value"] == 2
+    assert body["values"][key]["origin"] == f"derived: {derived[key]['reason']}"
+    for name_of, value in body["train_args"].items():
+        assert any(path == f"train.{name_of}" or path.startswith(f"train.{name_of}.") for path in body["values"]), (
+            name_of,
+            value,
+        )
+
+
+def test_the_table_says_where_each_value_is_from() -> None:
+    text = rendered("llama405b-oasst2", "train.seed=7", "data.input='/a/[red]x[/red]'", width=140)
+    table = text.split("model.json:")[0]
+    for words in ("train.seed", "override", "base sft-lora", "recipe", "derived:", "default", "lora.target_modules"):
+        assert words in table
+    assert "q_proj, k_proj" in table and "[red]x[/red]" in table, "brackets are no markup"
+    assert "be673f326cab4cd22ccfef76109faf68e41aa5f1" in table, "a wide table breaks no revision"
+    assert "405,853,388,800 parameters" in text and "404,619,264 trained" in text
+    tiny = rendered("llama405b-oasst2", tiny=True)
+    assert "--tiny" in tiny and "model.json scaled down" not in tiny.split("model.json:")[0]
+    assert [line for line in tiny.splitlines() if "train.max_steps" in line and line.rstrip().endswith("tiny")]
+
+
+def test_full_fine_tuning_is_shown() -> None:
+    body = show.as_json(resolve("tiny-oasst2", ["lora=null"]))
+    assert body["values"]["lora"] == {"value": None, "origin": "override"}
+    assert body["trainable_parameters"] == body["parameters"]
+
+
+@pytest.mark.parametrize(("name", "tiny"), RUNS)
+@pytest.mark.parametrize("width", [100, 200])
+def test_every_row_has_a_value_and_an_origin(name: str, tiny: bool, width: int) -> None:
+    """No section that the recipe has not, no number in scientific notation, no empty origin."""
+    for key, item in show.as_json(resolve(name, tiny=tiny))["values"].items():
+        assert item["origin"] not in (None, "None", "derived: ") and item["value"] != {}, key
+    table, _, notes = rendered(name, tiny=tiny, width=width).partition("model.json:")
+    assert "None" not in table and max(map(len, table.splitlines())) <= width
+    assert not re.search(r"\de[+-]\d", notes.splitlines()[0])
+    if resolve(name, tiny=tiny).recipe.lora is None:
+        assert "trained (100 %)" in notes
+    assert ("accelerate.yaml" in table + notes) == ((REPO / "recipes" / name / "accelerate.yaml").is_file())
+
+
+@pytest.mark.parametrize("given", ["accelerate.fsdp_config.fsdp_offload_params=true", "deepspeed.zero_optimization.stage=3"])
+def test_megatron_reads_no_file_of_others(given: str) -> None:
+    """It would be shown and have no effect."""
+    with pytest.raises(UserError, match=r"command line: .* reads no (accelerate|deepspeed) file"):
+        resolve("llama70b-megatron", [given])
+
+
+# --- the reference recipe has every setting of the published run -------------------------------------------------------------
+
+
+def test_the_readme_maps_every_key_of_both_files(repo: Path) -> None:
+    folder = repo / "recipes" / "llama405b-oasst2"
+    text = (folder / "README.md").read_text()
+    for file in ("accelerate.yaml", "accelerate-fsdp1.yaml"):
+        keys = resolve(folder, [f"accelerate={file}"]).accelerate["fsdp_config"]
+        missing = [key for key in keys if key not in text and key not in {"fsdp_version", "fsdp_transformer_layer_cls_to_wrap"}]
+        assert missing == []
+    for word in ("theirs, not ours", "70.98", "1.139", "8 h 24"):
+        assert word in text

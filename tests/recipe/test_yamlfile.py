@@ -1,0 +1,98 @@
+"""YAML as people write it, and as it arrives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clustertune.errors import UserError
+from clustertune.recipe.yamlfile import parse_value, parse_yaml, read_yaml
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("5e-5", 5e-5), ("5.0e-5", 5e-5), ("-1", -1), ("0.03", 0.03), ("1e3", 1000.0), (".5", 0.5), ("007", 7),
+        ("true", True), ("False", False), ("null", None), ("~", None), ("", None), ("no", "no"), ("yes", "yes"),
+        ("48:00:00", "48:00:00"), ("2026-01-01", "2026-01-01"), ("[q_proj, v_proj]", ["q_proj", "v_proj"]),
+        ("{a: 1}", {"a": 1}), ("'5'", "5"), ("be673f32", "be673f32"), ("<|pad|>", "<|pad|>"), ("a=b", "a=b"),
+    ],
+)  # fmt: skip
+def test_a_value_is_what_a_person_means(text: str, value: object) -> None:
+    assert parse_value(text) == value
+    assert type(parse_value(text)) is type(value)
+
+
+def test_an_accelerate_file_is_read_as_accelerate_reads_it() -> None:
+    assert parse_yaml("mixed_precision: no", "f", core=False).data == {"mixed_precision": False}
+    assert parse_yaml("a: 0x10\nb: 1_000\nc: 1.5", "f", core=False).data == {"a": 16, "b": 1000, "c": 1.5}
+
+
+def test_lines_are_known() -> None:
+    document = parse_yaml("a: 1\nb:\n  c: 2\n  d: {e: 3}\n", "f.yaml")
+    assert document.position(("b", "c")) == "f.yaml:3"
+    assert document.position(("b", "d", "e")) == "f.yaml:4"
+    assert document.position(("b", "missing")) == "f.yaml:2"
+    assert document.position(("nowhere",)) == "f.yaml"
+
+
+BOMB = "a: &a [x,x]\n" + "".join(f"{b}: &{b} [*{a},*{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: 1\na: 2\n", "appears twice, first in line 1"),
+        ("a: {b: 1, b: 2}\n", "appears twice"),
+        ("\ta: 1\n", "tabs"),
+        ("a: [1, 2\n", "not valid YAML"),
+        ("a: b: c\n", "not valid YAML"),
+        ("- a\n- b\n", "a list"),
+        ("just text\n", "a single value"),
+        ("", "empty"),
+        ("# only a comment\n", "empty"),
+        (BOMB, "aliases"),
+        ("a: !!python/object/apply:os.system [ls]\n", "tag"),
+        ("a: !secret x\n", "tag"),
+        ("a: 1\n---\nb: 2\n", "not valid YAML"),
+        ("a: " + "[" * 500, "nested"),
+        ("? [a, b]\n: 1\n", "key must be plain text"),
+        ("<<: {a: 1}\n", "key must be plain text"),
+        ("a: \x00\n", "not valid YAML"),
+        ("a: 'open\n", "not valid YAML"),
+        ("%YAML 9.9\n---\na: 1\n", "not valid YAML"),
+    ],
+)
+def test_bad_yaml_is_refused_in_words(text: str, says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_yaml(text, "f.yaml")
+    problem = caught.value.problems[0]
+    assert problem.file is not None and problem.file.startswith("f.yaml")
+    assert says in str(problem)
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    for content, says in ((b"\xff\xfe\x00", "not UTF-8"), (b"a: 1\n" * 200_000, "at most")):
+        path = tmp_path / "f.yaml"
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=says):
+            read_yaml(path, "f.yaml")
+    with pytest.raises(UserError, match="does not exist"):
+        read_yaml(tmp_path / "none.yaml", "none.yaml")
+    with pytest.raises(UserError, match="not a file"):
+        read_yaml(tmp_path, "folder")
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_a_mapping_or_a_user_error(text: str) -> None:
+    try:
+        assert isinstance(parse_yaml(text, "f").data, dict)
+    except UserError as error:
+        assert error.problems
+    try:
+        parse_value(text)
+    except ValueError as error:
+        assert "\n" not in str(error)

@@ -1,0 +1,107 @@
+"""What cannot be a cluster is refused with everything that is wrong and what to do, before anything is started."""
+
+from __future__ import annotations
+
+import pwd
+from pathlib import Path
+
+import pytest
+
+from clustertune.errors import UserError
+from clustertune.testbed import spec
+from clustertune.testbed.cluster import ThrowawayCluster
+from clustertune.testbed.files import ClusterFolder
+from clustertune.testbed.spec import ClusterSpec
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (ClusterSpec(nodes=0), "0 nodes"),
+        (ClusterSpec(nodes=17), "17 nodes"),
+        (ClusterSpec(nodes=("a", "A")), "two nodes of one name"),
+        (ClusterSpec(nodes=("ctl",)), "'ctl' cannot be"),
+        (ClusterSpec(nodes=("DEFAULT",)), "'DEFAULT' cannot be"),
+        (ClusterSpec(nodes=("a b",)), "'a b' cannot be"),
+        (ClusterSpec(nodes=("a\nPartitionName=x",)), "cannot be a node's name"),
+        (ClusterSpec(nodes=("n[1-3]",)), "cannot be"),
+        (ClusterSpec(nodes=("n" * 49,)), "cannot be"),
+        (ClusterSpec(nodes=("n" + "1" * 12,)), "ten digits"),
+        (ClusterSpec(nodes=("",)), "cannot be"),
+        (ClusterSpec(gpus=-1), "-1 GPUs"),
+        (ClusterSpec(gpu_type="a b"), "'a b'"),
+        (ClusterSpec(isolation="vm"), "'vm'"),
+        (ClusterSpec(cpus=0), "0 is too small"),
+        (ClusterSpec(kill_wait=0), "0 is too small"),
+        (ClusterSpec(grace=-1), "-1 is too small"),
+    ],
+)
+def test_a_shape_that_cannot_be(shape: ClusterSpec, words: str) -> None:
+    """slurmctld would end with a fatal error in a log, or read a line of its file that nobody meant."""
+    assert any(words in str(problem) and problem.fix for problem in shape.problems())
+
+
+@pytest.mark.parametrize(
+    "shape", [ClusterSpec(), ClusterSpec(nodes=16, gpus=0, cpus=7), ClusterSpec(nodes=("a-1", "b.x", "n" * 48))]
+)
+def test_a_shape_that_can_be(shape: ClusterSpec) -> None:
+    """The limits themselves."""
+    assert shape.problems() == []
+
+
+def test_all_that_is_wrong_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the line that installs what is missing."""
+    monkeypatch.setattr(spec.shutil, "which", lambda program, path: None if program in ("slurmd", "munged") else program)
+    with pytest.raises(UserError) as error:
+        ThrowawayCluster(ClusterSpec(nodes=99, gpus=-1))
+    assert len(error.value.problems) == 3
+    assert "apt-get install --no-install-recommends munge slurmd" in str(error.value)
+
+
+def test_where_namespaces_are_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for, they are an error with the ways out; else the nodes stand side by side, if there is a network."""
+    monkeypatch.setattr(spec, "missing", lambda *, isolated=False: {})
+    monkeypatch.setattr(spec, "can_isolate", lambda: None)
+    monkeypatch.setattr(spec, "has_address", lambda: True)
+    with pytest.raises(UserError, match=r"namespaces.*run it as root, or allow user namespaces"):
+        spec.choose(ClusterSpec(isolation="netns"))
+    assert spec.choose(ClusterSpec()) is None
+    monkeypatch.setattr(spec, "has_address", lambda: False)
+    for isolation in ("auto", "none"):
+        with pytest.raises(UserError, match="no network address but loopback"):
+            spec.choose(ClusterSpec(isolation=isolation))
+
+
+def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers that run with a bare number: slurmctld would say "Invalid user for SlurmUser"."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.setattr(spec, "missing", lambda *, isolated=False: {})
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(UserError, match="/etc/passwd"):
+        spec.choose(ClusterSpec())
+
+
+def test_the_files_of_a_cluster(tmp_path: Path) -> None:
+    """The settings that the behaviour rests on, and only the owner can read the key and whatever a job leaves here."""
+    root = tmp_path / "ct"
+    root.mkdir(mode=0o700)
+    ClusterFolder(root, ClusterSpec(nodes=("a", "b.x"), gpus=2, cpus=6, grace=7), True).write()
+    conf = (root / "slurm.conf").read_text()
+    assert "Sockets=1 CoresPerSocket=6 ThreadsPerCore=1" in conf and "GraceTime=7" in conf
+    assert "NodeName=b.x NodeAddr=10.99.0.2 " in conf and "Nodes=a,b.x" in conf
+    assert (root / "gres.conf").read_text().count(f"File={root}/dev/nvidia[0-1]\n") == 2
+    assert (root / "munge.key").stat().st_mode & 0o777 == 0o400
+    hosts = [line for line in (root / "nsswitch.conf").read_text().splitlines() if line.strip().startswith("hosts:")]
+    assert hosts == ["hosts: files"]
+    assert "Gres" not in ClusterFolder(root, ClusterSpec(gpus=0), True).slurm_conf()
+
+
+def test_without_namespaces_names_resolve_and_ports_differ(tmp_path: Path) -> None:
+    """Loopback addresses are the only names that every machine knows without a line in /etc/hosts."""
+    conf = ClusterFolder(tmp_path, ClusterSpec(nodes=3), False).slurm_conf()
+    ports = {word for line in conf.splitlines() for word in line.split() if word.startswith(("Port=", "SlurmctldPort="))}
+    assert len({port.partition("=")[2] for port in ports}) == 4
+    assert all(f"NodeName=127.0.0.{i} NodeAddr=127.0.0.1 NodeHostname=localhost" in conf for i in (1, 2, 3))
