@@ -21,7 +21,7 @@ from clustertune.plan.predict import GIB, fewest_nodes
 from clustertune.recipe.accelerate_file import ALONE, SHARDED, merged
 from clustertune.recipe.load import read_overrides
 from clustertune.recipe.parameters import count
-from clustertune.resolve.models import KnownModel, size_of
+from clustertune.resolve.models import FoundModel, size_of
 from clustertune.resolve.overrides import RecipeSource, loading
 from clustertune.resolve.resolve import resolve
 
@@ -92,7 +92,7 @@ def where(gpus: str | None, cluster: str | None, nccl_check: Path | None = None)
 @contextmanager
 def drafted(
     name: str,
-    model: KnownModel,
+    model: FoundModel,
     method: str,
     data: MeasuredData | None,
     at: PlanTarget,
@@ -136,7 +136,7 @@ class NothingFits(UserError):
     """No distribution holds the model on these GPUs."""
 
 
-def draft(model: KnownModel, method: str, data: MeasuredData | None, nodes: int, gpus: int) -> Draft:
+def draft(model: FoundModel, method: str, data: MeasuredData | None, nodes: int, gpus: int) -> Draft:
     """A recipe before its distribution is chosen: FSDP2 over all GPUs, every layer recomputed."""
     world = nodes * gpus
     batch = world * -(-BATCH // world)
@@ -230,7 +230,7 @@ def write(made: Draft, folder: Path) -> None:
         raise storage_error(error, "cannot be written", folder) from None
 
 
-def page(made: Draft, name: str, model: KnownModel, options: Sequence[str]) -> str:
+def page(made: Draft, name: str, model: FoundModel, options: Sequence[str]) -> str:
     """``README.md`` of a new recipe: what it is, what was assumed, and the commands from here. ``words`` name the GPUs."""
     what = f"{model.section['name']}, {size_of(made.architecture)} parameters. **Planned, not measured.** Assumed:"
     lines = [f"# {name}", "", what, "", *(f"- {one}" for one in made.assumed)]

@@ -52,7 +52,7 @@ class ModelFile(Section):
 
 
 @dataclass(frozen=True)
-class KnownModel:
+class FoundModel:
     """A model as a recipe needs it."""
 
     section: Mapping[str, Any]
@@ -65,7 +65,7 @@ class KnownModel:
 
 
 @cache
-def read_models(path: Path = MODELS) -> Mapping[str, KnownModel]:
+def read_models(path: Path = MODELS) -> Mapping[str, FoundModel]:
     """The list. Raises UserError with every problem of the file."""
     document = read_yaml(path, "ops/models.yaml" if path == MODELS else str(path))
     return read_model(ModelFile, document, _find_problems).models
@@ -87,7 +87,7 @@ def known_models() -> list[str]:
     return sorted(found)
 
 
-def find_model(given: str) -> KnownModel:
+def find_model(given: str) -> FoundModel:
     """The model of a recipe's name or folder, of a ``config.json`` (or its folder), or of a Hub id.
 
     A Hub id that is neither a recipe's nor in the list is asked of the Hub, or of its cache. Raises UserError.
@@ -98,7 +98,7 @@ def find_model(given: str) -> KnownModel:
         return _of_config(file.resolve())
     if (entry := read_models().get(given)) is not None:
         notes = tuple(_obstacles(given, entry))
-        return KnownModel({"name": given, "revision": entry.revision}, entry.config, entry.pad_token, notes)
+        return FoundModel({"name": given, "revision": entry.revision}, entry.config, entry.pad_token, notes)
     if (folder := same_model(RECIPES / "_", {"name": given})) is not None:
         return _of_recipe(folder)
     if re.fullmatch(f"{NAME}/{NAME}", given):
@@ -106,7 +106,7 @@ def find_model(given: str) -> KnownModel:
     return _of_recipe(given)
 
 
-def _obstacles(name: str, entry: KnownModel) -> Iterator[str]:
+def _obstacles(name: str, entry: FoundModel) -> Iterator[str]:
     """Why the published weights of a listed model are not trained as they are, and what to do."""
     if entry.stored:
         yield f"the Hub's weights of {name} are stored in {entry.stored}: name a folder with a bfloat16 copy in model.path"
@@ -125,14 +125,14 @@ def find_obstacles(resolved: Resolved) -> list[Problem]:
     return [Problem(text, file=resolved.name, key="model", fix="write model.path") for text in found]
 
 
-def _of_recipe(recipe: str | Path) -> KnownModel:
+def _of_recipe(recipe: str | Path) -> FoundModel:
     layers, problems = read_layers(*find_folder(recipe), [])
     raise_if(problems)
     values = layers.merged()[0]
     model = values.get("model") or {}
     folder = layers.folder if (layers.folder / DESCRIPTION).is_file() else same_model(layers.folder, model)
     body = arch.read_architecture((folder or layers.folder) / DESCRIPTION, f"{layers.shown}/{DESCRIPTION}")
-    return KnownModel(model, body, (values.get("train") or {}).get("pad_token"))
+    return FoundModel(model, body, (values.get("train") or {}).get("pad_token"))
 
 
 def _from_the_hub(name: str) -> Path:
@@ -152,7 +152,7 @@ def _from_the_hub(name: str) -> Path:
         raise UserError(text, key="--model", fix=fix) from None
 
 
-def _of_config(file: Path, name: str | None = None) -> KnownModel:
+def _of_config(file: Path, name: str | None = None) -> FoundModel:
     """A published ``config.json``: with ``name`` of the Hub's snapshot, whose folder is the commit; else of a local folder."""
     body = parse_json(read_text(file, str(file)), str(file))
     if not isinstance(body, dict) or not body:
@@ -160,10 +160,10 @@ def _of_config(file: Path, name: str | None = None) -> KnownModel:
     lifted, notes = lift(body)
     raise_if(arch.find_problems(lifted, str(file)))
     if name is not None:
-        return KnownModel({"name": name, "revision": file.parent.name}, lifted, notes=tuple(notes))
+        return FoundModel({"name": name, "revision": file.parent.name}, lifted, notes=tuple(notes))
     notes.append(f"the weights are next to {file}; of the Hub write model.name and model.revision: hf models info OWNER/NAME")
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", file.parent.name).strip(".-_")[:64] or "model"
-    return KnownModel({"name": plain, "path": str(file.parent)}, lifted, notes=tuple(notes))
+    return FoundModel({"name": plain, "path": str(file.parent)}, lifted, notes=tuple(notes))
 
 
 def lift(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
