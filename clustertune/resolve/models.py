@@ -65,7 +65,7 @@ class FoundModel:
 
 
 @cache
-def read_models(path: Path = MODELS) -> Mapping[str, FoundModel]:
+def read_models(path: Path = MODELS) -> Mapping[str, KnownModel]:
     """The list. Raises UserError with every problem of the file."""
     document = read_yaml(path, "ops/models.yaml" if path == MODELS else str(path))
     return read_model(ModelFile, document, _find_problems).models
@@ -106,7 +106,7 @@ def find_model(given: str) -> FoundModel:
     return _of_recipe(given)
 
 
-def _obstacles(name: str, entry: FoundModel) -> Iterator[str]:
+def _obstacles(name: str, entry: KnownModel) -> Iterator[str]:
     """Why the published weights of a listed model are not trained as they are, and what to do."""
     if entry.stored:
         yield f"the Hub's weights of {name} are stored in {entry.stored}: name a folder with a bfloat16 copy in model.path"
