@@ -31,7 +31,7 @@ PAGE = RESULTS.with_suffix(".md")
 COLUMNS = ("before", "after")
 MARKS = "not long and not gpu and not jobs and not containers"
 """The tests of ``make test``."""
-ROOMS = {"check": "doctor", "export": "adapter"}
+ROOMS = {"check": "doctor", "resolve": "recipe"}
 """Folders of tests that are not called as the package's folder is."""
 UNSTABLE_LIMIT = 3
 """Tests that fail without the mutation too, after which a copy is given up."""
@@ -82,7 +82,7 @@ def covering_tests(tree: Path, file: str) -> list[str]:
     folder = f"tests/{ROOMS.get(room, room)}/"
     texts = _test_files(tree)
     direct = [path for path, text in texts.items() if named(text)]
-    top = room == "commands" or room.endswith(".py")  # their room is the command line: the tests beside the folders
+    top = room == "cli" or room.endswith(".py")  # their room is the command line: the tests beside the folders
     own = [path for path in texts if (path.count("/") == 1 if top else path.startswith(folder)) and path not in direct]
     # The file that is called as the module is comes first: what a test catches is then known soon.
     direct.sort(key=lambda path: (Path(path).stem != f"test_{name}", not path.startswith(folder), path))
