@@ -33,8 +33,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 RECIPE ?= recipes/tiny-oasst2
 # --no-skip makes a skipped test a failure.
 PYTEST_FLAGS ?=
-# Tests that run at once: each takes a core and up to 2 GB.
-WORKERS ?= 2
+# Tests that run at once: each takes up to 2 GB. One more than the cores of a small machine, for a quarter of the time tests wait: for
+# Slurm, for a time limit, for a server that does not answer.
+WORKERS ?= 3
 
 help: ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))

@@ -94,18 +94,28 @@ def signals_as_before() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-LONG_FILES = ("tests/test_chain.py", "tests/training/test_ranks.py", "tests/testbed/test_cluster.py")
+LONG_FILES = ("tests/test_chain.py", "tests/testbed/test_cluster.py", "tests/training/test_ranks.py")
 """Files that take minutes each: begun last they would keep one worker while the others have nothing left to do.
 
 Not tests/test_readme.py: it would wait for the run (:func:`finished`) that tests/test_chain.py makes at the same time."""
+BUSY = "tests/training/"
+"""Its ranks keep every core busy; most other files wait for something half of their time."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; a file stays in one worker (``--dist loadfile``), for its fixtures.
+    """The longest files first, then those of the busy folder spread evenly between the others; a file stays in one worker
+    (``--dist loadfile``), for its fixtures.
 
-    xdist would begin with the files of most tests instead: ``--no-loadscope-reorder``.
+    xdist would begin with the files of most tests instead: ``--no-loadscope-reorder``. One process runs them as they are given.
     """
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    groups: dict[bool, list[str]] = {True: [], False: []}
+    for name in dict.fromkeys(item.nodeid.partition("::")[0] for item in items):
+        groups[name.startswith(BUSY)].append(name)
+    place = {name: at / len(group) for group in groups.values() for at, name in enumerate(group)}
+    place |= dict.fromkeys(LONG_FILES, -1.0)
+    items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
