@@ -9,14 +9,16 @@ SHELL := /bin/bash
 # Values that a user gives are never expanded by make: a recipe named $(shell ...) would otherwise run, even in a target
 # that only checks it. They are read with $(value ...), refused where they hold anything but a plain path, and reach the
 # command as one argument.
-unexport RECIPE MODEL IFEVAL_DATA RUN CLUSTER AGAINST VARIANT BASE EXTRAS DEFINITION OUT DATABASE SIF NAME PARTS BUDGET BACKEND ONLY
+unexport RECIPE MODEL IFEVAL_DATA RUN CLUSTER AGAINST VARIANT BASE EXTRAS DEFINITION OUT DATABASE SIF NAME PARTS BUDGET BACKEND ONLY \
+	HOURS AGAIN SUBMIT NODES TORCH_INDEX TORCH_BUILD CPU_INDEX
 comma := ,
 plain = $(if $(shell LC_ALL=C; case '$(subst ','\'',$(value $(1)))' in (*[!A-Za-z0-9_./@%+=:$(comma)-]*|-*) ;; (*) echo yes;; esac),,\
 	$(error $(1) must be a plain path or name: letters, digits and _ . / @ % + = : $(comma) -))
 $(call plain,RECIPE)$(call plain,MODEL)$(call plain,IFEVAL_DATA)$(call plain,RUN)$(call plain,CLUSTER)$(call plain,AGAINST)
 $(call plain,VARIANT)$(call plain,BASE)$(call plain,EXTRAS)$(call plain,DEFINITION)$(call plain,OUT)
 $(call plain,DATABASE)$(call plain,SIF)$(call plain,NAME)$(call plain,BUDGET)$(call plain,BACKEND)
-$(call plain,PARTS)$(call plain,ONLY)$(call plain,TORCH_INDEX)$(call plain,TORCH_BUILD)$(call plain,CPU_INDEX)
+$(call plain,PARTS)$(call plain,ONLY)$(call plain,HOURS)$(call plain,AGAIN)$(call plain,SUBMIT)$(call plain,NODES)
+$(call plain,TORCH_INDEX)$(call plain,TORCH_BUILD)$(call plain,CPU_INDEX)
 
 PYTHON ?= python3
 BIN := .venv/bin

@@ -34,16 +34,11 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     working = tmp_path / "here"
     working.mkdir()
     monkeypatch.chdir(working)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
 
     def start(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["clustertune", *map(str, arguments)])
         capsys.readouterr()
-        try:
-            code = cli.main()
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        code = cli.main()
         out, err = capsys.readouterr()
         return code, out, err
 
@@ -55,14 +50,6 @@ def strict(text: str) -> Any:
         raise AssertionError(f"{word} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
-
-
-def checkpoint(folder: Path, step: int) -> Path:
-    path = folder / f"step-{step:06d}"
-    path.mkdir(parents=True)
-    (path / "state").write_bytes(b"0123")
-    manifest.seal(path, "checkpoint", {"step": step})
-    return path
 
 
 REFUSED = [
@@ -93,9 +80,7 @@ def test_the_list_of_commands_has_whole_sentences(call: Call, group: tuple[str, 
 @pytest.mark.parametrize("arguments", REFUSED, ids=range(len(REFUSED)))
 def test_what_is_wrong_is_said_and_nothing_is_made(call: Call, arguments: tuple[object, ...]) -> None:
     code, out, err = call(*arguments)
-    assert code == 2 and out == "" and "Traceback" not in err
-    assert 0 < len(err.splitlines()) <= 45
-    assert list(Path().iterdir()) == []
+    assert code == 2 and out == "" and "Traceback" not in err and 0 < len(err.splitlines()) <= 45
     code, out, _ = call(*arguments, "--json")
     if arguments[:1] not in ((), ("train",)):
         assert code == 2 and strict(out)["exit_code"] == 2 and strict(out)["problems"]
@@ -138,8 +123,7 @@ def test_tiny_hides_no_mistake(call: Call, override: str, tmp_path: Path) -> Non
     shutil.copytree(REPO / "recipes", tmp_path / "recipes")
     recipe = tmp_path / "recipes" / "tiny-oasst2" / "recipe.yaml"
     body = yaml.safe_load(recipe.read_text())
-    body.setdefault(section, {})[name] = yaml.safe_load(value)
-    recipe.write_text(yaml.safe_dump(body))
+    recipe.write_text(yaml.safe_dump({**body, section: {**body.get(section, {}), name: yaml.safe_load(value)}}))
     code, _, err = call("show", recipe.parent, "--tiny")
     assert code == 2 and key in err
 
@@ -156,6 +140,21 @@ def test_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
     console.emit_json({"a": float("nan"), "b": [float("inf"), (1.5,)], "c": "é\udcff"})
     out = capsys.readouterr().out
     assert out.isascii() and strict(out) == {"a": None, "b": [None, [1.5]], "c": "é\udcff"}
+
+
+def test_messages_and_documents_leave_secrets_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """A token or a password that a person put in the wrong place; what is none stays."""
+    token, address = "hf_" + "a1" * 17, "https://user:hunter2secret@hub.example/x"
+    error = UserError(Problem(f"no recipe {address}", file=token, key=token, fix=f"not {address}"))
+    console.show_error(error)
+    console.say(f"{token} and {address}")
+    console.emit_json({"problems": error.as_dict(), "list": [token]})
+    out, err = capsys.readouterr()
+    for shown in (out, err):
+        assert "a1a1" not in shown and "hunter2" not in shown and "hub.example" in shown
+    assert strict(out)["list"] == ["(a token, not shown)"]
+    for text in ("git@host:path", "http://host/a:b@c", "hf_short", "a/b@main", "user@host"):
+        assert console.escape(text) == text
 
 
 def test_prepare_in_the_agreed_shape(call: Call, tmp_path: Path) -> None:
@@ -185,11 +184,10 @@ def test_another_format_over_a_recipe_that_names_a_language(call: Call, tmp_path
 
 def test_a_refused_input_leaves_no_empty_folder(call: Call, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"x": 1}\n')
-    assert call("prepare", TINY, "--input", tmp_path / "bad.jsonl", "--out", tmp_path / "new")[0] == 2
-    assert not (tmp_path / "new").exists()
     (tmp_path / "mine").mkdir()
-    assert call("prepare", TINY, "--input", tmp_path / "bad.jsonl", "--out", tmp_path / "mine")[0] == 2
-    assert (tmp_path / "mine").is_dir()
+    for out in ("new", "mine"):
+        assert call("prepare", TINY, "--input", tmp_path / "bad.jsonl", "--out", tmp_path / out)[0] == 2
+        assert (tmp_path / out).exists() is (out == "mine")
 
 
 def test_the_home_folder_in_data_input(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,9 +202,9 @@ def test_dry_run(call: Call) -> None:
     assert list(Path().iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["missing", "file", "empty", "unnamed", "no manifest", "other"])
+@pytest.mark.parametrize("kind", ["missing", "file", "empty", "unnamed", "step-000003", "other"])
 def test_verify_what_is_no_checkpoint(call: Call, tmp_path: Path, kind: str) -> None:
-    path = tmp_path / ("step-000003" if kind == "no manifest" else "x")
+    path = tmp_path / kind
     if kind == "file":
         path.write_text("x")
     elif kind != "missing":
@@ -221,14 +219,17 @@ def test_verify_what_is_no_checkpoint(call: Call, tmp_path: Path, kind: str) -> 
 
 
 def test_verify_a_run(call: Call, tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "checkpoints"
-    old, new = checkpoint(folder, 2), checkpoint(folder, 4)
-    (folder / "step-000006").mkdir()
-    code, out, err = call("checkpoint", "verify", tmp_path / "run", "--json")
+    run, (old, new, unfinished) = tmp_path / "run", (tmp_path / "run/checkpoints" / f"step-00000{step}" for step in (2, 4, 6))
+    for path in (old, new, unfinished):
+        path.mkdir(parents=True)
+        (path / "state").write_bytes(b"0123")
+        if path != unfinished:
+            manifest.seal(path, "checkpoint", {"step": int(path.name[-1])})
+    code, out, err = call("checkpoint", "verify", run, "--json")
     assert code == 0 and strict(out) == {"checkpoint": str(new), "whole": True, "problems": []}
     assert "step-000006 has no manifest" in err
     (new / "state").write_bytes(b"0133")
-    code, out, err = call("checkpoint", "verify", tmp_path / "run", "--json")
+    code, out, err = call("checkpoint", "verify", run, "--json")
     assert code == 2 and strict(out)["whole"] is False and strict(out)["checkpoint"] == str(old)
     (problem,) = strict(out)["problems"]
     assert problem.startswith(f"{new}/state: content differs from the manifest's SHA-256: ")
@@ -289,14 +290,6 @@ def test_each_end_has_its_code(
     assert ("Traceback" in err) is (code == 1)
 
 
-def shell(line: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = f"{sys.executable} -m clustertune"
-    return subprocess.run(
-        ["bash", "-c", line.replace("CT", command)],
-        capture_output=True, text=True, cwd=REPO, timeout=60, check=False, env={**os.environ, **env},
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("line", "code"),
     [
@@ -309,7 +302,8 @@ def shell(line: str, **env: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_odd_surroundings(line: str, code: int) -> None:
-    done = shell(line)
+    command = ["bash", "-c", line.replace("CT", f"{sys.executable} -m clustertune")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=60, check=False)
     assert done.returncode == code and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
@@ -325,26 +319,18 @@ def test_a_stop_outside_of_training_is_answered_with_75(tmp_path: Path) -> None:
     assert child.returncode == 75 and strict(out)["exit_code"] == 75 and "SIGTERM" in err and "Traceback" not in err
 
 
-def test_a_second_stop_does_not_break_off_what_the_first_began() -> None:
+def test_a_second_stop_does_not_break_off_what_the_first_began(signals_as_before: None) -> None:
     """Slurm signals every process of a job, and the batch script passes its own on: a command gets each twice."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        for number in before:
-            signal.signal(number, cli._stop)
-        with pytest.raises(cli.Stopped, match="SIGUSR1"):
-            os.kill(os.getpid(), signal.SIGUSR1)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, cli._stop)
+    with pytest.raises(cli.Stopped, match="SIGUSR1"):
         os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def test_the_version(call: Call) -> None:
-    assert call("--version")[:2] == (0, f"clustertune {__version__}\n")
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_what_only_programs_start_is_hidden_and_works(call: Call) -> None:
+    assert call("--version")[:2] == (0, f"clustertune {__version__}\n")
     code, shown, _ = call("--help")
     listed = set(re.findall(r"^  ([a-z][a-z-]+)  ", shown, re.MULTILINE))
     assert code == 0 and {"run", "submit", "plan", "doctor"} <= listed

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib.util
 import re
 import subprocess
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import pytest
 
@@ -59,26 +61,23 @@ LINTED = re.compile(r"(\.sh|\.sbatch)$|^\.ci/")
 # --- imports -----------------------------------------------------------------------------------------------------------
 
 
-def module_name(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
 def imports(module: str, source: str, modules: frozenset[str]) -> Iterator[str]:
     """The modules of the package that one imports, also inside functions and for types only."""
-    package = module if f"{module}." in {m[: len(module) + 1] for m in modules} else module.rpartition(".")[0]
+    package = module if any(name.startswith(f"{module}.") for name in modules) else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names if name.name.split(".")[0] == "clustertune")
         elif isinstance(node, ast.ImportFrom):
-            start = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
-            base = ".".join(part for part in (start, node.module) if part)
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             if base.split(".")[0] == "clustertune":
                 yield from (f"{base}.{n.name}" if f"{base}.{n.name}" in modules else base for n in node.names)
 
 
 def import_faults(package: Mapping[str, str]) -> list[str]:
     """Imports to the right, rooms without a place, and circles of modules; ``package`` is path -> source."""
-    by_module = {module_name(path): source for path, source in package.items()}
+    by_module = {
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): source for path, source in package.items()
+    }
     modules = frozenset(by_module)
     rank = {name: at for at, names in enumerate(ORDER) for name in names}
     graph = {module: set(imports(module, source, modules)) - {module} for module, source in by_module.items()}
@@ -180,20 +179,6 @@ def key_faults(path: str, source: str) -> list[str]:
     ]
 
 
-def test_one_package_knows_the_ecosystem_s_keys() -> None:
-    """A distribution is read once (resolve/distribution.py): a second reader of a key would derive something else of it."""
-    assert [fault for path, source in tree.sources("clustertune/").items() for fault in key_faults(path, source)] == []
-
-
-def test_a_planted_key_is_found() -> None:
-    for text in ('config.get("fsdp_offload_params")', 'f"{zero}.zero_optimization.stage"', 'x["parallelism_config_tp_size"]'):
-        assert key_faults("clustertune/plan/x.py", text) and not key_faults("clustertune/recipe/x.py", text)
-    assert key_faults("clustertune/plan/x.py", '"pytorch_model_fsdp_0"') == []
-    version = 'section.get("fsdp_version")'
-    assert key_faults("clustertune/recipe/checks.py", version)
-    assert not key_faults("clustertune/recipe/accelerate_file.py", version)
-
-
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 SPEAKS_OF_A_TASK = {
@@ -210,14 +195,6 @@ def task_faults(path: str, source: str) -> list[str]:
     own = {f"clustertune/evaluate/own/{name}.py": name for name in names}
     named = [name for name in sorted(names) if re.search(rf"(?i)(?<![a-z]){name}(?![a-z])", source) and own.get(path) != name]
     return [f"{path}: {name}" for name in named if path not in SPEAKS_OF_A_TASK]
-
-
-def test_no_module_names_a_task() -> None:
-    """What is known of a task stands in its folder, and modules ask recipe/tasks.py: adding one touches one folder."""
-    sources = tree.sources("clustertune/")
-    assert [fault for path, source in sources.items() for fault in task_faults(path, source)] == []
-    assert all("ifeval" in sources[path].lower() for path in SPEAKS_OF_A_TASK)
-    assert task_faults("clustertune/report/x.py", "# IFEval alone") == ["clustertune/report/x.py: ifeval"]
 
 
 # --- calls that are not made ---------------------------------------------------------------------------------------------
@@ -288,58 +265,6 @@ def call_faults(path: str, source: str) -> list[str]:
     return faults
 
 
-def test_no_data_is_run_as_code() -> None:
-    """A model, an adapter or a checkpoint comes from somebody else: one pickle or one shell string runs what he wrote."""
-    shipped = {path: source for path, source in tree.sources().items() if not path.startswith("tests/")}
-    assert [fault for path, source in shipped.items() for fault in call_faults(path, source)] == []
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle\npickle.load(f)",
-        "from pickle import loads as read\nread(data)",
-        "import pickle\npickle.Unpickler(f).load()",
-        "import pickle\nclass U(pickle.Unpickler): pass",
-        "import torch\ntorch.load(path)",
-        "import torch\ntorch.load(path, weights_only=False)",
-        "from torch import load\nload(path)",
-        "import yaml\nyaml.load(text, Loader=yaml.Loader)",
-        "import yaml as y\ny.unsafe_load(text)",
-        "eval('1')",
-        "exec(text)",
-        "import os\nos.system('ls')",
-        "import subprocess as sp\nsp.run(['ls'], shell=True)",
-        "import subprocess\nsubprocess.run('ls')",
-        "import subprocess\nsubprocess.Popen(args=f'ls {x}')",
-        "import subprocess\nsubprocess.check_output(' '.join(words))",
-        "AutoModel.from_pretrained(x, trust_remote_code=Tr" + "ue)",
-        "AutoModel.from_pretrained(x, trust_remote_code=flag)",
-        "import numpy\nnumpy.load(f, allow_pickle=True)",
-        "def f():\n    print('x')",
-        "from clustertune.check.rule import Rule\nRule('a', 'b', 'c', 'd')",
-    ],
-)
-def test_a_planted_call_is_found(source: str) -> None:
-    """Each by the name under which it was imported."""
-    assert len(call_faults("clustertune/x.py", source)) == 1
-
-
-def test_calls_that_only_look_alike_pass() -> None:
-    """A rule that cries at the wrong call is switched off."""
-    source = """
-import subprocess, torch, yaml
-subprocess.run(["git", *words], check=False)
-torch.load(path, weights_only=True)
-yaml.safe_load(text)
-console.print("x")
-model.eval()
-re.exec
-AutoTokenizer.from_pretrained(x, trust_remote_code=False)
-"""
-    assert call_faults("clustertune/x.py", source) == []
-
-
 # --- what no file may say ----------------------------------------------------------------------------------------------
 
 FORBIDDEN_TEXT = {
@@ -360,31 +285,6 @@ def said_faults(path: str, text: str) -> list[str]:
     ]
 
 
-def test_no_file_names_a_machine_or_leaves_work() -> None:
-    """A path or an index of one machine fails on every other one; a stub is found by the first user who needs it."""
-    texts = dict(tree.texts())
-    # The CPU builds of torch, which every machine without a GPU takes.
-    texts["Makefile"] = texts["Makefile"].replace("CPU_INDEX ?= https://download.py" + "torch.org/whl/cpu", "")
-    assert [f for path, text in texts.items() for f in said_faults(path, text)] == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "data: /wor" + "k/x",
-        "cd /ho" + "me/me",
-        "--index-url https://download.pyt" + "orch.org/whl/cpu",
-        "pip install -i https://mirror.example/sim" + "ple x",
-        "# TO" + "DO: later",
-        "raise NotImplemented" + "Error",
-        "trust_remote_code: tr" + "ue",
-    ],
-)
-def test_a_planted_word_is_found(text: str) -> None:
-    """Also where it stands in the middle of a line."""
-    assert len(said_faults("x", f"a\nb {text}")) == 1
-
-
 def odd_characters(path: str, text: str) -> list[str]:
     """Characters that a person cannot tell from others, does not see, or cannot type."""
     allowed = SHOWN_SIGNS if path.startswith("clustertune/") else ""
@@ -397,17 +297,6 @@ def odd_characters(path: str, text: str) -> list[str]:
             if not plain and char not in allowed and not letter and not (path.startswith("tests/") and char in SHOWN_SIGNS):
                 faults.append(f"{path}:{number}: U+{ord(char):04X} {unicodedata.name(char, '')}")
     return faults
-
-
-def test_code_and_documents_are_plain_text() -> None:
-    """A no-break space or a curly quote that was pasted into a command looks right and fails; a bidi mark hides code."""
-    assert [fault for path, text in tree.code().items() for fault in odd_characters(path, text)] == []
-
-
-@pytest.mark.parametrize("char", ["\u00a0", "\u200b", "\u202e", "\u2019", "\u2014", "\ufeff", "\r", "\u0435"])
-def test_a_planted_character_is_found(char: str) -> None:
-    """No-break and zero-width space, a bidi mark, quote, dash, BOM, carriage return, a Cyrillic e."""
-    assert len(odd_characters("clustertune/x.py", f"a = 1\nb{char} = 2")) == 1
 
 
 # --- shell -------------------------------------------------------------------------------------------------------------
@@ -424,9 +313,40 @@ def shell_faults(path: str, text: str) -> list[str]:
     return faults
 
 
-def test_shell_files_stop_at_the_first_error() -> None:
-    """Without it a failed step is skipped, and the job continues with half of what it needs."""
-    assert [fault for path, text in tree.texts().items() for fault in shell_faults(path, text)] == []
+# --- the rules over the tree -------------------------------------------------------------------------------------------
+
+
+def said_texts() -> dict[str, str]:
+    """All texts, without the one address that may stand: the CPU builds of torch, which every machine without a GPU takes."""
+    makefile = tree.texts()["Makefile"].replace("CPU_INDEX ?= https://download.py" + "torch.org/whl/cpu", "")
+    return {**tree.texts(), "Makefile": makefile}
+
+
+RULES: dict[str, tuple[Callable[[str, str], list[str]], Callable[[], dict[str, str]]]] = {
+    # A distribution is read once (resolve/distribution.py): a second reader of a key would derive something else of it.
+    "keys": (key_faults, partial(tree.sources, "clustertune/")),
+    # What is known of a task stands in its folder, and modules ask recipe/tasks.py: adding one touches one folder.
+    "tasks": (task_faults, partial(tree.sources, "clustertune/")),
+    # A model, an adapter or a checkpoint comes from somebody else: one pickle or one shell string runs what he wrote.
+    "calls": (call_faults, lambda: {p: source for p, source in tree.sources().items() if not p.startswith("tests/")}),
+    # A path or an index of one machine fails on every other one; a stub is found by the first user who needs it.
+    "words": (said_faults, said_texts),
+    # A no-break space or a curly quote that was pasted into a command looks right and fails; a bidi mark hides code.
+    "characters": (odd_characters, tree.code),
+    # Without set -e a failed step is skipped, and the job continues with half of what it needs.
+    "shell": (shell_faults, tree.texts),
+}
+"""What finds the faults of a file, and the files that it looks at."""
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_tree_keeps_the_rule(rule: str) -> None:
+    find, files = RULES[rule]
+    assert [fault for path, text in files().items() for fault in find(path, text)] == []
+
+
+def test_the_exceptions_are_needed_and_lint_checks_every_script() -> None:
+    assert all("ifeval" in tree.texts()[path].lower() for path in SPEAKS_OF_A_TASK)
     lint = tree.texts()["Makefile"].partition("\nlint:")[2].partition("\n\n")[0]
     (search,) = (line for line in lint.splitlines() if "$(BIN)/shellcheck" in line)
     command, _, _ = search.strip("\t@").partition(" -exec ")
@@ -435,9 +355,62 @@ def test_shell_files_stop_at_the_first_error() -> None:
     assert linted and set(found.splitlines()) & set(tree.files()) == linted, "LINTED here says what make lint checks"
 
 
-def test_a_planted_script_is_found() -> None:
-    """By its ending or by its first line."""
-    good = "#!/usr/bin/env bash\n# why\nset -euo pipefail\ntrue\n"
-    assert shell_faults("launch/x.sbatch", good) == [] == shell_faults("a.py", "#!/usr/bin/env python3\n")
-    assert len(shell_faults("launch/x.sh", "#!/bin/bash\ntrue\nset -euo pipefail\n")) == 1
-    assert len(shell_faults("bin/start", good)) == 1
+X = "clustertune/x.py"
+SCRIPT = "#!/usr/bin/env bash\n# why\nset -euo pipefail\ntrue\n"
+LOOKS_ALIKE = """
+import subprocess, torch, yaml
+subprocess.run(["git", *words], check=False)
+torch.load(path, weights_only=True)
+yaml.safe_load(text)
+console.print("x")
+model.eval()
+re.exec
+AutoTokenizer.from_pretrained(x, trust_remote_code=False)
+"""
+CALLS = (
+    "import pickle\npickle.load(f)", "from pickle import loads as read\nread(data)",
+    "import pickle\npickle.Unpickler(f).load()", "import pickle\nclass U(pickle.Unpickler): pass",
+    "import torch\ntorch.load(path)", "from torch import load\nload(path)",
+    "import torch\ntorch.load(path, weights_only=False)", "import yaml\nyaml.load(text, Loader=yaml.Loader)",
+    "import yaml as y\ny.unsafe_load(text)", "eval('1')", "exec(text)", "import os\nos.system('ls')",
+    "import subprocess as sp\nsp.run(['ls'], shell=True)", "import subprocess\nsubprocess.run('ls')",
+    "import subprocess\nsubprocess.Popen(args=f'ls {x}')", "import subprocess\nsubprocess.check_output(' '.join(words))",
+    "AutoModel.from_pretrained(x, trust_remote_code=Tr" + "ue)", "AutoModel.from_pretrained(x, trust_remote_code=flag)",
+    "import numpy\nnumpy.load(f, allow_pickle=True)", "def f():\n    print('x')",
+    "from clustertune.check.rule import Rule\nRule('a', 'b', 'c', 'd')",
+)  # fmt: skip
+"""Each by the name under which it was imported."""
+WORDS = (
+    "data: /wor" + "k/x", "cd /ho" + "me/me", "--index-url https://download.pyt" + "orch.org/whl/cpu", "# TO" + "DO: later",
+    "pip install -i https://mirror.example/sim" + "ple x", "raise NotImplemented" + "Error", "trust_remote_code: tr" + "ue",
+)  # fmt: skip
+PLANTED: dict[str, list[tuple[str, str]]] = {
+    "keys": [
+        *((X, text) for text in ('x.get("fsdp_offload_params")', 'f"{zero}.zero_optimization.stage"', 'x["fsdp_version"]')),
+        (X, 'x["parallelism_config_tp_size"]'),
+        ("clustertune/recipe/checks.py", 'section.get("fsdp_version")'),
+    ],
+    "tasks": [("clustertune/report/x.py", "# IFEval alone")],
+    "calls": [(X, source) for source in CALLS],
+    "words": [("x", f"a\nb {text}") for text in WORDS],
+    # No-break and zero-width space, a bidi mark, quote, dash, BOM, carriage return, a Cyrillic e.
+    "characters": [(X, f"a = 1\nb{char} = 2") for char in "\u00a0\u200b\u202e\u2019\u2014\ufeff\r\u0435"],
+    "shell": [("launch/x.sh", "#!/bin/bash\ntrue\nset -euo pipefail\n"), ("bin/start", SCRIPT)],
+}
+PASSES = [
+    ("keys", "clustertune/recipe/x.py", 'config.get("fsdp_offload_params")'), ("keys", X, '"pytorch_model_fsdp_0"'),
+    ("keys", "clustertune/recipe/accelerate_file.py", 'section.get("fsdp_version")'), ("calls", X, LOOKS_ALIKE),
+    ("shell", "launch/x.sbatch", SCRIPT), ("shell", "a.py", "#!/usr/bin/env python3\n"),
+]  # fmt: skip
+"""What only looks alike: a rule that cries at the wrong line is switched off."""
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), [(rule, *one) for rule, planted in PLANTED.items() for one in planted])
+def test_a_planted_fault_is_found(rule: str, path: str, text: str) -> None:
+    """A rule that finds nothing may be a rule that looks at nothing."""
+    assert len(RULES[rule][0](path, text)) == 1
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), PASSES)
+def test_what_only_looks_alike_passes(rule: str, path: str, text: str) -> None:
+    assert RULES[rule][0](path, text) == []

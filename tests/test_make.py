@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parent.parent
-NAMES = ("RECIPE", "MODEL", "IFEVAL_DATA", "RUN", "BASE")
+from tests.tree import REPO
+
+MAKEFILE = (REPO / "Makefile").read_text()
+TAKEN = sorted(set(re.findall(r"\$\((?:value |call plain,)(\w+)\)", MAKEFILE)))
+"""The variables that users give to targets."""
 HOSTILE = (
     "$(shell touch PWNED)", "a\n$(shell touch PWNED)", "'; touch PWNED; '", "`touch PWNED`", "$$(touch PWNED)",
     "a'$(shell touch PWNED)'", "x\ntouch PWNED", "a b", "a#b", "-x", "$(info $(shell touch PWNED))", "é", '"',
@@ -28,25 +31,26 @@ def make(*arguments: str, makefile: Path = REPO / "Makefile", **env: str) -> sub
 
 def test_alone_it_lists_every_target() -> None:
     done = make()
-    targets = re.findall(r"^([a-z][a-z-]*):.*## ", (REPO / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([a-z][a-z-]*):.*## ", MAKEFILE, re.MULTILINE)
     assert done.returncode == 0 and re.findall(r"^  make (\S+)", done.stdout, re.MULTILINE) == targets
     assert {"demo", "test", "eval-ifeval", "help"} <= set(targets)
     assert max(map(len, done.stdout.splitlines())) <= 120
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize(
+    ("name", "value"), [*(("RECIPE", value) for value in HOSTILE), *((name, HOSTILE[0]) for name in TAKEN)]
+)
 def test_a_hostile_value_is_refused_and_not_run(name: str, value: str, tmp_path: Path) -> None:
+    """As an argument and from the environment; every value that a target takes is guarded."""
     value = value.replace("PWNED", str(tmp_path / "pwned"))
-    for done in (make("-n", "help", f"{name}={value}"), make("-n", "eval-ifeval", **{name: value})):
+    for done in (make("-n", "help", f"{name}={value}"), make("-n", "help", **{name: value})):
         assert done.returncode == 2 and f"{name} must be a plain path" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_the_guard_it_runs(tmp_path: Path) -> None:
-    text = (REPO / "Makefile").read_text()
-    assert "$(value RECIPE)'" in text and "$(call plain,RECIPE)" in text
-    unguarded = re.sub(r"^\$\(call plain,RECIPE\).*$", "", text, flags=re.MULTILINE).replace("$(value RECIPE)", "$(RECIPE)")
+    assert "$(value RECIPE)'" in MAKEFILE and "$(call plain,RECIPE)" in MAKEFILE
+    unguarded = re.sub(r"^\$\(call plain,RECIPE\).*$", "", MAKEFILE, flags=re.MULTILINE).replace("$(value RECIPE)", "$(RECIPE)")
     (tmp_path / "Makefile").write_text(unguarded)
     make("-n", "show", f"RECIPE=$(shell touch {tmp_path}/pwned)", makefile=tmp_path / "Makefile")
     assert (tmp_path / "pwned").exists()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from clustertune import secrets
 from clustertune.errors import UserError
-from tests.command import NO_NETWORK, REPO
+from tests.command import LOOPBACK_ONLY, NO_NETWORK, REPO
+from tools.gpu_check import descendants
 
 CANARY = "c4nary0123456789abcdef0123456789abcdef01"
 
@@ -48,7 +49,7 @@ def test_what_is_read(closed: Path) -> None:
         "https_proxy": "http://proxy:3128",
     }
     assert len(notes) == 1 and "not used here: EDITOR" in notes[0]
-    assert secrets.read_env(closed / "absent") == {}
+    assert secrets.read_env(closed / "absent") == {} and REPO / ".env" == secrets.DEFAULT
     (closed / ".env").chmod(0o400)
     assert "HF_TOKEN" in secrets.read_env(closed / ".env", notes.append)
 
@@ -98,7 +99,7 @@ def test_a_file_that_others_may_read_is_refused(closed: Path, mode: int) -> None
         secrets.read_env(write(closed, f"HF_TOKEN={CANARY}\n", mode))
 
 
-def test_only_a_regular_file_of_one_s_own(closed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_regular_file_of_one_s_own_where_others_may_not_write(closed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe would block, a link may point to what somebody else can change."""
     path = write(closed, f"HF_TOKEN={CANARY}\n")
     (closed / "link").symlink_to(path)
@@ -106,22 +107,14 @@ def test_only_a_regular_file_of_one_s_own(closed: Path, monkeypatch: pytest.Monk
     for name, message in (("link", "is a link"), ("pipe", "not a regular file"), (".", "not a regular file")):
         with pytest.raises(UserError, match=message):
             secrets.read_env(closed / name)
+    for mode, private, taken in ((0o777, False, False), (0o775, False, False), (0o775, True, True), (0o1777, True, True)):
+        monkeypatch.setattr(secrets, "_is_private", lambda group, private=private: private)
+        closed.chmod(mode)
+        with contextlib.nullcontext() if taken else pytest.raises(UserError, match="others may write in its folder"):
+            assert secrets.read_env(path)
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
     with pytest.raises(UserError, match="belongs to user"):
         secrets.read_env(path)
-
-
-def test_a_folder_that_others_may_write_in_is_refused(closed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(closed, f"HF_TOKEN={CANARY}\n")
-    monkeypatch.setattr(secrets, "_is_private", lambda group: False)
-    for mode in (0o777, 0o775):
-        closed.chmod(mode)
-        with pytest.raises(UserError, match="others may write in its folder"):
-            secrets.read_env(path)
-    monkeypatch.setattr(secrets, "_is_private", lambda group: True)
-    assert secrets.read_env(path)
-    closed.chmod(0o1777)
-    assert secrets.read_env(path)
 
 
 def test_the_environment_goes_first_and_is_cleared(closed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,38 +144,10 @@ def test_nothing_that_may_stand_in_a_file_ends_otherwise(data: bytes) -> None:
     )
 
 
-INSIDE = """
-import fcntl, os, socket, struct, sys
-with socket.socket() as s:  # loopback only: bring it up
-    s2 = struct.pack("16sH14s", b"lo", 0, b"")
-    flags = struct.unpack("16sH14s", fcntl.ioctl(s, 0x8913, s2))[1]
-    fcntl.ioctl(s, 0x8914, struct.pack("16sH14s", b"lo", flags | 1, b""))
-os.execv(sys.executable, [sys.executable, "-m", "clustertune", *sys.argv[1:]])
-"""
-
-
-def processes_below(pid: int) -> list[Path]:
-    """The folders in /proc of a process and of all that it started."""
-    parents: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, IndexError):
-                continue
-            parents.setdefault(parent, []).append(int(folder.name))
-    found, waiting = [], [pid]
-    while waiting:
-        at = waiting.pop()
-        found.append(Path("/proc", str(at)))
-        waiting += parents.get(at, [])
-    return found
-
-
-def held_by(folder: Path) -> bytes:
+def held_by(pid: int) -> bytes:
     """Arguments and first environment of a process."""
     try:
-        return (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+        return Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return b""
 
@@ -214,9 +179,9 @@ def test_planted_tokens_are_in_nothing_that_a_run_leaves(tmp_path: Path) -> None
     write(tree, "".join(f"{key}={value}\n" for key, value in tokens.items()))
     settings = ["train.max_steps=3", "train.max_length=64", "train.save_steps=2", "train.eval_steps=3"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB_", "HF_"))}
-    seen, ranks = b"", set()
+    seen, ranks = b"", set[int]()
     with subprocess.Popen(
-        [*NO_NETWORK, INSIDE, "run", "recipes/tiny-oasst2", "--run-dir", str(run_dir), "--to", "export", *settings],
+        [*NO_NETWORK, LOOPBACK_ONLY, "run", "recipes/tiny-oasst2", "--run-dir", str(run_dir), "--to", "export", *settings],
         cwd=tree,
         env={**environment, "PYTHONPATH": str(tree), "HOME": str(home), "NETRC": str(home / ".netrc")},
         stdin=subprocess.DEVNULL,
@@ -225,10 +190,10 @@ def test_planted_tokens_are_in_nothing_that_a_run_leaves(tmp_path: Path) -> None
         text=True,
     ) as child:
         while child.poll() is None:
-            for process in processes_below(child.pid):
-                held = held_by(process)
+            for pid in [child.pid, *descendants(child.pid)]:
+                held = held_by(pid)
                 seen += held
-                ranks |= {process.name} if b"--attempt" in held else set()
+                ranks |= {pid} if b"--attempt" in held else set()
             time.sleep(0.2)
         output = child.communicate(timeout=60)[0]
     assert child.returncode == 0, output
@@ -240,9 +205,3 @@ def test_planted_tokens_are_in_nothing_that_a_run_leaves(tmp_path: Path) -> None
     for token in tokens.values():
         assert token.encode() not in seen and token not in output
         assert [path for path in files if token.encode() in path.read_bytes()] == []
-
-
-def test_the_default_place_is_beside_the_recipes() -> None:
-    from clustertune.recipe.load import RECIPES
-
-    assert RECIPES.parent / ".env" == secrets.DEFAULT and sys.version_info >= (3, 11)

@@ -39,6 +39,7 @@ from typing import Any
 from clustertune import manifest
 from tools import spoil
 from tools.forking import REPO, ForkedCommand, run, warm
+from tools.gpu_check import descendants
 
 RECIPE = "recipes/tiny-oasst2"
 SAVE_STEPS = 2
@@ -566,9 +567,9 @@ def planted(seed: int, workspace: Workspace) -> Done:
     child = ForkedCommand("run", RECIPE, "--run-dir", folder, *SETTINGS, out=out, env=tokens | caches)
     seen = b""
     while child.child.poll() is None:
-        for process in look.processes_below(child.pid):
+        for pid in [child.pid, *descendants(child.pid)]:
             seen += b"".join(
-                part for part in (look.held_by(process).split(b"\0")) if not part.startswith(tuple(k.encode() for k in tokens))
+                part for part in (look.held_by(pid).split(b"\0")) if not part.startswith(tuple(k.encode() for k in tokens))
             )
         time.sleep(0.1)
     code, text = child.end(PATIENCE)

@@ -13,15 +13,10 @@ from tools.mutate import Mutation, covering_tests, judge, read_mutations
 REPO = Path(__file__).resolve().parents[2]
 
 
-def test_each_mutation_has_a_name_and_a_reason() -> None:
-    mutations = read_mutations()
-    assert len({mutation.id for mutation in mutations}) == len(mutations) >= 60
-    assert all(mutation.old != mutation.new and mutation.breaks.endswith(".") for mutation in mutations)
-
-
 @pytest.mark.parametrize("mutation", read_mutations(), ids=lambda mutation: mutation.id)
 def test_a_mutation_applies(mutation: Mutation) -> None:
     """Who moves the code moves ``file``, ``old`` and ``new`` in tests/mutations.yaml, so that the same behaviour breaks."""
+    assert mutation.old != mutation.new and mutation.breaks.endswith(".")
     path = REPO / mutation.file
     assert path.is_file(), f"{mutation.id}: {mutation.file} is gone: port the mutation to where that code is now"
     assert path.read_text().count(mutation.old) == 1, f"{mutation.id}: port its text to the code of {mutation.file}"
@@ -32,53 +27,46 @@ def test_a_mutation_applies(mutation: Mutation) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A product of two functions, of which one is tested."""
-    (tmp_path / "clustertune" / "shop").mkdir(parents=True)
-    for folder in ("clustertune", "clustertune/shop"):
-        (tmp_path / folder / "__init__.py").touch()
-    (tmp_path / "clustertune/shop/sums.py").write_text(
-        "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n"
-    )
-    (tmp_path / "tests" / "shop").mkdir(parents=True)
-    body = "import pytest\nfrom clustertune.shop.sums import add, sub\n\n\n"
-    body += "@pytest.mark.parametrize('want', [3], ids=['a sum'])\ndef test_add(want):\n    assert add(1, 2) == want and sub\n"
-    (tmp_path / "tests/shop/test_sums.py").write_text(body)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    long\n    gpu\n    jobs\n    containers\n")
+    """A product of two functions, of which one is tested where its module is named; another test always fails."""
+    files = {
+        "clustertune/__init__.py": "",
+        "clustertune/shop/__init__.py": "",
+        "clustertune/shop/sums.py": "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n",
+        "tests/shop/test_sums.py": "import pytest\nfrom clustertune.shop.sums import add, sub\n\n\n"
+        "@pytest.mark.parametrize('want', [3], ids=['a sum'])\ndef test_add(want):\n    assert add(1, 2) == want and sub\n",
+        "tests/shop/test_that_fails.py": "def test_always():\n    assert False\n",
+        "tests/other/test_differences.py": "import importlib\n\n\ndef test_sub():\n"
+        "    assert importlib.import_module('clustertune.shop').__name__\n"
+        "    assert importlib.import_module('.sums', 'clustertune.shop').sub(2, 1) == 1\n",
+        "pytest.ini": "[pytest]\nmarkers =\n    long\n    gpu\n    jobs\n    containers\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").symlink_to(REPO / ".venv/bin/python")
     return tmp_path
 
 
-def test_a_fault_is_caught_or_missed(tree: Path, tmp_path: Path) -> None:
+def test_a_fault_is_caught_or_missed(tree: Path) -> None:
+    """A test that names no module runs only where it is given, and one that fails without the fault catches nothing."""
     text = (tree / "clustertune/shop/sums.py").read_text()
     seen = Mutation("shop-add", "clustertune/shop/sums.py", "return a + b", "return a - b", "Sums are sums.")
-    found = judge(tree, seen, 60)
+    found = judge(tree, replace(seen, first="tests/other"), 60)
     assert (found["status"], found["by"]) == ("caught", "tests/shop/test_sums.py::test_add[a sum]")
     unseen = replace(seen, id="shop-sub", old="return a - b", new="return a + b")
-    assert judge(tree, unseen, 60)["status"] == "missed"
-    (tree / "tests/other").mkdir()
-    (tree / "tests/other/test_differences.py").write_text(
-        "import importlib\n\n\ndef test_sub():\n    assert importlib.import_module('clustertune.shop').__name__\n"
-        "    assert importlib.import_module('.sums', 'clustertune.shop').sub(2, 1) == 1\n"
-    )
-    assert judge(tree, unseen, 60)["status"] == "missed", "a test that names no module runs only where it is given"
+    found = judge(tree, unseen, 60)
+    assert (found["status"], found["fail_without"]) == ("missed", ["tests/shop/test_that_fails.py::test_always"])
     found = judge(tree, replace(unseen, first="tests/other"), 60)
     assert (found["status"], found["by"]) == ("caught", "tests/other/test_differences.py::test_sub")
-    assert judge(tree, replace(seen, first="tests/other"), 60)["by"] == "tests/shop/test_sums.py::test_add[a sum]"
     assert judge(tree, replace(seen, old="return a"), 60)["status"] == "cannot-apply"
     assert (tree / "clustertune/shop/sums.py").read_text() == text
 
 
-def test_a_test_that_fails_without_the_fault_catches_nothing(tree: Path) -> None:
-    path = tree / "tests/shop/test_sums.py"
-    path.write_text(path.read_text() + "\n\ndef test_always():\n    assert False\n")
-    unseen = Mutation("shop-sub", "clustertune/shop/sums.py", "return a - b", "return a + b", "Differences are differences.")
-    found = judge(tree, unseen, 60)
-    assert (found["status"], found["fail_without"]) == ("missed", ["tests/shop/test_sums.py::test_always"])
-
-
-def test_the_page_counts_what_was_not_ported_as_missed() -> None:
-    mutations = read_mutations()[:3]
+def test_ids_are_unique_and_the_page_counts_what_was_not_ported_as_missed() -> None:
+    mutations = read_mutations()
+    assert len({mutation.id for mutation in mutations}) == len(mutations) >= 60
+    mutations = mutations[:3]
     first, second, third = (mutation.id for mutation in mutations)
     results = {
         first: {"before": {"status": "caught", "by": "tests/a.py::test_b"}},

@@ -38,76 +38,38 @@ def test_the_405b_architecture_is_that_of_the_recipe() -> None:
     assert {key: recipe[key] for key in architecture} == architecture
 
 
-def test_clusters_name_known_gpus_and_take_files_as_they_are() -> None:
-    """A GPU without figures cannot be planned on; the reference cluster has one home."""
-    clusters = published_clusters()
-    assert {cluster.gpu for cluster in clusters.values()} <= set(load_hardware())
-    reference = clusters["nutanix-rtxpro6000"]
-    assert (reference.gpu, reference.gpus_per_node, reference.host_gb) == ("rtx-pro-6000-blackwell-server", 8, 3900)
-    assert reference.network is not None and reference.network.gb_s == 12.5
-
-
-def test_measured_bandwidths_are_those_of_the_runs() -> None:
-    """3.1, 4.7 and 8.0 GB/s: with nominal speeds the A100 runs are planned at a fifth of their time."""
-    found = {name: cluster.measured_gb_s for name, cluster in published_clusters().items() if cluster.measured_gb_s}
-    assert found == {"idris-jeanzay-a100": 3.1, "nutanix-rtxpro6000": 4.7, "nebius-h100-tcp": 8.0}
-    opa = published_clusters()["idris-jeanzay-a100"].network
-    assert opa is not None and opa.gb_s == 50
-    # Two all-gathers in bf16 and a reduce-scatter in fp32: 8 B a parameter; in bf16 alone three times 2 B.
+def test_clusters_name_known_gpus_and_their_bandwidth_is_that_of_a_run() -> None:
+    """With nominal speeds the A100 runs are planned at a fifth of their time. Two all-gathers in bf16 and a reduce-scatter in
+    fp32 are 8 B a parameter; in bf16 alone three times 2 B."""
+    assert {cluster.gpu for cluster in published_clusters().values()} <= set(load_hardware())
     runs = {("qwen2.5-14b", 8, 1, 0): "idris-1915513", ("mistral-7b", 2, 3, 3.4): "nebius-2-nodes"}
     for (model, each, passes, warm_up), run in runs.items():
         ran, counted = published_runs()[run], count(published_models()[model].architecture)
         assert counted is not None
         reached, _ = node_bandwidth(counted.total, each, passes, ran, warm_up)
-        assert reached == pytest.approx(found[ran.cluster], rel=0.01)
+        assert reached == pytest.approx(published_clusters()[ran.cluster].measured_gb_s, rel=0.01)
 
 
 # --- the runs ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_17_runs_has_its_batch_and_hours() -> None:
-    """8,192 tokens a GPU and step in each; the hours that the logs print are 14,676 steps of that time."""
-    runs = [run for run in published_runs().values() if run.set == "idris-csv"]
-    assert {run.step_tokens // run.world for run in runs} == {8192}
+def test_the_figures_of_a_run_agree() -> None:
+    """A wrong accumulation or batch shows where a table prints the same twice: tokens a GPU and step, hours of 14,676 steps,
+    seconds and rate. A row that does not count says why."""
+    runs = published_runs()
+    assert {run.step_tokens // run.world for run in runs.values() if run.set == "idris-csv"} == {8192}
     hours = {"idris-4803": 3.641, "idris-5431": 7.333, "idris-1915513": 151.737, "idris-1915698": 20.122}
-    for name, published in hours.items():
-        seconds = published_runs()[name].seconds
-        assert seconds is not None and seconds * 14676 / 3600 == pytest.approx(published, rel=1e-3)
-    assert all(run.peak_gib for run in runs)
-
-
-def test_step_times_and_throughputs_of_a_row_agree() -> None:
-    """Where a table prints both, batch, length and GPUs must turn one into the other: a wrong accumulation shows here."""
-    both = [run for run in published_runs().values() if run.step_s and run.tokens_per_s_per_gpu]
-    assert len(both) > 10
-    for run in both:
-        assert run.step_tokens / (run.step_s or math.nan) / run.world == pytest.approx(run.tokens_per_s_per_gpu, rel=2e-3), (
-            run.id
-        )
-
-
-def test_the_reference_run_is_whole() -> None:
-    """36 steps of 32 sequences in 8.4 h, 162 gathers of the weights."""
-    run = published_runs()["nutanix-405b"]
-    assert (run.global_batch, run.steps, run.hours, run.world) == (32, 36, 8.4, 16)
-    assert run.steps is not None and run.eval_steps is not None
-    assert run.gathers == run.steps * run.accumulation * 2 + run.steps // run.eval_steps
-
-
-def test_published_seconds_come_from_the_rate_where_only_that_is_printed() -> None:
-    """Most tables print tokens per second alone; hours alone give no step."""
-    run = published_runs()["torchtitan-8b-8"]
-    assert run.step_s is None and run.seconds == pytest.approx(2 * 8192 / 5762)
-    assert published_runs()["idris-4803"].rate == pytest.approx(8192 / 0.893)
-    assert published_runs()["dllm-1-node"].seconds is None and published_runs()["dllm-1-node"].rate is None
-
-
-def test_rows_that_do_not_count_say_why() -> None:
-    """A row that is left out without a message looks like a row that was chosen."""
-    left = {run.id for run in published_runs().values() if run.excluded}
-    assert {"idris-gb200-14b-bs4", "nebius-1-node", "dllm-2-nodes"} <= left
-    assert all(len(run.excluded or "long enough") > 10 for run in published_runs().values())
-    assert {run.id for run in published_runs().values() if not run.verified} >= {"megatron-70b-lora-h100", "idris-h100-72b"}
+    assert {name: (runs[name].seconds or math.nan) * 14676 / 3600 for name in hours} == pytest.approx(hours, rel=1e-3)
+    both = [run for run in runs.values() if run.step_s and run.tokens_per_s_per_gpu]
+    rates = {run.id: run.step_tokens / (run.step_s or math.nan) / run.world for run in both}
+    assert len(both) > 10 and rates == pytest.approx({run.id: run.tokens_per_s_per_gpu for run in both}, rel=2e-3)
+    reference = runs["nutanix-405b"]
+    assert reference.steps is not None and reference.eval_steps is not None
+    assert reference.gathers == reference.steps * reference.accumulation * 2 + reference.steps // reference.eval_steps == 162
+    only_rate, only_step, only_hours = (runs[name] for name in ("torchtitan-8b-8", "idris-4803", "dllm-1-node"))
+    assert only_rate.step_s is None and only_rate.seconds == pytest.approx(2 * 8192 / 5762)
+    assert only_step.rate == pytest.approx(8192 / 0.893) and only_hours.seconds is None and only_hours.rate is None
+    assert all(len(run.excluded or "long enough") > 10 for run in runs.values())
 
 
 @pytest.mark.parametrize(
@@ -159,23 +121,15 @@ def test_the_cluster_of_a_run_is_a_cluster_file() -> None:
 # --- the claims --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(CLAIMS))
-def test_a_claim_is_judged_as_expected(name: str) -> None:
-    """The verdict follows from the arithmetic, and the arithmetic shows the value that it was judged by."""
-    result = check(CLAIMS[name])
-    assert result.verdict == result.claim.verdict, result
-    assert " = " in result.arithmetic
-    if result.verdict != "right":
-        assert result.claim.instead, "what is wrong needs what is right"
-
-
-def test_the_claims_cover_every_document() -> None:
-    """Right ones too: a checker that only refutes is not believed."""
+def test_every_claim_is_judged_as_expected_and_every_document_has_right_and_wrong_ones() -> None:
+    """The verdict follows from the arithmetic; a checker that only refutes is not believed."""
     results = check_claims()
-    assert len(results) >= 35 and len(CLAIMS) == len(results)
+    assert len(results) == len(CLAIMS) >= 35
+    for result in results:
+        assert result.verdict == result.claim.verdict and " = " in result.arithmetic, result
+        assert result.verdict == "right" or result.claim.instead, "what is wrong needs what is right"
     for source in claims_file().sources:
-        own = {check(claim).verdict for claim in CLAIMS.values() if claim.source == source}
-        assert {"right", "refuted"} <= own, source
+        assert {"right", "refuted"} <= {one.verdict for one in results if one.claim.source == source}, source
     assert set(FORMULAS) == {claim.formula for claim in CLAIMS.values()}, "a formula that no claim uses is not tested"
 
 
@@ -206,20 +160,20 @@ def test_another_figure_gives_another_verdict(name: str) -> None:
     assert check(claim.model_copy(update={"claimed": off})).verdict == "refuted"
 
 
-def test_a_figure_inside_a_range_is_right_and_near_it_imprecise() -> None:
-    """The distance is counted from the nearer end, by ratio."""
-    claim = CLAIMS["spheron-405b-hours"]
-    right, imprecise, refuted = [50, 57, 60, 62.9, 47.7], [63.1, 74.9, 47.5, 40.1], [75.1, 39.9, 500]
-    verdicts = [(value, "right") for value in right] + [(value, "imprecise") for value in imprecise]
-    verdicts += [(value, "refuted") for value in refuted]
-    assert [(value, judge(claim, value)) for value, _ in verdicts] == verdicts
-
-
-def test_at_most_and_at_least_bound_one_side() -> None:
-    """80 GB are enough for 26 GB; more than one node is needed for 1.8."""
-    most, least = CLAIMS["nebius-13b-node"], CLAIMS["nebius-70b-nodes"]
-    assert [judge(most, value) for value in (1, 80, 90, 300)] == ["right", "right", "imprecise", "refuted"]
-    assert [judge(least, value) for value in (9, 1, 0.9, 0.2)] == ["right", "right", "imprecise", "refuted"]
+@pytest.mark.parametrize(
+    ("name", "right", "imprecise", "refuted"),
+    [
+        ("spheron-405b-hours", [50, 57, 60, 62.9, 47.7], [63.1, 74.9, 47.5, 40.1], [75.1, 39.9, 500]),
+        ("nebius-13b-node", [1, 80], [90], [300]),
+        ("nebius-70b-nodes", [9, 1], [0.9], [0.2]),
+    ],
+)
+def test_near_the_claimed_figure_is_imprecise(
+    name: str, right: list[float], imprecise: list[float], refuted: list[float]
+) -> None:
+    """A range, at most (80 GB are enough for 26) and at least (1.8 nodes are needed): by ratio to the nearer end."""
+    found = [[judge(CLAIMS[name], value) for value in values] for values in (right, imprecise, refuted)]
+    assert [set(verdicts) for verdicts in found] == [{"right"}, {"imprecise"}, {"refuted"}]
 
 
 def test_an_input_that_no_formula_reads_is_refused() -> None:

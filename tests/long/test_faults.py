@@ -1,0 +1,342 @@
+"""Faults at chosen moments of a real command: an exit code that says what to do, nothing left over, the same bytes in the end.
+
+``make campaign`` counts faults at random moments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune import manifest
+from tests.command import REPO, events
+from tools.campaign import attempts, half_written
+from tools.gpu_check import descendants
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
+
+SETTINGS = ["train.max_steps=6", "train.save_steps=2", "train.eval_steps=5", "train.max_length=64"]
+"""Steps so short that the moments between them are as likely to be hit as the steps."""
+PATIENCE = 300
+"""Seconds after a fault within which the command must have ended: more is a hang."""
+
+
+class Command:
+    """``clustertune run`` on one run folder, started and not waited for; ``path`` goes first on the module path."""
+
+    def __init__(self, run_dir: Path, *, to: str = "export", path: Path = REPO) -> None:
+        self.run_dir = run_dir
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "clustertune", "run", "recipes/tiny-oasst2", "--run-dir", run_dir, "--to", to, *SETTINGS],
+            cwd=REPO, env={**os.environ, "PYTHONPATH": f"{path}:{REPO}", "OMP_NUM_THREADS": "1"}, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self.pid = self._child.pid
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        """Wait for a moment before the command's end."""
+        deadline = time.monotonic() + 240
+        while not condition():
+            assert self._child.poll() is None and time.monotonic() < deadline, "the moment never came"
+            time.sleep(0.01)
+
+    def signal(self, number: int, *pids: int) -> None:
+        """Send a signal to the processes given, else to the command."""
+        for pid in pids or (self.pid,):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def end(self, seconds: float = PATIENCE, *, alone: bool = True) -> tuple[int, str]:
+        """The exit code and all output. No traceback is ever among it, and no process stays behind.
+
+        ``alone``: no other command works in the run folder.
+        """
+        try:
+            text, _ = self._child.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            raise AssertionError(f"hangs: {processes(self.run_dir)}") from None
+        assert "Traceback" not in text, text
+        deadline = time.monotonic() + 10
+        while (left := processes(self.run_dir)) and alone and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not (left and alone), f"left over: {left}"
+        return self._child.returncode, text
+
+
+def processes(run_dir: Path) -> dict[int, str]:
+    """Launcher and ranks of a run folder that live now: process id to ``launcher`` or ``rank``."""
+    found = {}
+    for folder in (path for path in Path("/proc").iterdir() if path.name.isdigit()):
+        try:
+            words = (folder / "cmdline").read_text(errors="replace").split("\0")
+            dead = (folder / "stat").read_text(errors="replace").rsplit(")", 1)[1].split()[0] == "Z"
+        except (OSError, IndexError):
+            continue
+        if str(run_dir.resolve()) in words and "train" in words and not dead:
+            found[int(folder.name)] = "launcher" if "accelerate.commands.launch" in words else "rank"
+    return found
+
+
+def pids(run_dir: Path, kind: str) -> list[int]:
+    """Process ids of the launcher, or of the ranks."""
+    return sorted(pid for pid, what in processes(run_dir).items() if what == kind)
+
+
+def adapter_sha(run_dir: Path) -> str:
+    return hashlib.sha256((run_dir / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations and base model of a run of six steps; nothing is trained."""
+    folder = tmp_path_factory.mktemp("prepared") / "run"
+    code, text = Command(folder, to="prepare").end()
+    assert code == 0, text
+    return folder
+
+
+@pytest.fixture
+def folder(prepared: Path, tmp_path: Path) -> Path:
+    """A run folder of one's own in which training is next."""
+    return Path(shutil.copytree(prepared, tmp_path / "run"))
+
+
+@pytest.fixture(scope="session")
+def reference(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The adapter's SHA-256 after an uninterrupted run."""
+    folder = Path(shutil.copytree(prepared, tmp_path_factory.mktemp("reference") / "run"))
+    code, text = Command(folder).end()
+    assert code == 0, text
+    return adapter_sha(folder)
+
+
+# --- signals ------------------------------------------------------------------------------------------------------------
+
+MOMENTS: dict[str, Callable[[Path], Any]] = {
+    "the launcher starts": lambda folder: pids(folder, "launcher"),
+    "the ranks start": lambda folder: len(list(folder.glob("attempts/*/rank-*.pid"))) == 2,
+    "a step": lambda folder: events(folder, "step"),
+    "the last step": lambda folder: any(event["step"] == 6 for event in events(folder, "step")),
+    "a save": half_written,
+    "the last save": lambda folder: any(path.name == "step-000006" for path in half_written(folder)),
+    "the export": lambda folder: any(event["stage"] == "export" for event in events(folder, "stage")),
+}
+
+
+def struck(folder: Path, moment: str, number: int, *, at: str = "command") -> Command:
+    """A command to which a signal was sent at a moment; ``at``: command, launcher or rank (the last one)."""
+    command = Command(folder)
+    command.until(lambda: MOMENTS[moment](folder))
+    if moment == "the launcher starts":
+        time.sleep(0.5)
+    command.signal(number, *(() if at == "command" else pids(folder, at)[-1:]))
+    return command
+
+
+def ends_as_undisturbed(folder: Path, reference: str) -> None:
+    """The same command again gives the bytes of a run that nothing happened to."""
+    code, text = Command(folder).end()
+    assert code == 0 and adapter_sha(folder) == reference, text
+
+
+@pytest.mark.parametrize(
+    ("moment", "number", "at"),
+    [
+        *(("the launcher starts", number, "command") for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)),
+        ("the ranks start", signal.SIGTERM, "command"),
+        ("the last step", signal.SIGTERM, "command"),
+        *(("a step", number, "rank") for number in (signal.SIGTERM, signal.SIGINT)),
+    ],
+)
+def test_who_is_asked_to_stop_stops_saves_and_goes_on(
+    folder: Path, reference: str, moment: str, number: signal.Signals, at: str
+) -> None:
+    """A rank that is asked stops all; at the last step the export does not start."""
+    code, text = struck(folder, moment, number, at=at).end(20 if moment == "the launcher starts" else PATIENCE)
+    assert code == 75 and not (folder / "adapter").exists(), text
+    if moment != "the last step":
+        assert "stopped on request" in text or moment == "the ranks start", text
+    if at == "rank":
+        assert events(folder, "checkpoint")[-1]["step"] == events(folder, "stop")[-1]["step"]
+    elif moment != "the last step":
+        assert events(folder, "step") == []
+    ends_as_undisturbed(folder, reference)
+    if moment == "the last step":
+        # A second attempt where the stop fell into the last evaluation: it makes that up, and takes no step.
+        assert len(attempts(folder)) <= 2 and len(events(folder, "step")) == 6
+
+
+@pytest.mark.parametrize(
+    "pair", [(signal.SIGUSR1, signal.SIGTERM), (signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT)]
+)
+def test_asked_twice_during_a_save(folder: Path, reference: str, pair: tuple[signal.Signals, signal.Signals]) -> None:
+    """A warning and then the end leave the save alone; the same signal again is impatience."""
+    command = struck(folder, "a save", pair[0])
+    time.sleep(0.2)
+    command.signal(pair[1])
+    code, text = command.end()
+    assert code == 75, text
+    assert pair[0] is pair[1] or events(folder, "checkpoint"), text
+    ends_as_undisturbed(folder, reference)
+
+
+@pytest.mark.parametrize("victim", ["launcher", "command"])
+@pytest.mark.parametrize("moment", ["the ranks start", "a step"])
+def test_nothing_outlives_the_launcher_or_the_command(folder: Path, victim: str, moment: str) -> None:
+    """A rank that continued would write beside the next attempt: the run's lock is gone with the command."""
+    command = struck(folder, moment, signal.SIGKILL, at=victim)
+    began = time.monotonic()
+    code, text = command.end()
+    assert code == (75 if victim == "launcher" else -signal.SIGKILL), text
+    assert time.monotonic() - began < 10
+
+
+def test_killed_in_the_last_save_and_in_the_export(folder: Path, reference: str) -> None:
+    for moment in ("the last save", "the export"):
+        struck(folder, moment, signal.SIGKILL).end()
+    ends_as_undisturbed(folder, reference)
+
+
+def test_two_commands_at_once(folder: Path) -> None:
+    first = Command(folder)
+    first.until(lambda: pids(folder, "rank"))
+    code, text = Command(folder).end(30, alone=False)
+    assert code == 75 and f"process {first.pid}" in text
+    first.signal(signal.SIGKILL)
+    first.end()
+
+
+def test_training_does_not_stop_for_its_tracker(folder: Path, reference: str) -> None:
+    """W&B's own service process is killed: training continues, and the bytes are the same."""
+    command = Command(folder)
+    command.until(lambda: events(folder, "step"))
+    below = [pid for rank in pids(folder, "rank") for pid in descendants(rank)]
+    lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in below}
+    services = [pid for pid, line in lines.items() if line.is_file() and "wandb-core" in line.read_text(errors="replace")]
+    assert services
+    command.signal(signal.SIGKILL, *services)
+    code, text = command.end()
+    assert code == 0 and "WandbCallback is left out" in text, text
+    assert adapter_sha(folder) == reference
+
+
+# --- damage -------------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle; in the manifest one of the state that no file's hash covers."""
+    data = bytearray(path.read_bytes())
+    offset = data.index(b'"tokens": ') + 10 if path.name == manifest.MANIFEST else len(data) // 2
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model_fsdp_0/__1_0.distcp", manifest.MANIFEST, "optimizer_0/__0_0.distcp"])
+def test_a_damaged_checkpoint_is_passed_over(folder: Path, reference: str, name: str) -> None:
+    """That of a run that was killed; the last one too, which would be exported: an older one must not be in its place."""
+    step = "step-000006" if name.startswith("optimizer") else "step-000004"
+    if step == "step-000006":
+        assert Command(folder, to="train").end()[0] == 0
+    else:
+        command = Command(folder)
+        command.until(lambda: any(event["step"] == 4 for event in events(folder, "checkpoint")))
+        command.signal(signal.SIGKILL)
+        command.end()
+    flip(folder / "checkpoints" / step / name)
+    code, text = Command(folder).end()
+    assert code == 0 and f"{step} is not whole and is skipped" in text, text
+    assert adapter_sha(folder) == reference
+    if step == "step-000004":
+        assert "resume from step-000002" in text and "step-000004 is damaged: kept, not counted" in text
+        assert (folder / "checkpoints" / step).exists()
+
+
+ON_RANK_1 = """
+import os
+if os.environ.get("RANK") == "1":
+    from trl import SFTTrainer
+    step = SFTTrainer.training_step
+    def broken(self, *args, **kwargs):
+        loss = step(self, *args, **kwargs)  # its gradients are whole: only the loss that comes back is not
+        return loss * float("nan") if self.state.global_step == 2 else loss
+    SFTTrainer.training_step = broken
+"""
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_both(folder: Path, tmp_path: Path) -> None:
+    """Before the optimizer step, and nothing of it is saved."""
+    (tmp_path / "patch").mkdir()
+    (tmp_path / "patch" / "sitecustomize.py").write_text(ON_RANK_1)
+    code, text = Command(folder, path=tmp_path / "patch").end()
+    assert code == 93 and "not finite at step 3 (rank 1: loss nan)" in text, text
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
+    (attempt,) = attempts(folder)
+    records = sorted(attempt.glob("rank-*.json"))
+    assert events(folder, "stop")[-1]["exit_code"] == 93
+    assert len(records) == 2 and all('"code": 93' in record.read_text() for record in records)
+
+
+# --- storage ------------------------------------------------------------------------------------------------------------
+
+ON_A_SMALL_DISK = """
+import hashlib, json, shutil, subprocess, sys
+from pathlib import Path
+from tools.campaign import fill
+
+disk, prepared, room, *command = sys.argv[1:]
+disk, run = Path(disk), Path(disk, "run")
+
+def mount(*arguments):
+    subprocess.run(["mount", *arguments, str(disk)], check=True)
+
+def go():
+    words = [*command, "--run-dir", str(run)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    return {"code": done.returncode, "text": done.stdout}
+
+mount("-t", "tmpfs", "-o", "size=64m", "tmpfs")
+shutil.copytree(prepared, run)
+if room == "read-only":
+    mount("-o", "remount,ro")
+    found = [go()]
+    mount("-o", "remount,rw")
+else:
+    fill(disk, int(room))
+    found = [go()]
+    (disk / "ballast").unlink()
+found.append(go())
+adapter = run / "adapter" / "adapter_model.safetensors"
+found.append(hashlib.sha256(adapter.read_bytes()).hexdigest() if adapter.exists() else None)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("room", [0, 300_000, 1_500_000, 3_000_000, "read-only"])
+def test_no_room_then_room(prepared: Path, reference: str, tmp_path: Path, room: int | str) -> None:
+    """Wherever the space runs out (records, metrics, the first save, the second): 73, and with room the same bytes."""
+    command = [sys.executable, "-m", "clustertune", "run", "recipes/tiny-oasst2", "--to", "export", *SETTINGS]
+    inside = ["unshare", "--map-root-user", "--mount", sys.executable, "-c", ON_A_SMALL_DISK]
+    done = subprocess.run(
+        [*inside, tmp_path, prepared, str(room), *command], cwd=REPO, capture_output=True, text=True, timeout=900, check=False,
+        env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    full, again, adapter = json.loads(done.stdout)
+    assert full["code"] == 73 and "same command again" in full["text"], full
+    assert "Traceback" not in full["text"] + again["text"]
+    if room == 3_000_000:
+        assert "was not saved" in full["text"] and "needs about" in full["text"]
+    assert again["code"] == 0 and adapter == reference, again
