@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -63,6 +64,7 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "once" / name
     with lock.in_turn(folder.with_name(f"{name}.lock"), lambda: None):
         if not (made := folder.with_name(f"{name}.made")).exists():
+            shutil.rmtree(folder, ignore_errors=True)  # one that was begun
             folder.mkdir(parents=True)
             make(folder)
             made.touch()

@@ -58,13 +58,20 @@ LINTED = re.compile(r"(\.sh|\.sbatch)$|^\.ci/")
 """The files that ``make lint`` gives to shellcheck."""
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget() -> Iterator[None]:
+    """The parsed package is 150 MB."""
+    yield
+    tree.parsed.cache_clear()
+
+
 # --- imports -----------------------------------------------------------------------------------------------------------
 
 
 def imports(module: str, source: str, modules: frozenset[str]) -> Iterator[str]:
     """The modules of the package that one imports, also inside functions and for types only."""
     package = module if any(name.startswith(f"{module}.") for name in modules) else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree.parsed(source)):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names if name.name.split(".")[0] == "clustertune")
         elif isinstance(node, ast.ImportFrom):
@@ -137,7 +144,7 @@ def shared_class_names(package: Mapping[str, str]) -> dict[str, list[str]]:
     rooms: dict[str, set[str]] = {}
     for path, source in package.items():
         room = path.rpartition("/")[0] if path.count("/") > 1 else path
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(tree.parsed(source)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 rooms.setdefault(node.name, set()).add(room)
     return {name: sorted(found) for name, found in rooms.items() if len(found) > 1}
@@ -165,7 +172,7 @@ ITS_OWN_STATE = {"clustertune/training/cpu_fsdp.py": "distributed_type"}
 
 def key_faults(path: str, source: str) -> list[str]:
     """Strings that hold such a key, outside of ``recipe``, ``resolve`` or its one reader; docstrings may speak of them."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = list(ast.walk(tree.parsed(source)))
     spoken = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     texts = [
         node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in spoken
@@ -252,7 +259,7 @@ def _call_faults(node: ast.Call, name: str) -> Iterator[str]:
 
 def call_faults(path: str, source: str) -> list[str]:
     """Calls that run data as code, go through a shell, write on stdout, or make a rule that is not registered."""
-    module = ast.parse(source)
+    module = tree.parsed(source)
     names = _full_names(module)
     faults = []
     for node in ast.walk(module):

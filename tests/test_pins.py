@@ -89,17 +89,22 @@ def second_homes(path: str, text: str, pins: dict[str, str]) -> Iterator[str]:
     """Lines that fix a pinned package to a number, or that give the pinned number beside the package's name."""
     if path == HOME or EVIDENCE.match(path):
         return
-    names = [name for name in pins if name in flat(text)]
-    if not names:
-        return
-    for number, line in enumerate(without_comments(path, text).split("\n"), 1):
+
+    def names_in(line: str) -> Iterator[str]:
         flattened = flat(line)
         for name in (name for name in names if name in flattened):
             spelt = rf"(?i)(?<![\w-]){name.replace('-', '[-_.]')}(?![\w-])"
             fixed = re.search(rf"{spelt}(\[[\w,]*\])?[\"']?\s*(===?|~=|>=|<=|<|>|@)\s*v?\d", line)
             beside = re.search(rf"(?<![\d.]){re.escape(pins[name])}(?![\d.]*\d)", line)
             if fixed or (beside and re.search(spelt, line)):
-                yield f"{path}:{number}: {name} has its version in {HOME}"
+                yield name
+
+    names = [name for name in pins if name in flat(text)]
+    numbered = enumerate(text.split("\n")) if names else ()
+    suspects = [number for number, line in numbered if re.search(r"\d", line) and any(names_in(line))]
+    lines = without_comments(path, text).split("\n") if suspects else []  # slow, and few files are left
+    for number in suspects:
+        yield from (f"{path}:{number + 1}: {name} has its version in {HOME}" for name in names_in(lines[number]))
 
 
 def test_no_version_has_a_second_home() -> None:

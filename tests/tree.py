@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from functools import cache
 from pathlib import Path
@@ -47,3 +48,7 @@ def sources(folder: str = "") -> dict[str, str]:
 def code() -> dict[str, str]:
     """Everything that a person words or a machine runs: all text but data."""
     return {name: text for name, text in texts().items() if Path(name).suffix not in DATA}
+
+
+parsed = cache(ast.parse)
+"""The module of a source text, which nobody changes: several rules walk over each."""
