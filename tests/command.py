@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.warm import SECONDS, Warm
+from tools import runs
 
 REPO = Path(__file__).resolve().parent.parent
+events = runs.events
 
 SHORT = ["train.max_steps=8", "train.save_steps=2", "train.eval_steps=3", "eval.max_gen_toks=8"]
 """A training of seconds: enough for three checkpoints."""
@@ -124,23 +126,6 @@ def run_until(condition: Callable[[], bool], act: Callable[[int], None], *argume
         out, err = child.communicate(timeout=400)
     assert "Traceback" not in err, err
     return Done(child.returncode, out, err)
-
-
-def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """The events of one kind in a run's metrics, in order; none where there are no metrics yet."""
-    try:
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if event["event"] == kind:
-            found.append(event)
-    return found
 
 
 def rank_pid(run_dir: Path, rank: int) -> int:

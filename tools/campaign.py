@@ -40,6 +40,7 @@ from clustertune import manifest
 from tools import spoil
 from tools.forking import REPO, ForkedCommand, run, warm
 from tools.gpu_check import descendants
+from tools.runs import attempts, events, half_written
 
 RECIPE = "recipes/tiny-oasst2"
 SAVE_STEPS = 2
@@ -158,23 +159,6 @@ def digest(folder: Path) -> str:
     return hashlib.sha256(repr(sorted((name, record.digest) for name, record in records.items())).encode()).hexdigest()
 
 
-def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The run's events of one kind."""
-    found = []
-    try:
-        lines = (folder / "metrics.jsonl").read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue  # cut by the kill
-        if event.get("event") == kind:
-            found.append(event)
-    return found
-
-
 @dataclass
 class Done:
     """A case that held."""
@@ -187,10 +171,6 @@ class Done:
 # --- kills --------------------------------------------------------------------------------------------------------------
 
 
-def attempts(folder: Path) -> list[Path]:
-    return sorted((folder / "attempts").glob("[0-9]*"))
-
-
 def pids(attempt: Path, pattern: str) -> list[int]:
     """The processes of an attempt that live, by the files that hold their ids."""
     found = []
@@ -199,10 +179,6 @@ def pids(attempt: Path, pattern: str) -> list[int]:
         if text.isdigit() and Path(f"/proc/{text}").exists():
             found.append(int(text))
     return sorted(found)
-
-
-def half_written(folder: Path) -> set[Path]:
-    return {path for path in (folder / "checkpoints").glob("*") if not (path / manifest.MANIFEST).exists()}
 
 
 def kill_training(seed: int, workspace: Workspace, *, saving: bool = False) -> Done:

@@ -295,7 +295,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for. Exit code 0 where no part of it failed, 1 where one did, 2 for a wrong command line."""
-    from tools import gpu_page, gpu_parts
+    from tools import gpu_parts
 
     given = parse(arguments)
     known = gpu_parts.parts()
@@ -334,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed = failed or result["verdict"] == FAIL
         state["parts"][part] = result
         write_state(file, state)
-        gpu_page.write(given.out / f"gpu-{name}.md", state, list(known))
+        gpu_parts.write_page(given.out / f"gpu-{name}.md", state, list(known))
         say(f"{part}: {result['verdict']}{', ' if result['why'] else ''}{result['why']} ({result['seconds']} s)")
     say(f"verdicts and logs: {folder}; page: {given.out / f'gpu-{name}.md'}")
     return int(failed)

@@ -1,4 +1,4 @@
-"""The parts of ``make gpu-check``: what each runs, and when it passes."""
+"""The parts of ``make gpu-check``: what each runs, when it passes, and the page of what they found."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.gpu_check import LONGEST, REPO, Failed, GpuCheck, NotHere
+from tools.gpu_check import FAIL, LONGEST, NOT_HERE, PASS, REPO, Failed, GpuCheck, NotHere
+from tools.runs import events
 
 Part = Callable[[GpuCheck], dict[str, Any]]
 
@@ -163,21 +165,6 @@ def nccl(check: GpuCheck) -> dict[str, Any]:
 
 
 # --- the chain ----------------------------------------------------------------------------------------------------------
-
-
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    """The events of one kind in a run's metrics."""
-    try:
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:  # the line that a killed rank was writing
-            continue
-    return [one for one in found if one.get("event") == kind]
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -466,3 +453,96 @@ def fresh(check: GpuCheck, name: str) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
+
+
+# --- the page -----------------------------------------------------------------------------------------------------------
+
+TOP = 8
+"""Operations of a profile that are shown."""
+
+
+def write_page(path: Path, state: Mapping[str, Any], order: list[str]) -> None:
+    """The page of all verdicts so far: verdicts, versions, speed, profile and the next bottleneck."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(page(state, order))
+    for folder in (str(REPO), str(Path.home())):  # no place of this machine is published
+        text = text.replace(folder, "~" if folder != str(REPO) else ".")
+    path.write_text(text + "\n")
+
+
+def page(state: Mapping[str, Any], order: list[str]) -> Iterator[str]:
+    """Its lines."""
+    done = {name: state["parts"][name] for name in order if name in state["parts"]}
+    facts: dict[str, dict[str, Any]] = {name: one.get("facts") or {} for name, one in done.items()}
+    counts = Counter(one["verdict"] for one in done.values())
+    yield from (f"# gpu-check: {state['name']}", "")
+    left = len(order) - len(done)
+    yield f"{counts[PASS]} passed, {counts[FAIL]} failed, {counts[NOT_HERE]} not possible here, {left} not run."
+    yield from (f"Last command: `{state['command']}`.", "")
+    if found := facts.get("versions"):
+        yield from _machine(found)
+    rows = [[n, p["verdict"], f"{p['seconds']:g}", p["date"], p["commit"], p["why"]] for n, p in done.items()]
+    yield from _table(["part", "verdict", "seconds", "date (UTC)", "commit", ""], rows)
+    if findings := facts.get("doctor", {}).get("findings"):
+        yield from ("## What doctor found", "", *(f"- {one}" for one in findings), "")
+    if benches := {name: found for name, found in facts.items() if found.get("step_s")}:
+        yield from _speed(benches, {name: done[name]["why"] for name in benches})
+    if kernels := facts.get("attention", {}).get("rows"):
+        keys = ("forward_ms", "backward_ms", "peak_mib", "apart")
+        rows = [[name, *(_figure(row.get(key)) for key in keys), str(row.get("why", ""))] for name, row in kernels.items()]
+        yield from ("## Packed attention", "")
+        yield from _table(["kernel", "forward ms", "backward ms", "peak MiB", "largest difference", ""], rows)
+    if runs := {name: found for name, found in facts.items() if found.get("cpu")}:
+        yield from ("## Losses here and on the CPU", "")
+        rows = [[name.removeprefix("tiny-"), str(f["ranks"]), _steps(f["here"]), _steps(f["cpu"])] for name, f in runs.items()]
+        yield from _table(["recipe", "ranks", "here", "CPU"], rows)
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, int | float) else "-"
+
+
+def _steps(found: Mapping[str, float]) -> str:
+    return " ".join(f"{found[step]:.4f}" for step in sorted(found, key=int))
+
+
+def _table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
+    """A Markdown table with an empty line behind it."""
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', '/').replace(chr(10), ' ') for cell in row)} |"
+    yield ""
+
+
+def _machine(facts: Mapping[str, Any]) -> Iterator[str]:
+    if facts.get("gpu"):
+        yield (
+            f"- hardware: {facts['gpus']} x {facts['gpu']}, {facts['memory_gib']} GiB, "
+            f"compute capability {facts['capability']}, driver {facts['driver']}, NCCL {facts['nccl']}"
+        )
+    else:
+        yield "- hardware: no GPU; ranks are processes on CPUs"
+    have = {name: version for name, version in facts["versions"].items() if version != "absent"}
+    for title, versions_found in (("versions", have), ("other than the pins", facts["differ"])):
+        if versions_found or title == "versions":
+            yield f"- {title}: " + ", ".join(f"{name} {version}" for name, version in versions_found.items())
+    yield ""
+
+
+def _speed(benches: Mapping[str, Mapping[str, Any]], against: Mapping[str, str]) -> Iterator[str]:
+    yield from ("## Speed", "")
+    yield from ("Ratios are step times, clustertune over the peer, the median of pairs with its 95 % interval.", "")
+    rows = []
+    for name, f in benches.items():
+        planned = f"{f['planned']['ratio']:.2f}" if f.get("planned") and f["planned"].get("ratio") else "-"
+        mfu = f"{f['mfu']:.1%}" if f.get("mfu") else "-"
+        speed = [f"{f['step_s']:.3g}", f"{f['tokens_per_s_per_gpu']:,.0f}", mfu, f"{f['peak_gib']:.1f}", planned]
+        rows.append([name, *speed, against[name]])
+    yield from _table(["bench", "s a step", "tokens/s per rank", "MFU", "peak GiB", "measured / planned", "against"], rows)
+    for name, f in benches.items():
+        if profile := f.get("profile"):
+            yield from (f"### Where a step of {name} goes", "", f"Next bottleneck: {f['bottleneck']}.", "")
+            yield from (", ".join(f"{kind} {share:.0%}" for kind, share in shares(profile).items()) + ".", "")
+            top = [[f"`{row['name']}`", f"{row['seconds']:.4g}", f"{row['calls']:g}"] for row in profile["top"][:TOP]]
+            yield from _table(["operation", "seconds a step", "calls a step"], top)

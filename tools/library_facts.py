@@ -22,7 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parents[1] / "clustertune" / "config" / "library_facts"
+from clustertune.recipe.library_facts import FOLDER
+
 NAMES = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
 NAMES |= {"dict": "a mapping", "list": "a list", "Any": "any value"}
 PLURAL = {"a whole number": "whole numbers", "a number": "numbers", "text": "words"}
@@ -377,7 +378,6 @@ def transformers_facts(kinds: list[str]) -> dict[str, Any]:
 
 def write(name: str, facts: dict[str, Any]) -> None:
     """One file: a line for each model, so that a difference can be read."""
-    FOLDER.mkdir(exist_ok=True)
     models = facts.pop("models", None)
     text = json.dumps(facts, indent=1)
     if models is not None:

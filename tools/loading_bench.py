@@ -25,6 +25,7 @@ from typing import Any
 
 from clustertune.recipe.deepspeed_keys import ZERO
 from clustertune.resolve.distribution import Distribution
+from tools.merge_bench import make_base
 
 WAYS = ("rows", "stock", "whole")
 SECONDS = 1800
@@ -65,28 +66,11 @@ class Measured:
     loss: float
 
 
-def make_model(folder: Path, gb: float) -> Path:
-    """A Llama of about ``gb`` GB in bfloat16, in files of a quarter of it, its weights drawn once a shape."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+def make_model(folder: Path, gb: float) -> None:
+    """Write a Llama of about ``gb`` GB in bfloat16, in files of a quarter of it."""
     hidden = 1024 if gb >= 0.2 else 256
-    layers = max(2, round(gb * 1e9 / 2 / (hidden * hidden * (2.5 + 3 * 4))))
-    config = AutoConfig.for_model(
-        "llama", hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=2, vocab_size=2048, tie_word_embeddings=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    torch.manual_seed(0)
-    drawn: dict[tuple[int, ...], torch.Tensor] = {}
-    values = {}
-    for name, empty in model.state_dict().items():
-        shape = tuple(empty.shape)
-        drawn.setdefault(shape, (torch.randn(shape) * 0.02).to(torch.bfloat16))
-        values[name] = (drawn[shape] if len(shape) > 1 else torch.ones(shape, dtype=torch.bfloat16)).clone()
-    model.save_pretrained(folder, state_dict=values, max_shard_size=f"{max(1, int(gb * 1000 / 4))}MB")
-    return folder
+    shape = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "vocab_size": 2048}
+    make_base(folder, gb, int(gb * 1e9 / 4), shape | {"num_attention_heads": 8, "num_key_value_heads": 2})
 
 
 def _status(key: str) -> int:
@@ -243,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        _forked(lambda _: make_model(path, given.gb), 1)  # here, its freed memory would hide what the ranks allocate
+        make_model(path, given.gb)
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         for way in ways:
             found = measure(path, way, axes, given.seconds)

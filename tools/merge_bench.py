@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -58,16 +59,8 @@ _HIDDEN, _INTER, _VOCAB, _HEADS = 2048, 5632, 32000, 16
 _BLOCK = 4 << 20
 
 
-def _tensor(name: str, *shape: int, dtype: str = "BF16") -> Tensor:
-    return Tensor(name, dtype, shape, Path(), 0, byte_size(dtype, shape))
-
-
-def _layer(number: int) -> list[Tensor]:
-    p = f"model.layers.{number}"
-    attention = [_tensor(f"{p}.self_attn.{m}_proj.weight", _HIDDEN, _HIDDEN) for m in "qkvo"]
-    mlp = [_tensor(f"{p}.mlp.{m}_proj.weight", _INTER, _HIDDEN) for m in ("gate", "up")]
-    norms = [_tensor(f"{p}.{m}_layernorm.weight", _HIDDEN) for m in ("input", "post_attention")]
-    return [*attention, *mlp, _tensor(f"{p}.mlp.down_proj.weight", _HIDDEN, _INTER), *norms]
+def _tensor(name: str, *shape: int) -> Tensor:
+    return Tensor(name, "BF16", shape, Path(), 0, byte_size("BF16", shape))
 
 
 def _write(path: Path, header: bytes, tensors: list[Tensor], scale: float) -> None:
@@ -79,30 +72,35 @@ def _write(path: Path, header: bytes, tensors: list[Tensor], scale: float) -> No
                 out.write(memoryview((torch.randn(count) * scale).bfloat16().view(torch.uint8).numpy()))
 
 
-def make_base(folder: Path, gb: float, shard_size: int) -> int:
-    """Write a Llama of about ``gb`` (1e9 bytes) of bfloat16 in files of ``shard_size`` bytes. Returns its layers."""
+def _llama(shape: Mapping[str, int], layers: int) -> list[Tensor]:
+    hidden, inter, vocab = (shape[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    keys = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    layer: dict[str, tuple[int, ...]] = {f"self_attn.{m}_proj": (hidden if m in "qo" else keys, hidden) for m in "qkvo"}
+    layer |= {"mlp.gate_proj": (inter, hidden), "mlp.up_proj": (inter, hidden), "mlp.down_proj": (hidden, inter)}
+    layer |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens": (vocab, hidden),
+        "lm_head": (vocab, hidden),
+        "model.norm": (hidden,),
+    }
+    found |= {f"model.layers.{number}.{name}": size for number in range(layers) for name, size in layer.items()}
+    return [_tensor(f"{name}.weight", *size) for name, size in sorted(found.items())]
+
+
+def make_base(folder: Path, gb: float, shard_size: int, shape: Mapping[str, int]) -> int:
+    """Write a Llama of about ``gb`` (1e9 bytes) of bfloat16 in files of ``shard_size`` bytes, in little memory.
+
+    ``shape``: keys of its ``config.json``. Returns its layers.
+    """
     torch.manual_seed(0)
-    ends = [_tensor("model.embed_tokens.weight", _VOCAB, _HIDDEN), _tensor("lm_head.weight", _VOCAB, _HIDDEN)]
-    ends.append(_tensor("model.norm.weight", _HIDDEN))
-    layers = max(1, round((gb * 1e9 - sum(t.size for t in ends)) / sum(t.size for t in _layer(0))))
-    tensors = sorted([*ends, *(t for n in range(layers) for t in _layer(n))], key=lambda t: t.name)
-    folder.mkdir(parents=True)
-    shards = plan_shards(tensors, shard_size)
+    ends, one = (sum(tensor.size for tensor in _llama(shape, layers)) for layers in (0, 1))
+    layers = max(1, round((gb * 1e9 - ends) / (one - ends)))
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = plan_shards(_llama(shape, layers), shard_size)
     for shard in shards:
         _write(folder / shard.name, shard.header, shard.tensors, 0.02)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "hidden_size": _HIDDEN,
-        "intermediate_size": _INTER,
-        "num_hidden_layers": layers,
-        "num_attention_heads": _HEADS,
-        "num_key_value_heads": _HEADS,
-        "vocab_size": _VOCAB,
-        "tie_word_embeddings": False,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps({**config, **shape, "num_hidden_layers": layers}))
     if len(shards) > 1:
         weights = {t.name: s.name for s in shards for t in s.tensors}
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weights}))
@@ -134,10 +132,15 @@ def evict(folder: Path) -> None:
             os.close(fd)
 
 
-def _copy(base: Path, out: Path) -> dict[str, float]:
+def copy(source: Path, target: Path) -> None:
+    """``cp -r``, what links name too, and every file on the disk."""
+    subprocess.run(["cp", "-rL", str(source), str(target)], check=True, timeout=3600)
+    subprocess.run(["sync", *map(str, target.iterdir())], check=True)
+
+
+def _copied(base: Path, out: Path) -> dict[str, float]:
     started = time.monotonic()
-    subprocess.run(["cp", "-r", str(base), str(out)], check=True)
-    subprocess.run(["sync", *map(str, out.iterdir())], check=True)
+    copy(base, out)
     seconds = time.monotonic() - started
     return {"seconds": seconds, "wall": seconds}
 
@@ -197,7 +200,7 @@ def _row(name: str, rounds: list[dict[str, float]], reference: float) -> dict[st
 def measure(folder: Path, gb: float, repeat: int, workers: int, with_peft: bool) -> dict[str, Any]:
     """Build the input in ``folder`` (made, and removed at the end), run the rounds, compare the bytes. Returns the figures."""
     base, adapter, out = folder / "base", folder / "adapter", folder / "out"
-    ways: dict[str, Any] = {"cp -r + fsync": lambda: _copy(base, out)}
+    ways: dict[str, Any] = {"cp -r + fsync": lambda: _copied(base, out)}
     ways["clustertune merge"] = lambda: _script(_OURS, base, adapter, out, workers)
     if with_peft:
         ways["PEFT merge_and_unload + save_pretrained"] = lambda: _script(_PEFT, base, adapter, out, workers)
@@ -205,7 +208,9 @@ def measure(folder: Path, gb: float, repeat: int, workers: int, with_peft: bool)
     differing = None
     folder.mkdir(parents=True)
     try:
-        make_adapter(adapter, make_base(base, gb, 10**9), rank=16)
+        shape = {"hidden_size": _HIDDEN, "intermediate_size": _INTER, "vocab_size": _VOCAB}
+        shape |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), _HEADS)
+        make_adapter(adapter, make_base(base, gb, 10**9, shape), rank=16)
         size = sum(p.stat().st_size for p in base.iterdir())
         for number in range(repeat):
             for name, run in ways.items():

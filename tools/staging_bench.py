@@ -13,7 +13,6 @@ import os
 import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from clustertune.console import emit_json, say
 from clustertune.manifest import SHA256, hash_file
 from clustertune.staging.cache import SourceFolder, Stager, open_cache
 from clustertune.staging.worker import Bounds
-from tools.merge_bench import evict
+from tools.merge_bench import copy, evict
 
 SHARD = 1 << 30
 """Bytes of one file: the shards of large models are a few times as large."""
@@ -47,15 +46,6 @@ def make_source(folder: Path, size: int, digests: bool) -> None:
             blob.parent.mkdir(exist_ok=True)
             path.rename(blob)
             path.symlink_to(blob)
-
-
-def copy(source: Path, target: Path) -> None:
-    """``cp -r``, and every file on the disk."""
-    subprocess.run(["cp", "-rL", str(source), str(target)], check=True, timeout=3600)
-    for path in target.iterdir():
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -22,8 +22,8 @@ import pytest
 
 from clustertune import manifest
 from tests.command import REPO, events
-from tools.campaign import attempts, half_written
 from tools.gpu_check import descendants
+from tools.runs import attempts, half_written
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -165,7 +165,7 @@ def test_who_is_asked_to_stop_stops_saves_and_goes_on(
     folder: Path, reference: str, moment: str, number: signal.Signals, at: str
 ) -> None:
     """A rank that is asked stops all; at the last step the export does not start."""
-    code, text = struck(folder, moment, number, at=at).end(20 if moment == "the launcher starts" else PATIENCE)
+    code, text = struck(folder, moment, number, at=at).end()
     assert code == 75 and not (folder / "adapter").exists(), text
     if moment != "the last step":
         assert "stopped on request" in text or moment == "the ranks start", text

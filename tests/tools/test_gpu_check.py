@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.command import REPO
-from tools import gpu_check, gpu_page, gpu_parts
+from tools import gpu_check, gpu_parts
 from tools.gpu_check import Failed, GpuCheck, NotHere
 
 LOCAL = ["--backend", "gloo", "--name", "try"]
@@ -236,7 +236,7 @@ def test_a_page_shows_speed_profile_and_losses() -> None:
             "tiny-x": {**base, "facts": {"here": {"1": 8.0, "10": 6.0, "2": 7.0}, "cpu": {"1": 8.0}, "ranks": 1}},
         },
     }  # fmt: skip
-    text = "\n".join(gpu_page.render(state, ["bench-8b-lora", "tiny-x", "other"]))
+    text = "\n".join(gpu_parts.page(state, ["bench-8b-lora", "tiny-x", "other"]))
     for part in ("12,346", "41.0%", "1.10", "`gemm/x`", "Next bottleneck: nothing", "8.0000 7.0000 6.0000", "1 not run"):
         assert part in text, part
 
