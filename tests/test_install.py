@@ -31,18 +31,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((REPO / name).read_bytes())
             target.chmod((REPO / name).stat().st_mode)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(root),
-        str(root / "source"),
-    ]
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    command += ["-w", str(root), str(root / "source")]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     (found,) = root.glob("clustertune-*.whl")
     return found

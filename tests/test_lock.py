@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,42 +53,42 @@ def test_a_killed_holder_holds_nobody_off(tmp_path: Path) -> None:
         take(path)
 
 
-def remove_once(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_a_lock_that_was_removed_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The holder before removes its folder when the next one has opened the lock and does not have it yet."""
-    real, done = fcntl.flock, []
+    path, real, done = tmp_path / "stage" / "lock", fcntl.flock, list[None]()
 
     def flock(fd: int, operation: int) -> None:
         if not done:
-            done.append(shutil.rmtree(folder))
+            done.append(shutil.rmtree(path.parent))
         real(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-
-
-def test_a_lock_that_was_removed_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "stage" / "lock"
-    remove_once(monkeypatch, path.parent)
     with held(path, "works here", shown=path, fix=""):
         assert path.is_file()
         with pytest.raises(UserError):
             take(path)
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_used_unlocked(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: int) -> None:
+def failing(number: int) -> Callable[..., int]:
+    def fail(*_: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    return fail
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_used_unlocked(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But no cache: there everybody would have the lock, and remove what others read."""
+    monkeypatch.setattr(fcntl, "flock", failing(number))
     with held(tmp_path / "lock", "works here", shown=tmp_path, fix=""):
         take(tmp_path / "lock")
+    for how in (fcntl.LOCK_EX, fcntl.LOCK_SH):
+        with pytest.raises(OSError, match=os.strerror(number)):
+            lock.take(tmp_path / "tree.lock", how, in_cache=True)
 
 
 def test_a_failing_disk_is_no_missing_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(fcntl, "flock", fail)
+    monkeypatch.setattr(fcntl, "flock", failing(errno.EIO))
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         take(tmp_path / "lock")
@@ -125,19 +126,6 @@ def test_a_lock_is_a_plain_file(tmp_path: Path, how: Any, kind: str) -> None:
     assert target.read_text() == "kept"
 
 
-def no_locks(fd: int, operation: int) -> None:
-    raise OSError(errno.ENOLCK, "No locks available")
-
-
-@pytest.mark.parametrize("how", [fcntl.LOCK_EX, fcntl.LOCK_SH])
-def test_a_cache_on_storage_without_locks_is_not_used(how: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There everybody would have the lock, and remove what others read. A run folder is used all the same."""
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    take(tmp_path / "run.lock")
-    with pytest.raises(OSError, match="No locks"):
-        lock.take(tmp_path / "tree.lock", how, in_cache=True)
-
-
 def test_a_cache_that_went_is_not_made_again(tmp_path: Path) -> None:
     """Its disk was unmounted: the folder would be one of the system's disk."""
     with pytest.raises(FileNotFoundError):
@@ -158,9 +146,7 @@ def test_a_lock_that_is_held_is_a_fresh_file_and_a_look_into_a_cache_is_no_use(t
 
 
 def test_a_full_disk_keeps_nobody_from_a_lock_and_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = failing(errno.ENOSPC)
     monkeypatch.setattr(os, "pwrite", full)
     fd = lock.take(tmp_path / "lock")
     assert isinstance(fd, int) and lock.take(tmp_path / "lock") == "another process"

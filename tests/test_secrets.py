@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from clustertune import secrets
 from clustertune.errors import UserError
+from clustertune.testbed.inside import descendants
 from tests.command import LOOPBACK_ONLY, NO_NETWORK, REPO
-from tools.gpu_check import descendants
 
 CANARY = "c4nary0123456789abcdef0123456789abcdef01"
 

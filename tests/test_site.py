@@ -62,14 +62,11 @@ def test_the_reference_has_every_command_option_and_key(site: Path) -> None:
     assert "40 hex digits" in (site / "reference" / "recipe.html").read_text()
 
 
-def test_links_between_files_of_the_repository_are_links_between_pages(site: Path) -> None:
+def test_links_lead_to_pages_and_nothing_is_fetched(site: Path) -> None:
+    """Scripts, styles, fonts and pictures are files of the site."""
     text = (site / "index.html").read_text()
     assert 'href="plan.html"' in text and 'href="recipes/tiny-oasst2.html"' in text
     assert 'href="../index.html"' in (site / "recipes" / "tiny-oasst2.html").read_text()
-
-
-def test_nothing_is_fetched_from_the_network(site: Path) -> None:
-    """Scripts, styles, fonts and pictures are files of the site."""
     for page in site.rglob("*.html"):
         wanted = re.findall(r"<(?:script|img|link rel=\"stylesheet\")[^>]*(?:src|href)=\"?([^\" >]+)", page.read_text())
         assert not [address for address in wanted if re.match(r"(https?:)?//", address)], page

@@ -29,19 +29,20 @@ def imported(tmp_path: Path, *arguments: str) -> set[str]:
     return set(found.read_text().split())
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["doctor", "sbatch", "FILE"], ["nonsense"]])
-def test_a_command_that_needs_nothing_imports_nothing(tmp_path: Path, arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "needed", "useless"),
+    [
+        (["--help"], {"typer"}, SLOW | {"pydantic"}),
+        (["plan", "--help"], {"typer"}, SLOW),
+        (["doctor", "sbatch", "FILE"], {"typer"}, SLOW - {"rich"}),  # a message for a person: rich prints it
+        (["nonsense"], {"typer"}, SLOW - {"rich"}),
+        (["show", "llama405b-oasst2", "--json"], {"clustertune", "yaml"}, HEAVY | {"rich"}),
+        (["plan", "llama405b-oasst2", "--cluster", "rno-rtxpro6000", "--json"], {"clustertune", "yaml"}, HEAVY | {"rich"}),
+    ],
+)
+def test_a_command_imports_what_it_needs(tmp_path: Path, arguments: list[str], needed: set[str], useless: set[str]) -> None:
+    """Planning no framework, and a document no tables."""
     script = tmp_path / "job.sbatch"
     script.write_text(SCRIPT)
-    arguments = [str(script) if word == "FILE" else word for word in arguments]
-    modules = imported(tmp_path, *arguments)
-    prints = arguments[0] in {"doctor", "nonsense"}  # a message for a person: rich prints it
-    assert "typer" in modules and ("pydantic" not in modules or arguments != ["--help"])
-    assert modules & (SLOW - {"rich"} if prints else SLOW) == set()
-
-
-@pytest.mark.parametrize("arguments", [["show"], ["plan", "--cluster", "rno-rtxpro6000"]])
-def test_planning_imports_no_framework_and_a_document_no_tables(tmp_path: Path, arguments: list[str]) -> None:
-    modules = imported(tmp_path, arguments[0], "llama405b-oasst2", *arguments[1:], "--json")
-    assert "clustertune" in modules and "yaml" in modules
-    assert modules & (HEAVY | {"rich"}) == set()
+    modules = imported(tmp_path, *(str(script) if word == "FILE" else word for word in arguments))
+    assert needed <= modules and modules & useless == set()

@@ -37,9 +37,9 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import manifest
+from clustertune.testbed.inside import descendants
 from tools import spoil
 from tools.forking import REPO, ForkedCommand, run, warm
-from tools.gpu_check import descendants
 from tools.runs import attempts, events, half_written
 
 RECIPE = "recipes/tiny-oasst2"

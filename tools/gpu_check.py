@@ -25,6 +25,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from clustertune.testbed.inside import descendants, end_descendants
+
 REPO = Path(__file__).resolve().parent.parent
 LONGEST = 480.0
 """Seconds of a part at most."""
@@ -151,58 +153,22 @@ class GpuCheck:
 # --- processes ----------------------------------------------------------------------------------------------------------
 
 
-def _parents() -> dict[int, int]:
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    return found
-
-
-def descendants(root: int) -> list[int]:
-    """All processes below ``root``, in whatever session: torch's agent gives each rank a session of its own."""
-    parents, found, level = _parents(), [], [root]
-    while level:
-        level = [pid for pid, parent in parents.items() if parent in level]
-        found += level
-    return found
-
-
 def end_tree(child: subprocess.Popen[str]) -> None:
-    """End a command and everything that it started, asked first. What outlives its parent is adopted by this process."""
+    """End a command and everything that it started, in whatever session (torch's agent gives each rank one of its own), asked
+    first."""
     below = descendants(child.pid)
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(GRACE)
-    me = os.getpid()
-    for _ in range(20):
-        left = [pid for pid in {child.pid, *below, *_adopted(me)} if _is_alive(pid)]
-        if not left:
-            break
-        for pid in left:
-            below += descendants(pid)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+    if _ADOPTS:
+        end_descendants(os.getpid())
+    else:
+        for pid in (child.pid, *below):
+            with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.1)
-        for pid in left:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
     child.poll()
-
-
-def _adopted(me: int) -> list[int]:
-    """Processes whose own parent has ended: children of this one that it did not start (only where it adopts)."""
-    return [pid for pid, parent in _parents().items() if parent == me] if _ADOPTS else []
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except (OSError, IndexError):
-        return False
 
 
 _ADOPTS = False

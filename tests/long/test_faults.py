@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from clustertune import manifest
+from clustertune.testbed.inside import descendants
 from tests.command import REPO, events
-from tools.gpu_check import descendants
 from tools.runs import attempts, half_written
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]

@@ -12,11 +12,26 @@ from typing import Any
 
 import pytest
 
+from clustertune.testbed.inside import state
 from tests.command import REPO
 from tools import gpu_check, gpu_parts
 from tools.gpu_check import Failed, GpuCheck, NotHere
 
 LOCAL = ["--backend", "gloo", "--name", "try"]
+
+
+def run(
+    *words: str | Path, program: tuple[str, ...] = ("-m", "tools.gpu_check"), **env: str
+) -> subprocess.CompletedProcess[str]:
+    """The script as a user calls it, to its end."""
+    return subprocess.run(
+        [sys.executable, *program, *map(str, words)],
+        cwd=REPO, capture_output=True, text=True, timeout=2300, check=False, env={**os.environ, **env},
+    )  # fmt: skip
+
+
+def parts_of(tmp_path: Path) -> dict[str, Any]:
+    return dict(json.loads((tmp_path / "s" / "state.json").read_text())["parts"])
 
 
 def check(tmp_path: Path, **more: Any) -> GpuCheck:
@@ -52,41 +67,24 @@ subprocess.Popen([sys.executable, "-c", "import time, sys; open(sys.argv[1], 'w'
                  start_new_session=True)
 time.sleep(float(sys.argv[2]))
 """
-DRIVER = """
-import sys, time
-from pathlib import Path
-from tools import gpu_check
-gpu_check.adopt_orphans()
-check = gpu_check.GpuCheck("x", Path(sys.argv[1]), Path(sys.argv[1]), sys.executable, "gloo", 0)
-def part(check):
-    check.run(sys.executable, "-c", sys.argv[2], sys.argv[1] + "/pid", sys.argv[3])
-    return {}
-began = time.monotonic()
-found = gpu_check.run_part(check, "x", part, 4.0)
-left = [pid for pid in gpu_check.descendants(__import__("os").getpid()) if gpu_check._is_alive(pid)]
-print(found["verdict"], len(left), Path(sys.argv[1] + "/pid").exists())
-"""
-
-
 MAIN = """
-import sys
+import os, sys
 from tools import gpu_check, gpu_parts
+folder, ranks, seconds, gpu_check.LONGEST = *sys.argv[1:4], float(sys.argv[4])
 def part(check):
-    check.run(sys.executable, "-c", sys.argv[2], sys.argv[1] + "/pid", "600")
+    check.run(sys.executable, "-c", ranks, folder + "/pid", seconds)
     return {}
 gpu_parts.parts = lambda: {"x": part}
-gpu_check.main(["--backend", "gloo", "--name", "x", "--state", sys.argv[1], "--out", sys.argv[1]])
+code = gpu_check.main(["--backend", "gloo", "--name", "x", "--state", folder, "--out", folder])
+print(code, *gpu_check.descendants(os.getpid()))
 """
 
 
-@pytest.mark.parametrize(("seconds", "verdict"), [("600", "fail"), ("2", "pass")])
-def test_nothing_outlives_a_part(seconds: str, verdict: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seconds", "code"), [(600, 1), (2, 0)])
+def test_nothing_outlives_a_part(seconds: int, code: int, tmp_path: Path) -> None:
     """Neither a command beyond its time, nor a rank in a session of its own whose launcher has ended."""
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(tmp_path), RANKS, seconds],
-        cwd=REPO, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.stdout.split() == [verdict, "0", "True"], done.stderr
+    done = run(tmp_path, RANKS, str(seconds), "4", program=("-c", MAIN))
+    assert done.stdout == f"{code}\n" and (tmp_path / "pid").exists(), done.stderr
 
 
 @pytest.fixture
@@ -112,7 +110,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_a_second_call_goes_on(called: list[str], tmp_path: Path) -> None:
+def test_a_second_call_goes_on(called: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What has passed is not run again unless asked; what failed or was not possible is."""
     words = [*LOCAL, "--state", str(tmp_path / "s"), "--out", str(tmp_path)]
     assert gpu_check.main(words) == 1 and called == ["a", "b", "c"]
@@ -123,6 +121,8 @@ def test_a_second_call_goes_on(called: list[str], tmp_path: Path) -> None:
     assert str(REPO) not in page
     (tmp_path / "s" / "state.json").write_text("{torn")
     assert gpu_check.main(words) == 0 and called[6:] == ["a", "b", "c"]
+    capsys.readouterr()
+    assert gpu_check.main([*words, "--parts", "nothing"]) == 2 and "no such part: nothing" in capsys.readouterr().err
 
 
 def test_a_budget_begins_no_part_that_may_outlast_it(called: list[str], tmp_path: Path) -> None:
@@ -134,14 +134,13 @@ def test_a_budget_begins_no_part_that_may_outlast_it(called: list[str], tmp_path
 
 def test_a_call_that_is_ended_ends_its_command(tmp_path: Path) -> None:
     """SIGTERM, as a scheduler sends it: the ranks below are not left behind."""
-    child = subprocess.Popen([sys.executable, "-c", MAIN, str(tmp_path), RANKS], cwd=REPO)
-    for _ in range(600):
-        if (tmp_path / "pid").exists():
-            break
+    child = subprocess.Popen([sys.executable, "-c", MAIN, str(tmp_path), RANKS, "600", "480"], cwd=REPO)
+    while not (tmp_path / "pid").exists():
+        assert child.poll() is None
         time.sleep(0.1)
     below = gpu_check.descendants(child.pid)
     child.terminate()
-    assert child.wait(60) == 143 and len(below) == 2 and not [pid for pid in below if gpu_check._is_alive(pid)]
+    assert child.wait(200) == 143 and len(below) == 2 and not {"R", "S", "D"} & {*map(state, below)}
 
 
 def test_parts_are_named_one_by_one_or_by_their_beginning() -> None:
@@ -158,26 +157,15 @@ def test_parts_are_named_one_by_one_or_by_their_beginning() -> None:
 
 
 def test_on_cpus_it_runs_and_says_what_needs_a_gpu(tmp_path: Path) -> None:
-    """The script as a user calls it, in parts that cost little; no path of this machine on the page."""
-    words = ["--parts", "versions,gpu-tests,bench-8b-full,tiny-llama70b-megatron", "--state", tmp_path / "s", "--out", tmp_path]
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.gpu_check", *LOCAL, *map(str, words)],
-        cwd=REPO, capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
+    """In parts that cost little; no path of this machine on the page."""
+    names = "versions,gpu-tests,bench-8b-full,tiny-llama70b-megatron"
+    done = run(*LOCAL, "--parts", names, "--state", tmp_path / "s", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    parts = json.loads((tmp_path / "s" / "state.json").read_text())["parts"]
+    parts = parts_of(tmp_path)
     assert parts["versions"]["verdict"] == "pass" and parts["versions"]["facts"]["differ"] == {}
     for name, word in (("gpu-tests", "need CUDA"), ("bench-8b-full", "CPUs"), ("tiny-llama70b-megatron", "megatron")):
         assert parts[name]["verdict"] == "not possible here" and word in parts[name]["why"]
     assert str(REPO) not in (tmp_path / "gpu-try.md").read_text()
-    wrong = subprocess.run(
-        [sys.executable, "-m", "tools.gpu_check", *LOCAL, "--parts", "nothing"],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert wrong.returncode == 2 and "no such part: nothing" in wrong.stderr
 
 
 def test_losses_are_compared_step_by_step() -> None:
@@ -203,41 +191,32 @@ def test_several_gpus_are_asked_for_where_they_are_needed(tmp_path: Path) -> Non
 
 
 def test_the_next_bottleneck_is_the_largest_part_that_is_no_matrix_product() -> None:
-    """Of a profile that can be added up by hand."""
-    top = [
-        {"name": name, "seconds": share, "calls": 1}
-        for name, share in (("cutlass::gemm_bf16", 0.5), ("ncclAllGather", 0.1), ("flash_bwd", 0.2), ("elementwise", 0.05))
-    ]
+    """Of a profile that can be added up by hand; the page shows it with speed and losses."""
+    figures = {"cutlass::gemm_bf16|x": 0.5, "ncclAllGather": 0.1, "flash_bwd": 0.2, "elementwise": 0.05}
+    top = [{"name": name, "seconds": share, "calls": 1} for name, share in figures.items()]
     profile = {"seconds": 1.0, "busy_share": 0.7, "exposed_share": 0.05, "top": top}
     found = gpu_parts.shares(profile)
     assert next(iter(found)) == "matrix products" and found["nothing: the device waits"] == pytest.approx(0.25)
     assert gpu_parts.bottleneck(profile) == "nothing: the device waits: 25% of a step; matrix products take 50%"
     assert gpu_parts.bottleneck({**profile, "busy_share": 0.95}).startswith("attention: 20%")
     assert gpu_parts.bottleneck(None).startswith("unknown")
-
-
-def test_a_page_shows_speed_profile_and_losses() -> None:
-    """What was measured stands on it with its parts of a step."""
-    profile = {
-        "seconds": 1.0,
-        "busy_share": 0.9,
-        "exposed_share": 0.0,
-        "top": [{"name": "gemm|x", "seconds": 0.8, "calls": 2.0}],
+    speed = {"step_s": 1.5, "tokens_per_s_per_gpu": 12345.6, "mfu": 0.41, "peak_gib": 33.0, "planned": {"ratio": 1.1}}
+    facts = {
+        "bench-8b-lora": {**speed, "profile": profile, "bottleneck": gpu_parts.bottleneck(profile)},
+        "tiny-x": {"here": {"1": 8.0, "10": 6.0, "2": 7.0}, "cpu": {"1": 8.0}, "ranks": 1},
     }
-    bench = {
-        "step_s": 1.5, "tokens_per_s_per_gpu": 12345.6, "mfu": 0.41, "peak_gib": 33.0, "profile": profile,
-        "planned": {"ratio": 1.1}, "bottleneck": gpu_parts.bottleneck(profile),
-    }  # fmt: skip
     base = {"verdict": "pass", "seconds": 1.0, "date": "d", "commit": "c", "why": "w"}
-    state = {
-        "name": "x", "command": "make gpu-check",
-        "parts": {
-            "bench-8b-lora": {**base, "facts": bench},
-            "tiny-x": {**base, "facts": {"here": {"1": 8.0, "10": 6.0, "2": 7.0}, "cpu": {"1": 8.0}, "ranks": 1}},
-        },
-    }  # fmt: skip
-    text = "\n".join(gpu_parts.page(state, ["bench-8b-lora", "tiny-x", "other"]))
-    for part in ("12,346", "41.0%", "1.10", "`gemm/x`", "Next bottleneck: nothing", "8.0000 7.0000 6.0000", "1 not run"):
+    state = {"name": "x", "command": "make gpu-check", "parts": {name: {**base, "facts": one} for name, one in facts.items()}}
+    text = "\n".join(gpu_parts.page(state, [*facts, "other"]))
+    for part in (
+        "12,346",
+        "41.0%",
+        "1.10",
+        "`cutlass::gemm_bf16/x`",
+        "Next bottleneck: no",
+        "8.0000 7.0000 6.0000",
+        "1 not run",
+    ):
         assert part in text, part
 
 
@@ -245,13 +224,9 @@ def test_a_page_shows_speed_profile_and_losses() -> None:
 @pytest.mark.timeout(2400)
 def test_the_longer_parts_on_cpus(tmp_path: Path) -> None:
     """The chain with its kill and resume, the evaluation, a strategy, attention, and the benchmark against both peers."""
-    words = [*LOCAL, "--short", "--state", str(tmp_path / "s"), "--out", str(tmp_path)]
-    words += ["--parts", "doctor,nccl,chain,telemetry,eval,attention,tiny-tiny-oasst2,bench-1b-full"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.gpu_check", *words],
-        cwd=REPO, capture_output=True, text=True, timeout=2300, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    parts = json.loads((tmp_path / "s" / "state.json").read_text())["parts"]
+    names = "doctor,nccl,chain,telemetry,eval,attention,tiny-tiny-oasst2,bench-1b-full"
+    done = run(*LOCAL, "--short", "--state", tmp_path / "s", "--out", tmp_path, "--parts", names, OMP_NUM_THREADS="1")
+    parts = parts_of(tmp_path)
     assert {name: (one["verdict"], one["why"]) for name, one in parts.items() if one["verdict"] != "pass"} == {}, done.stderr
     assert "resumed from step" in parts["chain"]["why"] and parts["bench-1b-full"]["facts"]["profile"]["top"]
     assert "Next bottleneck" in (tmp_path / "gpu-try.md").read_text()
