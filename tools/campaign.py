@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import ctypes
 import dataclasses
 import fcntl
@@ -139,15 +140,15 @@ def draw(seed: int) -> random.Random:
     return random.Random(seed)  # noqa: S311 - faults, no secrets
 
 
-def start(folder: Path, last: str, *more: str) -> ForkedCommand:
-    """The command on a run folder, to this stage."""
-    out = folder.parent / f"{folder.name}.{time.monotonic_ns()}.log"
+def start(folder: Path, last: str, *more: str, out: Path | None = None) -> ForkedCommand:
+    """The command on a run folder, to this stage. ``out``: its output, beside the folder where none is given."""
+    out = out or folder.parent / f"{folder.name}.{time.monotonic_ns()}.log"
     return ForkedCommand("run", RECIPE, "--run-dir", folder, "--to", last, *SETTINGS, *more, out=out)
 
 
-def command(folder: Path, last: str, *more: str) -> str:
+def command(folder: Path, last: str, out: Path | None = None) -> str:
     """As :func:`start`, to a good end."""
-    code, text = start(folder, last, *more).end(PATIENCE * 2)
+    code, text = start(folder, last, out=out).end(PATIENCE * 2)
     assert code == 0, f"exit {code}: {text[-800:]}"
     return text
 
@@ -261,14 +262,25 @@ def said_saved(text: str) -> int:
     return max((int(step) for step in re.findall(r"saved \S*?step-0*(\d+)", text)), default=0)
 
 
+@contextlib.contextmanager
+def disk_with_run(workspace: Workspace, *mount: str | Path) -> Iterator[Path]:
+    """A mount of its own that holds a prepared run."""
+    own_mounts()
+    workspace.until("export")
+    disk = workspace.case / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", *mount, disk], check=True)
+    try:
+        shutil.copytree(workspace.until("prepare"), disk / "run", symlinks=True)
+        os.sync()
+        yield disk
+    finally:
+        unmount(disk)
+
+
 def power_cut(seed: int, workspace: Workspace) -> Done:
     """XFS on a loop device is shut down, without its log, at a random moment after a save was announced."""
     from clustertune.checkpoint import store
-
-    own_mounts()
-    chance = draw(seed)
-    disk, image = workspace.case / "disk", workspace.case / "image"
-    disk.mkdir()
 
     def make(folder: Path) -> None:
         folder.mkdir()
@@ -276,14 +288,11 @@ def power_cut(seed: int, workspace: Workspace) -> Done:
             out.truncate(320 << 20)
         subprocess.run(["mkfs.xfs", "-q", folder / "image"], check=True)
 
+    chance, image, out = draw(seed), workspace.case / "image", workspace.case / "cut.log"
     subprocess.run(["cp", "--sparse=always", workspace.once("xfs", make) / "image", image], check=True)
-    workspace.until("export")
-    subprocess.run(["mount", "-o", "loop,nouuid", image, disk], check=True)
-    try:
-        shutil.copytree(workspace.until("prepare"), disk / "run", symlinks=True)
-        os.sync()
-        out = workspace.case / "cut.log"
-        child = ForkedCommand("run", RECIPE, "--run-dir", disk / "run", "--to", "train", *SETTINGS, out=out)
+    mount = ("-o", "loop,nouuid", image)
+    with disk_with_run(workspace, *mount) as disk:
+        child = start(disk / "run", "train", out=out)
         wanted = SAVE_STEPS * chance.randint(1, 3)
         child.until(lambda: said_saved(child.text) >= wanted, PATIENCE)
         time.sleep(chance.uniform(0, 0.6))
@@ -292,17 +301,13 @@ def power_cut(seed: int, workspace: Workspace) -> Done:
         child.child.kill()
         child.end(PATIENCE)
         unmount(disk)
-        subprocess.run(["mount", "-o", "loop,nouuid", image, disk], check=True)
+        subprocess.run(["mount", *mount, disk], check=True)
         newest, _ = store.newest_whole(disk / "run" / "checkpoints")
         last = newest.step if newest else 0
         assert announced >= wanted and last >= announced, f"{announced} was announced (wanted {wanted}), {last} is there"
-        child = ForkedCommand("run", RECIPE, "--run-dir", disk / "run", "--to", "export", *SETTINGS, out=out)
-        code, text = child.end(PATIENCE)
-        assert code == 0, f"exit {code}: {text[-800:]}"
+        command(disk / "run", "export", out=out)
         assert digest(disk / "run" / "adapter") == workspace.adapter
         return Done(figures={"step announced": [announced]})
-    finally:
-        unmount(disk)
 
 
 def own_mounts() -> None:
@@ -325,19 +330,12 @@ def unmount(folder: Path) -> None:
 
 def bad_disk(seed: int, workspace: Workspace) -> Done:
     """Full, read-only, over quota, or failing at fsync, from a random moment on; then whole again."""
-    own_mounts()
-    chance = draw(seed)
+    chance, out = draw(seed), workspace.case / "disk.log"
     kind = ("full", "read-only", "quota", "EIO")[seed % 4]
-    disk = workspace.case / "disk"
-    disk.mkdir()
-    workspace.until("export")
-    # Root has no quota: strace answers EDQUOT to fsync, as NFS and XFS do.
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", disk], check=True)
-    folder, moment = disk / "run", chance.uniform(0, 1) * workspace.seconds("train")
-    try:
-        shutil.copytree(workspace.until("prepare"), folder, symlinks=True)
-        out = workspace.case / "disk.log"
-        child = ForkedCommand("run", RECIPE, "--run-dir", folder, "--to", "export", *SETTINGS, out=out)
+    moment = chance.uniform(0, 1) * workspace.seconds("train")
+    with disk_with_run(workspace, "-t", "tmpfs", "-o", "size=96m", "tmpfs") as disk:
+        folder = disk / "run"
+        child = start(folder, "export", out=out)
         child.until(lambda: False, moment)
         tracer = None
         if kind == "full":
@@ -345,6 +343,7 @@ def bad_disk(seed: int, workspace: Workspace) -> Done:
         elif kind == "read-only":
             subprocess.run(["mount", "-o", "remount,ro", disk], check=False, capture_output=True)
         else:
+            # Root has no quota: strace answers EDQUOT to fsync, as NFS and XFS do.
             ranks = pids(attempts(folder)[-1], "rank-*.pid") if attempts(folder) else []
             error = "EDQUOT" if kind == "quota" else "EIO"
             words = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", "trace=fsync", "-e", f"inject=fsync:error={error}"]
@@ -358,18 +357,12 @@ def bad_disk(seed: int, workspace: Workspace) -> Done:
                 tracer.terminate()
                 tracer.wait()
         went_ro = kind == "read-only" and not os.access(folder, os.W_OK)
-        assert code in (0, 73), f"{kind} after {moment:.1f} s: exit {code}: {text[-800:]}"
-        assert code != 0 or not went_ro
-        hit = code == 73
-        (disk / "ballast").unlink(missing_ok=True) if kind != "read-only" else None
+        assert code == 73 or (code == 0 and not went_ro), f"{kind} after {moment:.1f} s: exit {code}: {text[-800:]}"
         subprocess.run(["mount", "-o", "remount,rw", disk], check=False)
         (disk / "ballast").unlink(missing_ok=True)
-        code, text = ForkedCommand("run", RECIPE, "--run-dir", folder, "--to", "export", *SETTINGS, out=out).end(PATIENCE)
-        assert code == 0, f"{kind} after {moment:.1f} s, then room: exit {code}: {text[-800:]}"
+        command(folder, "export", out=out)
         assert digest(folder / "adapter") == workspace.adapter
-        return Done(int(hit))
-    finally:
-        unmount(disk)
+        return Done(int(code == 73))
 
 
 def fill(disk: Path, room: int) -> None:

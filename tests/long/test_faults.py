@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 SETTINGS = ["train.max_steps=6", "train.save_steps=2", "train.eval_steps=5", "train.max_length=64"]
 """Steps so short that the moments between them are as likely to be hit as the steps."""
-PATIENCE = 300
+PATIENCE = 900
 """Seconds after a fault within which the command must have ended: more is a hang."""
 
 
