@@ -25,15 +25,8 @@ events = runs.events
 SHORT = ["train.max_steps=8", "train.save_steps=2", "train.eval_steps=3", "eval.max_gen_toks=8"]
 """A training of seconds: enough for three checkpoints."""
 
-NO_NETWORK = ["unshare", "--map-root-user", "--net", sys.executable, "-c"]
-LOOPBACK_ONLY = """
-import fcntl, os, socket, struct, sys
-with socket.socket() as s:  # bring lo up: SIOCGIFFLAGS, then SIOCSIFFLAGS with IFF_UP
-    request = struct.pack("16sH14s", b"lo", 0, b"")
-    flags = struct.unpack("16sH14s", fcntl.ioctl(s, 0x8913, request))[1]
-    fcntl.ioctl(s, 0x8914, struct.pack("16sH14s", b"lo", flags | 1, b""))
-os.execv(sys.executable, [sys.executable, "-m", "clustertune", *sys.argv[1:]])
-"""
+NO_NETWORK = [sys.executable, str(REPO / "tests" / "loopback.py")]
+"""Ahead of a command: it has nothing but loopback."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +45,11 @@ class Done:
 def run(*arguments: str | Path, network: bool = True, cwd: Path = REPO, stack: bool = False) -> Done:
     """Run ``clustertune`` to its end; with ``network=False`` in a network namespace that has nothing but loopback, where there
     can be one. ``stack``: the command needs torch, and is forked of a process that has it."""
-    words = [*map(str, arguments)]
-    forks = network and warm(stack=stack).fits()
-    done = _forked([*["clustertune"] * stack, *words], cwd, stack) if forks else _started(words, network, cwd)
+    words, isolated = [*map(str, arguments)], not network and _can_isolate()
+    if (stack or not isolated) and warm(stack=stack).fits():
+        done = _forked([*["clustertune"] * stack, *words], cwd, stack, isolated=isolated)
+    else:
+        done = _started(words, isolated, cwd)
     assert "Traceback" not in done.err, done.err
     return done
 
@@ -65,9 +60,11 @@ def warm(*, stack: bool = False) -> Warm:
     return Warm(stack=stack)
 
 
-def _forked(arguments: list[str], cwd: Path, stack: bool, wait: Callable[[socket.socket], None] = lambda _: None) -> Done:
+def _forked(
+    arguments: list[str], cwd: Path, stack: bool, wait: Callable[[socket.socket], None] = lambda _: None, isolated: bool = False
+) -> Done:
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        with warm(stack=stack).start(arguments, cwd, out.fileno(), err.fileno()) as answer:
+        with warm(stack=stack).start(arguments, cwd, out.fileno(), err.fileno(), isolated=isolated) as answer:
             wait(answer)
             answer.settimeout(SECONDS + 30)
             code = os.waitstatus_to_exitcode(int(answer.recv(64)))
@@ -78,14 +75,13 @@ def _forked(arguments: list[str], cwd: Path, stack: bool, wait: Callable[[socket
 @functools.cache
 def _can_isolate() -> bool:
     """Whether this machine lets us make a network namespace; a container without privileges does not."""
-    return subprocess.run([*NO_NETWORK, ""], capture_output=True, check=False).returncode == 0
+    return subprocess.run([*NO_NETWORK, "true"], capture_output=True, check=False).returncode == 0
 
 
-def _started(arguments: list[str], network: bool, cwd: Path) -> Done:
-    prefix = [sys.executable, "-m", "clustertune"] if network or not _can_isolate() else [*NO_NETWORK, LOOPBACK_ONLY]
+def _started(arguments: list[str], isolated: bool, cwd: Path) -> Done:
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     done = subprocess.run(
-        [*prefix, *arguments],
+        [*(NO_NETWORK if isolated else []), sys.executable, "-m", "clustertune", *arguments],
         cwd=cwd,
         env=environment,
         capture_output=True,

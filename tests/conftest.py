@@ -76,7 +76,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     """A run of the short chain from nothing, in a network namespace with loopback only. Read only."""
 
     def make(folder: Path) -> None:
-        done = run("run", "recipes/tiny-oasst2", "--run-dir", folder / "run", "--json", *SHORT, network=False)
+        done = run("run", "recipes/tiny-oasst2", "--run-dir", folder / "run", "--json", *SHORT, network=False, stack=True)
         (folder / "said.json").write_text(json.dumps(asdict(done)))
 
     folder = once(tmp_path_factory, "reference", make)

@@ -18,14 +18,10 @@ from tests.goldens import GOLDEN, PLANS, RUNS
 from tests.launch.machines import REPO, cluster_of
 
 
-@pytest.mark.parametrize("name", goldens.documents())
+@pytest.mark.parametrize("name", sorted({*goldens.documents(), *(path.name for path in GOLDEN.iterdir())}))
 def test_the_document_is_the_one_that_was_read(name: str) -> None:
-    """A difference is a change of meaning to review; ``make golden`` writes them again."""
+    """A difference is a change of meaning to review; ``make golden`` writes them again, and no other file is there."""
     assert goldens.documents()[name]() == (GOLDEN / name).read_text()
-
-
-def test_the_folder_holds_these_documents_only() -> None:
-    assert {path.name for path in GOLDEN.iterdir()} == set(goldens.documents())
 
 
 # --- every recipe ------------------------------------------------------------------------------------------------------
@@ -39,8 +35,9 @@ def axes(found: Resolved) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("name", "tiny"), RUNS)
-def test_the_ranks_divide_the_batch(name: str, tiny: bool) -> None:
-    """World size, axes, micro batch and accumulation together give the batch that the recipe names."""
+def test_what_is_resolved_fits_together(name: str, tiny: bool) -> None:
+    """World size, axes, micro batch and accumulation give the batch that the recipe names; activations are recomputed once,
+    and checkpoints are sharded."""
     found = resolved(name, tiny)
     slurm, train = found.recipe.slurm, found.train_args
     assert found.world_size == slurm.nodes * (slurm.gpus_per_node or 1) or tiny or found.world_size == slurm.nodes
@@ -51,16 +48,11 @@ def test_the_ranks_divide_the_batch(name: str, tiny: bool) -> None:
         assert shared == sizes.get("tp", 1) * sizes.get("cp", 1) * sizes.get("sp", 1)
     micro, accumulation = train.get("per_device_train_batch_size", 8), train["gradient_accumulation_steps"]
     assert micro * accumulation * found.data_parallel_size == found.recipe.train["global_batch_size"]
-
-
-@pytest.mark.parametrize(("name", "tiny"), RUNS)
-def test_activations_are_recomputed_once_and_checkpoints_are_sharded(name: str, tiny: bool) -> None:
-    found = resolved(name, tiny)
     fsdp = (found.accelerate or {}).get("fsdp_config") or {}
     by_fsdp = str(fsdp.get("fsdp_activation_checkpointing")).lower() == "true"
-    assert not (by_fsdp and found.train_args["activation_checkpointing"])
+    assert not (by_fsdp and train["activation_checkpointing"])
     assert fsdp.get("fsdp_state_dict_type", "SHARDED_STATE_DICT") == "SHARDED_STATE_DICT"
-    if found.recipe.lora is not None and fsdp and found.train_args.get("bf16", True):
+    if found.recipe.lora is not None and fsdp and train.get("bf16", True):
         assert found.reduce_dtype == "float32"
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from clustertune import secrets
 from clustertune.errors import UserError
 from clustertune.testbed.inside import descendants
-from tests.command import LOOPBACK_ONLY, NO_NETWORK, REPO
+from tests.command import NO_NETWORK, REPO
 
 CANARY = "c4nary0123456789abcdef0123456789abcdef01"
 
@@ -179,9 +180,10 @@ def test_planted_tokens_are_in_nothing_that_a_run_leaves(tmp_path: Path) -> None
     write(tree, "".join(f"{key}={value}\n" for key, value in tokens.items()))
     settings = ["train.max_steps=3", "train.max_length=64", "train.save_steps=2", "train.eval_steps=3"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB_", "HF_"))}
+    words = ["run", "recipes/tiny-oasst2", "--run-dir", str(run_dir), "--to", "export", *settings]
     seen, ranks = b"", set[int]()
     with subprocess.Popen(
-        [*NO_NETWORK, LOOPBACK_ONLY, "run", "recipes/tiny-oasst2", "--run-dir", str(run_dir), "--to", "export", *settings],
+        [*NO_NETWORK, sys.executable, "-m", "clustertune", *words],
         cwd=tree,
         env={**environment, "PYTHONPATH": str(tree), "HOME": str(home), "NETRC": str(home / ".netrc")},
         stdin=subprocess.DEVNULL,

@@ -61,16 +61,23 @@ class Warm:
         return {key: value for key, value in given if READ_AT_IMPORT.fullmatch(key)}
 
     def start(
-        self, arguments: Sequence[str], cwd: Path, out: int, err: int, env: Mapping[str, str] | None = None
+        self,
+        arguments: Sequence[str],
+        cwd: Path,
+        out: int,
+        err: int,
+        env: Mapping[str, str] | None = None,
+        isolated: bool = False,
     ) -> socket.socket:
         """Start the command with these as its stdout and stderr; what is returned gives its wait status once it has ended.
 
-        Of a process with the stack the arguments begin with the module. ``env``: in place of this process' environment.
+        Of a process with the stack the arguments begin with the module, and ``isolated`` leaves the command nothing but
+        loopback. ``env``: in place of this process' environment.
         """
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, self._lock:
             given = dict(env) if env is not None else {**os.environ, "PYTHONPATH": str(REPO)}
-            request = json.dumps({"arguments": [*arguments], "cwd": str(cwd), "env": given}).encode()
+            request = json.dumps({"arguments": [*arguments], "cwd": str(cwd), "env": given, "isolated": isolated}).encode()
             socket.send_fds(self._ours, [request], [theirs.fileno(), out, err])
         return mine
 
@@ -114,6 +121,7 @@ PRELOADED = ("cli.app", "chain", "job", "resolve.resolve", "plan.predict", "repo
 def main() -> None:
     """Import the command, then wait for what to run."""
     if sys.argv[2:]:
+        from tests import loopback
         from tools import forking
 
         os.umask(0o022)  # a shell's: what a command makes is private all the same
@@ -122,6 +130,8 @@ def main() -> None:
         os.environ.clear()
         os.environ.update(given)
         request = _serve(socket.socket(fileno=int(sys.argv[1])))
+        if request["isolated"]:
+            loopback.isolate()
         forking.become(request["arguments"][0], request["arguments"][1:], request["env"], request["cwd"])
     for name in (*(f"clustertune.{name}" for name in PRELOADED), "rich.console", "rich.table"):
         importlib.import_module(name)
