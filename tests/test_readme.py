@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,30 +24,16 @@ DOCUMENTS = {
 # --- reading the documents ---------------------------------------------------------------------------------------------
 
 
-def code_blocks(text: str, language: str = "") -> Iterator[str]:
+def code_blocks(text: str, language: str = r"\w*") -> list[str]:
     """The fenced blocks of a Markdown text; with ``language`` only those of that name."""
-    for name, body in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        if not language or name == language:
-            yield body
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def commands(text: str, program: str) -> list[str]:
     """The lines of a document's shell blocks that start ``program``, without prompt and comments, blanks folded."""
-    found = []
-    for block in code_blocks(text, "sh"):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True)
-            if words and words[0] in (program, f".venv/bin/{program}"):
-                found.append(shlex.join([program, *words[1:]]))
-    return found
-
-
-def every_command(program: str) -> list[tuple[str, str]]:
-    return [(name, line) for name, text in DOCUMENTS.items() for line in commands(text, program)]
-
-
-def make_targets(makefile: str) -> set[str]:
-    return set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
+    lines = "\n".join(code_blocks(text, "sh")).replace("\\\n", " ").splitlines()
+    found = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
+    return [shlex.join([program, *words[1:]]) for words in found if words and words[0] in (program, f".venv/bin/{program}")]
 
 
 def mentioned_targets(text: str) -> set[str]:
@@ -92,7 +77,7 @@ def usage_error(line: str) -> str | None:
     return None
 
 
-COMMANDS = sorted({line for _, line in every_command("clustertune")})
+COMMANDS = sorted({line for text in DOCUMENTS.values() for line in commands(text, "clustertune")})
 """Every command of the documents. Those that need neither a cluster nor hours run below or in the tests of their rooms."""
 
 
@@ -100,14 +85,16 @@ COMMANDS = sorted({line for _, line in every_command("clustertune")})
 
 
 def test_the_documents_are_read() -> None:
-    """A search that finds nothing passes every rule."""
+    """A search that finds nothing passes every rule. With a prompt, a path, a comment, over two lines."""
+    text = "clustertune prose\n```sh\n$ clustertune a  # why\n.venv/bin/clustertune b \\\n  --c\necho clustertune\n```\n"
+    assert commands(text, "clustertune") == ["clustertune a", "clustertune b --c"]
     assert len(commands(DOCUMENTS["README.md"], "clustertune")) > 5 and len(COMMANDS) > 70
     assert {"demo", "test"} <= mentioned_targets(DOCUMENTS["README.md"])
 
 
 def test_every_target_that_is_told_exists() -> None:
     """The first command that a newcomer types must not be an error."""
-    there = make_targets(tree.texts()["Makefile"])
+    there = set(re.findall(r"^([a-z][a-z-]*):", tree.texts()["Makefile"], re.MULTILINE))
     assert {name: gone for name, text in DOCUMENTS.items() if (gone := mentioned_targets(text) - there)} == {}
     assert mentioned_targets("```sh\nmake demo x\n```\nand `make all`, but to make sure") == {"demo", "all"}
 
@@ -124,12 +111,6 @@ def test_every_command_that_is_told_parses(line: str) -> None:
 def test_a_planted_command_is_found(line: str) -> None:
     """No command, an unknown one, a missing argument, an unknown option, an unknown command of a group."""
     assert usage_error(line) is not None
-
-
-def test_commands_are_found_in_any_form() -> None:
-    """With a prompt, a path, a comment, over two lines."""
-    text = "clustertune prose\n```sh\n$ clustertune a  # why\n.venv/bin/clustertune b \\\n  --c\necho clustertune\n```\n"
-    assert commands(text, "clustertune") == ["clustertune a", "clustertune b --c"]
 
 
 def test_every_path_that_is_told_exists() -> None:

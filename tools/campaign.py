@@ -16,7 +16,6 @@ import ast
 import contextlib
 import ctypes
 import dataclasses
-import fcntl
 import hashlib
 import importlib
 import itertools
@@ -37,7 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clustertune import manifest
+from clustertune import lock, manifest
 from clustertune.testbed.inside import descendants
 from tools import spoil
 from tools.forking import REPO, ForkedCommand, run, warm
@@ -91,8 +90,7 @@ class Workspace:
     def once(self, name: str, make: Callable[[Path], None]) -> Path:
         """A folder that ``make`` has filled, read only. Two campaigns may want it at the same time."""
         folder, made = self.root / name, self.root / f"{name}.made"
-        with (self.root / f"{name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with lock.in_turn(self.root / f"{name}.lock", lambda: None):
             if not made.exists():
                 shutil.rmtree(folder, ignore_errors=True)
                 make(folder)

@@ -269,12 +269,8 @@ def evaluation(check: GpuCheck) -> dict[str, Any]:
 
 def mesh(recipe: str) -> list[str]:
     """The axes of a recipe's mesh that need more ranks than one: tp, cp, dp_replicate."""
-    text = (REPO / "recipes" / recipe / "accelerate.yaml").read_text() if _has_file(recipe) else ""
-    return re.findall(r"parallelism_config_(tp|cp|sp|dp_replicate)_size", text)
-
-
-def _has_file(recipe: str) -> bool:
-    return (REPO / "recipes" / recipe / "accelerate.yaml").is_file()
+    file = REPO / "recipes" / recipe / "accelerate.yaml"
+    return re.findall(r"parallelism_config_(tp|cp|sp|dp_replicate)_size", file.read_text() if file.is_file() else "")
 
 
 def _tiny(recipe: str) -> Part:
@@ -284,8 +280,8 @@ def _tiny(recipe: str) -> Part:
         axes = mesh(recipe)
         if axes and check.backend == "nccl" and check.gpus < 4:
             raise NotHere(f"{' and '.join(axes)} need 4 GPUs, there {'is' if check.gpus == 1 else 'are'} {check.gpus}")
-        ranks = 1 if "1gpu" in recipe else min(check.ranks, 4 if axes else 2) if check.backend == "nccl" else (4 if axes else 2)
-        ranks = 1 if "1gpu" in recipe else ranks
+        most = 4 if axes else 2
+        ranks = 1 if "1gpu" in recipe else min(check.ranks, most) if check.backend == "nccl" else most
         folder = fresh(check, f"tiny-{recipe}")
         dropout = ["lora.lora_dropout=0"] if _has_lora(check, recipe) else []  # a GPU draws other numbers than a CPU
         words = ["run", f"recipes/{recipe}", *dropout, "--tiny", "--ranks", str(ranks), "--to", "train"]
