@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -211,34 +211,29 @@ def data_file(folder: Path, chance: Random) -> tuple[Path, str, int | None, int 
         chance.shuffle(lines)
         path.write_bytes(b"\n".join(lines) + chance.choice([b"\n", b"", b"\n\n\n"]))
         return path, "messages", good, len(bad)
-    how = chance.choice(["cut", "empty", "binary", "BOM", "CRLF", "array", "cut array", "gz", "other format", "folder"])
     text = b"\n".join(rows) + b"\n"
-    if how == "cut":
-        path.write_bytes(text[: chance.randrange(len(text))])
-    elif how == "empty":
-        path.write_bytes(chance.choice([b"", b"\n", b" \n\n"]))
-    elif how == "binary":
-        path.write_bytes(chance.randbytes(3000))
-    elif how == "BOM":
-        path.write_bytes(b"\xef\xbb\xbf" + text)
-        return path, "messages", good, 0
-    elif how == "CRLF":
-        path.write_bytes(text.replace(b"\n", b"\r\n"))
-        return path, "messages", good, 0
-    elif how in ("array", "cut array"):
-        path = folder / "rows.json"
-        text = b"[" + b",\n".join(rows) + b"]"
-        path.write_bytes(text if how == "array" else text[: chance.randrange(len(text))])
-        return path, "messages", good if how == "array" else None, 0 if how == "array" else None
-    elif how == "gz":
-        path = folder / "rows.jsonl.gz"
-        path.write_bytes(b"\x1f\x8b" + chance.randbytes(300))
-    elif how == "folder":
-        path.mkdir()
+    array = b"[" + b",\n".join(rows) + b"]"
+    spoiled: dict[str, Callable[[], bytes]] = {
+        "cut": lambda: text[: chance.randrange(len(text))],
+        "empty": lambda: chance.choice([b"", b"\n", b" \n\n"]),
+        "binary": lambda: chance.randbytes(3000),
+        "BOM": lambda: b"\xef\xbb\xbf" + text,
+        "CRLF": lambda: text.replace(b"\n", b"\r\n"),
+        "array": lambda: array,
+        "cut array": lambda: array[: chance.randrange(len(array))],
+        "gz": lambda: b"\x1f\x8b" + chance.randbytes(300),
+        "other format": lambda: text,
+    }
+    how = chance.choice([*spoiled, "folder"])
+    path = path.with_name({"array": "rows.json", "cut array": "rows.json", "gz": "rows.jsonl.gz"}.get(how, path.name))
+    if how in spoiled:
+        path.write_bytes(spoiled[how]())
     else:
-        path.write_bytes(text)
-        return path, chance.choice(["alpaca", "sharegpt", "oasst-tree", "prompt-completion"]), None, None
-    return path, "messages", None, None
+        path.mkdir()
+    if how in ("BOM", "CRLF", "array"):
+        return path, "messages", good, 0
+    others = ["alpaca", "sharegpt", "oasst-tree", "prompt-completion"]
+    return path, chance.choice(others) if how == "other format" else "messages", None, None
 
 
 # --- names --------------------------------------------------------------------------------------------------------------
@@ -262,53 +257,40 @@ def hostile_name(chance: Random, canary: Path) -> str:
     return chance.choice(["", "", "a", "\u00e9 "]) + name
 
 
+OVERRIDES = (
+    "model.name", "data.name", "data.input", "base", "accelerate", "train.run_name", "model.chat_template", "slurm.time", "x",
+)  # fmt: skip
+CLUSTER_KEYS = (
+    ("slurm", "partition"), ("slurm", "account"), ("container", "image"), ("storage", "shared"), ("network", "interface"),
+)  # fmt: skip
+"""Where a name can stand in a recipe, and in a cluster file."""
+
+
 def hostile_command(kind: str, name: str, work: Path, chance: Random) -> list[str]:
     """A command in which the name stands where a user's word is expected."""
     name = name.replace("\x00", "")  # no argument can hold it
-    recipe = str(REPO / "recipes/tiny-oasst2")
+    recipe, path = str(REPO / "recipes/tiny-oasst2"), f"./{name}" if name.startswith("-") else name
     if kind == "recipe":
-        return [chance.choice(["show", "submit", "plan", "prepare", "run"]), name if not name.startswith("-") else f"./{name}"]
+        return [chance.choice(["show", "submit", "plan", "prepare", "run"]), path]
     if kind == "override":
-        key = chance.choice(
-            [
-                "model.name",
-                "data.name",
-                "data.input",
-                "base",
-                "accelerate",
-                "train.run_name",
-                "model.chat_template",
-                "slurm.time",
-                "x",
-            ]
-        )
+        key = chance.choice(OVERRIDES)
         return [chance.choice(["show", "submit"]), recipe, f"{key}={json.dumps(name)}", *(["--dry-run"] if key == "x" else [])]
     if kind == "run-dir":
-        return ["watch", name if not name.startswith("-") else f"./{name}", "--once"]
+        return ["watch", path, "--once"]
     if kind == "template":
         template = work / "t.jinja"
         template.write_text("{{ messages[0].content }}" + name)
         return ["prepare", recipe, f"model.chat_template={template}", "--out", str(work / "data")]
     cluster = yaml.safe_load((REPO / "ops/clusters/dgx-h100.yaml").read_text())
     if kind == "sbatch":
-        section_key = chance.choice(
-            [
-                ("slurm", "partition"),
-                ("slurm", "account"),
-                ("container", "image"),
-                ("storage", "shared"),
-                ("network", "interface"),
-            ]
-        )
-        cluster[section_key[0]][section_key[1]] = name
+        section, key = chance.choice(CLUSTER_KEYS)
+        cluster[section][key] = name
     else:
         cluster["nodes"][1][chance.choice(["name", "address"])] = name
     file = work / "cluster.yaml"
     file.write_text(json.dumps(cluster))
-    words = {
-        "sbatch": ["submit", recipe, "--dry-run", "--verbose", "--cluster"],
-        "host": ["nccl-check", "--dry-run", "--cluster"],
-    }
+    sbatch = ["submit", recipe, "--dry-run", "--verbose", "--cluster"]
+    words = {"sbatch": sbatch, "host": ["nccl-check", "--dry-run", "--cluster"]}
     return [*words.get(kind, ["show-cluster"]), str(file)]
 
 
