@@ -393,14 +393,8 @@ def damage(seed: int, workspace: Workspace) -> Done:
     chance = draw(seed)
     finished = workspace.until("merge")
     newest = sorted((finished / "checkpoints").iterdir())[-1]
-    kind, folder = chance.choice(
-        [
-            ("checkpoint", newest),
-            ("adapter", finished / "adapter"),
-            ("merged", finished / "merged"),
-            ("parcel", staged(workspace)),
-        ]
-    )
+    artefacts = {"checkpoint": newest, "adapter": finished / "adapter", "merged": finished / "merged"}
+    kind, folder = chance.choice([*artefacts.items(), ("parcel", staged(workspace))])
     copied = workspace.case / folder.name
     shutil.copytree(folder, copied, symlinks=True)
     name = chance.choice([*manifest.read_manifest(folder).files, manifest.MANIFEST])

@@ -192,15 +192,9 @@ def chain(check: GpuCheck) -> dict[str, Any]:
     folder = fresh(check, "chain")
     killed, whole = folder / "killed", folder / "whole"
     bf16 = "true" if check.backend == "nccl" else "false"  # CPUs without AMX emulate it
-    words = [
-        "run",
-        "recipes/tiny-oasst2",
-        f"train.bf16={bf16}",
-        "train.max_steps=12",
-        "train.save_steps=4",
-        "train.eval_steps=6",
-    ]
-    words += ["train.eval_on_start=false", "--ranks", str(min(check.ranks, 2))]
+    settings = {"bf16": bf16, "max_steps": 12, "save_steps": 4, "eval_steps": 6, "eval_on_start": "false"}
+    words = ["run", "recipes/tiny-oasst2", *(f"train.{key}={value}" for key, value in settings.items())]
+    words += ["--ranks", str(min(check.ranks, 2))]
     child, log = check.start([check.python, "-m", "clustertune", *words, "--run-dir", str(killed)])
     try:
         while child.poll() is None and not any(one.get("status") == "saved" for one in events(killed, "checkpoint")):
