@@ -213,7 +213,7 @@ def test_killed_in_the_last_save_and_in_the_export(folder: Path, reference: str)
 def test_two_commands_at_once(folder: Path) -> None:
     first = Command(folder)
     first.until(lambda: pids(folder, "rank"))
-    code, text = Command(folder).end(30, alone=False)
+    code, text = Command(folder).end(alone=False)
     assert code == 75 and f"process {first.pid}" in text
     first.signal(signal.SIGKILL)
     first.end()
