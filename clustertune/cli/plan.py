@@ -360,10 +360,10 @@ def _lengths_seen(resolved: Resolved, steps: list[StepRecord]) -> Lengths | None
     """The mean length of a padded run's conversations, from the tokens that it counted: else its factor of computing would hold
     the padding that a plan assumes where nothing is known."""
     from clustertune.plan.lengths import Lengths
-    from clustertune.plan.predict import read_strategy
+    from clustertune.plan.strategy import strategy
 
     counted = [s for s in steps if s.tokens and s.step]
-    if read_strategy(resolved).packing or not counted:
+    if strategy(resolved).packing or not counted:
         return None
     last = max(counted, key=lambda s: s.step)
     rows = last.step * int(resolved.recipe.train["global_batch_size"])

@@ -17,7 +17,8 @@ import pytest
 
 from clustertune.plan import memory
 from clustertune.plan.constants import Constants
-from clustertune.plan.predict import make_shape, read_strategy
+from clustertune.plan.predict import make_shape
+from clustertune.plan.strategy import strategy
 from clustertune.resolve.resolve import resolve
 from tests.tree import REPO
 
@@ -145,7 +146,7 @@ def predict(folder: Path, case: dict[str, Any]) -> list[memory.Moment]:
     """The plan's moments for a case; a row that one conversation fills needs no mask."""
     resolved = resolve(folder)
     # Here the program is the project's own but for its loss: accelerate's sharding, and nothing holds the logits.
-    used = replace(read_strategy(resolved), ends_apart=case.get("kind", "FSDP2") == "FSDP2", holds_logits=False)
+    used = replace(strategy(resolved), ends_apart=case.get("kind", "FSDP2") == "FSDP2", holds_logits=False)
     if len(case.get("lengths", "abc")) == 1:
         used = replace(used, isolated=False)
     return memory.moments(make_shape(resolved, used), Constants())
