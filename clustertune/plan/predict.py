@@ -12,7 +12,6 @@ from clustertune.plan.constants import Constants, Term, total
 from clustertune.plan.lengths import Lengths, known_lengths
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.memory import COPY_SHARE, host_parts, save_copy
-from clustertune.plan.saves import with_saves
 from clustertune.plan.schedule import Schedule, schedule
 from clustertune.plan.step import Step, flops, step
 from clustertune.plan.strategy import DEFAULT_MAX_LENGTH, ModelShape, Strategy, strategy
@@ -111,8 +110,7 @@ class Plan(Footprint):
         }
         if around.steps:
             found["evaluation"] = (around.evaluations or 0) * around.evaluation.value / around.steps
-            stall = around.save.value if around.save is not None else around.checkpoint.value
-            found["checkpoint"] = (around.checkpoints or 0) * stall / around.steps
+            found["checkpoint"] = (around.checkpoints or 0) * around.save.value / around.steps
             found["load"] = around.start.value / around.steps
         return found
 
@@ -137,7 +135,6 @@ def make_plan(
     room, more = footprint(resolved, constants, lengths=lengths, chosen=used, cudnn=machine.has_cudnn_attention)
     used, shape = room.strategy, room.shape
     one = step(shape, machine, constants)
-    around = schedule(resolved, shape, machine, constants, lengths)
     low, high = step_range(shape, machine, constants, one) if sure else (1.0, 1.0)
     notes = [*used.notes, *more, *([one.offload.note] if one.offload.note else [])]
     copy = save_copy(shape)
@@ -147,7 +144,7 @@ def make_plan(
         else:
             notes.append(f"training waits for each save: a copy takes {copy.value / GIB:,.0f} GiB of a node's RAM more")
             copy = None
-    around = with_saves(around, resolved, machine, one.seconds, copy)
+    around = schedule(resolved, shape, machine, constants, lengths, one.seconds, copy)
     return Plan(
         **vars(room), machine=machine, constants=constants, step=one, schedule=around, lengths=lengths, low=low, high=high,
         notes=notes,

@@ -199,7 +199,6 @@ def test_hours_are_the_sum_of_everything(tmp_path: Path) -> None:
     assert totals is not None and found.hours is not None
     start = START_S + 2 * 8_030_261_248 / 2e9
     assert around.start.value == pytest.approx(start) == pytest.approx(totals["load"])
-    assert around.save is not None
     expected = 100 * found.step.seconds + 2 * around.evaluation.value + 4 * around.save.value + start
     assert found.hours * 3600 == pytest.approx(expected) == pytest.approx(sum(totals.values()))
 
@@ -208,7 +207,6 @@ def test_what_saves_take_is_the_copy_and_the_wait_for_the_one_before(tmp_path: P
     """Written behind training, unless the next one is due before: then training waits for the rest."""
     seldom, often = (planned(tmp_path / str(every), train={"max_steps": 100, "save_steps": every}) for every in (50, 1))
     write, step = seldom.schedule.checkpoint.value, seldom.step.seconds
-    assert seldom.schedule.save is not None and often.schedule.save is not None
     copy = seldom.schedule.save.value
     assert write > step > 0 and copy < write / 10
     assert often.schedule.save.value == pytest.approx(copy + write - step)

@@ -159,16 +159,6 @@ def test_the_cluster_of_a_run_is_a_cluster_file() -> None:
 # --- the claims --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(CLAIMS))
-def test_a_claim_is_judged_as_expected(name: str) -> None:
-    """The verdict follows from the arithmetic, and the arithmetic shows the value that it was judged by."""
-    result = check(CLAIMS[name])
-    assert result.verdict == result.claim.verdict, result
-    assert " = " in result.arithmetic
-    if result.verdict != "right":
-        assert result.claim.instead, "what is wrong needs what is right"
-
-
 def test_the_claims_cover_every_document() -> None:
     """Right ones too: a checker that only refutes is not believed."""
     results = check_claims()
@@ -196,30 +186,32 @@ def test_another_input_gives_another_verdict(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CLAIMS))
-def test_another_figure_gives_another_verdict(name: str) -> None:
-    """The computed value claimed is right; 12 times as much in the direction of the claim is refuted."""
+def test_a_claim_is_judged_as_expected(name: str) -> None:
+    """The verdict follows from the arithmetic, which shows the value that it was judged by: that value itself would be right,
+    12 times as much in the direction of the claim is refuted."""
     claim = CLAIMS[name]
-    value = check(claim).computed
-    exact = claim.model_copy(update={"claimed": value})
-    assert check(exact).verdict == "right"
-    off = value / 12 if claim.relation == "at_most" else value * 12
+    result = check(claim)
+    assert result.verdict == claim.verdict, result
+    assert " = " in result.arithmetic
+    if result.verdict != "right":
+        assert claim.instead, "what is wrong needs what is right"
+    assert check(claim.model_copy(update={"claimed": result.computed})).verdict == "right"
+    off = result.computed / 12 if claim.relation == "at_most" else result.computed * 12
     assert check(claim.model_copy(update={"claimed": off})).verdict == "refuted"
 
 
-def test_a_figure_inside_a_range_is_right_and_near_it_imprecise() -> None:
-    """The distance is counted from the nearer end, by ratio."""
-    claim = CLAIMS["spheron-405b-hours"]
-    right, imprecise, refuted = [50, 57, 60, 62.9, 47.7], [63.1, 74.9, 47.5, 40.1], [75.1, 39.9, 500]
-    verdicts = [(value, "right") for value in right] + [(value, "imprecise") for value in imprecise]
-    verdicts += [(value, "refuted") for value in refuted]
-    assert [(value, judge(claim, value)) for value, _ in verdicts] == verdicts
-
-
-def test_at_most_and_at_least_bound_one_side() -> None:
-    """80 GB are enough for 26 GB; more than one node is needed for 1.8."""
-    most, least = CLAIMS["nebius-13b-node"], CLAIMS["nebius-70b-nodes"]
-    assert [judge(most, value) for value in (1, 80, 90, 300)] == ["right", "right", "imprecise", "refuted"]
-    assert [judge(least, value) for value in (9, 1, 0.9, 0.2)] == ["right", "right", "imprecise", "refuted"]
+@pytest.mark.parametrize(
+    ("name", "right", "imprecise", "refuted"),
+    [
+        # In a range, and near it: the distance is counted from the nearer end, by ratio.
+        ("spheron-405b-hours", [50, 57, 60, 62.9, 47.7], [63.1, 74.9, 47.5, 40.1], [75.1, 39.9, 500]),
+        ("nebius-13b-node", [1, 80], [90], [300]),  # 80 GB are enough for 26 GB
+        ("nebius-70b-nodes", [9, 1], [0.9], [0.2]),  # more than one node is needed for 1.8
+    ],
+)
+def test_a_verdict_follows_the_distance(name: str, right: list[float], imprecise: list[float], refuted: list[float]) -> None:
+    for verdict, values in (("right", right), ("imprecise", imprecise), ("refuted", refuted)):
+        assert [judge(CLAIMS[name], value) for value in values] == [verdict] * len(values)
 
 
 def test_an_input_that_no_formula_reads_is_refused() -> None:
