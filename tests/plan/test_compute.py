@@ -175,9 +175,3 @@ def test_float32_shards_are_cast_before_they_travel() -> None:
     assert seconds(shape(reshard=False), "casts")["casts of the shards"] == pytest.approx(2 * each)
     assert not seconds(shape(**LORA), "casts")
     assert not seconds(shape(weight_shards=1), "casts")
-
-
-def test_calibration_scales_all_kernels() -> None:
-    """compute_scale is a factor of the time of everything that a GPU computes."""
-    one = micro_batch(shape(**LORA), machine(), constants()).seconds
-    assert micro_batch(shape(**LORA), machine(), constants(compute_scale=1.25)).seconds == pytest.approx(1.25 * one)

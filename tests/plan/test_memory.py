@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clustertune.plan import memory
-from clustertune.plan.memory import RANK_HOST_BYTES, Moment, host_parts, save_copy
+from clustertune.plan.memory import RANK_HOST_BYTES, host_parts, save_copy
 from clustertune.plan.predict import make_shape
 from clustertune.plan.strategy import ModelShape, strategy
 from clustertune.resolve.resolve import resolve
@@ -189,21 +189,6 @@ def test_weights_and_states_on_the_host_take_no_gpu_memory() -> None:
     states = parts(shape(kind="ZeRO-3", offload_optimizer="cpu"), UPDATE)
     assert set(states) == {"weights", "gradients"}
     assert gathered(shape(**WHOLE, offload_params="cpu")) > 0, "they come layer by layer"
-
-
-def test_what_comes_on_top_of_the_tensors() -> None:
-    """The allocator's gaps grow with the peak, CUDA and NCCL take what they take."""
-    gaps, buffers = memory.reserved(100.0, constants(fragmentation=0.05, context_gib=2.0))
-    assert (gaps.name, gaps.value) == ("fragmentation", pytest.approx(5.0))
-    assert (buffers.name, buffers.value) == ("buffers", 2 * 2**30)
-
-
-def test_moments_come_in_the_order_of_a_step() -> None:
-    """The words that a person reads of the peak; nothing of size 0 is listed, and each moment holds what rests."""
-    found: list[Moment] = memory.moments(shape(), constants())
-    assert ["forward" in found[LOSS].name, "backward" in found[BACKWARD].name, "optimizer" in found[UPDATE].name] == [True] * 3
-    assert all(term.value > 0 for moment in found for term in moment.parts)
-    assert all({"weights", "optimizer"} <= {term.name for term in moment.parts} for moment in found)
 
 
 def host(folder: Path, **recipe: Any) -> dict[str, float]:

@@ -101,6 +101,9 @@ def test_a_step_is_at_least_its_floors(kind: str, lora: bool, sizes: dict[str, A
     assert found.seconds >= flops(of, hardware=True) / (16 * at.peak_flops) * (1 - 1e-9)
     assert found.seconds >= found.communication * (1 - 1e-9)
     assert min(found.exposed.value, found.bubble.value, found.optimizer.value) >= 0
+    moments = memory.moments(of, Constants())
+    assert all(term.value > 0 for moment in moments for term in moment.parts)
+    assert ["forward" in moments[0].name, "backward" in moments[1].name, "optimizer" in moments[2].name] == [True] * 3
 
 
 @FEW

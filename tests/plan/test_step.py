@@ -21,15 +21,6 @@ def timed(of: ModelShape, at: Any = None, **changes: Any) -> Step:
     return step(of, at or machine(), constants(**changes))
 
 
-def test_parts_sum_to_the_step() -> None:
-    """Nothing of a step is without a part."""
-    megatron = {"tp": 2, "pp": 2, "kind": "Megatron", **WHOLE, "data_parallel_size": 4, "accumulation": 8}
-    for changes in ({}, LORA, {"accumulation": 4}, megatron):
-        found = timed(shape(**changes))
-        parts = [*found.compute, found.exposed, found.bubble, found.optimizer]
-        assert found.seconds == pytest.approx(total(parts))
-
-
 def test_a_network_bound_step_is_its_traffic() -> None:
     """Two gathers a micro batch; the scatter once, beside the last backward pass."""
     for accumulation in (1, 3):

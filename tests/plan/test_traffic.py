@@ -91,12 +91,6 @@ def test_all_to_all_sends_to_each_member_its_part() -> None:
     assert gather(16, kind="exchange").seconds(fast) == pytest.approx(1e9 * 7 / 16 / INTRA), "the slower of the two"
 
 
-def test_calibrated_bandwidths() -> None:
-    """A factor of each level, where that level is used."""
-    assert RankGroup(8).bandwidth(machine(), intra_scale=0.5, inter_scale=0.1) == INTRA / 2
-    assert RankGroup(16).bandwidth(machine(), intra_scale=0.5, inter_scale=0.5) == INTER / 2
-
-
 def sent(**changes: Any) -> dict[str, tuple[str, int, int, float]]:
     """Each collective's place, group size, stride and bytes."""
     found = traffic(shape(**changes))

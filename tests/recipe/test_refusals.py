@@ -114,10 +114,6 @@ CASES: dict[tuple[str, int | None], list[tuple[list[str], str, str]]] = {
         ([OFF, f"{OWN}.ratio=0.5", f"train.{OWN}_kwargs={{every_n_layers: 2}}"], "every_n_layers", "twice"),
         ([OFF, f"{OWN}.ratio=1.5"], f"{OWN}.ratio", "less than"),
         # --- files beside the recipe: the file has no such line
-        (["accelerate.fsdp_config.fsdp_verson=1"], "accelerate.fsdp_config.fsdp_verson", "did you mean fsdp_version?"),
-        (["accelerate.fsdp_config.fsdp_use_orig_params=true"], "fsdp_use_orig_params", "no meaning"),
-        (["accelerate.num_processes=8"], "accelerate.num_processes", "derived"),
-        (["accelerate.distributed_type=FSDP2"], "accelerate.distributed_type", "did you mean FSDP?"),
         ([f"{MESH}_tp_size=3"], "accelerate.parallelism_config", "does not divide"),
         ([f"{MESH}_dp_replicate_size=3"], "accelerate.parallelism_config", "does not divide"),
         ([f"{MESH}_dp_replicate_size=16"], "accelerate.parallelism_config", "none left to shard over"),

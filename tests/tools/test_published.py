@@ -18,8 +18,6 @@ from tools.planner_grade.data import claims_file, cluster_document, published_cl
 from tools.planner_grade.formulas import FORMULAS, check, check_claims, compute, judge, node_bandwidth
 
 CLAIMS = {claim.id: claim for claim in claims_file().claims}
-NUMERIC = [claim.id for claim in CLAIMS.values() if any(isinstance(value, int | float) for value in claim.inputs.values())]
-
 
 # --- the files ---------------------------------------------------------------------------------------------------------
 
@@ -167,22 +165,6 @@ def test_the_claims_cover_every_document() -> None:
         own = {check(claim).verdict for claim in CLAIMS.values() if claim.source == source}
         assert {"right", "refuted"} <= own, source
     assert set(FORMULAS) == {claim.formula for claim in CLAIMS.values()}, "a formula that no claim uses is not tested"
-
-
-@pytest.mark.parametrize("name", NUMERIC)
-def test_another_input_gives_another_verdict(name: str) -> None:
-    """A verdict that no input changes was not computed from them: one of the numbers, 30 times as large or small, turns it."""
-    claim = CLAIMS[name]
-    before = check(claim).verdict
-    for key, value in claim.inputs.items():
-        for factor in (30, 1 / 30) if isinstance(value, int | float) else ():
-            changed = claim.model_copy(update={"inputs": claim.inputs | {key: value * factor}})
-            if check(changed).verdict != before:
-                return
-            # A figure far off the one side comes to lie far off the other: the computed value itself then shows the input.
-            if before != "right" and check(changed).computed != check(claim).computed:
-                return
-    pytest.fail(f"no input of {name} matters")
 
 
 @pytest.mark.parametrize("name", sorted(CLAIMS))
