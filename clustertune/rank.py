@@ -28,7 +28,7 @@ from clustertune.launch import binding
 from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.plan import PLAN, AttemptPlan, check_fence
 from clustertune.monitor.machine import gpu_names
-from clustertune.plan.saves import seconds_between_ends
+from clustertune.plan.schedule import seconds_between_ends
 from clustertune.process import StopFlag, die_with_parent
 from clustertune.recipe.schema import Save
 from clustertune.report import cost

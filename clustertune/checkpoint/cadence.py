@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from clustertune.plan.saves import COPY_BYTES_PER_S, WRITE_BYTES_PER_S, best_seconds, given_seconds
+from clustertune.plan.schedule import COPY_BYTES_PER_S, WRITE_BYTES_PER_S, best_seconds, given_seconds
 from clustertune.recipe.schema import Save
 
 

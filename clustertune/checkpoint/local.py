@@ -29,7 +29,7 @@ from clustertune.checkpoint.shards import PIECE, write_new
 from clustertune.checkpoint.store import KIND, CheckpointStore, list_checkpoints, newest_whole, parse
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import FileRecord, Manifest
-from clustertune.plan.saves import LOCAL_KEPT
+from clustertune.plan.schedule import LOCAL_KEPT
 from clustertune.recipe.schema import LocalSave
 
 _LINK = (errno.ELOOP, errno.ENOTDIR)

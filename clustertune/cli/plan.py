@@ -20,6 +20,7 @@ from clustertune.console import emit_json, show
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 
 if TYPE_CHECKING:
+    from clustertune.cluster.hardware import Price
     from clustertune.launch.serving import Evaluation
     from clustertune.plan import calibration
     from clustertune.plan.calibration import CalibratedCluster
@@ -137,11 +138,20 @@ def _answer_model(args: PlanArguments, known: Lengths | None) -> None:
 
 
 def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedCluster, plans: list[Plan]) -> None:
+    from clustertune.cluster.hardware import price
     from clustertune.launch.serving import evaluation
     from clustertune.plan import explanation
 
+    prices = [price(plan.machine.gpu) for plan in plans]
     if args.compare:
-        _compare(plans, args.as_document)
+        if args.as_document:
+            documents = [explanation.as_json(plan, money) for plan, money in zip(plans, prices, strict=True)]
+            emit_json({"plans": documents, "speedup": plans[0].step.seconds / plans[1].step.seconds})
+        else:
+            from clustertune.plan import tables
+
+            tables.compare(plans[0], plans[1], prices, console.stdout)
+        _end(all(plan.fits for plan in plans))
     elif args.why is not None:
         lines = explanation.why(plans[0], args.why)
         if args.as_document:
@@ -149,9 +159,16 @@ def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedClu
         else:
             show("\n".join(lines))
     elif args.advise:
-        _advise(calibrated, plans[0], args, overrides)
+        _advise(calibrated, plans[0], prices[0], args, overrides)
     else:
-        _show(plans[0], tuple(overrides), args.as_document, evaluation(plans[0].resolved, calibrated.cluster))
+        scored = evaluation(plans[0].resolved, calibrated.cluster)
+        _show(plans[0], prices[0], tuple(overrides), args.as_document, scored)
+
+
+def _end(fits: bool) -> None:
+    """Exit with 2 where nothing fits."""
+    if not fits:
+        raise typer.Exit(int(ExitCode.CONFIG))
 
 
 def _check_usage(args: PlanArguments) -> None:
@@ -192,72 +209,44 @@ def _plan(calibrated: CalibratedCluster, recipe: str, changes: list[str], tiny: 
     return make_plan(resolved, calibrated.machine(resolved.recipe.slurm.nodes), calibrated.constants, lengths=lengths)
 
 
-def _show(found: Plan, given: tuple[str, ...], as_document: bool, scored: Evaluation) -> None:
-    from clustertune.cluster.hardware import price
+def _show(found: Plan, money: Price | None, given: tuple[str, ...], as_document: bool, scored: Evaluation) -> None:
     from clustertune.launch.shape import merge_seconds
     from clustertune.plan import explanation
     from clustertune.plan.advise import remedies
     from clustertune.plan.predict import GIB
 
-    money = price(found.machine.gpu)
     better = [] if found.fits else remedies(found, given)
     merge = merge_seconds(found.resolved)
     whole = None if found.hours is None else found.hours * found.strategy.world_size
     whole = None if whole is None or scored.gpu_hours is None else whole + scored.gpu_hours
+    cost = explanation.spent(whole, money)
     if as_document:
         body = explanation.as_json(found, money) | {
             "evaluation": scored.as_json(),
             "merge": {"seconds": merge, "gpu_hours": 0.0},
+            "total": {"gpu_hours": whole, "cost": cost},
         }
-        body["total"] = {"gpu_hours": whole, "cost": explanation.spent(whole, money)}
         if not found.fits:
             body["remedies"] = [{"change": r.what, "overrides": r.arguments, "step_s": r.plan.step.seconds} for r in better]
         emit_json(body)
-    else:
-        from clustertune.plan import tables
+        return _end(found.fits)
+    from clustertune.plan import tables
 
-        tables.render(found, money, console.stdout)
-        show(f"\nmerge: about {max(1, merge / 60):.0f} min on a node's CPUs, no GPU" if merge else "")
-        show(str(scored))
-        if whole is not None:
-            spent = explanation.money(explanation.spent(whole, money))
-            show(f"in all: {whole:,.1f} GPU-hours" + (f", {spent}" if spent else ""))
-    if found.fits:
-        return
-    if not as_document:
-        show(
-            "\nIt would fit with one of these, the smallest change first:"
-            if better
-            else "\nNo single change would make it fit."
-        )
-        for remedy in better[:6]:
-            arguments = " ".join(remedy.arguments or ["not on this cluster"])
-            show(f"  {remedy.what}: {remedy.plan.step.seconds:.3g} s a step, {remedy.plan.needed / GIB:.1f} GiB  ({arguments})")
-    raise typer.Exit(int(ExitCode.CONFIG))
+    tables.render(found, money, console.stdout)
+    show(f"\nmerge: about {max(1, merge / 60):.0f} min on a node's CPUs, no GPU" if merge else "")
+    show(str(scored))
+    if whole is not None:
+        show(f"in all: {whole:,.1f} GPU-hours" + (f", {explanation.money(cost)}" if cost else ""))
+    if not found.fits:
+        told = "It would fit with one of these, the smallest change first:" if better else "No single change would make it fit."
+        show(f"\n{told}")
+    for remedy in better[:6]:
+        arguments = " ".join(remedy.arguments or ["not on this cluster"])
+        show(f"  {remedy.what}: {remedy.plan.step.seconds:.3g} s a step, {remedy.plan.needed / GIB:.1f} GiB  ({arguments})")
+    return _end(found.fits)
 
 
-def _compare(plans: list[Plan], as_document: bool) -> None:
-    from clustertune.cluster.hardware import price
-    from clustertune.plan import explanation
-
-    one, other = plans
-    if as_document:
-        emit_json(
-            {
-                "plans": [explanation.as_json(p, price(p.machine.gpu)) for p in plans],
-                "speedup": one.step.seconds / other.step.seconds,
-            }
-        )
-    else:
-        from clustertune.plan import tables
-
-        tables.compare(one, other, [price(p.machine.gpu) for p in plans], console.stdout)
-    if not (one.fits and other.fits):
-        raise typer.Exit(int(ExitCode.CONFIG))
-
-
-def _advise(calibrated: CalibratedCluster, found: Plan, args: PlanArguments, overrides: list[str]) -> None:
-    from clustertune.cluster.hardware import price
+def _advise(calibrated: CalibratedCluster, found: Plan, money: Price | None, args: PlanArguments, overrides: list[str]) -> None:
     from clustertune.plan import advise as advisor
     from clustertune.plan import explanation
     from clustertune.resolve.overrides import RecipeSource
@@ -269,18 +258,16 @@ def _advise(calibrated: CalibratedCluster, found: Plan, args: PlanArguments, ove
     )  # fmt: skip
     named = advisor.overrides(advice, source)
     if args.as_document:
-        emit_json(explanation.advice_json(advice, named, calibrated.cluster, price(found.machine.gpu)))
+        emit_json(explanation.advice_json(advice, named, calibrated.cluster, money))
     else:
-        from clustertune.plan import tables
-
         given = {"--model": args.model, "--data": args.data, "--gpus": args.gpus, "--cluster": args.cluster}
         given |= {"--method": args.method} if args.model else {}
         recipe = [*args.names, *(word for key, value in given.items() if value for word in (key, value))]
         quoted = {family: [shlex.quote(text) for text in arguments] for family, arguments in named.items()}
-        money = price(found.machine.gpu)
+        from clustertune.plan import tables
+
         tables.advice(advice, quoted, found, console.stdout, recipe=shlex.join(recipe), cluster=calibrated.cluster, price=money)
-    if not any(option.starts(calibrated.cluster) for option in advice.fitting):
-        raise typer.Exit(int(ExitCode.CONFIG))
+    _end(any(option.starts(calibrated.cluster) for option in advice.fitting))
 
 
 def _counts(text: str | None, found: Plan) -> list[int]:
@@ -317,14 +304,10 @@ def _calibrate(calibrated: CalibratedCluster, runs: list[str], lengths: Lengths 
             }
         )
         return
-    from rich.text import Text
-
     from clustertune.plan import tables
 
     tables.calibration(found, console.stdout)
-    console.stdout.print(
-        Text(f"kept in {calibrated.calibration}: plans on {calibrated.cluster.name} use it from now on"), soft_wrap=True
-    )
+    show(f"kept in {calibrated.calibration}: plans on {calibrated.cluster.name} use it from now on")
 
 
 def _observe(calibrated: CalibratedCluster, folder: Path, lengths: Lengths | None) -> calibration.Observation:
@@ -360,10 +343,10 @@ def _lengths_seen(resolved: Resolved, steps: list[StepRecord]) -> Lengths | None
     """The mean length of a padded run's conversations, from the tokens that it counted: else its factor of computing would hold
     the padding that a plan assumes where nothing is known."""
     from clustertune.plan.lengths import Lengths
-    from clustertune.plan.predict import read_strategy
+    from clustertune.plan.strategy import strategy
 
     counted = [s for s in steps if s.tokens and s.step]
-    if read_strategy(resolved).packing or not counted:
+    if strategy(resolved).packing or not counted:
         return None
     last = max(counted, key=lambda s: s.step)
     rows = last.step * int(resolved.recipe.train["global_batch_size"])

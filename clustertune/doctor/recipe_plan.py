@@ -132,7 +132,7 @@ def tokenising(context: RecipeContext) -> Iterator[Seen]:
 def _cadence(context: RecipeContext) -> tuple[int, float, float] | None:
     """Steps between two checkpoints, seconds of a step, and those of a stop to save; None where nothing is saved by steps."""
     plan = context.real_plan
-    if plan is None or plan.schedule.save is None or plan.schedule.save_steps is None:
+    if plan is None or plan.schedule.save_steps is None:
         return None
     every, steps = plan.schedule.save_steps, plan.schedule.steps
     return min(every, steps or every), plan.step.seconds, plan.schedule.save.value

@@ -11,9 +11,9 @@ from clustertune.errors import UserError
 from clustertune.plan.constants import Constants
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import PlanMachine
-from clustertune.plan.predict import GIB, Footprint, Plan, held, make_plan, make_shape, read_strategy, real_length
+from clustertune.plan.predict import GIB, Footprint, Plan, held, make_plan, make_shape, real_length
 from clustertune.plan.step import Step, step
-from clustertune.plan.strategy import ModelShape, Strategy
+from clustertune.plan.strategy import ModelShape, Strategy, strategy
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
 from clustertune.recipe.counted import ParameterCount
@@ -67,7 +67,7 @@ def candidates(
                 arguments = distribution(start, layout)
                 try:
                     changed = source.changed([*arguments, *sizes(start, 1, 1.0, layout.kind)])
-                    used = read_strategy(changed)
+                    used = strategy(changed)
                 except UserError as error:
                     yield RefusedFamily(name, error.problems[0].message)
                     continue
@@ -215,7 +215,7 @@ def advise(
 
     Raises UserError where the architecture cannot be counted.
     """
-    shape = make_shape(source.resolved, read_strategy(source.resolved), cudnn=machine.has_cudnn_attention)
+    shape = make_shape(source.resolved, strategy(source.resolved), cudnn=machine.has_cudnn_attention)
     search = _Search(shape, machine, constants, lengths, goal)
     best: dict[str, CostedCandidate] = {}
     refused: dict[str, str] = {}

@@ -130,7 +130,7 @@ def topics(plan: Plan) -> dict[str, list[Term]]:
         "pipeline": [plan.step.bubble],
         "optimizer": [plan.step.optimizer],
         "evaluation": [plan.schedule.evaluation],
-        "checkpoint": [plan.schedule.checkpoint, *([plan.schedule.save] if plan.schedule.save is not None else [])],
+        "checkpoint": [plan.schedule.checkpoint, plan.schedule.save],
         "load": [plan.schedule.start],
         "memory": [*plan.peak.parts, *plan.beside],
         "host": plan.host,

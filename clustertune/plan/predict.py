@@ -12,10 +12,9 @@ from clustertune.plan.constants import Constants, Term, total
 from clustertune.plan.lengths import Lengths, known_lengths
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.memory import COPY_SHARE, host_parts, save_copy
-from clustertune.plan.saves import with_saves
 from clustertune.plan.schedule import Schedule, schedule
 from clustertune.plan.step import Step, flops, step
-from clustertune.plan.strategy import DEFAULT_MAX_LENGTH, FUSED_LOSS, WHOLE_LOGITS, ModelShape, Strategy, strategy
+from clustertune.plan.strategy import DEFAULT_MAX_LENGTH, ModelShape, Strategy, strategy
 from clustertune.recipe.parameters import KNOWN, adapted_experts, count, lora_parameter_count
 from clustertune.resolve.distribution import Distribution
 from clustertune.resolve.resolved import Resolved
@@ -111,8 +110,7 @@ class Plan(Footprint):
         }
         if around.steps:
             found["evaluation"] = (around.evaluations or 0) * around.evaluation.value / around.steps
-            stall = around.save.value if around.save is not None else around.checkpoint.value
-            found["checkpoint"] = (around.checkpoints or 0) * stall / around.steps
+            found["checkpoint"] = (around.checkpoints or 0) * around.save.value / around.steps
             found["load"] = around.start.value / around.steps
         return found
 
@@ -132,12 +130,11 @@ def make_plan(
     """
     constants = constants or Constants()
     lengths = lengths or known_lengths(resolved)
-    used = chosen or read_strategy(resolved)
+    used = chosen or strategy(resolved)
     check_room(resolved, used, machine)
     room, more = footprint(resolved, constants, lengths=lengths, chosen=used, cudnn=machine.has_cudnn_attention)
     used, shape = room.strategy, room.shape
     one = step(shape, machine, constants)
-    around = schedule(resolved, shape, machine, constants, lengths)
     low, high = step_range(shape, machine, constants, one) if sure else (1.0, 1.0)
     notes = [*used.notes, *more, *([one.offload.note] if one.offload.note else [])]
     copy = save_copy(shape)
@@ -147,7 +144,7 @@ def make_plan(
         else:
             notes.append(f"training waits for each save: a copy takes {copy.value / GIB:,.0f} GiB of a node's RAM more")
             copy = None
-    around = with_saves(around, resolved, machine, one.seconds, copy)
+    around = schedule(resolved, shape, machine, constants, lengths, one.seconds, copy)
     return Plan(
         **vars(room), machine=machine, constants=constants, step=one, schedule=around, lengths=lengths, low=low, high=high,
         notes=notes,
@@ -163,7 +160,7 @@ def footprint(
     ``distribution`` replaces the recipe's own (more nodes), ``chosen`` the whole strategy. Raises UserError: an architecture
     that cannot be counted, or what the libraries would refuse on the ranks.
     """
-    used, notes = real_length(chosen or read_strategy(resolved, distribution), lengths or known_lengths(resolved))
+    used, notes = real_length(chosen or strategy(resolved, distribution), lengths or known_lengths(resolved))
     return held(resolved, make_shape(resolved, used, cudnn=cudnn), constants), notes
 
 
@@ -186,7 +183,7 @@ class Work:
 def work_of(resolved: Resolved, lengths: Lengths | None = None) -> Work | None:
     """The count of :mod:`clustertune.plan.step`; None for an architecture that it cannot count."""
     try:
-        used, _ = real_length(read_strategy(resolved), lengths)
+        used, _ = real_length(strategy(resolved), lengths)
         shape = make_shape(resolved, used)
     except UserError:
         return None
@@ -208,24 +205,6 @@ def fewest_nodes(resolved: Resolved, constants: Constants, room: float, *, cudnn
         if most > MOST_NODES:
             return None
     return next((nodes for nodes in range(most // 2 + 1, most) if fits(nodes)), most)
-
-
-def read_strategy(resolved: Resolved, distribution: Distribution | None = None) -> Strategy:
-    """The recipe's strategy, with what its ``plan`` section says about another program."""
-    stated, used = resolved.recipe.plan, strategy(resolved, distribution)
-    if stated.whole_logits:
-        notes = tuple(note for note in used.notes if note != FUSED_LOSS)
-        # As in TRL before 1.16 with its accelerate, and in loops like IDRIS's: the root keeps embedding and head gathered.
-        used = replace(used, fused_loss=False, ends_apart=False, holds_logits=True, notes=(*notes, WHOLE_LOGITS))
-    if stated.overlap_tp:
-        used = replace(used, overlap_tp=True)
-    if stated.reduce_dtype is not None:
-        size = 4.0 if stated.reduce_dtype == "fp32" else 2.0
-        # Megatron-Core holds gradients in the type that it reduces them in (DistributedDataParallelConfig.grad_reduce_in_fp32).
-        used = replace(used, reduce_bytes=size, gradient_bytes=size if used.kind == "Megatron" else used.gradient_bytes)
-    split = used.sequence_parallel or stated.sequence_parallel
-    used = replace(used, sequence_parallel=split, reduce_each=stated.reduce_each, compute="fp8" if stated.fp8 else used.compute)
-    return replace(used, fused_optimizer="fused" in str(resolved.train_args.get("optim", "adamw_torch_fused")))
 
 
 def make_shape(resolved: Resolved, used: Strategy, *, cudnn: bool = False) -> ModelShape:

@@ -1,15 +1,21 @@
-"""From one step to the whole training: how many steps, evaluations and checkpoints, start-up, and what is on disk."""
+"""From one step to the whole training: how many steps, evaluations and saves, what they cost, start-up, and what is on disk.
+
+``save.every: auto`` weighs what saving costs against what a failure costs: J. T. Daly, A higher order estimate of the optimum
+checkpoint interval for restart dumps (Future Generation Computer Systems 22, 2006), equation 37, which refines J. W. Young's
+(Communications of the ACM 17, 1974) ``sqrt(2 C M)``. C, the cost of a save, is the time that training stands still for it.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from clustertune.plan.constants import SECONDS, Constants, Term, total
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.step import micro_batch, traffic
 from clustertune.plan.strategy import DEFAULT_MAX_LENGTH, ModelShape
+from clustertune.recipe.schema import parse_minutes, seconds_of
 from clustertune.resolve.resolved import Resolved
 
 START_S = 60.0
@@ -22,6 +28,13 @@ DEFAULT_SAVE_STEPS, DEFAULT_LOGGING_STEPS = 500, 10
 """``TrainingArguments``' own ``save_steps``; ``logging_steps`` of TRL's, which ``eval_steps`` follows where it is not given."""
 _STRATEGY = {"save": "steps", "eval": "no"}
 """``TrainingArguments``' own ``save_strategy`` and ``eval_strategy``."""
+NODE_MTBF_HOURS = 1000 * 24 / 6.5
+"""Hours between two failures of one node where the cluster file does not say: 6.5 failures in 1,000 days of a node (Kokolis et
+al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2024, RSC-1)."""
+LOCAL_KEPT = 2
+"""Whole local steps that a node keeps: the newest may have lost a file that the one before has."""
+COPY_BYTES_PER_S, WRITE_BYTES_PER_S = 5e9, 1e9
+"""Of one rank's copy to host memory, and of its write, until they were measured. Assumed."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +53,15 @@ class Schedule:
     start: Term
     disk: dict[str, float]
     """Bytes on shared storage at most: checkpoints kept, adapter, merged model."""
-    save: Term | None = None
+    save: Term
     """Seconds that training stands still for a save."""
-    copy_seconds: float = 0.0
+    copy_seconds: float
     """Of that, what no longer interval takes away: the copy, or the whole write where training waits for it."""
-    interval: Term | None = None
+    interval: Term | None
     """Seconds from one save to the next, where they come by time."""
-    save_steps: int | None = None
+    save_steps: int | None
     """Steps from one save to the next; None where they come by epochs, or never."""
-    local_bytes: float = 0.0
+    local_bytes: float
     """On each node's own disk at most: its part of the local checkpoints, and a neighbour's."""
 
 
@@ -107,30 +120,92 @@ def _packed(count: float, lengths: Lengths | None, longest: int) -> float:
 
 
 def schedule(
-    resolved: Resolved, shape: ModelShape, machine: PlanMachine, constants: Constants, lengths: Lengths | None
-) -> Schedule:
-    """Everything around the steps."""
-    found = rows(resolved, lengths)
+    resolved: Resolved, shape: ModelShape, machine: PlanMachine, constants: Constants, lengths: Lengths | None, step: float,
+    copy: Term | None,
+) -> Schedule:  # fmt: skip
+    """Everything around the steps, of which one takes ``step`` seconds.
+
+    ``copy``: what a save copies of a node's ranks to its memory; None where training waits for its saves.
+    """
+    found, args, section = rows(resolved, lengths), resolved.train_args, resolved.recipe.save
     steps, why = steps_of(resolved, found)
-    args = resolved.train_args
-    size = _checkpoint_bytes(shape)
-    saves = times(args, "save", steps)
-    checkpoint = Term(
-        "checkpoint", size / machine.storage_write_bytes_per_s, SECONDS, "{size} GB / {speed} GB/s written",
-        {"size": size / 1e9, "speed": machine.storage_write_bytes_per_s / 1e9},
-    )  # fmt: skip
+    size, speed = _checkpoint_bytes(shape), machine.storage_write_bytes_per_s
+    values: dict[str, float] = {"size": size / 1e9, "speed": speed / 1e9}
+    checkpoint = Term("checkpoint", size / speed, SECONDS, "{size} GB / {speed} GB/s written", values)
+    cost = replace(checkpoint, name="save")  # training waits for it
+    if copy is not None:
+        each, speed = copy.value / float(copy.values["ranks"]), machine.host_link_bytes_per_s
+        values = {"size": each / 1e9, "speed": speed / 1e9}
+        cost = Term("save", each / speed, SECONDS, "{size} GB / {speed} GB/s copied to host memory", values)
+    copied, write = cost.value, checkpoint.value
+    interval, saves, milestones = None, times(args, "save", steps), section.milestones if section is not None else ()
+    if section is None:
+        every = every_steps(args, "save", steps) if str(args.get("save_strategy") or "steps") == "steps" else None
+    elif isinstance(section.every, int):
+        every = section.every
+    else:
+        interval = _interval(resolved, machine, section.every, copied, write)
+        every = max(1, math.ceil(interval.value / step))
+    if section is not None and steps is not None and every is not None:
+        saves = math.ceil(steps / every) + len({at for at in milestones if at <= steps and at % every})
+    if copy is not None and every is not None and (wait := write - every * step) > 0:
+        values = {"copy": copied, "write": write, "every": every, "step": step}
+        text = "{copy} s to copy + {write} s to write - {every} x {step} s in which training continues"
+        cost = Term("save", copied + wait, SECONDS, text, values)
     evaluations = times(args, "eval", steps)
     if evaluations is not None and args.get("eval_on_start"):
         evaluations += 1
-    limit = args.get("save_total_limit") or saves or 1
-    whole = 2.0 * shape.counted.total
-    disk = {"checkpoints": size * min(int(limit), saves if saves is not None else int(limit)), "merged model": whole}
+    kept = int(args.get("save_total_limit") or 0)
+    most = kept or 1 if saves is None else min(kept + len(milestones), saves) if kept else saves
+    disk = {"checkpoints": size * most, "merged model": 2.0 * shape.counted.total}
     if shape.strategy.lora:
         disk["adapter"] = 4.0 * shape.adapters
     return Schedule(
         steps, why, evaluations, _evaluation(args, shape, machine, constants, found), saves, checkpoint, size,
-        _start(resolved, shape, machine), disk,
+        _start(resolved, shape, machine), disk, cost, copied, interval, every, local_bytes(resolved, size),
     )  # fmt: skip
+
+
+def _interval(resolved: Resolved, machine: PlanMachine, every: str, cost: float, write: float) -> Term:
+    """Seconds from one save to the next: as the recipe says, or ``auto``."""
+    nodes, limit = resolved.recipe.slurm.nodes, parse_minutes(resolved.recipe.slurm.time)
+    between, seconds = seconds_between_ends(nodes, machine.mtbf_hours, limit), given_seconds(every)
+    values = {"seconds": seconds or 0.0, "cost": cost, "between": between, "write": write, "nodes": nodes}
+    text = "{seconds} s, as the recipe says"
+    if seconds is None:
+        seconds = best_seconds(cost, write, between)
+        text = "Daly: {cost} s a save, {between} s between failures of {nodes} nodes or time limits; a write takes {write} s"
+    return Term("save interval", seconds, SECONDS, text, values)
+
+
+def seconds_between_ends(nodes: int, mtbf_hours: float | None, limit_minutes: float | None) -> float:
+    """Mean seconds between two ends of a job that a warning does not announce.
+
+    The time limit counts as one: its warning may come too late. ``mtbf_hours``: of one node.
+    """
+    rate = nodes / ((mtbf_hours or NODE_MTBF_HOURS) * 3600)
+    return 1 / (rate + (1 / (60 * limit_minutes) if limit_minutes and math.isfinite(limit_minutes) else 0.0))
+
+
+def best_seconds(cost: float, write: float, between: float) -> float:
+    """Seconds from one save to the next that lose the least. ``cost``: training's for a save; ``write``: until it is whole."""
+    cost = max(cost, 1e-3)
+    share = cost / (2 * between)
+    daly = math.sqrt(2 * cost * between) * (1 + math.sqrt(share) / 3 + share / 9) - cost if share < 1 else between
+    return max(daly, write)
+
+
+def given_seconds(every: str | int) -> float | None:
+    """The seconds of ``30m``; None for a number of steps and ``auto``."""
+    return seconds_of(every) if isinstance(every, str) and every != "auto" else None
+
+
+def local_bytes(resolved: Resolved, checkpoint: float) -> float:
+    """Bytes on each node's own disk, of checkpoints of so many: those that are kept and the one that is being written."""
+    local, nodes = resolved.recipe.save and resolved.recipe.save.local, resolved.recipe.slurm.nodes
+    if not local:
+        return 0.0
+    return (LOCAL_KEPT + 1) * checkpoint / nodes * (2 if local.neighbour and nodes > 1 else 1)
 
 
 def check_schedule_end(resolved: Resolved, steps: int | None = None) -> list[str]:

@@ -285,42 +285,58 @@ class Strategy(Distribution, Sizes):
 
 
 def strategy(resolved: Resolved, distribution: Distribution | None = None) -> Strategy:
-    """The strategy of a resolved recipe, or of it in another distribution.
+    """The strategy of a resolved recipe, or of it in another distribution, with what its ``plan`` section says of another
+    program.
 
     Raises UserError with everything that the libraries would refuse on the ranks.
     """
     split = distribution or resolved.distribution
     raise_if(_find_problems(resolved, split))
     sizes = read_sizes(resolved, split)
-    args, trl = resolved.train_args, split.kind != "Megatron"
+    args, stated, trl = resolved.train_args, resolved.recipe.plan, split.kind != "Megatron"
     # TRL computes a smoothed loss, and only that, from whole logits.
     smoothed = trl and bool(args.get("label_smoothing_factor")) and args.get("loss_type", "nll") == "nll"
     tiles = trl and not smoothed
     kernel = kernels.attention_of(args) if trl else "flash"
     notes = [*split.notes, *sizes.notes, *_recomputation_notes(resolved)]
-    notes += [WHOLE_LOSS if smoothed else FUSED_LOSS] if trl else []
+    notes += [WHOLE_LOSS] if smoothed else [FUSED_LOSS] if tiles and not stated.whole_logits else []
     notes += ["flex_attention is counted as flash attention"] if kernel == "flex_attention" else []
     notes += [REFERENCE[resolved.recipe.lora is None]] if resolved.is_dpo else []
     notes += [TF32] if sizes.compute == "fp32" and not args.get("tf32") else []
-    made = Strategy(
-        **vars(split) | vars(sizes),
+    notes += [WHOLE_LOGITS] if stated.whole_logits else []
+    if stated.reduce_dtype is not None:
+        size = FULL if stated.reduce_dtype == "fp32" else HALF
+        # Megatron-Core holds gradients in the type that it reduces them in (DistributedDataParallelConfig.grad_reduce_in_fp32).
+        sizes = replace(sizes, reduce_bytes=size, gradient_bytes=sizes.gradient_bytes if trl else size)
+    found = vars(split) | vars(sizes) | {
+        "notes": tuple(dict.fromkeys(notes)),
+        "compute": "fp8" if stated.fp8 else sizes.compute,
+        "sequence_parallel": split.sequence_parallel or stated.sequence_parallel,
+    }  # fmt: skip
+    return Strategy(
+        **found,
         micro_batch=int(args.get("per_device_train_batch_size") or DEFAULT_MICRO_BATCH),
         accumulation=int(args.get("gradient_accumulation_steps") or 1),
         sequence=_sequence(args),
         packing=bool(args.get("packing") or args.get("padding_free")),
         attention=kernel if kernel in ("eager", "sdpa") else "flash",
         lora=resolved.recipe.lora is not None,
-        fused_loss=tiles,
-        ends_apart=split.kind == "FSDP2",  # accelerate/utils/fsdp_utils.py, fsdp2_prepare_model
+        fused_loss=tiles and not stated.whole_logits,
+        overlap_tp=stated.overlap_tp,
+        reduce_each=stated.reduce_each,
+        fused_optimizer="fused" in str(args.get("optim", _DEFAULT_OPTIM)),
+        # accelerate/utils/fsdp_utils.py, fsdp2_prepare_model. In TRL before 1.16 with its accelerate, and in loops like IDRIS's
+        # (both hold all logits), the root keeps embedding and head gathered.
+        ends_apart=split.kind == "FSDP2" and not stated.whole_logits,
         isolated=trl and kernels.packs(args),
         grouped=args.get("train_sampling_strategy") == "group_by_length",
         tiled_loss=tiles,
         liger=trl and bool(args.get("use_liger_kernel")),
+        holds_logits=stated.whole_logits,
         second_forward="reference" if resolved.is_dpo else "metrics" if smoothed else "",
         answers=2 if resolved.is_dpo else 1,
         reference_bytes=loaded_bytes(args) if resolved.is_dpo and resolved.recipe.lora is None else 0.0,
     )
-    return replace(made, notes=tuple(dict.fromkeys(notes)))
 
 
 def _sequence(args: Mapping[str, Any]) -> int:

@@ -79,7 +79,7 @@ def _rows(plan: Plan, price: Price | None) -> dict[str, str]:
     disk = ", ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in plan.schedule.disk.items())
     if saves := plan.schedule.checkpoints:
         disk += f"; {saves} save{'s' * (saves > 1)}: {saves * plan.schedule.checkpoint_bytes / 1e12:,.2f} TB"
-        if plan.hours and plan.schedule.save is not None:
+        if plan.hours:
             disk += f", {saves * plan.schedule.save.value / 36 / plan.hours:.1f} % of the time"
         if plan.schedule.interval is not None:
             disk += f", one every {plan.schedule.interval.value:,.0f} s ({plan.schedule.save_steps:,} steps)"

@@ -13,7 +13,7 @@ from clustertune.cluster.hardware import Price, price, recognise
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.events import read_object
 from clustertune.launch.plan import OUTCOME, AttemptPlan, read_attempts
-from clustertune.plan.saves import best_seconds, seconds_between_ends
+from clustertune.plan.schedule import best_seconds, seconds_between_ends
 from clustertune.recipe.schema import Budget
 from clustertune.report.content import duration, get, number, percent, size
 from clustertune.report.metrics import Metrics

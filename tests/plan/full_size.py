@@ -1,12 +1,9 @@
-"""A training step of layers of the real size on fake tensors: one of 64 FSDP2 ranks, without a GPU and without their memory.
-
-``python -m tests.plan.full_size`` reads a list of cases as JSON and writes the largest sum of storages of each phase, in bytes.
-"""
+"""A training step of layers of the real size on fake tensors: one of 64 FSDP2 ranks, without a GPU and without their memory."""
 
 from __future__ import annotations
 
 import json
-import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,14 +89,11 @@ def measure(case: dict[str, Any], mesh: Any) -> dict[str, int]:
     return tracker.peaks
 
 
-def main() -> None:
-    """All cases of standard input."""
+def run(file: Path) -> None:
+    """All cases of a JSON file; leaves the largest sum of storages of each phase, in bytes, in ``peaks.json`` beside it."""
     ALL_ATTENTION_FUNCTIONS.register("fake", attend)
     ranks = 64
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
-    json.dump([measure(case, mesh) for case in json.load(sys.stdin)], sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    found = [measure(case, mesh) for case in json.loads(file.read_text())]
+    file.with_name("peaks.json").write_text(json.dumps(found))

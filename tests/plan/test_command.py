@@ -111,30 +111,13 @@ def test_all_problems_are_told_at_once(recipe: Path, cluster: Path) -> None:
     assert len(text.splitlines()) == 3
 
 
-CLUSTERS: dict[str, tuple[dict[str, Any], str]] = {
-    "no GPUs": ({"gpus": 0, "gpu": None, "interconnect": None}, "0 GPUs: a plan is for training on GPUs"),
-    "a GPU of a node without": ({"gpus": 0}, "while gpus is 0"),
-    "a GPU that nobody knows": ({"gpu": "h1000"}, "did you mean h100-sxm?"),
-    "no word of the GPU": ({"gpu": None}, "missing, while gpus is 8"),
-    "nothing between the GPUs": ({"interconnect": "none"}, "at least PCIe connects them"),
-}
-
-
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_clusters_that_cannot_be_planned_on(name: str, recipe: Path, tmp_path: Path) -> None:
-    """Named with its key, before anything is computed."""
-    changes, expected = CLUSTERS[name]
-    text = refused(recipe, "--cluster", write_cluster(tmp_path / "odd.yaml", **changes))
-    assert expected in text and "odd.yaml" in text
-    assert "no-such-cluster" in refused(recipe, "--cluster", "no-such-cluster")
-
-
-def test_two_nodes_want_a_network(recipe: Path, tmp_path: Path) -> None:
-    """One node needs none; two without are refused by their file, and where nobody could say, by the plan."""
+def test_clusters_that_cannot_be_planned_on(recipe: Path, tmp_path: Path) -> None:
+    """One node needs no network, two without one are refused; what a cluster file says wrong, tests/cluster has."""
     alone = write_cluster(tmp_path / "alone.yaml", nodes=1, network={"kind": "none", "gbit": None, "ports": None})
     assert answer(recipe, "--cluster", alone)["fits"]
-    silent = write_cluster(tmp_path / "silent.yaml", network={"gbit": None})
-    assert "network.gbit: missing" in refused(recipe, "--cluster", silent)
+    none = write_cluster(tmp_path / "none.yaml", gpus=0, gpu=None, interconnect=None)
+    assert "none.yaml" in (text := refused(recipe, "--cluster", none)) and "a plan is for training on GPUs" in text
+    assert "no-such-cluster" in refused(recipe, "--cluster", "no-such-cluster")
     unknown = machine(inter=Link(0.0, 0.0, "nominal", "no bandwidth between nodes is stated", 0.0))
     with pytest.raises(UserError, match="says nothing of a network between nodes"):
         make_plan(resolve(recipe, ["slurm.nodes=2"]), unknown)
@@ -180,6 +163,9 @@ def test_calibration_from_a_run_folder(tmp_path: Path, recipe: Path, cluster: Pa
     slow = 1.2 * before
     done = answer("--calibrate", write_run(tmp_path / "run", recipe, [9 * slow, 5 * slow] + [slow] * 18), "--cluster", cluster)
     assert set(done["constants"]) == {"compute_scale"} and "inter_scale" in done["not_identified"]
+    (tmp_path / "hgx.calibration.json").unlink()
+    shown = call("--calibrate", tmp_path / "run", "--cluster", cluster).output
+    assert "compute scale: 1." in shown and "left as they were: intra scale, inter scale" in shown
     (calibrated,) = done["runs"]
     assert (calibrated["measured_s"], calibrated["before_s"]) == pytest.approx((slow, before))
     after = answer(recipe, "--cluster", cluster)
@@ -187,19 +173,29 @@ def test_calibration_from_a_run_folder(tmp_path: Path, recipe: Path, cluster: Pa
     assert after["step_s"] == pytest.approx(slow, rel=0.05) == pytest.approx(calibrated["after_s"], rel=0.05)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 4])
-def test_too_few_steps_teach_nothing(steps: int, tmp_path: Path, recipe: Path, cluster: Path) -> None:
-    """The number that there are and the number that suffices."""
-    run = write_run(tmp_path / "run", recipe, [1.0] * steps)
-    assert f"has {steps} timed steps; 5 are needed" in refused("--calibrate", run, "--cluster", cluster)
+@pytest.mark.parametrize(
+    ("seconds", "says"),
+    [
+        ([], "has 0 timed steps; 5 are needed"), ([1.0] * 4, "has 4 timed steps; 5 are needed"),
+        ([-1.0] * 20 + [1.0] * 3, "has 3 timed steps"),  # a clock that was set back: they have no logarithm
+        ([5000.0] * 20, "cannot have run as this cluster file says"),  # a thousand times as long: no cluster like this one
+    ],
+)  # fmt: skip
+def test_runs_that_teach_nothing(seconds: list[float], says: str, tmp_path: Path, recipe: Path, cluster: Path) -> None:
+    """Nothing is stored."""
+    assert says in refused("--calibrate", write_run(tmp_path / "run", recipe, seconds), "--cluster", cluster)
     assert not (tmp_path / "hgx.calibration.json").exists()
 
 
-def test_a_run_of_another_machine_is_not_learnt_from(tmp_path: Path, recipe: Path, cluster: Path) -> None:
-    """Steps that took a thousand times as long were on no cluster like this one: nothing is stored."""
-    run = write_run(tmp_path / "run", recipe, [5000.0] * 20)
-    assert "cannot have run as this cluster file says" in refused("--calibrate", run, "--cluster", cluster)
-    assert not (tmp_path / "hgx.calibration.json").exists()
+def test_the_commands_of_the_documents() -> None:
+    """Each ends with 0 and says what docs/plan.md and README.md promise."""
+    own = ["llama405b-oasst2", "--cluster", "rno-rtxpro6000"]
+    for words, *promised in (
+        (own, "fits", "The network between nodes"), ([*own, "--why", "memory"], "parameters x 2 B / 16 ranks"),
+        (["--compare", *own, "tiny-oasst2"], "tiny-oasst2"),
+    ):  # fmt: skip
+        done = call(*words)
+        assert done.exit_code == 0 and all(text in done.output for text in promised), done.output
 
 
 def test_a_plan_imports_no_library_of_training(recipe: Path, cluster: Path) -> None:
@@ -246,12 +242,6 @@ def test_a_padded_run_teaches_no_padding(tmp_path: Path, cluster: Path) -> None:
     assert calibrated["before_s"] == pytest.approx(step_s)
     (calibrated,) = answer("--calibrate", run, "--cluster", cluster, "--lengths", tmp_path / "lengths")["runs"]
     assert calibrated["before_s"] == pytest.approx(step_s)
-
-
-def test_steps_that_took_no_time_are_none(tmp_path: Path, recipe: Path, cluster: Path) -> None:
-    """A clock that was set back makes negative seconds: they have no logarithm."""
-    run = write_run(tmp_path / "run", recipe, [-1.0] * 20 + [1.0] * 3)
-    assert "has 3 timed steps" in refused("--calibrate", run, "--cluster", cluster)
 
 
 def test_runs_that_contradict_each_other_are_told(tmp_path: Path, recipe: Path, cluster: Path) -> None:

@@ -43,15 +43,29 @@ def seconds(of: ModelShape, prefix: str = "") -> dict[str, float]:
     return found
 
 
-def test_model_flops_are_six_per_weight_and_the_causal_half_of_attention() -> None:
-    """6 N tokens for what is multiplied (the embedding row is not), and 3.5 times attention's forward pass."""
-    tokens = 2 * 512 * 16
-    expected = (6 * (LAYERS * MATMUL + HEAD) + LAYERS * 3.5 * SCORES) * tokens
-    assert flops(shape(), hardware=False) == pytest.approx(expected)
-    again = (2 * LAYERS * MATMUL + LAYERS * SCORES) * tokens
-    assert flops(shape(checkpointed=1.0), hardware=True) == pytest.approx(expected + again)
-    assert flops(shape(checkpointed=0.5), hardware=True) == pytest.approx(expected + again / 2)
-    assert flops(shape(checkpointed=1.0), hardware=False) == pytest.approx(expected), "MFU does not count what is done again"
+DENSE = 6 * (LAYERS * MATMUL + HEAD) + LAYERS * 3.5 * SCORES
+"""6 for each weight that is multiplied (the embedding row is not), and 3.5 times attention's forward pass."""
+AGAIN = 2 * LAYERS * MATMUL + LAYERS * SCORES
+ACTIVE = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * 32 + HIDDEN * 8 + 2 * 3 * HIDDEN * INNER
+"""Of a mixture: attention, the router, and two of eight experts."""
+
+
+@pytest.mark.parametrize(
+    ("of", "hardware", "expected"),
+    [
+        (shape(), False, DENSE),
+        (shape(checkpointed=1.0), True, DENSE + AGAIN),
+        (shape(checkpointed=0.5), True, DENSE + AGAIN / 2),
+        (shape(checkpointed=1.0), False, DENSE),  # MFU does not count what is done again
+        (shape(**LORA), False, 4 * (LAYERS * MATMUL + HEAD) + 6 * ADAPTERS + LAYERS * 3.5 * SCORES),
+        (shape(mixture()), False, 6 * (LAYERS * ACTIVE + HEAD) + LAYERS * 3.5 * SCORES),
+        # Of 512 tokens with a window of 128: 128 x (1 - 128 / 1024); a window beyond the sequence changes nothing.
+        (shape(counted(window=128)), False, DENSE - LAYERS * 3.5 * SCORES * (1 - 128 * (1 - 1 / 8) / 256)),
+        (shape(counted(window=512)), False, DENSE),
+    ],
+)
+def test_flops_of_a_token(of: ModelShape, hardware: bool, expected: float) -> None:
+    assert flops(of, hardware=hardware) == pytest.approx(expected * TOKENS * 16)
 
 
 def test_packed_attention_counts_what_is_computed() -> None:
@@ -71,28 +85,6 @@ def test_packed_attention_counts_what_is_computed() -> None:
     assert seconds(shape(narrow, **apart), "attention")["attention, forward"] == pytest.approx(plain * TOKENS / 256), (
         "no kernel"
     )
-
-
-def test_lora_has_no_weight_gradients_of_the_base() -> None:
-    """4 N for the frozen base and 6 for the adapters."""
-    expected = 4 * (LAYERS * MATMUL + HEAD) + 6 * ADAPTERS + LAYERS * 3.5 * SCORES
-    assert flops(shape(**LORA), hardware=False) == pytest.approx(expected * 2 * 512 * 16)
-
-
-def test_a_mixture_counts_the_experts_that_a_token_passes() -> None:
-    """Two of eight experts, and the router."""
-    attention = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * 32
-    active = attention + HIDDEN * 8 + 2 * 3 * HIDDEN * INNER
-    expected = 6 * (LAYERS * active + HEAD) + LAYERS * 3.5 * SCORES
-    assert flops(shape(mixture()), hardware=False) == pytest.approx(expected * 2 * 512 * 16)
-
-
-def test_a_window_limits_what_attention_sees() -> None:
-    """Of 512 tokens with a window of 128: 128 x (1 - 128 / 1024); a window beyond the sequence changes nothing."""
-    narrow = flops(shape(counted(window=128)), hardware=False)
-    whole = flops(shape(), hardware=False)
-    assert whole - narrow == pytest.approx(LAYERS * 3.5 * SCORES * (1 - 128 * (1 - 1 / 8) / 256) * 2 * 512 * 16)
-    assert flops(shape(counted(window=512)), hardware=False) == whole
 
 
 def test_a_rank_multiplies_its_tokens() -> None:
@@ -125,19 +117,18 @@ def test_recomputation_repeats_layers_and_not_the_head(share: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "part"), [({"tp": 4}, 4), ({"pp": 2}, 2), ({"cp": 2}, 2), ({"tp": 2, "pp": 2, "sequence_parallel": True}, 4)]
-)
-def test_model_parallel_ranks_share_the_products(sizes: dict[str, Any], part: int) -> None:
-    """Each computes its part of the layers, of a layer, or of the sequence."""
-    one, some = seconds(shape(), "matrix"), seconds(shape(**sizes), "matrix")
-    assert sum(some.values()) == pytest.approx(sum(one.values()) / part)
-
-
-def test_norms_are_divided_only_by_sequence_parallelism() -> None:
-    """Without it every tensor-parallel rank norms all tokens (https://arxiv.org/abs/2205.05198, 4.2)."""
-    one, plain, split = (seconds(shape(**s), "element") for s in ({}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}))
-    assert sum(plain.values()) == pytest.approx(sum(one.values()))
-    assert sum(split.values()) == pytest.approx(sum(one.values()) / 2)
+    ("sizes", "products", "norms"),
+    [
+        ({"tp": 4}, 4, 1), ({"pp": 2}, 2, 2), ({"cp": 2}, 2, 2), ({"tp": 2, "sequence_parallel": True}, 2, 2),
+        ({"tp": 2, "pp": 2, "sequence_parallel": True}, 4, 4),
+    ],
+)  # fmt: skip
+def test_model_parallel_ranks_share_the_products(sizes: dict[str, Any], products: int, norms: int) -> None:
+    """Each computes its part of the layers, of a layer, or of the sequence; without sequence parallelism every tensor-parallel
+    rank norms all tokens (https://arxiv.org/abs/2205.05198, 4.2)."""
+    for prefix, part in (("matrix", products), ("element", norms)):
+        one, some = seconds(shape(), prefix), seconds(shape(**sizes), prefix)
+        assert sum(some.values()) == pytest.approx(sum(one.values()) / part)
 
 
 def test_element_wise_kernels_by_hand() -> None:
@@ -184,9 +175,3 @@ def test_float32_shards_are_cast_before_they_travel() -> None:
     assert seconds(shape(reshard=False), "casts")["casts of the shards"] == pytest.approx(2 * each)
     assert not seconds(shape(**LORA), "casts")
     assert not seconds(shape(weight_shards=1), "casts")
-
-
-def test_calibration_scales_all_kernels() -> None:
-    """compute_scale is a factor of the time of everything that a GPU computes."""
-    one = micro_batch(shape(**LORA), machine(), constants()).seconds
-    assert micro_batch(shape(**LORA), machine(), constants(compute_scale=1.25)).seconds == pytest.approx(1.25 * one)

@@ -18,7 +18,7 @@ from clustertune.plan.machine import Link, PlanMachine
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.resolve.resolve import resolve
 from tests.plan.test_advise import EXPERTS, NF4
-from tests.plan.world import FSDP2, INTER, INTRA, LORA_SECTION, constants, machine, write_recipe
+from tests.plan.world import INTER, INTRA, LORA_SECTION, constants, fsdp2, machine, write_recipe
 
 NUMBER = (int, float)
 PROMISED: dict[str, Any] = {
@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
         "nodes": 2, "train": {"activation_checkpointing": None},
         "megatron": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "sequence_parallel": True},
     },
-    "offload": {"accelerate": {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "fsdp_offload_params": True}}},  # type: ignore[dict-item]
+    "offload": {"accelerate": fsdp2(offload_params=True)},
 }  # fmt: skip
 
 
@@ -54,17 +54,13 @@ def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Plan:
 
 
 def test_the_document_holds_what_is_promised(plan: Plan) -> None:
-    """Keys and types that programs read."""
+    """Keys and types that programs read; parts sum up to the step, the memory and the hours; tokens a second x seconds =
+    tokens; GPU-hours x price = money."""
     body = explanation.as_json(plan, PRICE)
     for key, kind in PROMISED.items():
         assert isinstance(body[key], kind), key
     assert body["fits"] == (body["needed_gib_per_gpu"] <= body["usable_gib_per_gpu"])
     assert body["step_s_range"][0] < body["step_s"] < body["step_s_range"][1]
-
-
-def test_parts_sum_up(plan: Plan) -> None:
-    """Of the step, of the memory, of the hours."""
-    body = explanation.as_json(plan, PRICE)
     parts = body["step_parts_s"]
     own = ("compute", "exposed_communication", "pipeline_bubble", "optimizer")
     assert sum(parts[name] for name in own) == pytest.approx(body["step_s"])
@@ -74,17 +70,11 @@ def test_parts_sum_up(plan: Plan) -> None:
     assert body["memory_parts_gib"]["weights"] == pytest.approx(base / 2**30)
     beside = body["memory_parts_gib"]["fragmentation"] + plan.constants.context_gib
     assert body["needed_gib_per_gpu"] - body["peak_gib_per_gpu"] == pytest.approx(beside)
-
-
-def test_rates_money_and_time_belong_together(plan: Plan) -> None:
-    """Tokens a second x seconds = tokens; GPU-hours x price = money."""
-    body = explanation.as_json(plan, PRICE)
     assert body["tokens_per_s"] * body["step_s"] == pytest.approx(64 * 2048)
     assert body["gpu_hours"] == pytest.approx(body["hours"] * plan.strategy.world_size)
-    assert body["cost"]["on_demand"] == pytest.approx(2 * body["gpu_hours"])
-    assert body["cost"]["spot"] == pytest.approx(0.5 * body["gpu_hours"])
+    assert (body["cost"]["on_demand"], body["cost"]["spot"]) == pytest.approx((2 * body["gpu_hours"], 0.5 * body["gpu_hours"]))
     assert 0 < body["mfu"] <= body["hfu"] < 1
-    assert explanation.cost(plan, None) is None
+    assert explanation.as_json(plan, None)["cost"] is None
     assert explanation.as_json(plan, PRICE.model_copy(update={"spot": None}))["cost"]["spot"] is None
 
 
@@ -155,6 +145,8 @@ def test_every_part_can_be_asked_for(plan: Plan) -> None:
     with pytest.raises(UserError, match="no part"):
         explanation.why(plan, "")
     assert any(line.startswith("total") for line in explanation.why(plan, "hours"))
+    if plan.strategy.pp == 1:
+        assert explanation.why(plan, "pipeline") == ["pipeline: 0, this plan has none"]
     assert f"{plan.utilisation(hardware=False):.1%}" in explanation.why(plan, "mfu")[0]
 
 
@@ -187,19 +179,15 @@ def test_the_bottleneck_is_the_largest_part(
     assert found.endswith(".") and "\n" not in found
 
 
-def test_a_slow_network_is_named_with_its_share_of_nominal(tmp_path: Path) -> None:
-    """10 % of nominal is a fault to look for, and the sentence says so."""
+def test_the_source_of_the_bandwidth(tmp_path: Path) -> None:
+    """That of the slowest level that is used; none where nothing is sent. 10 % of nominal is a fault to look for, and the
+    sentence says so."""
     plan = planned(tmp_path / "recipe", machine(inter=SLOW), nodes=2)
     assert "0.1 GB/s, 10% of nominal, measured" in explanation.bottleneck(plan)
-    assert explanation.bandwidth_source(plan) == "measured"
-    assert any(line == "between nodes: check" for line in explanation.assumptions(plan))
-
-
-def test_the_source_of_the_bandwidth(tmp_path: Path) -> None:
-    """That of the slowest level that is used; none where nothing is sent."""
-    assert explanation.bandwidth_source(planned(tmp_path / "one", machine(inter=SLOW))) == "nominal"
+    assert "between nodes: check" in explanation.assumptions(plan)
+    one = planned(tmp_path / "one", machine(inter=SLOW))
     single = planned(tmp_path / "single", lora=LORA_SECTION, gpus=1, accelerate={"distributed_type": "NO"})
-    assert explanation.bandwidth_source(single) == "none"
+    assert [explanation.bandwidth_source(each) for each in (plan, one, single)] == ["measured", "nominal", "none"]
 
 
 def test_a_calibrated_plan_is_narrower(tmp_path: Path) -> None:
@@ -251,8 +239,3 @@ def test_waiting_for_nvme_is_not_waiting_for_the_network(tmp_path: Path) -> None
         text.startswith("weights and gradients between NVMe and GPU: (") for text in explanation.why(plan, "communication")
     )
     assert plan.low < 0.8 and plan.high > 1.2
-
-
-def test_a_part_that_takes_nothing_is_said(tmp_path: Path) -> None:
-    """An empty answer reads like a fault."""
-    assert explanation.why(planned(tmp_path / "r"), "pipeline") == ["pipeline: 0, this plan has none"]

@@ -68,22 +68,19 @@ def test_tcp_is_bound_by_the_processor_not_by_the_line() -> None:
 
 
 def test_a_check_comes_before_the_file_and_the_file_before_the_nominal_speed() -> None:
-    """The nearer to the truth, the sooner it is taken; the note says which it is and its share of nominal."""
+    """The nearer to the truth, the sooner it is taken; the note says which it is and its share of nominal. One node measured
+    says nothing of the network."""
     stated = cluster(network={"measured_gb_s": 300}, measured_gb_s=350)
-    for given, intra, inter, source, words in (
-        (machine(cluster()), 360e9, 352e9, "nominal", "expected (ops/hardware.yaml)"),
-        (machine(stated), 350e9, 300e9, "measured", "measured_gb_s of c.yaml: 300 GB/s, 75 % of nominal"),
-        (machine(stated, measured=CHECK), 362e9, 340e9, "measured", "nccl-check of 2026-11-02: 340 GB/s over NET/IB, 85 %"),
+    for given, intra, inter, sources, words in (
+        (machine(cluster()), 360e9, 352e9, "nominal nominal", "expected (ops/hardware.yaml)"),
+        (machine(stated), 350e9, 300e9, "measured measured", "measured_gb_s of c.yaml: 300 GB/s, 75 % of nominal"),
+        (machine(stated, measured=CHECK), 362e9, 340e9, "measured measured", "of 2026-11-02: 340 GB/s over NET/IB, 85 %"),
+        (machine(cluster(), measured=replace(CHECK, nodes=1, inter_gb_s=None)), 362e9, 352e9, "measured nominal", "expected"),
     ):
         assert (given.intra.bytes_per_s, given.inter.bytes_per_s) == (intra, inter)
-        assert given.intra.source == given.inter.source == source
-        assert words in given.inter.note
-
-
-def test_what_a_check_lacks_is_filled_from_the_rest() -> None:
-    """One node measured says nothing of the network."""
-    found = machine(cluster(), measured=replace(CHECK, nodes=1, inter_gb_s=None))
-    assert (found.intra.source, found.inter.source) == ("measured", "nominal")
+        assert f"{given.intra.source} {given.inter.source}" == sources and words in given.inter.note
+    link = machine(cluster(network={"gbit": None, "measured_gb_s": 40})).inter  # nothing to divide by
+    assert (link.bytes_per_s, link.nominal_bytes_per_s) == (40e9, 40e9) and "%" not in link.note
 
 
 def test_a_broken_link_is_said_in_words() -> None:
@@ -93,12 +90,6 @@ def test_a_broken_link_is_said_in_words() -> None:
     assert found.inter.bytes_per_s == 3.1e9
     assert "3.1 GB/s over NET/Socket, 6 % of nominal: see nccl-check" in found.inter.note
     assert "see nccl-check" not in machine(slow, measured=replace(CHECK, inter_gb_s=40.0)).inter.note
-
-
-def test_a_bandwidth_without_a_nominal_speed_is_its_own() -> None:
-    """Nothing to divide by, nothing to say about a share."""
-    link = machine(cluster(network={"gbit": None, "measured_gb_s": 40})).inter
-    assert (link.bytes_per_s, link.nominal_bytes_per_s) == (40e9, 40e9) and "%" not in link.note
 
 
 def test_an_nvlink_domain_reaches_over_nodes() -> None:
@@ -117,11 +108,7 @@ def test_a_network_is_needed_only_where_the_plan_uses_it() -> None:
     link = machine(unknown, nodes=1).inter
     assert (link.bytes_per_s, link.source) == (0, "nominal") and "no bandwidth between nodes is stated" in link.note
     assert machine(cluster(nvlink_domain=16, network={"kind": "unknown", "gbit": None})).domain == 16
-
-
-def test_one_gpu_in_a_node_has_no_link_inside() -> None:
-    """Nothing is asked for that nothing uses."""
-    assert machine(cluster(gpus=1, interconnect=None)).intra.bytes_per_s == 0
+    assert machine(cluster(gpus=1, interconnect=None)).intra.bytes_per_s == 0, "no link inside a node of one GPU"
 
 
 def test_a_gpu_without_bfloat16_is_said() -> None:
@@ -129,11 +116,7 @@ def test_a_gpu_without_bfloat16_is_said() -> None:
     found = machine(cluster(gpu="v100-sxm-32", interconnect="nvlink2"))
     assert found.peak_flops == 125e12 and found.peak_flops_fp8 is None
     assert "no bfloat16" in found.notes[0] and "train.bf16=false" in found.notes[0]
-
-
-def test_gloo_is_told_from_nccl() -> None:
-    """A check on CPUs has the same form."""
-    assert "gloo" in machine(cluster(), measured=replace(CHECK, backend="gloo")).notes[0]
+    assert "gloo" in machine(cluster(), measured=replace(CHECK, backend="gloo")).notes[0], "a check on CPUs has the same form"
 
 
 def test_storage_says_what_is_assumed() -> None:

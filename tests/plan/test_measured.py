@@ -28,15 +28,9 @@ def body(**change: Any) -> dict[str, Any]:
     results = [gather("intra", size, speed) for size, speed in ((1, 9.0), (256, 21.0), (512, 22.0), (1024, 22.4))]
     results += [gather("world", size, speed) for size, speed in ((1, 0.4), (256, 3.0), (512, 3.1), (1024, 1.2))]
     found = {
-        "schema": "clustertune.nccl-check/1",
-        "cluster": "c",
-        "date": "2026-11-02",
-        "nodes": 2,
-        "gpus_per_node": 8,
-        "backend": "nccl",
-        "transport": "NET/Socket",
-        "results": results,
-    }
+        "schema": "clustertune.nccl-check/1", "cluster": "c", "date": "2026-11-02", "nodes": 2, "gpus_per_node": 8,
+        "backend": "nccl", "transport": "NET/Socket", "results": results,
+    }  # fmt: skip
     return {key: value for key, value in (found | change).items() if value is not None}
 
 
@@ -46,25 +40,20 @@ def write(folder: Path, content: object) -> Path:
     return path
 
 
-def test_the_median_of_the_three_largest_sizes_is_taken(tmp_path: Path) -> None:
-    """Neither the small size nor the disturbed one decides."""
+def test_what_is_taken_of_a_result(tmp_path: Path) -> None:
+    """The median of the three largest sizes, so that neither the small size nor the disturbed one decides; an all-gather alone,
+    for an all-reduce may run in the switch (NVLink SHARP): 475 GB/s on links of 450; and all GPUs of all nodes before some:
+    ``inter`` may be one GPU per node, which one port serves."""
     found = read_measured(write(tmp_path, body()))
-    assert (found.intra_gb_s, found.inter_gb_s) == (22.0, 3.0)
     assert (found.world, found.transport, found.date) == (16, "NET/Socket", "2026-11-02")
-
-
-def test_only_an_all_gather_counts(tmp_path: Path) -> None:
-    """An all-reduce may run in the switch (NVLink SHARP): 475 GB/s on links of 450."""
-    results = [gather("intra", 1024, 360.0), gather("intra", 2048, 475.0, collective="all_reduce", algbw_gb_s=271.0)]
-    found = read_measured(write(tmp_path, body(results=results)))
-    assert (found.intra_gb_s, found.inter_gb_s) == (360.0, None)
-
-
-def test_all_gpus_of_all_nodes_come_before_some(tmp_path: Path) -> None:
-    """``inter`` may be one GPU per node, which one port serves: it is taken only where there is nothing else."""
-    assert read_measured(write(tmp_path, body(results=[gather("inter", 512, 2.0)]))).inter_gb_s == 2.0
-    both = [gather("inter", 512, 2.0), gather("world", 512, 8.0)]
-    assert read_measured(write(tmp_path, body(results=both))).inter_gb_s == 8.0
+    sharp = [gather("intra", 1024, 360.0), gather("intra", 2048, 475.0, collective="all_reduce", algbw_gb_s=271.0)]
+    some = gather("inter", 512, 2.0)
+    for change, intra, inter in (
+        ({}, 22.0, 3.0), ({"results": sharp}, 360.0, None), ({"results": [some]}, None, 2.0),
+        ({"results": [some, gather("world", 512, 8.0)]}, None, 8.0),
+    ):  # fmt: skip
+        found = read_measured(write(tmp_path, body(**change)))
+        assert (found.intra_gb_s, found.inter_gb_s) == (intra, inter)
 
 
 @pytest.mark.parametrize(
@@ -102,19 +91,17 @@ def test_a_wrong_result_is_refused(tmp_path: Path, change: dict[str, Any], words
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "not valid JSON"),
-        ("[]", "no nccl-check result"),
-        ("{", "not valid JSON"),
-        ('{"schema": NaN}', "NaN"),
-        ('{"nodes": 1, "nodes": 2}', "'nodes' appears twice"),
-        ("[" * 5000, "not valid JSON"),
+        ("", "not valid JSON"), ("[]", "no nccl-check result"), ("{", "not valid JSON"), ('{"schema": NaN}', "NaN"),
+        ('{"nodes": 1, "nodes": 2}', "'nodes' appears twice"), ("[" * 5000, "not valid JSON"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_result_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    """A cut file, a list, a key that appears twice."""
+    """A cut file, a list, a key that appears twice; a mistyped path is not a missing measurement."""
     with pytest.raises(UserError, match=words) as caught:
         read_measured(write(tmp_path, text))
     check_form(caught.value)
+    with pytest.raises(UserError, match="does not exist"):
+        read_measured(tmp_path / "none.json")
 
 
 def test_every_problem_comes_at_once(tmp_path: Path) -> None:
@@ -122,12 +109,6 @@ def test_every_problem_comes_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         read_measured(write(tmp_path, body(nodes=0, backend="mpi", date="x")))
     assert {problem.key for problem in caught.value.problems} == {"nodes", "backend", "date"}
-
-
-def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
-    """A mistyped path is not a missing measurement."""
-    with pytest.raises(UserError, match="does not exist"):
-        read_measured(tmp_path / "none.json")
 
 
 def test_the_result_beside_the_cluster_file_is_found(tmp_path: Path, repo: Path) -> None:

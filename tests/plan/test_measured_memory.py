@@ -1,7 +1,10 @@
-"""Peaks of real steps of tiny models on two ranks against the plan of the very recipe.
+"""Peaks of real steps against the plan: of tiny models on two ranks, and of layers of the real size on 64 ranks, followed
+storage by storage under fake tensors.
 
 Nothing is fitted to these runs: they are what the rules of the memory model were read from, and what would show a rule that a
-new release of the libraries has made wrong.
+new release of the libraries has made wrong. Tiny models hide what grows with a layer: with everything recomputed, the peak of a
+72B is not at the loss but one layer later, when the last layer's gradients are on their way in float32 while the inputs of all
+other layers are still kept.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +21,13 @@ import pytest
 
 from clustertune.plan import memory
 from clustertune.plan.constants import Constants
-from clustertune.plan.predict import make_shape, read_strategy
+from clustertune.plan.predict import make_shape
+from clustertune.plan.strategy import ModelShape, strategy
+from clustertune.recipe.parameters import count
 from clustertune.resolve.resolve import resolve
 from tests.tree import REPO
+from tools.planner_grade.data import case as published_case
+from tools.planner_grade.data import published_models, published_runs
 
 pytestmark = pytest.mark.timeout(900)
 NARROW = {
@@ -131,54 +139,106 @@ def write(folder: Path, case: dict[str, Any]) -> Path:
     return folder
 
 
-def measure(root: Path, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Peaks of some cases, of a process of their own."""
-    folders = {name: write(root / str(number), case) for number, (name, case) in enumerate(cases.items())}
-    program = [sys.executable, "-m", "tests.plan.tracked", *map(str, folders.values())]
-    done = subprocess.run(program, cwd=REPO, capture_output=True, text=True, timeout=800, check=False)
-    logs = "\n".join(path.read_text()[-1500:] for path in root.glob("*/rank-0.log"))
-    assert done.returncode == 0, done.stderr[-1500:] + logs
-    return {name: json.loads((folder / "peaks.json").read_text()) for name, folder in folders.items()}
+def judge(rows: Iterable[tuple[str, float, float, float, float]], small: float = 0.0) -> None:
+    """Planned and measured bytes: at most so far too low or too high, as shares, or within ``small`` bytes."""
+    found, wrong = [], 0
+    for what, planned, real, low, high in rows:
+        error = planned / real - 1
+        wrong += not (-low <= error <= high or abs(planned - real) < small)
+        found.append(f"{what} {planned / 2**20:.2f} MiB, measured {real / 2**20:.2f}, {error:+.1%}")
+    sys.stdout.write("\n".join(found) + "\n")
+    assert not wrong, "\n".join(found)
 
 
 def predict(folder: Path, case: dict[str, Any]) -> list[memory.Moment]:
     """The plan's moments for a case; a row that one conversation fills needs no mask."""
     resolved = resolve(folder)
     # Here the program is the project's own but for its loss: accelerate's sharding, and nothing holds the logits.
-    used = replace(read_strategy(resolved), ends_apart=case.get("kind", "FSDP2") == "FSDP2", holds_logits=False)
+    used = replace(strategy(resolved), ends_apart=case.get("kind", "FSDP2") == "FSDP2", holds_logits=False)
     if len(case.get("lengths", "abc")) == 1:
         used = replace(used, isolated=False)
     return memory.moments(make_shape(resolved, used), Constants())
 
 
-def compare(root: Path, cases: dict[str, dict[str, Any]]) -> None:
-    """What rests within 1 %, the peak within 5 %, the moment of the update within 3 %."""
-    measured = measure(root, cases)
-    found, wrong = [], 0
-    for number, (name, case) in enumerate(cases.items()):
-        moments = predict(root / str(number), case)
-        peaks = measured[name]
+# --- layers of the real size -------------------------------------------------------------------------------------------
+
+DEPTH = 4
+SMALL = 2**26
+"""Bytes of the batch itself (a mask of 4,096 x 4,096), which four layers at their update do not hide."""
+Case = tuple[str, int, bool]
+"""A published model, how many of its layers are recomputed, and whether the program is a loop of its own."""
+FEW: list[Case] = [("qwen2.5-72b", DEPTH, True)]
+LARGE: list[Case] = [
+    ("llama-3.1-8b", 0, False), ("qwen2.5-14b", DEPTH // 2, True), ("qwen2.5-32b", DEPTH, False),
+    ("llama-3.1-70b", DEPTH, False), ("llama-3.1-405b", DEPTH, True),
+]  # fmt: skip
+
+
+def architecture(model: str, layers: int = DEPTH) -> dict[str, Any]:
+    """Some layers of a published model."""
+    return published_models()[model].architecture | {"num_hidden_layers": layers}
+
+
+def predict_large(model: str, recomputed: int, loop: bool, layers: int = DEPTH) -> list[memory.Moment]:
+    """The plan's moments for the same program: IDRIS's loop, or transformers' loss in accelerate's sharding."""
+    counted = count(architecture(model, layers))
+    assert counted is not None
+    run = published_runs()["idris-h100-72b"].model_copy(update={"compiled": False, "checkpointed": recomputed / DEPTH})
+    used = replace(published_case(run).shape.strategy, half_loss=loop, holds_logits=loop, ends_apart=not loop)
+    return memory.moments(ModelShape(counted, used, counted.total, 0), Constants())
+
+
+def measure(root: Path, cases: dict[str, dict[str, Any]], large: list[Case]) -> list[dict[str, int]]:
+    """The tiny runs' peaks are judged: what rests within 1 %, the peak within 5 %, the moment of the update within 3 %. So are
+    those of the real size, which are returned: at most 2 % too low or 5 % too high, or within the batch's own bytes."""
+    folders = [write(root / str(number), case) for number, case in enumerate(cases.values())]
+    given = [
+        {"architecture": architecture(model), "recomputed": recomputed, "loop": loop, "micro_batch": 2, "sequence": 4096}
+        for model, recomputed, loop in large
+    ]
+    (root / "large.json").write_text(json.dumps(given))
+    program = [sys.executable, "-m", "tests.plan.tracked", *map(str, folders), str(root / "large.json")]
+    done = subprocess.run(program, cwd=REPO, capture_output=True, text=True, timeout=800, check=False)
+    logs = "\n".join(path.read_text()[-1500:] for path in root.glob("*/rank-0.log"))
+    assert done.returncode == 0, done.stderr[-2000:] + logs
+    rows = []
+    for folder, (name, case) in zip(folders, cases.items(), strict=True):
+        moments, peaks = predict(folder, case), json.loads((folder / "peaks.json").read_text())
         rest = sum(term.value for term in moments[2].parts if term.name in ("weights", "adapters", "optimizer"))
-        pairs = {
-            "rest": (rest, peaks["rest"], 0.01),
-            "peak": (max(m.bytes for m in moments), max(peaks[p] for p in peaks if p != "rest"), 0.05),
-            "update": (moments[2].bytes, peaks["optimizer"], 0.03),
-        }
-        if case.get("kind") == "FSDP1":
-            del pairs["rest"]  # its gradients of the step before are there until the next one begins
-        for what, (planned, real, limit) in pairs.items():
-            wrong += abs(planned / real - 1) > limit
-            found.append(f"{name}: {what} {planned / 2**20:.2f} MiB, measured {real / 2**20:.2f}, {planned / real - 1:+.1%}")
-    sys.stdout.write("\n".join(found) + "\n")
-    assert not wrong, "\n".join(found)
+        if case.get("kind") != "FSDP1":  # its gradients of the step before are there until the next one begins
+            rows.append((f"{name}: rest", rest, peaks["rest"], 0.01, 0.01))
+        most = max(peaks[phase] for phase in peaks if phase != "rest")
+        rows.append((f"{name}: peak", max(m.bytes for m in moments), most, 0.05, 0.05))
+        rows.append((f"{name}: update", moments[2].bytes, peaks["optimizer"], 0.03, 0.03))
+    judge(rows)
+    found: list[dict[str, int]] = json.loads((root / "peaks.json").read_text())
+    rows = []
+    for one, peaks in zip(large, found, strict=True):
+        moments = predict_large(*one)
+        rows.append((f"{one}: peak", max(m.bytes for m in moments), max(peaks.values()), 0.02, 0.05))
+        rows.append((f"{one}: update", moments[2].bytes, peaks["optimizer"], 0.02, 0.05))
+    judge(rows, SMALL)
+    return found
 
 
-def test_peaks_of_tiny_runs(tmp_path: Path) -> None:
-    """Full and LoRA, both types, with and without recomputation, a loss in tiles and whole logits."""
-    compare(tmp_path, CASES)
+def test_peaks_of_real_steps(tmp_path: Path) -> None:
+    """Full and LoRA, both types, with and without recomputation, a loss in tiles and whole logits.
+
+    Of Qwen2.5-72B's layers (8,192 tokens a rank, whole logits) each further one adds its shard (weights and two moments in
+    float32 over 64 ranks) and its input in 16 bits to what is there when the second layer from the end goes back: a plan that
+    left that moment out would be 6 % too low at 80 layers, and right at four.
+    """
+    (measured,) = measure(tmp_path, CASES, FEW)
+    counted = count(architecture("qwen2.5-72b", 80))
+    assert counted is not None
+    (kind,) = counted.layers
+    layer = sum(linear.parameters for linear in kind.linears) + kind.other
+    whole = max(measured.values()) + (80 - DEPTH) * (12 * layer / 64 + 2 * 8192 * counted.hidden)
+    assert max(m.bytes for m in predict_large("qwen2.5-72b", DEPTH, True, 80)) == pytest.approx(whole, rel=0.02)
 
 
 @pytest.mark.jobs
-def test_peaks_of_more_tiny_runs(tmp_path: Path) -> None:
-    """Every other way that the memory model knows and two CPU ranks can run."""
-    compare(tmp_path, MORE)
+def test_peaks_of_more_steps(tmp_path: Path) -> None:
+    """Every other way that the memory model knows and two CPU ranks can run; and 8B to 405B, all, half or none recomputed, in
+    both programs."""
+    measure(tmp_path, MORE, LARGE)

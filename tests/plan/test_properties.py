@@ -69,22 +69,26 @@ def peak(of: ModelShape) -> float:
     return max(moment.bytes for moment in memory.moments(of, Constants()))
 
 
-@FEW
-@given(KINDS, st.booleans(), SIZES, MACHINES, st.floats(1.0, 10.0))
+LEVELS = ("intra", "inter", "latency", "hbm_bytes_per_s", "peak_flops", "compute_scale", "intra_scale", "inter_scale")
+
+
+@settings(max_examples=120)
+@given(KINDS, st.booleans(), SIZES, MACHINES, st.sampled_from(LEVELS), st.floats(1.0, 10.0))
 def test_a_better_machine_is_never_slower(
-    kind: str, lora: bool, sizes: dict[str, Any], at: PlanMachine, factor: float
+    kind: str, lora: bool, sizes: dict[str, Any], at: PlanMachine, what: str, factor: float
 ) -> None:  # fmt: skip
-    """More bandwidth, inside or between nodes, of the memory, or more FLOP/s."""
-    of = made(kind, lora, sizes)
-    seconds = timed(of, at).seconds
-    for better in (
-        replace(at, intra=replace(at.intra, bytes_per_s=at.intra.bytes_per_s * factor)),
-        replace(at, inter=replace(at.inter, bytes_per_s=at.inter.bytes_per_s * factor)),
-        replace(at, hbm_bytes_per_s=at.hbm_bytes_per_s * factor),
-        replace(at, peak_flops=at.peak_flops * factor),
-        replace(at, inter=replace(at.inter, latency_s=at.inter.latency_s / factor)),
-    ):
-        assert timed(of, better).seconds <= seconds * (1 + 1e-9)
+    """More bandwidth, inside or between nodes, of the memory, or more FLOP/s; and calibration can tell up from down."""
+    of, constants, better = made(kind, lora, sizes), Constants(), at
+    if what in ("intra", "inter"):
+        link = getattr(at, what)
+        better = replace(at, **{what: replace(link, bytes_per_s=link.bytes_per_s * factor)})
+    elif what == "latency":
+        better = replace(at, inter=replace(at.inter, latency_s=at.inter.latency_s / factor))
+    elif what.endswith("scale"):
+        constants = replace(constants, **{what: 1 / factor if what == "compute_scale" else factor})
+    else:
+        better = replace(at, **{what: getattr(at, what) * factor})
+    assert timed(of, better, constants).seconds <= timed(of, at).seconds * (1 + 1e-9)
 
 
 @FEW
@@ -97,6 +101,9 @@ def test_a_step_is_at_least_its_floors(kind: str, lora: bool, sizes: dict[str, A
     assert found.seconds >= flops(of, hardware=True) / (16 * at.peak_flops) * (1 - 1e-9)
     assert found.seconds >= found.communication * (1 - 1e-9)
     assert min(found.exposed.value, found.bubble.value, found.optimizer.value) >= 0
+    moments = memory.moments(of, Constants())
+    assert all(term.value > 0 for moment in moments for term in moment.parts)
+    assert ["forward" in moments[0].name, "backward" in moments[1].name, "optimizer" in moments[2].name] == [True] * 3
 
 
 @FEW
@@ -119,7 +126,9 @@ def test_recomputing_more_saves_memory_and_costs_time(
     """A larger share of recomputed layers never needs more at the loss and is never faster."""
     less, more = (made(kind, lora, {**sizes, "checkpointed": share}) for share in sorted((one, other)))
     resident = [memory.moments(of, Constants())[0].bytes for of in (less, more)]
-    if sizes["attention"] != "eager" or sizes["sequence"] <= 512:
+    # A layer that is recomputed holds the mask: of a long row it is more than a tiny layer keeps.
+    masked = sizes["attention"] == "eager" or (sizes["attention"] == "sdpa" and not sizes["packing"])
+    if not masked or sizes["sequence"] <= 512:
         assert resident[1] <= resident[0] * (1 + 1e-9)
     assert timed(more, at).seconds >= timed(less, at).seconds * (1 - 1e-9)
 
@@ -154,18 +163,6 @@ def test_a_larger_micro_batch_needs_more_memory(kind: str, lora: bool, sizes: di
     assert peak(large) >= peak(small)
     rate = [of.step_tokens / timed(of, machine()).seconds for of in (small, large)]
     assert rate[1] >= rate[0] * (1 - 1e-9)
-
-
-@FEW
-@given(KINDS, st.booleans(), SIZES, MACHINES, st.sampled_from(["compute_scale", "intra_scale", "inter_scale"]), st.floats(1, 3))
-def test_a_constant_moves_the_step_in_its_direction(
-    kind: str, lora: bool, sizes: dict[str, Any], at: PlanMachine, name: str, factor: float
-) -> None:  # fmt: skip
-    """Calibration must be able to tell up from down."""
-    of = made(kind, lora, sizes)
-    moved = timed(of, at, replace(Constants(), **{name: factor})).seconds
-    seconds = timed(of, at).seconds
-    assert moved >= seconds * (1 - 1e-9) if name == "compute_scale" else moved <= seconds * (1 + 1e-9)
 
 
 @FEW

@@ -13,7 +13,7 @@ from clustertune.plan.advise import Remedy, remedies
 from clustertune.plan.machine import PlanMachine, machine
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.resolve.resolve import resolve
-from tests.plan.world import FSDP2, LLAMA_70B, LORA_SECTION, write_cluster, write_recipe
+from tests.plan.world import FSDP2, LLAMA_70B, LORA_SECTION, fsdp2, write_cluster, write_recipe
 
 GIB = 2**30
 
@@ -51,10 +51,10 @@ def names(found: list[Remedy]) -> str:
 
 
 def test_too_many_activations(tmp_path: Path, hardware: PlanMachine) -> None:
-    """Recomputing, smaller micro batches, shorter sequences; first what changes no number of the training."""
-    train = {"activation_checkpointing": False, "per_device_train_batch_size": 8, "max_length": 4096}
-    plan = planned(tmp_path / "r", hardware, train=train)
-    found = check(plan, hardware)
+    """Recomputing, smaller micro batches, shorter sequences; first what changes no number of the training. A remedy is laid
+    over what was given, and replaces what it says again."""
+    given = ("train.activation_checkpointing=false", "train.per_device_train_batch_size=8", "train.max_length=4096")
+    found = check(planned(tmp_path / "r", hardware, *given), hardware, *given)
     assert found[0].what.startswith("recompute") and "a micro batch of" in names(found)
     assert names(found).index("recompute") < names(found).index("micro batch") < names(found).index("tokens")
 
@@ -70,13 +70,10 @@ def test_weights_that_each_rank_holds_whole(tmp_path: Path, hardware: PlanMachin
 def test_weights_that_stay(kind: str, tmp_path: Path, hardware: PlanMachine) -> None:
     """Gathered weights are given back; copies in each node become one over all."""
     axes = {"parallelism_config_dp_replicate_size": 4, "parallelism_config_dp_shard_size": 8}
-    keeping = {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "fsdp_reshard_after_forward": False}}  # type: ignore[dict-item]
-    given = {"reshard": keeping, "replicas": {**FSDP2, "parallelism_config": axes}}
+    given = {"reshard": fsdp2(reshard_after_forward=False), "replicas": {**FSDP2, "parallelism_config": axes}}
     plan = planned(tmp_path / "r", hardware, model=LLAMA_70B, nodes=4, accelerate=given[kind], train={"global_batch_size": 32})
     expected = {"reshard": "give the weights back", "replicas": "one copy of the weights"}
-    found = remedies(plan)
-    assert expected[kind] in names(found)
-    check(plan, hardware)
+    assert expected[kind] in names(check(plan, hardware))
 
 
 def test_more_nodes(tmp_path: Path, hardware: PlanMachine) -> None:
@@ -110,13 +107,6 @@ def test_two_changes_where_one_is_not_enough(tmp_path: Path, hardware: PlanMachi
     one = replace(hardware, nodes=1, host_bytes=300 * GIB)
     found = check(planned(tmp_path / "r", one, **recipe), one)
     assert ", and " in found[0].what
-
-
-def test_given_overrides_stay(tmp_path: Path, hardware: PlanMachine) -> None:
-    """A remedy is laid over what was given, and replaces what it says again."""
-    given = ("train.per_device_train_batch_size=8", "train.activation_checkpointing=false", "train.max_length=8192")
-    plan = planned(tmp_path / "r", hardware, *given)
-    check(plan, hardware, *given)
 
 
 def test_nothing_helps(tmp_path: Path, hardware: PlanMachine) -> None:

@@ -12,316 +12,230 @@ import pytest
 
 from clustertune.errors import UserError
 from clustertune.plan.lengths import Lengths
-from clustertune.plan.predict import read_strategy, real_length
+from clustertune.plan.predict import real_length
 from clustertune.plan.strategy import Strategy, moments, strategy
 from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import Resolved
 from tests.command import REPO
 from tests.plan.world import RECOMPUTE
 
 RECIPE = "llama405b-oasst2"
 DEEPSPEED = ["accelerate.distributed_type=DEEPSPEED", "accelerate.fsdp_config=null"]
+ZERO = "accelerate.deepspeed_config"
+FSDP1 = "accelerate=accelerate-fsdp1.yaml"
+KEYS = "accelerate.fsdp_config.fsdp"
+OFF = f"{KEYS}_activation_checkpointing=false"
 FULL = ["lora=null"]
-FLOAT = "train.model_init_kwargs.dtype=float32"
 PARALLEL = "accelerate.parallelism_config.parallelism_config"
-NF4 = "load_in_4bit: true, bnb_4bit_quant_type: nf4"
-
-
-def read(*overrides: str, recipe: str | Path = RECIPE, **options: Any) -> Strategy:
-    return strategy(resolve(recipe, overrides, **options))
+KERNEL = "train.model_init_kwargs.attn_implementation"
+TP8, TP2 = ([f"megatron.tensor_model_parallel_size={n}", f"megatron.pipeline_model_parallel_size={10 - n}"] for n in (8, 2))
+SMOOTH = "train.label_smoothing_factor=0.1"
+SAVE = "activation_checkpointing.save=[attention,matmul]"
 
 
 def quantized(words: str) -> str:
     return f"train.model_init_kwargs.quantization_config={{{words}}}"
 
 
-def check(found: Strategy, **wanted: Any) -> None:
+NF4 = "load_in_4bit: true, bnb_4bit_quant_type: nf4, bnb_4bit_quant_storage: bfloat16"
+
+
+def shards(weights: int, gradients: int, states: int, **more: Any) -> dict[str, Any]:
+    return {"weight_shards": weights, "gradient_shards": gradients, "state_shards": states, **more}
+
+
+def sizes(weight: float, gather: float, trained: float, gradient: float, reduce: float, state: float) -> dict[str, Any]:
+    """Bytes of full fine-tuning."""
+    return {
+        "lora": False, "weight_bytes": weight, "gather_bytes": gather, "trained_bytes": trained, "gradient_bytes": gradient,
+        "reduce_bytes": reduce, "state_bytes": state,
+    }  # fmt: skip
+
+
+READ: list[tuple[list[str], dict[str, Any]]] = [
+    # A frozen bfloat16 base over 16 ranks, adapters in float32, as is the sum of their gradients.
+    ([], {
+        "kind": "FSDP2", "world_size": 16, "ranks_per_node": 8, "data_parallel_size": 16, "replicas": 1, "lora": True,
+        "packing": True, **shards(16, 16, 16), "reshard": True, "checkpointed": 1.0, "save": (), "micro_batch": 1,
+        "accumulation": 2, "sequence": 2048, "attention": "sdpa", "compiled": False, "weight_bytes": 2, "gather_bytes": 2,
+        "trained_bytes": 4, "gradient_bytes": 4, "reduce_bytes": 4, "state_bytes": 8, "offload_params": "none",
+        "compute": "bf16", "fused_loss": True, "tiled_loss": True, "second_forward": "", "liger": False,
+        "sequence_parallel": False, "reduce_each": False, "overlap_tp": False,
+    }),
+    # 16 bytes a parameter are the rule and have exceptions, each of which decides whether a model fits.
+    (FULL, sizes(4, 2, 4, 4, 2, 8)),  # accelerate upcasts what is trained
+    ([*FULL, "reduce_dtype=float32"], sizes(4, 2, 4, 4, 4, 8)),
+    ([*FULL, "train.bf16=false"], sizes(2, 2, 2, 2, 2, 4)),  # pure bfloat16: nothing is upcast
+    ([*FULL, "train.bf16=false", "train.model_init_kwargs=null"], sizes(4, 4, 4, 4, 4, 8)),
+    ([*FULL, FSDP1], sizes(4, 2, 4, 4, 2, 8)),
+    ([*FULL, *DEEPSPEED, f"{ZERO}.zero_stage=2"], sizes(2, 2, 2, 2, 2, 12)),
+    ([*FULL, "accelerate.distributed_type=MULTI_GPU", DEEPSPEED[1]], sizes(2, 2, 2, 4, 2, 4)),
+    # TRL's default doubles what a frozen base takes, and not what it moves.
+    (["train.model_init_kwargs=null"], {"weight_bytes": 4, "gather_bytes": 2}),
+    # HYBRID_SHARD holds a copy of the model on each node.
+    *(([FSDP1, f"{KEYS}_sharding_strategy={name}"],
+       shards(size, size, size, kind="FSDP1", replicas=replicas, reshard=reshard, data_parallel_size=16))
+      for name, size, replicas, reshard in (
+          ("FULL_SHARD", 16, 1, True), ("SHARD_GRAD_OP", 16, 1, False), ("NO_SHARD", 1, 1, False),
+          ("HYBRID_SHARD", 8, 2, True), ("HYBRID_SHARD_ZERO2", 8, 2, False))),
+    ([f"{PARALLEL}_dp_replicate_size=2", f"{KEYS}_reshard_after_forward=false"],
+     shards(8, 8, 8, kind="FSDP2", replicas=2, data_parallel_size=16, reshard=False)),
+    # FSDP shards over the data-parallel and the context-parallel ranks together (accelerate's dp_shard_cp).
+    ([f"{PARALLEL}_tp_size=8"], {"tp": 8, "data_parallel_size": 2, "weight_shards": 2, "accumulation": 16}),
+    ([f"{PARALLEL}_cp_size=4", "train.packing=false"],
+     {"cp": 4, "data_parallel_size": 4, "weight_shards": 16, "packing": False}),
+    # https://arxiv.org/abs/1910.02054, figure 1
+    *(([*DEEPSPEED, f"{ZERO}.zero_stage={stage}", "train.activation_checkpointing=true"],
+       shards(*split, kind=f"ZeRO-{stage}", reshard=stage == 3, checkpointed=1.0))
+      for stage, split in enumerate(((1, 1, 1), (1, 1, 16), (1, 16, 16), (16, 16, 16)))),
+    # CPUOffloadPolicy moves parameters, gradients and optimizer state, not the optimizer alone.
+    ([f"{KEYS}_offload_params=true"], {"offload_params": "cpu", "offload_optimizer": "cpu"}),
+    # Block scales count; bitsandbytes' stay whole on every rank. TRL casts adapters on 4 bits down, FSDP1 up again,
+    # FSDP2 leaves them.
+    ([quantized(NF4)], {"weight_bytes": 0.5625, "gather_bytes": 0.5, "whole_bytes": 0.0625, "other_bytes": 2,
+                        "trained_bytes": 2, "state_bytes": 4, "gradient_bytes": 2}),
+    ([quantized(f"{NF4}, bnb_4bit_use_double_quant: true")],
+     {"weight_bytes": 0.515869140625, "gather_bytes": 0.5, "whole_bytes": 0.015869140625}),
+    ([quantized(NF4), FSDP1], {"trained_bytes": 4, "state_bytes": 8}),
+    # FSDP's recomputation for all layers, the model's for every n-th, a recipe's ratio; offload as either says it.
+    ([OFF], {"checkpointed": 1.0, "checkpoint_offload": False}),  # TRL's default
+    ([OFF, "train.activation_checkpointing=false"], {"checkpointed": 0.0}),
+    ([OFF, "activation_checkpointing.ratio=0.5"], {"checkpointed": 0.5}),
+    ([OFF, "activation_checkpointing.ratio=0"], {"checkpointed": 0.0}),
+    ([OFF, "train.activation_checkpointing_kwargs={every_n_layers: 3, offload: true}"], {"checkpointed": 42 / 126}),
+    ([OFF, "train.activation_checkpointing_kwargs={offload: true}"], {"checkpoint_offload": True}),
+    ([f"{KEYS}_activation_checkpointing_offload=true"], {"checkpoint_offload": True}),
+    ([OFF, SAVE], {"checkpointed": 1.0, "save": ("attention", "matmul")}),
+    ([OFF, SAVE, "activation_checkpointing.ratio=0.5"], {"checkpointed": 0.5, "save": ("attention", "matmul")}),
+    ([OFF, "train.activation_checkpointing_kwargs={selective: true}"], {"checkpointed": 1.0, "save": ("attention",)}),
+    # torch_compile of TRL, or accelerate's dynamo section; attention, and what of packing it keeps apart
+    (["train.torch_compile=true"], {"compiled": True}),
+    (["accelerate.dynamo_config.dynamo_backend=INDUCTOR"], {"compiled": True}),
+    ([f"{KERNEL}=flash_attention_2"], {"attention": "flash"}),
+    ([f"{KERNEL}=eager"], {"attention": "eager"}),
+    ([f"{KERNEL}=packed_varlen"], {"attention": "flash", "isolated": True}),
+    ([f"{KERNEL}=flex_attention"], {"attention": "flash"}),
+    (["train.packing_strategy=wrapped"], {"attention": "sdpa", "packing": True, "isolated": False}),
+    # kernels and losses
+    (["train.use_liger_kernel=true"], {"liger": True}),
+    ([SMOOTH], {"fused_loss": False, "tiled_loss": False, "second_forward": "metrics"}),
+    ([SMOOTH, "train.loss_type=dft"], {"fused_loss": True, "second_forward": ""}),
+    # Megatron: weights and gradients whole on each data-parallel rank, the optimizer split over dp x cp
+    ([*TP8, "slurm.nodes=8", "megatron.context_parallel_size=2", "megatron.sequence_parallel=true", "megatron.fp8=hybrid",
+      "megatron.virtual_pipeline_model_parallel_size=3", "megatron.recompute_granularity=full"],
+     {"kind": "Megatron", "tp": 8, "pp": 2, "cp": 2, "data_parallel_size": 2, "virtual": 3, "state_shards": 4,
+      "weight_shards": 1, "weight_bytes": 2, "gradient_bytes": 4, "reduce_bytes": 4, "state_bytes": 12,
+      "sequence_parallel": True, "checkpointed": 1.0, "compute": "fp8", "attention": "flash"}),
+    ([*TP8, "slurm.nodes=8", "megatron.use_distributed_optimizer=false"], {"state_shards": 1, "checkpointed": 0.0}),
+    ([*TP8, "plan.reduce_dtype=bf16"], {"gradient_bytes": 2.0, "reduce_bytes": 2.0}),  # grad_reduce_in_fp32 is one switch
+    # torchtitan and NeMo differ from accelerate in these: without them their published runs cannot be planned.
+    (["plan.sequence_parallel=true"], {"sequence_parallel": True}),
+    (["plan.reduce_each=true"], {"reduce_each": True}),
+    (["plan.fp8=true"], {"compute": "fp8"}),
+    (["plan.overlap_tp=true"], {"overlap_tp": True}),
+    (["plan.whole_logits=true"], {"fused_loss": False, "holds_logits": True, "ends_apart": False}),
+    (["plan.reduce_dtype=bf16"], {"reduce_bytes": 2.0, "gradient_bytes": 4.0}),
+    (["reduce_dtype=bfloat16"], {"reduce_bytes": 2.0, "gradient_bytes": 4.0}),
+]  # fmt: skip
+"""Overrides of the reference recipe, and fields of the strategy that it has then."""
+
+
+def read(*overrides: str, recipe: str | Path = RECIPE) -> Strategy:
+    return strategy(resolve(recipe, overrides))
+
+
+def check(found: Strategy, wanted: dict[str, Any]) -> None:
     known = vars(found) | {key: getattr(found.recompute, field) for key, field in RECOMPUTE.items()}
     assert {key: known[key] for key in wanted} == wanted
 
 
-def refused(*overrides: str, recipe: str | Path = RECIPE) -> list[str]:
-    with pytest.raises(UserError) as caught:
-        strategy(resolve(recipe, overrides))
-    return [str(problem) for problem in caught.value.problems]
+@pytest.mark.parametrize(("overrides", "wanted"), READ)
+def test_what_a_recipe_says_is_what_is_planned(overrides: list[str], wanted: dict[str, Any]) -> None:
+    found = read(*overrides)
+    check(found, wanted)
+    assert any("label_smoothing_factor" in note for note in found.notes) == (SMOOTH in overrides and not found.fused_loss)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A copy of the recipe with a DeepSpeed file beside it."""
-    made = tmp_path / "recipes" / RECIPE
-    shutil.copytree(REPO / "recipes" / "_base", tmp_path / "recipes" / "_base")
-    shutil.copytree(REPO / "recipes" / RECIPE, made)
+def test_a_deepspeed_file_and_what_is_laid_over_it(tmp_path: Path) -> None:
+    """Offload and reduction stand in DeepSpeed's own words; the command line replaces single values."""
+    for name in ("_base", RECIPE):
+        shutil.copytree(REPO / "recipes" / name, tmp_path / name)
     zero = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "nvme", "nvme_path": "auto"}}
     batch = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
-    (made / "deepspeed.json").write_text(json.dumps({"zero_optimization": zero, "communication_data_type": "fp32", **batch}))
-    (made / "ds.yaml").write_text(
-        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: deepspeed.json, zero3_init_flag: true}\n"
-    )
-    return made
-
-
-def test_the_reference_recipe() -> None:
-    """A frozen bfloat16 base over 16 ranks, adapters in float32, as is the sum of their gradients."""
-    found = read()
-    check(found, kind="FSDP2", world_size=16, ranks_per_node=8, data_parallel_size=16, replicas=1, lora=True, packing=True)
-    check(found, weight_shards=16, gradient_shards=16, state_shards=16, reshard=True, checkpointed=1.0)
-    check(found, micro_batch=1, accumulation=2, sequence=2048, attention="sdpa", compiled=False)
-    check(found, weight_bytes=2, gather_bytes=2, trained_bytes=4, gradient_bytes=4, reduce_bytes=4, state_bytes=8)
-    check(found, offload_params="none", compute="bf16")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "weight", "gather", "trained", "gradient", "reduce", "state"),
-    [
-        ([], 4, 2, 4, 4, 2, 8),  # accelerate upcasts what is trained
-        (["reduce_dtype=float32"], 4, 2, 4, 4, 4, 8),
-        (["train.bf16=false"], 2, 2, 2, 2, 2, 4),  # pure bfloat16: nothing is upcast
-        (["train.bf16=false", "train.model_init_kwargs=null"], 4, 4, 4, 4, 4, 8),
-        (["accelerate.fsdp_config={fsdp_version: 1}", "accelerate.fsdp_config.fsdp_reshard_after_forward=null"],
-         4, 2, 4, 4, 2, 8),
-        ([*DEEPSPEED, "accelerate.deepspeed_config.zero_stage=2"], 2, 2, 2, 2, 2, 12),
-        (["accelerate.distributed_type=MULTI_GPU", "accelerate.fsdp_config=null"], 2, 2, 2, 4, 2, 4),
-    ],
-)  # fmt: skip
-def test_bytes_of_full_fine_tuning(
-    overrides: list[str], weight: float, gather: float, trained: float, gradient: float, reduce: float, state: float
-) -> None:
-    """16 bytes a parameter are the rule and have exceptions, each of which decides whether a model fits."""
-    found = read(*FULL, *overrides)
-    check(found, lora=False, weight_bytes=weight, gather_bytes=gather, trained_bytes=trained, gradient_bytes=gradient)
-    check(found, reduce_bytes=reduce, state_bytes=state)
-
-
-def test_a_base_that_says_no_dtype_is_loaded_in_float32() -> None:
-    """TRL's default doubles what a frozen base takes, and not what it moves."""
-    check(read("train.model_init_kwargs=null"), weight_bytes=4, gather_bytes=2)
-
-
-@pytest.mark.parametrize(
-    ("name", "shards", "replicas", "reshard"),
-    [
-        ("FULL_SHARD", 16, 1, True),
-        ("SHARD_GRAD_OP", 16, 1, False),
-        ("NO_SHARD", 1, 1, False),
-        ("HYBRID_SHARD", 8, 2, True),
-        ("HYBRID_SHARD_ZERO2", 8, 2, False),
-    ],
-)
-def test_fsdp1(name: str, shards: int, replicas: int, reshard: bool) -> None:
-    """HYBRID_SHARD holds a copy of the model on each node."""
-    fsdp1 = ["accelerate=accelerate-fsdp1.yaml", f"accelerate.fsdp_config.fsdp_sharding_strategy={name}"]
-    found = strategy(resolve(RECIPE, fsdp1))
-    check(
-        found,
-        kind="FSDP1",
-        weight_shards=shards,
-        gradient_shards=shards,
-        replicas=replicas,
-        reshard=reshard,
-        data_parallel_size=16,
-    )
-
-
-def test_hsdp_needs_only_its_replicas() -> None:
-    """The ranks that are left are derived, as all numbers of ranks are."""
-    found = read(f"{PARALLEL}_dp_replicate_size=2", "accelerate.fsdp_config.fsdp_reshard_after_forward=false")
-    check(found, kind="FSDP2", replicas=2, weight_shards=8, state_shards=8, data_parallel_size=16, reshard=False)
-
-
-def test_tensor_and_context_parallelism() -> None:
-    """FSDP shards over the data-parallel and the context-parallel ranks together (accelerate's dp_shard_cp)."""
-    check(read(f"{PARALLEL}_tp_size=8"), tp=8, data_parallel_size=2, weight_shards=2, accumulation=16)
-    check(read(f"{PARALLEL}_cp_size=4", "train.packing=false"), cp=4, data_parallel_size=4, weight_shards=16, packing=False)
-
-
-@pytest.mark.parametrize(
-    ("stage", "weights", "gradients", "states"), [(0, 1, 1, 1), (1, 1, 1, 16), (2, 1, 16, 16), (3, 16, 16, 16)]
-)
-def test_zero_stages(stage: int, weights: int, gradients: int, states: int) -> None:
-    """https://arxiv.org/abs/1910.02054, figure 1."""
-    found = read(*DEEPSPEED, f"accelerate.deepspeed_config.zero_stage={stage}", "train.activation_checkpointing=true")
-    check(
-        found, kind=f"ZeRO-{stage}", weight_shards=weights, gradient_shards=gradients, state_shards=states, reshard=stage == 3
-    )
-    check(found, checkpointed=1.0)
-
-
-def test_a_deepspeed_file_and_what_is_laid_over_it(folder: Path) -> None:
-    """Offload and reduction stand in DeepSpeed's own words; the command line replaces single values."""
-    found = read("accelerate=ds.yaml", recipe=folder)
-    check(
-        found, kind="ZeRO-3", offload_params="cpu", offload_optimizer="nvme", reduce_bytes=4, gradient_bytes=2, state_bytes=12
-    )
+    folder = tmp_path / RECIPE
+    (folder / "deepspeed.json").write_text(json.dumps({"zero_optimization": zero, "communication_data_type": "fp32", **batch}))
+    config = "{deepspeed_config_file: deepspeed.json, zero3_init_flag: true}"
+    (folder / "ds.yaml").write_text(f"distributed_type: DEEPSPEED\ndeepspeed_config: {config}\n")
+    given = {"kind": "ZeRO-3", "offload_params": "cpu", "offload_optimizer": "nvme", "reduce_bytes": 4, "gradient_bytes": 2}
+    check(read("accelerate=ds.yaml", recipe=folder), given | {"state_bytes": 12})
     words = ["deepspeed.zero_optimization.offload_param=null", "deepspeed.data_types.grad_accum_dtype=fp32"]
-    check(read("accelerate=ds.yaml", *words, recipe=folder), offload_params="none", gradient_bytes=4, offload_optimizer="nvme")
-
-
-def test_fsdp_offload_takes_everything() -> None:
-    """CPUOffloadPolicy moves parameters, gradients and optimizer state, not the optimizer alone."""
-    check(read("accelerate.fsdp_config.fsdp_offload_params=true"), offload_params="cpu", offload_optimizer="cpu")
-
-
-@pytest.mark.parametrize(
-    ("words", "weight", "gather", "whole"),
-    [
-        (f"{NF4}, bnb_4bit_quant_storage: bfloat16", 0.5625, 0.5, 0.0625),
-        (f"{NF4}, bnb_4bit_use_double_quant: true, bnb_4bit_quant_storage: bfloat16", 0.5159, 0.5, 0.0159),
-    ],
-)
-def test_a_quantised_base(words: str, weight: float, gather: float, whole: float) -> None:
-    """Block scales count; bitsandbytes' stay whole on every rank. FSDP2 splits no uint8: recipe/checks.py refuses that."""
-    found = read(quantized(words))
-    assert (found.weight_bytes, found.whole_bytes) == pytest.approx((weight, whole), abs=1e-4)
-    check(found, gather_bytes=gather, other_bytes=2)
+    check(read("accelerate=ds.yaml", *words, recipe=folder), given | {"offload_params": "none", "gradient_bytes": 4})
 
 
 @pytest.mark.parametrize(
     ("config", "weight", "gather"),
     [
-        ({"quant_method": "fp8"}, 1.0002, 1.0),
-        ({"quant_method": "fbgemm_fp8"}, 1.0002, 1.0),
+        ({"quant_method": "fp8"}, 1.0002, 1.0), ({"quant_method": "fbgemm_fp8"}, 1.0002, 1.0),
         ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, 0.5195, 0.5),
     ],
-)
+)  # fmt: skip
 def test_a_base_of_another_program_is_counted(config: dict[str, Any], weight: float, gather: float) -> None:
-    """FSDP would train on other weights: no recipe starts with it. What another program did is planned all the same."""
-    with pytest.raises(UserError, match="FSDP would gather such weights without their scales"):
-        resolve(RECIPE, [quantized(", ".join(f"{key}: {value}" for key, value in config.items()))])
+    """No recipe starts with it (tests/recipe/test_refusals.py). What another program did is planned all the same."""
     resolved = resolve(RECIPE)
     resolved.train_args["model_init_kwargs"] = {**resolved.train_args["model_init_kwargs"], "quantization_config": config}
     found = strategy(resolved)
     assert (found.weight_bytes, found.whole_bytes) == pytest.approx((weight, 0.0), abs=1e-4)
-    check(found, gather_bytes=gather, other_bytes=2)
+    check(found, {"gather_bytes": gather, "other_bytes": 2})
 
 
-def test_adapters_on_a_4_bit_base_are_bfloat16_under_fsdp2_only() -> None:
-    """TRL casts them down, FSDP1 up again, FSDP2 leaves them."""
-    words = quantized(f"{NF4}, bnb_4bit_quant_storage: bfloat16")
-    check(read(words), trained_bytes=2, state_bytes=4, gradient_bytes=2)
-    check(read(words, "accelerate=accelerate-fsdp1.yaml"), trained_bytes=4, state_bytes=8)
-
-
-@pytest.mark.parametrize(
-    ("optim", "number", "size"),
-    [
-        ("adamw_torch_fused", 4, 8), ("adamw_torch", 2, 4), ("adamw_bnb_8bit", 4, 2.03125), ("adamw_torch_4bit", 4, 1.0625),
-        ("paged_adamw_32bit", 2, 8), ("paged_adamw_8bit", 2, 2.03125), ("lion_32bit", 2, 4), ("sgd", 4, 0),
-        ("adafactor", 4, 0), ("galore_adamw", 4, 8),
-    ],
-)  # fmt: skip
-def test_optimizer_states(optim: str, number: float, size: float) -> None:
+def test_optimizer_states() -> None:
     """8-bit states carry a scale for 256 of them; 32-bit ones of bitsandbytes are float32 whatever they update."""
-    assert moments(optim, number) == size
-
-
-def test_recomputation() -> None:
-    """FSDP's for all layers, the model's for every n-th, a recipe's ratio; offload as either says it."""
-    off = "accelerate.fsdp_config.fsdp_activation_checkpointing=false"
-    check(read(off), checkpointed=1.0, checkpoint_offload=False)  # TRL's default
-    check(read(off, "train.activation_checkpointing=false"), checkpointed=0.0)
-    check(read(off, "activation_checkpointing.ratio=0.5"), checkpointed=0.5)
-    check(read(off, "activation_checkpointing.ratio=0"), checkpointed=0.0)
-    check(read(off, "train.activation_checkpointing_kwargs={every_n_layers: 3, offload: true}"), checkpointed=42 / 126)
-    check(read(off, "train.activation_checkpointing_kwargs={offload: true}"), checkpoint_offload=True)
-    check(read("accelerate.fsdp_config.fsdp_activation_checkpointing_offload=true"), checkpoint_offload=True)
-
-
-def test_compilation_and_attention() -> None:
-    """torch_compile of TRL, or accelerate's dynamo section."""
-    check(read("train.torch_compile=true"), compiled=True)
-    check(read("accelerate.dynamo_config.dynamo_backend=INDUCTOR"), compiled=True)
-    check(read("train.model_init_kwargs.attn_implementation=flash_attention_2"), attention="flash")
-    check(read("train.model_init_kwargs.attn_implementation=eager"), attention="eager")
-    check(read("train.model_init_kwargs.attn_implementation=packed_varlen"), attention="flash", isolated=True)
-    check(read("train.model_init_kwargs.attn_implementation=flex_attention"), attention="flash")
-    check(read("train.packing_strategy=wrapped"), attention="sdpa", packing=True, isolated=False)
-
-
-def test_megatron() -> None:
-    """Weights and gradients whole on each data-parallel rank, the optimizer split over dp x cp."""
-    sizes = ["megatron.tensor_model_parallel_size=8", "megatron.pipeline_model_parallel_size=2", "slurm.nodes=8"]
-    more = ["megatron.context_parallel_size=2", "megatron.sequence_parallel=true", "megatron.fp8=hybrid"]
-    found = read(*sizes, *more, "megatron.virtual_pipeline_model_parallel_size=3", "megatron.recompute_granularity=full")
-    check(found, kind="Megatron", tp=8, pp=2, cp=2, data_parallel_size=2, virtual=3, state_shards=4, weight_shards=1)
-    check(found, weight_bytes=2, gradient_bytes=4, reduce_bytes=4, state_bytes=12, sequence_parallel=True, checkpointed=1.0)
-    check(found, compute="fp8", attention="flash")
-    check(read(*sizes, "megatron.use_distributed_optimizer=false"), state_shards=1, checkpointed=0.0)
+    known = {
+        ("adamw_torch_fused", 4): 8, ("adamw_torch", 2): 4, ("adamw_bnb_8bit", 4): 2.03125, ("adamw_torch_4bit", 4): 1.0625,
+        ("paged_adamw_32bit", 2): 8, ("paged_adamw_8bit", 2): 2.03125, ("lion_32bit", 2): 4, ("sgd", 4): 0,
+        ("adafactor", 4): 0, ("galore_adamw", 4): 8,
+    }  # fmt: skip
+    assert {given: moments(*given) for given in known} == known
 
 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["accelerate.distributed_type=NO", "accelerate.fsdp_config=null"], "starts one process"),
+        (["accelerate.distributed_type=NO", DEEPSPEED[1]], "starts one process"),
         ([f"{PARALLEL}_cp_size=4", "train.packing=false", "train.max_length=2044"], "train.max_length=2040"),
-        ([*DEEPSPEED, "accelerate.deepspeed_config.zero_stage=7"], "no ZeRO stage 7"),
-        (
-            [*DEEPSPEED, "accelerate.deepspeed_config={zero_stage: 2, offload_param_device: cpu}"],
-            "parameters are offloaded from stage 3 on, here it is 2",
-        ),
-        (
-            [*DEEPSPEED, "accelerate.deepspeed_config={zero_stage: 2, offload_optimizer_device: nvme}"],
-            "nvme takes state of stage 3 only, here it is 2",
-        ),
+        ([*DEEPSPEED, f"{ZERO}.zero_stage=7"], "no ZeRO stage 7"),
+        ([*DEEPSPEED, f"{ZERO}={{zero_stage: 2, offload_param_device: cpu}}"], "offloaded from stage 3 on, here it is 2"),
+        ([*DEEPSPEED, f"{ZERO}={{zero_stage: 2, offload_optimizer_device: nvme}}"], "of stage 3 only, here it is 2"),
+        # Embedding and loss make 128 layers of 126, as Megatron-Bridge cuts Llama 405B; without that Megatron-Core refuses.
+        (TP2, "account_for_loss_in_pipeline_split: true"),
+        ([*TP2, "megatron.account_for_embedding_in_pipeline_split=true"], "126 layers and 1 for embedding and loss"),
     ],
-)
+)  # fmt: skip
 def test_what_the_ranks_would_refuse(overrides: list[str], says: str) -> None:
     """Better said by a plan of a moment than by 128 ranks in the queue."""
-    assert any(says in problem for problem in refused(*overrides))
+    with pytest.raises(UserError) as caught:
+        read(*overrides)
+    assert any(says in str(problem) for problem in caught.value.problems)
+
+
+def test_126_layers_over_8_stages() -> None:
+    """With both ends counted as layers."""
+    ends = [f"megatron.account_for_{end}_in_pipeline_split=true" for end in ("embedding", "loss")]
+    check(read(*TP2, *ends), {"pp": 8})
 
 
 def test_hybrid_shard_needs_whole_nodes() -> None:
     """torch forms its groups from the GPUs of a node."""
-    words = ["accelerate=accelerate-fsdp1.yaml", "train.global_batch_size=12"]
-    words += ["accelerate.fsdp_config.fsdp_sharding_strategy=HYBRID_SHARD"]
+    words = [FSDP1, "train.global_batch_size=12", f"{KEYS}_sharding_strategy=HYBRID_SHARD"]
     with pytest.raises(UserError, match="needs whole nodes"):
         resolve(RECIPE, words, ranks=12)
 
 
 def test_a_plan_of_a_run_reads_what_the_run_resolved() -> None:
     """A run folder that was copied from elsewhere is planned without its recipe's files."""
-    from clustertune.resolve.resolved import Resolved
-
     resolved = resolve(RECIPE, [f"{PARALLEL}_dp_replicate_size=2"])
     again = Resolved.from_dict(json.loads(json.dumps(resolved.as_dict())))
     assert dataclasses.asdict(strategy(again)) == dataclasses.asdict(strategy(resolved))
-
-
-@pytest.mark.parametrize(
-    ("override", "wanted"),
-    [
-        ("plan.sequence_parallel=true", {"sequence_parallel": True}),
-        ("plan.reduce_each=true", {"reduce_each": True}),
-        ("plan.fp8=true", {"compute": "fp8"}),
-        ("plan.overlap_tp=true", {"overlap_tp": True}),
-        ("plan.whole_logits=true", {"fused_loss": False}),
-        ("plan.reduce_dtype=bf16", {"reduce_bytes": 2.0, "gradient_bytes": 4.0}),
-        ("reduce_dtype=bfloat16", {"reduce_bytes": 2.0, "gradient_bytes": 4.0}),
-        ("train.seed=1", {"sequence_parallel": False, "reduce_each": False, "compute": "bf16", "overlap_tp": False,
-                          "fused_loss": True, "reduce_bytes": 4.0}),
-    ],
-)  # fmt: skip
-def test_a_run_of_another_program(override: str, wanted: dict[str, Any]) -> None:
-    """torchtitan and NeMo differ from accelerate in these: without them their published runs cannot be planned."""
-    check(read_strategy(resolve(RECIPE, [override])), **wanted)
-
-
-def test_megatron_holds_gradients_as_it_reduces_them() -> None:
-    """grad_reduce_in_fp32 is one switch for both; 2 bytes less for each parameter."""
-    sizes = ["megatron.tensor_model_parallel_size=8", "megatron.pipeline_model_parallel_size=2"]
-    check(read_strategy(resolve(RECIPE, sizes)), gradient_bytes=4.0, reduce_bytes=4.0)
-    check(read_strategy(resolve(RECIPE, [*sizes, "plan.reduce_dtype=bf16"])), gradient_bytes=2.0, reduce_bytes=2.0)
-
-
-def test_126_layers_over_8_stages() -> None:
-    """Embedding and loss make 128 of them, as Megatron-Bridge cuts Llama 405B; without that Megatron-Core refuses."""
-    sizes = ["megatron.tensor_model_parallel_size=2", "megatron.pipeline_model_parallel_size=8"]
-    with pytest.raises(UserError, match="126 layers are not a multiple of 8 stages") as caught:
-        resolve(RECIPE, sizes)
-    assert "account_for_loss_in_pipeline_split: true" in str(caught.value.problems[0].fix)
-    ends = [f"megatron.account_for_{end}_in_pipeline_split=true" for end in ("embedding", "loss")]
-    check(read(*sizes, *ends), pp=8)
-    with pytest.raises(UserError, match="126 layers and 1 for embedding and loss"):
-        resolve(RECIPE, [*sizes, ends[0]])
 
 
 def test_conversations_of_like_length_pad_less() -> None:
@@ -335,7 +249,6 @@ def test_conversations_of_like_length_pad_less() -> None:
 
 def test_float32_is_said_to_be_tf32() -> None:
     """torch computes full float32 products unless train.tf32 allows less: many times slower than what is counted."""
-    says = "counted as TF32"
-    assert any(says in note for note in read("train.bf16=false", "train.tf32=false", *FULL, FLOAT).notes)
-    assert not any(says in note for note in read("train.bf16=false", "train.tf32=true", *FULL, FLOAT).notes)
-    assert not any(says in note for note in read().notes)
+    float32 = ["train.bf16=false", "train.model_init_kwargs.dtype=float32", *FULL]
+    for words, said in (([*float32, "train.tf32=false"], True), ([*float32, "train.tf32=true"], False), ([], False)):
+        assert any("counted as TF32" in note for note in read(*words).notes) == said

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from clustertune.plan.machine import Link
+from clustertune.plan.machine import Link, PlanMachine
 from clustertune.plan.step import Collective, RankGroup, traffic
 from tests.plan.world import (
     ADAPTERS,
@@ -37,38 +36,31 @@ def gather(size: int, stride: int = 1, nbytes: float = 1e9, kind: str = "gather"
     return Collective("c", kind, RankGroup(size, stride), nbytes, 0)
 
 
+SLOW = machine(intra=Link(5e9, 5e9, "nominal", "", 0.0))
+FAST = machine(inter=Link(8e12, 8e12, "nominal", "", 0.0))
+RACK = machine(gpus_per_node=4, domain=16, nodes=8)
+
+
 @pytest.mark.parametrize(
-    ("size", "stride", "bandwidth"),
+    ("at", "size", "stride", "bandwidth"),
     [
-        (8, 1, INTRA),  # one node
-        (4, 2, INTRA),
-        (16, 1, INTER),  # both nodes: the ring crosses the border of a node once
-        (2, 8, INTER / 8),  # eight pairs, one of each GPU of a node, share its ports
-        (4, 4, INTER / 4),
-        (8, 2, INTER / 2),  # TP 2 x FSDP 8
+        (machine(), 8, 1, INTRA),  # one node
+        (machine(), 4, 2, INTRA),
+        (machine(), 16, 1, INTER),  # both nodes: the ring crosses the border of a node once
+        (machine(), 2, 8, INTER / 8),  # eight pairs, one of each GPU of a node, share its ports: TP 8 x FSDP 2
+        (machine(), 4, 4, INTER / 4),
+        (machine(), 8, 2, INTER / 2),  # TP 2 x FSDP 8
+        (SLOW, 16, 1, 5e9),  # bound by the links inside a node where these are the slower ones (PCIe and InfiniBand)
+        (FAST, 2, 8, 1e12),  # one GPU of a node: no ring inside
+        (RACK, 16, 1, INTRA),  # NVL72: 18 nodes of 4 on one switch
+        (RACK, 8, 2, INTRA),
+        (RACK, 32, 1, 4 * INTER),  # what leaves it has the ports of all its nodes
     ],
 )
-def test_a_ring_is_as_fast_as_its_slowest_border(size: int, stride: int, bandwidth: float) -> None:
-    """Groups that have members in one node share its ports: 8 parallel rings get an eighth each."""
-    assert RankGroup(size, stride).bandwidth(machine()) == pytest.approx(bandwidth)
-    assert gather(size, stride).seconds(machine()) == pytest.approx(1e9 * (size - 1) / size / bandwidth)
-
-
-def test_a_network_faster_than_the_links_inside_does_not_help() -> None:
-    """A ring over two nodes is bound by the links inside a node where these are the slower ones (PCIe and InfiniBand)."""
-    slow = machine(intra=Link(5e9, 5e9, "nominal", "", 0.0))
-    assert RankGroup(16).bandwidth(slow) == 5e9
-    assert RankGroup(2, 8).bandwidth(machine(inter=Link(8e12, 8e12, "nominal", "", 0.0))) == 1e12, (
-        "one GPU of a node: no ring inside"
-    )
-
-
-def test_an_nvlink_domain_of_several_nodes_is_one_node() -> None:
-    """NVL72: 18 nodes of 4 on one switch; what leaves it has the ports of all its nodes."""
-    rack = machine(gpus_per_node=4, domain=16, nodes=8)
-    assert RankGroup(16).bandwidth(rack) == INTRA
-    assert RankGroup(8, 2).bandwidth(rack) == INTRA
-    assert RankGroup(32).bandwidth(rack) == 4 * INTER, "the ports of four nodes"
+def test_a_ring_is_as_fast_as_its_slowest_border(at: PlanMachine, size: int, stride: int, bandwidth: float) -> None:
+    """Groups that have members in one node share its ports: 8 parallel rings get an eighth each. NeMo's A100 rows showed it."""
+    assert RankGroup(size, stride).bandwidth(at) == pytest.approx(bandwidth)
+    assert gather(size, stride).seconds(at) == pytest.approx(1e9 * (size - 1) / size / bandwidth)
 
 
 def test_kinds_of_collectives() -> None:
@@ -99,12 +91,6 @@ def test_all_to_all_sends_to_each_member_its_part() -> None:
     assert gather(16, kind="exchange").seconds(fast) == pytest.approx(1e9 * 7 / 16 / INTRA), "the slower of the two"
 
 
-def test_calibrated_bandwidths() -> None:
-    """A factor of each level, where that level is used."""
-    assert RankGroup(8).bandwidth(machine(), intra_scale=0.5, inter_scale=0.1) == INTRA / 2
-    assert RankGroup(16).bandwidth(machine(), intra_scale=0.5, inter_scale=0.5) == INTER / 2
-
-
 def sent(**changes: Any) -> dict[str, tuple[str, int, int, float]]:
     """Each collective's place, group size, stride and bytes."""
     found = traffic(shape(**changes))
@@ -117,40 +103,28 @@ def sent(**changes: Any) -> dict[str, tuple[str, int, int, float]]:
 
 GATHER, SCATTER = "all-gather of the weights", "reduce-scatter of the gradients"
 UPDATED = "all-gather of the updated weights"
-CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, int, int, float]]]] = {
-    "FSDP2 gathers twice and scatters once": (
-        {},
-        {
-            f"forward: {GATHER}": ("gather", 16, 1, TOTAL * 2),
-            f"backward: {GATHER}": ("gather", 16, 1, TOTAL * 2),
-            f"last: {SCATTER}": ("gather", 16, 1, TOTAL * 2),
-        },
-    ),
-    "not resharded: gathered once": (
-        {"reshard": False},
-        {f"forward: {GATHER}": ("gather", 16, 1, TOTAL * 2), f"last: {SCATTER}": ("gather", 16, 1, TOTAL * 2)},
-    ),
-    "LoRA: the base is gathered, only adapters are scattered": (
-        LORA,
-        {
-            f"forward: {GATHER}": ("gather", 16, 1, TOTAL * 2),
-            f"backward: {GATHER}": ("gather", 16, 1, TOTAL * 2),
-            f"last: {SCATTER}": ("gather", 16, 1, ADAPTERS * 2),
-        },
-    ),
+WHOLE_MODEL = TOTAL * 2
+Sent = dict[str, tuple[str, int, int, float]]
+FORWARD: Sent = {f"forward: {GATHER}": ("gather", 16, 1, WHOLE_MODEL)}
+BOTH: Sent = FORWARD | {f"backward: {GATHER}": ("gather", 16, 1, WHOLE_MODEL)}
+LAST: Sent = {f"last: {SCATTER}": ("gather", 16, 1, WHOLE_MODEL)}
+AFTER: Sent = {f"after: {UPDATED}": ("gather", 16, 1, WHOLE_MODEL)}
+EACH: Sent = {f"backward: {SCATTER}": ("gather", 16, 1, WHOLE_MODEL)}
+ADAPTED: Sent = {f"last: {SCATTER}": ("gather", 16, 1, ADAPTERS * 2)}
+CASES: dict[str, tuple[dict[str, Any], Sent]] = {
+    "FSDP2 gathers twice and scatters once": ({}, BOTH | LAST),
+    "not resharded: gathered once": ({"reshard": False}, FORWARD | LAST),
+    "LoRA: the base is gathered, only adapters are scattered": (LORA, BOTH | ADAPTED),
     "a quantised base travels quantised, embedding and head do not": (
         {**LORA, "weight_bytes": 0.5, "gather_bytes": 0.5, "reshard": False},
-        {
-            f"forward: {GATHER}": ("gather", 16, 1, LAYERS * LAYER * 0.5 + (2 * ENDS + HIDDEN) * 2),
-            f"last: {SCATTER}": ("gather", 16, 1, ADAPTERS * 2),
-        },
+        {f"forward: {GATHER}": ("gather", 16, 1, LAYERS * LAYER * 0.5 + (2 * ENDS + HIDDEN) * 2)} | ADAPTED,
     ),
     "HSDP: weights stay in the node, the shards' gradients cross": (
         {"replicas": 2, "weight_shards": 8, "gradient_shards": 8, "state_shards": 8, "reshard": False},
         {
-            f"forward: {GATHER}": ("gather", 8, 1, TOTAL * 2),
-            f"last: {SCATTER}": ("gather", 8, 1, TOTAL * 2),
-            "last: all-reduce of the gradients between replicas": ("reduce", 2, 8, TOTAL * 2 / 8),
+            f"forward: {GATHER}": ("gather", 8, 1, WHOLE_MODEL),
+            f"last: {SCATTER}": ("gather", 8, 1, WHOLE_MODEL),
+            "last: all-reduce of the gradients between replicas": ("reduce", 2, 8, WHOLE_MODEL / 8),
         },
     ),
     "DDP reduces all gradients": (
@@ -158,23 +132,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, int, int, float]]]] 
         {"last: all-reduce of the gradients": ("reduce", 16, 1, TOTAL * 4)},
     ),
     "ZeRO-1 sums its share of the gradients and gathers the updated weights": (
-        {**WHOLE, "kind": "ZeRO-1", "state_shards": 16},
-        {f"last: {SCATTER}": ("gather", 16, 1, TOTAL * 2), f"after: {UPDATED}": ("gather", 16, 1, TOTAL * 2)},
+        {**WHOLE, "kind": "ZeRO-1", "state_shards": 16}, LAST | AFTER,
     ),
     "ZeRO-2 scatters after each micro batch": (
-        {**WHOLE, "kind": "ZeRO-2", "state_shards": 16, "gradient_shards": 16},
-        {f"backward: {SCATTER}": ("gather", 16, 1, TOTAL * 2), f"after: {UPDATED}": ("gather", 16, 1, TOTAL * 2)},
+        {**WHOLE, "kind": "ZeRO-2", "state_shards": 16, "gradient_shards": 16}, EACH | AFTER,
     ),
-    "ZeRO-3 too": (
-        {"kind": "ZeRO-3"},
-        {
-            f"forward: {GATHER}": ("gather", 16, 1, TOTAL * 2),
-            f"backward: {GATHER}": ("gather", 16, 1, TOTAL * 2),
-            f"backward: {SCATTER}": ("gather", 16, 1, TOTAL * 2),
-        },
-    ),
+    "ZeRO-3 too": ({"kind": "ZeRO-3"}, BOTH | EACH),
     "one GPU sends nothing": ({**WHOLE, "world_size": 1, "data_parallel_size": 1, "ranks_per_node": 1, "kind": "NO"}, {}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -223,12 +188,3 @@ def test_experts_exchange_each_tokens_copies() -> None:
         assert (found.kind, found.group) == ("exchange", RankGroup(8))
         assert found.size == pytest.approx(rounds * LAYERS * 2 * ACTIVATION)
     assert not traffic(shape(mixture(), **WHOLE, kind="Megatron")).exposed
-
-
-def test_parallel_groups_of_a_node_share_its_ports_in_a_step() -> None:
-    """TP 8 x FSDP 2: eight gathers at once over one node's ports, as NeMo's A100 rows showed."""
-    split = {"tp": 8, "data_parallel_size": 2, "weight_shards": 2, "gradient_shards": 2, "state_shards": 2}
-    found = next(c for c in traffic(shape(**split)).forward if c.name == GATHER)
-    assert found.seconds(machine()) == pytest.approx(found.size / 2 / (INTER / 8))
-    one = replace(found, group=RankGroup(2, 16))
-    assert one.seconds(machine(gpus_per_node=16, domain=16)) == pytest.approx(found.size / 2 / (INTER / 16))

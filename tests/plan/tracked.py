@@ -1,7 +1,8 @@
 """One training of a tiny recipe on two gloo ranks, with every storage of its second step followed.
 
-``python -m tests.plan.tracked FOLDER...`` imports the libraries once and forks the ranks of each recipe, which leave
-``FOLDER/peaks.json``: bytes at rest and the largest sum of each phase of a step.
+``python -m tests.plan.tracked FOLDER... [FILE]`` imports the libraries once and forks the ranks of each recipe, which leave
+``FOLDER/peaks.json``: bytes at rest and the largest sum of each phase of a step; and beside them :mod:`tests.plan.full_size`
+for the cases of a file.
 """
 
 from __future__ import annotations
@@ -200,15 +201,34 @@ def run_rank(folder: Path, rank: int, port: int) -> None:
         os._exit(code)
 
 
+def run_full_size(file: Path) -> None:
+    """The cases of a file, forked. Never returns."""
+    from tests.plan import full_size
+
+    code = 1
+    try:
+        full_size.run(file)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def main() -> int:
-    """All recipes, one after the other. Returns how many failed."""
+    """All recipes, one after the other, and beside them the cases of a file. Returns how many failed."""
     import peft  # noqa: F401
     import trl
     from transformers import AutoConfig, AutoModelForCausalLM
 
     assert trl.SFTTrainer  # loaded once, before the ranks are forked
-    failed = 0
-    for folder in map(Path, sys.argv[1:]):
+    failed, given, beside = 0, [Path(text) for text in sys.argv[1:]], []
+    for file in filter(Path.is_file, given):
+        if not (child := os.fork()):
+            run_full_size(file)
+        beside.append(child)
+    for folder in filter(Path.is_dir, given):
         architecture = json.loads((folder / "model.json").read_text())
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture)).save_pretrained(folder / "base")
         with socket.socket() as probe:
@@ -221,7 +241,7 @@ def main() -> int:
             children.append(child)
         codes = [os.waitpid(child, 0)[1] for child in children]
         failed += any(codes)
-    return failed
+    return failed + sum(os.waitpid(child, 0)[1] != 0 for child in beside)
 
 
 if __name__ == "__main__":

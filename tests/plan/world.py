@@ -112,13 +112,28 @@ LLAMA_70B = LLAMA_8B | {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
 }  # fmt: skip
 LORA_SECTION = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-FSDP2 = {
+FSDP2: dict[str, Any] = {
     "distributed_type": "FSDP",
     "fsdp_config": {
         "fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_cpu_ram_efficient_loading": True, "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     },
 }  # fmt: skip
+
+
+FSDP1: dict[str, Any] = {
+    "distributed_type": "FSDP",
+    "fsdp_config": {
+        "fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_use_orig_params": True, "fsdp_activation_checkpointing": True,
+    },
+}  # fmt: skip
+ZERO3 = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}
+
+
+def fsdp2(base: dict[str, Any] = FSDP2, **keys: Any) -> dict[str, Any]:
+    """:data:`FSDP2` with other keys, named without their prefix."""
+    return {**base, "fsdp_config": base["fsdp_config"] | {f"fsdp_{key}": value for key, value in keys.items()}}
 
 
 def write_recipe(

@@ -15,7 +15,6 @@ from clustertune.resolve.kernels import PACKED
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from tests.command import REPO
-from tests.launch.machines import RECIPES
 
 KEY = "train.model_init_kwargs.attn_implementation"
 
@@ -26,23 +25,6 @@ def attention(resolved: Resolved) -> Any:
 
 def masked(resolved: Resolved) -> list[str]:
     return [text for text in resolved.warnings if "attention mask" in text]
-
-
-FORMS = [(name, tiny) for name in RECIPES for tiny in (False, True) if not (tiny and "megatron" in name)]
-"""Megatron has no tiny form."""
-
-
-@pytest.mark.parametrize(("name", "tiny"), FORMS)
-def test_every_packed_recipe_has_it(name: str, tiny: bool) -> None:
-    """But the one that is trained as its source was, whose sdpa costs a mask and says so; and Megatron has its own."""
-    resolved = resolve(name, tiny=tiny)
-    if not resolved.train_args.get("packing") or resolved.recipe.megatron is not None:
-        assert attention(resolved) is None and not masked(resolved)
-    elif name == "llama405b-oasst2":
-        assert attention(resolved) == "sdpa" and "remove" in masked(resolved)[0]
-    else:
-        assert attention(resolved) == PACKED and not masked(resolved)
-        assert [item.value for item in resolved.derived if item.key == KEY] == [PACKED]
 
 
 @pytest.mark.parametrize(

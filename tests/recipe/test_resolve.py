@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from clustertune.errors import UserError
 from clustertune.resolve.resolve import accumulation, resolve
 from clustertune.resolve.resolved import Resolved
-from tests.launch.machines import OURS, RECIPES
 
 Refuse = Callable[..., list[Any]]
 
@@ -24,14 +22,6 @@ def edit(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_folder_is_covered(name: str) -> None:
-    """As it stands and, where our own program trains it, tiny: nothing of it is lost on the way to the ranks."""
-    for tiny in (False, True) if name in OURS else (False,):
-        resolved = resolve(name, tiny=tiny)
-        assert Resolved.from_dict(json.loads(json.dumps(resolved.as_dict()))) == resolved
 
 
 def test_the_ways_to_name_a_recipe(repo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from rich.console import Console
 
 from clustertune.errors import UserError
 from clustertune.resolve import show
+from clustertune.resolve.kernels import PACKED
 from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import Resolved
 from tests.goldens import RUNS
 from tests.tree import REPO
 
@@ -63,17 +65,32 @@ def test_full_fine_tuning_is_shown() -> None:
 
 
 @pytest.mark.parametrize(("name", "tiny"), RUNS)
-@pytest.mark.parametrize("width", [100, 200])
-def test_every_row_has_a_value_and_an_origin(name: str, tiny: bool, width: int) -> None:
-    """No section that the recipe has not, no number in scientific notation, no empty origin."""
-    for key, item in show.as_json(resolve(name, tiny=tiny))["values"].items():
+def test_every_recipe_is_read_packed_and_shown(name: str, tiny: bool) -> None:
+    """Nothing of it is lost on the way to the ranks. What is packed attends conversation by conversation, but for the recipe
+    that is trained as its source was, whose sdpa costs a mask and says so; Megatron has its own. No section is shown that the
+    recipe has not, no number in scientific notation, no empty origin."""
+    resolved = resolve(name, tiny=tiny)
+    assert Resolved.from_dict(json.loads(json.dumps(resolved.as_dict()))) == resolved
+    train = resolved.train_args
+    attention = (train.get("model_init_kwargs") or {}).get("attn_implementation")
+    masks = [text for text in resolved.warnings if "attention mask" in text]
+    chosen = [item.value for item in resolved.derived if item.key == "train.model_init_kwargs.attn_implementation"]
+    if not train.get("packing") or resolved.recipe.megatron is not None:
+        assert attention is None and not masks
+    elif name == "llama405b-oasst2":
+        assert attention == "sdpa" and "remove" in masks[0]
+    else:
+        assert [attention] == chosen == [PACKED] and not masks
+    for key, item in show.as_json(resolved)["values"].items():
         assert item["origin"] not in (None, "None", "derived: ") and item["value"] != {}, key
-    table, _, notes = rendered(name, tiny=tiny, width=width).partition("model.json:")
-    assert "None" not in table and max(map(len, table.splitlines())) <= width
-    assert not re.search(r"\de[+-]\d", notes.splitlines()[0])
-    if resolve(name, tiny=tiny).recipe.lora is None:
-        assert "trained (100 %)" in notes
-    assert ("accelerate.yaml" in table + notes) == ((REPO / "recipes" / name / "accelerate.yaml").is_file())
+    for width in (100, 200):
+        stream = io.StringIO()
+        show.render(resolved, Console(file=stream, width=width))
+        table, _, notes = stream.getvalue().partition("model.json:")
+        assert "None" not in table and max(map(len, table.splitlines())) <= width
+        assert not re.search(r"\de[+-]\d", notes.splitlines()[0])
+        assert resolved.recipe.lora is not None or "trained (100 %)" in notes
+        assert ("accelerate.yaml" in table + notes) == ((REPO / "recipes" / name / "accelerate.yaml").is_file())
 
 
 @pytest.mark.parametrize("given", ["accelerate.fsdp_config.fsdp_offload_params=true", "deepspeed.zero_optimization.stage=3"])
