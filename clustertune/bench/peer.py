@@ -29,7 +29,8 @@ from typing import Any
 from clustertune import secrets
 from clustertune.chain import visible_gpus
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import binding, local, rendezvous
+from clustertune.launch import binding, rendezvous
+from clustertune.launch.node import accelerate_command
 from clustertune.launch.plan import AttemptPlan
 from clustertune.process import die_with_parent
 from clustertune.resolve.distribution import mixed_precision
@@ -121,7 +122,7 @@ def run_node(order: Path, node: int) -> int:
         rendezvous.publish(folder, address, port)
     arguments = [str(folder / SETTINGS), str(folder)]
     turns = json.loads((folder / SETTINGS).read_bytes())["schedule"].get("turns")
-    command = local.accelerate_command(run, run.resolved(), arguments, plan, node, address, port, start=record["start"])
+    command = accelerate_command(run, run.resolved(), arguments, plan, node, address, port, start=record["start"])
     # The model is a folder; the user's tokens are none of another program's business.
     known = {key: value for key, value in os.environ.items() if key not in secrets.SECRET}
     with (folder / f"node-{node}.{LOG}").open("ab") as log:
