@@ -91,7 +91,7 @@ class TorchrunChain(Chain):
 
     @property
     def job(self) -> str | None:
-        return self.server.call.job
+        return self.server.call.job or None
 
     def get_ready(self) -> None:
         """Wait for the calls of all nodes."""

@@ -63,13 +63,17 @@ def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
     return give
 
 
-def test_a_killed_rank_begins_again_in_the_same_allocation(tmp_path: Path, attempts: Callable[..., list[int]]) -> None:
-    """Back in the queue the job might wait for days."""
+def test_a_killed_rank_begins_again_in_the_same_allocation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempts: Callable[..., list[int]]
+) -> None:
+    """Back in the queue the job might wait for days. Each time it is asked whether the job gets anywhere."""
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(progress, "check", lambda path, job, step: asked.append((job, step)))
     counted = attempts(KILLED, Outcome(ExitCode.FAILED, [Problem("NCCL")]), Outcome(ExitCode.OK))
     with progress.taken_over(RunDir(tmp_path), "7", 0, lambda job: False):
         assert links_of(tmp_path).train() == {"checkpoint": "step-000008"}
         assert links_of(tmp_path).train() == {"checkpoint": "step-000008"}, "nothing is left to train"
-    assert counted == [1, 2, 3]
+    assert counted == [1, 2, 3] and asked == [("7", 0)] * 3
 
 
 @pytest.mark.parametrize(

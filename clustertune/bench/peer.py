@@ -114,12 +114,7 @@ def run_node(order: Path, node: int) -> int:
     """Run this node's ranks to their end. Returns the launcher's exit code. Raises UserError."""
     folder, record = order.parent.absolute(), json.loads(order.read_text())
     run, plan = RunDir(Path(record["run"])), AttemptPlan.read(folder)
-    address, port = "", 0
-    if len(plan.nodes) > 1 and node > 0:
-        address, port = rendezvous.await_published(folder, plan, lambda: False)
-    elif len(plan.nodes) > 1:
-        address, port = plan.nodes[0].address, rendezvous.free_port(plan.port or rendezvous.first_port(os.getpid(), 1))
-        rendezvous.publish(folder, address, port)
+    address, port = rendezvous.meet(folder, plan, node)
     arguments = [str(folder / SETTINGS), str(folder)]
     turns = json.loads((folder / SETTINGS).read_bytes())["schedule"].get("turns")
     command = accelerate_command(run, run.resolved(), arguments, plan, node, address, port, start=record["start"])

@@ -44,7 +44,7 @@ def main(run_path: Path, attempt: int, node: int, *, quiet: bool, around: Around
         _check_interface(plan, node)
         own = make_own_folder(plan.environment)
         stack.enter_context(around(run_path, plan, node))
-        address, port = _meet(run_path, folder, plan, node)
+        address, port = rendezvous.meet(folder, plan, node, lambda: newest_attempt(run_path) > plan.attempt)
     except UserError as error:
         leave_record(folder, node, error.code, error.problems)
         raise  # the message is still printed where the folder cannot be seen
@@ -81,17 +81,6 @@ def _check_interface(plan: AttemptPlan, node: int) -> None:
     if plan.interface is not None and (text := rendezvous.missing_interface(plan.interface)):
         fix = "network.interface of the cluster file must be the name on every compute node"
         raise UserError(f"{plan.nodes[node].name} {text}", fix=fix)
-
-
-def _meet(run_path: Path, folder: Path, plan: AttemptPlan, node: int) -> tuple[str, int]:
-    if len(plan.nodes) == 1:
-        return "", 0
-    if node > 0:
-        return rendezvous.await_published(folder, plan, lambda: newest_attempt(run_path) > plan.attempt)
-    start = plan.port or rendezvous.first_port(plan.job or os.getpid(), plan.attempt)
-    port = rendezvous.free_port(start)
-    rendezvous.publish(folder, plan.nodes[0].address, port)
-    return plan.nodes[0].address, port
 
 
 # --- the command of the ranks ---------------------------------------------------------------------------------------------

@@ -77,6 +77,20 @@ def _has_ipv6(error: OSError) -> bool:
     return error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 
+def meet(folder: Path, plan: AttemptPlan, node: int, give_up: Callable[[], bool] = lambda: False) -> tuple[str, int]:
+    """Address and port of an attempt: chosen by the first node, learnt by the others; ``("", 0)`` where there is only one node.
+
+    Raises UserError (exit 75) where no port is free, or the first node does not say one.
+    """
+    if len(plan.nodes) == 1:
+        return "", 0
+    if node > 0:
+        return await_published(folder, plan, give_up)
+    port = free_port(plan.port or first_port(plan.job or os.getpid(), plan.attempt))
+    publish(folder, plan.nodes[0].address, port)
+    return plan.nodes[0].address, port
+
+
 def publish(folder: Path, address: str, port: int) -> None:
     """Tell the other nodes where the first one listens."""
     write_durably(folder / RENDEZVOUS, json.dumps({"address": address, "port": port, "host": os.uname().nodename}) + "\n")
