@@ -196,13 +196,12 @@ def test_a_model_that_trains_whole_is_exported_whole(run: RunDir, resolved: Reso
 
 def test_few_rows(run: RunDir, resolved: Resolved, loop: Loop) -> None:
     """An evaluation of fewer sequences than an iteration takes is none, and does not wait for rows that never come."""
-    loop.rows["eval"] = 0
-    assert go(run, resolved)[0] is ExitCode.OK
-    assert (loop.config.validation.eval_iters, loop.config.validation.eval_interval) == (0, None)
-    shutil.rmtree(run.checkpoints)
-    loop.rows["train"] = 0
+    loop.rows = {"train": 0, "eval": 0}
     with pytest.raises(UserError, match="packed no sequence"):
-        go(run, resolved, 2)
+        go(run, resolved)
+    loop.rows["train"] = 40
+    assert go(run, resolved, 2)[0] is ExitCode.OK
+    assert (loop.config.validation.eval_iters, loop.config.validation.eval_interval) == (0, None)
 
 
 @pytest.mark.parametrize(("version", "says"), [("0.6.0", "has Megatron-Bridge 0.6.0"), (None, "cannot be imported")])
