@@ -79,6 +79,7 @@ def open_run(resolved: Resolved, path: Path) -> Iterator[RunDir]:
 
     for warning in resolved.warnings:
         say(f"warning: {warning}")
+    chain.check_folder(resolved, path)  # before anything is written there: it may be no run folder at all
     keep_private()
     with RunDir(path).lock():
         yield chain.open_run(resolved, path, chain.command_line())

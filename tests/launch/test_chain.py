@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from clustertune import chain, manifest
+from clustertune.cli import launchers
 from clustertune.errors import UserError
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
@@ -63,6 +64,14 @@ def test_a_command_killed_before_run_json_was_whole(tmp_path: Path, name: str, o
     resolved: Any = SimpleNamespace(as_dict=dict, fingerprint=lambda: "f", recipe=recipe)
     with contextlib.nullcontext() if ours else pytest.raises(UserError, match="is not a run folder"):
         assert chain.open_run(resolved, tmp_path, ["clustertune"]).run_json.exists()
+
+
+def test_a_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
+    """``run --run-dir .`` in the checkout left a lock there."""
+    (tmp_path / "Makefile").touch()
+    with pytest.raises(UserError, match="is not a run folder"), launchers.open_run(resolve("tiny-oasst2"), tmp_path):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir()] == ["Makefile"]
 
 
 def test_an_attempt_number_never_comes_back(tmp_path: Path) -> None:
