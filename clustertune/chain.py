@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -19,16 +20,17 @@ from typing import Any
 from clustertune import manifest, secrets
 from clustertune.checkpoint import store
 from clustertune.cluster.schema import Cluster
-from clustertune.console import say
+from clustertune.console import say, show_error
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
-from clustertune.launch import local, stack
+from clustertune.launch import image, progress
 from clustertune.launch.agent import Agent, measured
 from clustertune.launch.judge import Outcome, conclude
-from clustertune.launch.plan import AttemptPlan
+from clustertune.launch.node import ranks_command
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.megatron import inputs
 from clustertune.monitor import live
 from clustertune.recipe.schema import Push
-from clustertune.report import cost, source
+from clustertune.report import content, cost, source
 from clustertune.resolve.resolved import Resolved, is_there
 from clustertune.rundir import SCHEMA, STAGES, RunDir
 from clustertune.staging import bundle, needs
@@ -133,7 +135,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _differences(run: RunDir, resolved: Resolved) -> list[Problem]:
-    before, now = _flat(run.resolved().as_dict()), _flat(resolved.as_dict())
+    before, now = (dict(content.flatten(found.as_dict())) for found in (run.resolved(), resolved))
     may_change = ("recipe.save.", "recipe.train.save_", "train_args.save_")
     ignored = ("origins.", "derived", "distribution.", "warnings", "folder", *may_change)
     changed = sorted(
@@ -144,12 +146,6 @@ def _differences(run: RunDir, resolved: Resolved) -> list[Problem]:
         Problem(f"{before.get(k)!r} in this run, {now.get(k)!r} asked for", file=str(run.run_json), key=k) for k in changed[:10]
     ]
     return [Problem("holds a run of another recipe or other settings", file=str(run.path), fix=fix), *shown]
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}{key}.").items()}
-    return {prefix.rstrip("."): value}
 
 
 def _versions() -> dict[str, str]:
@@ -198,7 +194,7 @@ class Chain:
         if missing:
             raise UserError(f"not finished in this run: {', '.join(missing)}", key="--from", fix=f"--from {missing[0]}")
         ours = self.resolved.recipe.megatron is None and self.run.stage("train") is None and "train" in wanted
-        if ours and (problems := stack.trackers(self.resolved.train_args)):
+        if ours and (problems := image.trackers(self.resolved.train_args)):
             raise UserError(problems)
         self.run.write_own_files(self.resolved)
         for stage in wanted:
@@ -327,35 +323,67 @@ class Chain:
         return {**found, **{key: made[key] for key in tokens.SUMMARY}}
 
     def train(self) -> dict[str, Any]:
-        """All ranks on this machine, resumed from the newest whole checkpoint."""
-        newest, broken = store.newest_whole(self.run.checkpoints)
-        if newest is None or not _is_final(newest):
+        """Attempt after attempt, each from the newest whole checkpoint, as long as :meth:`may_repeat` allows another one here.
+
+        Raises UserError where the last one ended otherwise than finished, or where a job makes no progress (exit 93).
+        """
+        for earlier in itertools.count():
+            newest, broken = store.newest_whole(self.run.checkpoints)
+            if newest is not None and _is_final(newest):
+                break
+            step = newest.step if newest else 0
+            if self.job is not None:
+                progress.check(self.run.path, self.job, step)
+            if not earlier:
+                self.get_ready()
             for bad, problems in broken if self.quiet else []:  # the ranks' own messages go to their logs only
                 say(f"checkpoint {bad.path.name} is not whole and is skipped: {problems[0]}")
             cost.check(self.run, self.resolved.recipe.budget)
-            outcome = self.run_attempt(self.make_plan(self.run.new_attempt(), newest.step if newest else 0))
+            outcome = self.run_attempt(self.make_plan(self.run.new_attempt(), step))
             with contextlib.suppress(OSError, UserError):  # a page more or less
                 live.refresh(self.run.path)
-            if outcome.code is not ExitCode.OK:
-                raise UserError(outcome.problems or [self._stopped()], outcome.code)
-            source.write(self.run.read(), self.run.path)
+            if outcome.code is ExitCode.OK:
+                source.write(self.run.read(), self.run.path)
+                break
+            stopped = Problem("stopped on request after saving", file=str(self.run.path), fix="the same command continues")
+            problems = outcome.problems or [stopped]
+            if not self.may_repeat(outcome):
+                raise UserError(problems, outcome.code)
+            show_error(UserError(problems, ExitCode.AGAIN))
+            say("the next attempt begins in this allocation")
         return {"checkpoint": Path(store.find_checkpoint(self.run.path)).name}
+
+    def run_attempt(self, plan: AttemptPlan) -> Outcome:
+        """One attempt at training, from its plan to its outcome."""
+        folder = self.run.attempt(plan.attempt)
+        plan.write(folder)
+        requested = self.start(plan)
+        return conclude(folder, plan, requested=requested)
+
+    # What differs between the launchers: the nodes, and how the ranks of an attempt are started there.
+
+    @property
+    def job(self) -> str | None:
+        """The id of the job in which attempts without progress are counted; None: a person decides each time."""
+        return None
+
+    def get_ready(self) -> None:
+        """Have every node of the training ready, before its first attempt. Raises UserError."""
 
     def make_plan(self, attempt: int, from_step: int) -> AttemptPlan:
         """Who takes part in an attempt: here, all ranks on this machine."""
-        return local.local_plan(self.resolved, attempt, from_step)
+        nodes = (Node("here", "127.0.0.1"),)
+        return AttemptPlan(attempt=attempt, nodes=nodes, ranks_per_node=self.resolved.world_size, from_step=from_step)
 
-    def run_attempt(self, plan: AttemptPlan) -> Outcome:
-        """One attempt at training on this machine, from its plan to its outcome."""
-        folder = self.run.attempt(plan.attempt)
-        plan.write(folder)
-        program = local.rank_program(self.run.path, plan.attempt, quiet=self.quiet)
-        agent = Agent(self.run.path, plan, node=0)
-        agent.run(local.accelerate_command(self.run, self.resolved, program), quiet=self.quiet)
-        return conclude(folder, plan)
+    def start(self, plan: AttemptPlan) -> bool:
+        """Run the ranks of an attempt to their end. Returns whether they were asked to stop in a way that no record says."""
+        command = ranks_command(self.run, self.resolved, plan.attempt, quiet=self.quiet)
+        Agent(self.run.path, plan, node=0).run(command, quiet=self.quiet)
+        return False
 
-    def _stopped(self) -> Problem:
-        return Problem("stopped on request after saving", file=str(self.run.path), fix="the same command continues")
+    def may_repeat(self, outcome: Outcome) -> bool:  # noqa: ARG002 - of this machine's
+        """Whether another attempt makes sense here and now. On this machine a person decides."""
+        return False
 
     def export(self) -> dict[str, Any]:
         from clustertune.export.export import export

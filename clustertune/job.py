@@ -16,18 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import chain, secrets
-from clustertune.checkpoint import store
 from clustertune.cluster.schema import Cluster
-from clustertune.console import say, show_error
+from clustertune.console import say
 from clustertune.containers import pins
 from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, UserError, raise_if
 from clustertune.evaluate.servers import GIVEN, JOB, START_SECONDS, ServingJob, note_end
-from clustertune.launch import container, image, megatron, progress, serving, slurm, stack, step
+from clustertune.launch import container, image, megatron, progress, serving, slurm, step
 from clustertune.launch.agent import asked_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import Setting, environment
-from clustertune.launch.judge import Outcome, any_node_failed, conclude
+from clustertune.launch.judge import Outcome, any_node_failed
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.launch.rendezvous import first_port
 from clustertune.nccl_check import check
@@ -49,23 +48,15 @@ class JobChain(chain.Chain):
     cluster: Cluster = field(kw_only=True)
     signals: list[int] = field(default_factory=list)
     """Stop signals that this process got, in order."""
-    outcome: Outcome | None = None
 
-    def train(self) -> dict[str, Any]:
-        """Attempt after attempt in this allocation, as long as all nodes answer and a new checkpoint is reached."""
+    @property
+    def job(self) -> str:
+        return self.allocation.job_id
+
+    def get_ready(self) -> None:
+        """Look at every node, and at the links between them where the cluster file asks for that."""
         self.check_nodes()
         self.check_links()
-        while True:
-            newest, _ = store.newest_whole(self.run.checkpoints)
-            progress.check(self.run.path, self.allocation.job_id, newest.step if newest else 0)
-            self.outcome = None
-            try:
-                return super().train()
-            except UserError as error:
-                if not self._may_go_on(error):
-                    raise
-                show_error(UserError(error.problems, ExitCode.AGAIN))
-                say("the next attempt begins in this allocation")
 
     def check_nodes(self) -> None:
         """Look at every node before the ranks start, once in every start of the job. Raises UserError (exit 2 or 75)."""
@@ -94,11 +85,11 @@ class JobChain(chain.Chain):
         say(f"nccl-check, {found.seconds:.0f} s: {found.headline}")
         check.decide(found, wanted.on_fail)
 
-    def _may_go_on(self, error: UserError) -> bool:
-        """Whether another attempt makes sense here and now: no stop was requested, and every node answered."""
-        if self.outcome is None or error.code not in (ExitCode.AGAIN, ExitCode.FAILED) or self.signals:
+    def may_repeat(self, outcome: Outcome) -> bool:
+        """Whether no stop was requested, and every node answered."""
+        if outcome.code not in (ExitCode.AGAIN, ExitCode.FAILED) or self.signals:
             return False
-        return not self.outcome.asked and not self.outcome.nodes_gone and self.still_mine()
+        return not outcome.asked and not outcome.nodes_gone and self.still_mine()
 
     def still_mine(self) -> bool:
         """Whether no later start of this job works in the run folder."""
@@ -166,7 +157,7 @@ class JobChain(chain.Chain):
             self.cluster.model_copy(update={"container": container_.model_copy(update={"image": container_.vllm})}),
             binds=[*container.places_of(self.resolved, self.run.path), self.base_folder()],
             nodes=len(nodes),
-            cpus=_cpus(self.allocation, os.environ),
+            cpus=step.requested_cpus(os.environ) or self.allocation.cpus_per_node,
             gpus=bool(self.allocation.gpus_per_node),
             environ=os.environ,
             options=[f"--nodelist={','.join(nodes)}"],
@@ -202,17 +193,15 @@ class JobChain(chain.Chain):
             port=first_port(self.allocation.job_id, attempt),
         )
 
-    def run_attempt(self, plan: AttemptPlan) -> Outcome:
+    def start(self, plan: AttemptPlan) -> bool:
         """One attempt as one step of the job."""
         folder = self.run.attempt(plan.attempt)
-        plan.write(folder)
         command = step_command(self.resolved, self.run.path, plan.attempt, self.cluster, self.allocation)
         say(f"attempt {plan.attempt}: {plan.world_size} ranks on {', '.join(node.name for node in plan.nodes)}")
         contained = self.cluster.container.runtime in container.RUNTIMES
         ask = asked_file(folder).touch if contained else None
         step.run_step(command, self.signals, self.still_mine, lambda: any_node_failed(folder, plan), ask)
-        self.outcome = conclude(folder, plan, requested=bool(self.signals))
-        return self.outcome
+        return bool(self.signals)
 
 
 def step_command(
@@ -229,17 +218,10 @@ def step_command(
         megatron.of_training(resolved, cluster),
         binds=container.places_of(resolved, run_path),
         nodes=len(allocation.nodes),
-        cpus=_cpus(allocation, environ),
+        cpus=step.requested_cpus(environ) or allocation.cpus_per_node,
         gpus=bool(allocation.gpus_per_node),
         environ=environ,
     )
-
-
-def _cpus(allocation: Allocation, environ: Mapping[str, str]) -> int | None:
-    """CPUs of a step's task on each node. Slurm gives whole cores: a job that asked for one CPU has two, and srun warns of a
-    step that wants both."""
-    requested = environ.get("SLURM_CPUS_PER_TASK", "")
-    return int(requested) if requested.isdigit() else allocation.cpus_per_node
 
 
 def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
@@ -247,37 +229,37 @@ def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
 
     Once in every start of the job: what is missing is reported before hours of preparation. Raises UserError.
     """
-    found, notes = image.look(cluster.container)
-    if found is None:
+    gpus = bool(allocation.gpus_per_node)
+
+    def look(of: Cluster) -> tuple[image.Image, list[str], image.Stack] | None:
+        """The image of a cluster, what to warn of, and what it has installed. Raises UserError where it does not start."""
+        found, notes = image.look(of.container)
+        if found is None:
+            return None
+        command, binds = [sys.executable, "-m", image.MODULE], [run.path.resolve()]
+        started = step.on_first_node(command, of, binds=binds, host=allocation.nodes[0], gpus=gpus, environ=os.environ)
+        return found, notes, image.ask(started, found.image)
+
+    if (looked := look(cluster)) is None:
         return
-    pinned, seen = pins.read(), _inventory(run, cluster, allocation, found.image)
-    problems, warnings = stack.judge(seen, pinned, found.image, stack.oldest_python())
-    problems += stack.lacking(seen, run.resolved().train_args, found.image, gpus=bool(allocation.gpus_per_node))
-    for text in (*notes, image.changed(run.read().get("container"), found), *warnings):
-        if text:
-            say(f"warning: {text}")
+    (found, notes, seen), pinned, resolved = looked, pins.read(), run.resolved()
+    problems, warnings = image.judge(seen, pinned, found.image)
+    problems += image.lacking(seen, resolved.train_args, found.image, gpus=gpus)
+    for text in filter(None, (*notes, image.changed(run.read().get("container"), found), *warnings)):
+        say(f"warning: {text}")
     raise_if(problems)
     say(f"container: {found.image}, sha256 {(found.sha256 or 'unknown')[:16]}, Python {seen.python}")
-    run.update(container={**found.as_json(), **stack.record(seen, pinned)})
-    inner = megatron.of_training(run.resolved(), cluster)
-    if inner is cluster:
+    run.update(container={**found.as_json(), **image.record(seen, pinned)})
+    inner = megatron.of_training(resolved, cluster)
+    if inner is cluster or (looked := look(inner)) is None:  # the ranks of a Megatron recipe run in another image
         return
-    found, notes = image.look(inner.container)  # the ranks of a Megatron recipe run in another image
-    assert found is not None  # both images are named where one is
-    seen = _inventory(run, inner, allocation, found.image)
+    found, notes, seen = looked
     for text in notes:
         say(f"warning: {text}")
     raise_if(megatron.judge(seen, found.image))
     versions = {name: seen.packages[name] for name in megatron.NEEDED}
     say(f"container of the ranks: {found.image}, Megatron-Bridge {versions['megatron-bridge']}")
     run.update(megatron_container={**found.as_json(), "python": seen.python, "packages": versions})
-
-
-def _inventory(run: RunDir, cluster: Cluster, allocation: Allocation, name: str) -> stack.Stack:
-    """What the cluster's image, ``name``, has installed. Raises UserError where it does not start."""
-    command, gpus = [sys.executable, "-m", stack.MODULE], bool(allocation.gpus_per_node)
-    binds, host = [run.path.resolve()], allocation.nodes[0]
-    return stack.ask(step.on_first_node(command, cluster, binds=binds, host=host, gpus=gpus, environ=os.environ), name)
 
 
 def run(

@@ -12,11 +12,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -32,18 +30,9 @@ from clustertune.chain import Chain
 from clustertune.checkpoint import store
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import local, progress, rendezvous, torchrun
-from clustertune.launch.agent import (
-    POLL_SECONDS,
-    Agent,
-    launcher_pid_file,
-    log_file,
-    monitored,
-    rank_pids,
-    read_anew,
-    signal_ranks,
-)
-from clustertune.launch.judge import Outcome, conclude, judge
+from clustertune.launch import node, progress, rendezvous
+from clustertune.launch.agent import Agent, await_object, await_records, launcher_pid_file, log_file, monitored
+from clustertune.launch.judge import Outcome, conclude, how_ended, judge
 from clustertune.launch.plan import OUTCOME, AttemptPlan, Node, newest_attempt
 from clustertune.manifest import write_durably
 from clustertune.process import handled
@@ -105,7 +94,9 @@ def train_loop(config: dict[str, Any]) -> None:
     folder = run.attempt(attempt)
     own = Node(os.uname().nodename, ray.util.get_node_ip_address())
     write_durably(folder / f"worker-{rank}.json", json.dumps(asdict(own)) + "\n")
-    rendezvous = broadcast_from_rank_zero(_agree_on_port(run, attempt, config, context.get_world_size()) if rank == 0 else None)
+    address, port = broadcast_from_rank_zero(
+        _agree_on_port(run, attempt, config, context.get_world_size()) if rank == 0 else None
+    )
     plan = AttemptPlan.read(folder)
     agent = RankAgent(run.path, plan, rank)
     environment = {
@@ -114,13 +105,13 @@ def train_loop(config: dict[str, Any]) -> None:
         "LOCAL_RANK": str(context.get_local_rank()),
         "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
         "GROUP_RANK": str(context.get_node_rank()),
-        "MASTER_ADDR": str(rendezvous["address"]),
-        "MASTER_PORT": str(rendezvous["port"]),
-        **torchrun.network_environment(torchrun.interface_to(str(rendezvous["address"]))[1]),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        **rendezvous.network_environment(rendezvous.interface_to(address)[1]),
     }
-    program = local.rank_program(run.path, attempt, quiet=bool(config["quiet"]))
+    program = node.rank_program(run.path, attempt, quiet=bool(config["quiet"]))
     agent.run_rank([sys.executable, "-m", "clustertune", *program], environment, Path(config["stop"]), quiet=config["quiet"])
-    torchrun.await_nodes(run.path, plan)
+    await_records(run.path, plan, range(len(plan.nodes)))
     outcome = conclude(folder, plan) if rank == 0 else judge(folder, plan)
     if outcome.code is ExitCode.FAILED or (outcome.code is ExitCode.AGAIN and not outcome.asked):
         raise RankFailed("; ".join(str(problem) for problem in outcome.problems))
@@ -148,7 +139,7 @@ def _newest_step(run: RunDir) -> int:
     return newest.step if newest else 0
 
 
-def _agree_on_port(run: RunDir, attempt: int, config: dict[str, Any], world_size: int) -> dict[str, Any]:
+def _agree_on_port(run: RunDir, attempt: int, config: dict[str, Any], world_size: int) -> tuple[str, int]:
     """Write the plan as soon as every worker has reported its node, and choose the rendezvous: on this node."""
     folder = run.attempt(attempt)
     nodes = tuple(_await_worker(folder / f"worker-{rank}.json") for rank in range(world_size))
@@ -157,62 +148,45 @@ def _agree_on_port(run: RunDir, attempt: int, config: dict[str, Any], world_size
     plan.write(folder)
     port = rendezvous.free_port(rendezvous.first_port(os.getpid(), attempt))
     rendezvous.publish(folder, nodes[0].address, port)
-    return {"address": nodes[0].address, "port": port}
+    return nodes[0].address, port
 
 
 def _await_worker(path: Path, seconds: float = 300) -> Node:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if body := read_anew(path):
-            return Node(**body)
-        time.sleep(POLL_SECONDS)
+    if body := await_object(path, seconds):
+        return Node(**body)
     raise RankFailed(f"{path}: not there within {seconds:.0f} s -> is the run folder on storage that all nodes see?")
 
 
 class RankAgent(Agent):
     """One rank, started by a worker of Ray: a thread of a process that is not ours, where no signal can be handled."""
 
+    stop: Path
+    """Once it is there, the rank is asked to save and stop."""
+
     def run_rank(self, command: list[str], environment: dict[str, str], stop: Path, *, quiet: bool) -> ExitCode:
         """Run the rank to its end and leave ``node-N.json``. Once the file ``stop`` is there, it is asked to save and stop.
 
         The rank dies with this thread: it finds its parent in ``node-N.pid`` and asks the kernel for it.
         """
+        self.stop = stop
         launcher_pid_file(self.folder, self.node).write_text(f"{os.getpid()}\n")
         shown = self.folder / PROGRESS if self.node == 0 and not quiet else log_file(self.folder, self.node)
         with log_file(self.folder, self.node).open("ab") as log, shown.open("ab") as out:
-            child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, **environment, "PYTHONFAULTHANDLER": "1"},
-            )
-        ended = threading.Event()
-        threading.Thread(target=self._pass_stop_on, args=(child, stop, ended), daemon=True).start()
+            child = self._start(command, out, log, environment)
         try:
             first = environment.get("LOCAL_RANK") == "0"
             with monitored(self.run_path, self.plan, self.node, of_run=self.node == 0) if first else contextlib.nullcontext():
                 code = self._watch(child)
         finally:
-            ended.set()
             child.kill()
             child.wait()
         if code < 0 and not self.problems and not self.received:  # elsewhere torch's launcher tells
-            name = signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else f"signal {-code}"
-            cause = ": out of memory, kill -9, or a node fault" if -code == signal.SIGKILL else ""
-            text = f"{self.plan.where(self.node)} failed first: ended by {name}{cause}"
+            text = f"{self.plan.where(self.node)} failed first: {how_ended(-code)}"
             self.problems.append(Problem(text, file=str(self.folder)))
         return self._leave_record(code)
 
-    def _pass_stop_on(self, child: subprocess.Popen[bytes], stop: Path, ended: threading.Event) -> None:
-        while not ended.wait(1.0):
-            if stop.exists():
-                self.received.append(signal.SIGUSR1)
-                if not rank_pids(self.folder, self.plan, self.node):  # nothing to save before it is up
-                    child.kill()
-                signal_ranks(self.folder, self.plan, self.node, signal.SIGUSR1)
-                return
+    def _asked(self) -> Path:
+        return self.stop
 
 
 # --- in the driver -----------------------------------------------------------------------------------------------------
@@ -263,9 +237,13 @@ class RayChain(Chain):
     max_failures: int = -1
     """How often Ray may start the workers again; -1: as long as there is progress."""
     use_gpu: bool = False
-    job: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
-    """Attempts without progress are counted within one call."""
+    call: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     received: list[int] = field(default_factory=list)
+
+    @property
+    def job(self) -> str:
+        """Attempts without progress are counted within one call."""
+        return self.call
 
     def train_is_due(self) -> bool:
         """Whether the training is still to be done: only then is Ray needed."""

@@ -15,11 +15,12 @@ from clustertune.cluster.load import argument, load_cluster
 from clustertune.cluster.schema import Cluster
 from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import cluster_paths, container, image, megatron, serving, shape, signal_margin, stack
+from clustertune.launch import cluster_paths, container, image, megatron, serving, shape, signal_margin
 from clustertune.launch import submit as launch
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import Setting, environment
 from clustertune.launch.plan import newest_attempt
+from clustertune.megatron import settings, shown
 from clustertune.plan.schedule import check_schedule_end
 from clustertune.resolve.models import find_obstacles
 from clustertune.resolve.resolved import Resolved, expand_home, is_there
@@ -108,12 +109,14 @@ class Submission:
     def find_problems(self, dry_run: bool) -> list[Problem]:
         """Everything that keeps this from being submitted, at once."""
         problems = shape.find_problems(self.resolved, self.machine) if self.trains else []
-        problems += megatron.find_problems(self.resolved, self.machine) + self._megatron_problems()
+        problems += megatron.find_problems(self.resolved, self.machine)
+        if self.resolved.recipe.megatron is not None:
+            problems += settings.find_problems(self.resolved)
         problems += find_obstacles(self.resolved) + self._base_problems()
         wrong = bundle.find_problems(self.resolved)
         problems += wrong
         if self.trains and self.machine.container.runtime == "none" and self.resolved.recipe.megatron is None:
-            problems += stack.trackers(self.resolved.train_args)
+            problems += image.trackers(self.resolved.train_args)
         if self.trains:
             minutes = shape.train_shape(self.resolved, self.machine).minutes
             problems += signal_margin.find_problems(self.margin, minutes, file=self.resolved.name)
@@ -153,14 +156,6 @@ class Submission:
             if known is not None and token is not None and token not in known:
                 found.append(Problem(f"{token!r} is not in the tokenizer's vocabulary", key=f"train.{key}", fix=fix))
         return found
-
-    def _megatron_problems(self) -> list[Problem]:
-        """What of the recipe Megatron-Bridge does not do."""
-        if self.resolved.recipe.megatron is None:
-            return []
-        from clustertune.megatron import settings
-
-        return settings.find_problems(self.resolved)
 
     def _image_problems(self) -> list[Problem]:
         """An image that is not what its sum says, or cannot be shown the run; returns what it is."""
@@ -233,7 +228,7 @@ class Submission:
             document["evaluation"] = serving.evaluation(self.resolved, self.machine).as_json()
             document["job_environment"] = [vars(setting) for setting in self.variables]
             if self.resolved.recipe.megatron is not None:
-                document["megatron"] = self._megatron()
+                document["megatron"] = shown.document(self.resolved, self.machine, self.path)
             emit_json({**document, "environment": settings, "node_command": command, "warnings": self.warnings()})
             return
         for line in self.lines() if verbose else self.summary():
@@ -276,7 +271,7 @@ class Submission:
             found += ["# environment of every rank", *(f"{s['name']}={s['value']}  # {s['reason']}" for s in settings)]
             found += ["# on the nodes, for each attempt", f"$ {shlex.join(command)}"]
             if self.resolved.recipe.megatron is not None:
-                found += self._megatron_lines()
+                found += shown.lines(self.resolved, self.machine, self.path)
         return found
 
     def _signal(self) -> str:
@@ -293,16 +288,6 @@ class Submission:
             if ours
         ]
         return ["", *lines] if lines else []
-
-    def _megatron(self) -> dict[str, Any]:
-        from clustertune.megatron import shown
-
-        return shown.document(self.resolved, self.machine, self.path)
-
-    def _megatron_lines(self) -> list[str]:
-        from clustertune.megatron import shown
-
-        return shown.lines(self.resolved, self.machine, self.path)
 
     def send(self, as_json: bool) -> None:
         """Submit, or say why not."""

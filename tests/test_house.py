@@ -41,7 +41,7 @@ ORDER = (
     ("monitor",),
     ("push",),
     ("chain", "rank", "summary"),
-    ("job", "launched", "raytrain", "sweep", "draft"),
+    ("job", "torchrun", "raytrain", "sweep", "draft"),
     ("submission",),
     ("bench",),
     ("arguments",),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from clustertune import chain, job
+from clustertune import chain, job, manifest
 from clustertune.cluster.schema import Container, Doctor, Storage
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import judge, progress, slurm
@@ -33,92 +33,93 @@ def links_of(run: Path, restart: int = 0) -> job.JobChain:
     )
     plain = {"container": Container(), "doctor": Doctor(preflight=False), "nccl_check": None, "storage": Storage()}
     cluster: Any = SimpleNamespace(name="here", model_dump=lambda mode: {}, **plain)
-    recipe = SimpleNamespace(staged=None, model=SimpleNamespace(path=None))
+    recipe = SimpleNamespace(staged=None, budget=None, model=SimpleNamespace(path=None))
     resolved: Any = SimpleNamespace(name="r", world_size=2, recipe=recipe, inputs={}, folder=str(chain.ROOT / "recipes/r"))
     return job.JobChain(RunDir(run), resolved, allocation=allocation, cluster=cluster)
 
 
 @pytest.fixture
-def outcomes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     """Attempts that end as given; returns the list in which they are counted."""
+    (tmp_path / "run.json").write_text("{}")
+    monkeypatch.setattr(chain.source, "write", lambda body, path: None)
+    monkeypatch.setattr(job.JobChain, "make_plan", lambda self, attempt, step: attempt)
 
     def give(*given: Outcome) -> list[int]:
         counted: list[int] = []
 
-        def train(self: job.JobChain) -> dict[str, Any]:
-            self.outcome = given[len(counted)]
-            counted.append(1)
-            if self.outcome.code is ExitCode.OK:
-                return {"checkpoint": "step-000008"}
-            raise UserError(self.outcome.problems or [Problem("stopped as asked")], self.outcome.code)
+        def run_attempt(self: job.JobChain, attempt: int) -> Outcome:
+            counted.append(attempt)
+            outcome = given[len(counted) - 1]
+            if outcome.code is ExitCode.OK:
+                folder = self.run.checkpoints / "step-000008"
+                folder.mkdir(parents=True)
+                manifest.seal(folder, "checkpoint", {"step": 8, "final": True})
+            return outcome
 
-        monkeypatch.setattr(chain.Chain, "train", train)
+        monkeypatch.setattr(job.JobChain, "run_attempt", run_attempt)
         return counted
 
     return give
 
 
-def test_a_killed_rank_begins_again_in_the_same_allocation(tmp_path: Path, outcomes: Callable[..., list[int]]) -> None:
-    """Back in the queue the job might wait for days."""
-    counted = outcomes(KILLED, Outcome(ExitCode.FAILED, [Problem("NCCL")]), Outcome(ExitCode.OK))
+def test_a_killed_rank_begins_again_in_the_same_allocation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempts: Callable[..., list[int]]
+) -> None:
+    """Back in the queue the job might wait for days. Each time it is asked whether the job gets anywhere."""
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(progress, "check", lambda path, job, step: asked.append((job, step)))
+    counted = attempts(KILLED, Outcome(ExitCode.FAILED, [Problem("NCCL")]), Outcome(ExitCode.OK))
     with progress.taken_over(RunDir(tmp_path), "7", 0, lambda job: False):
         assert links_of(tmp_path).train() == {"checkpoint": "step-000008"}
-    assert len(counted) == 3
+        assert links_of(tmp_path).train() == {"checkpoint": "step-000008"}, "nothing is left to train"
+    assert counted == [1, 2, 3] and asked == [("7", 0)] * 3
 
 
 @pytest.mark.parametrize(
-    "outcome",
+    ("outcome", "signals"),
     [
-        Outcome(ExitCode.AGAIN, asked=True),
-        Outcome(ExitCode.AGAIN, [Problem("gpu-b ended without a word")], nodes_gone=("gpu-b",)),
-        Outcome(ExitCode.STOP, [Problem("not finite")]),
-        Outcome(ExitCode.STORAGE, [Problem("full")]),
-        Outcome(ExitCode.CONFIG, [Problem("no interface")]),
+        (Outcome(ExitCode.AGAIN, asked=True), []),
+        (Outcome(ExitCode.AGAIN, [Problem("gpu-b ended without a word")], nodes_gone=("gpu-b",)), []),
+        (Outcome(ExitCode.STOP, [Problem("not finite")]), []),
+        (Outcome(ExitCode.STORAGE, [Problem("full")]), []),
+        (Outcome(ExitCode.CONFIG, [Problem("no interface")]), []),
+        (KILLED, [signal.SIGUSR1]),  # while it saved: the time that is left is no time for a new attempt
     ],
 )
-def test_what_another_attempt_here_would_not_mend(tmp_path: Path, outcomes: Callable[..., list[int]], outcome: Outcome) -> None:
-    counted = outcomes(outcome, Outcome(ExitCode.OK))
+def test_what_another_attempt_here_would_not_mend(
+    tmp_path: Path, attempts: Callable[..., list[int]], outcome: Outcome, signals: list[int]
+) -> None:
+    counted, links = attempts(outcome, Outcome(ExitCode.OK)), links_of(tmp_path)
+    links.signals += signals
     with pytest.raises(UserError) as caught:
-        links_of(tmp_path).train()
-    assert caught.value.code is outcome.code and len(counted) == 1
-
-
-def test_no_attempt_after_a_warning(tmp_path: Path, outcomes: Callable[..., list[int]]) -> None:
-    """The rank was killed while it saved: the time that is left is no time for a new attempt."""
-    counted = outcomes(KILLED, Outcome(ExitCode.OK))
-    links = links_of(tmp_path)
-    links.signals.append(signal.SIGUSR1)
-    with pytest.raises(UserError):
         links.train()
-    assert len(counted) == 1
+    assert caught.value.code is outcome.code and counted == [1]
 
 
-def end_of(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-    signals: list[int],
-    state: dict[str, str] | None = None,
-) -> list[str]:
-    """The jobs that are requeued when the chain ends in ``error`` after ``signals``."""
-    requeued: list[str] = []
-    monkeypatch.setattr(slurm, "requeue", requeued.append)
-    monkeypatch.setattr(slurm, "show_job", lambda job: state)
-    monkeypatch.setattr(slurm, "is_running", lambda job: False, raising=False)
+@pytest.fixture
+def requeued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The jobs that go back into the queue."""
+    found: list[str] = []
+    monkeypatch.setattr(slurm, "requeue", found.append)
+    monkeypatch.setattr(slurm, "is_running", lambda job: job == "6")
     monkeypatch.setattr(job.signal, "signal", lambda *words: None)
-    quiet: Any = SimpleNamespace(update=lambda **values: None, describe=lambda *parts: 1, path=tmp_path)
+    return found
+
+
+def run_job(path: Path, error: type[BaseException] = UserError, match: str | None = None) -> None:
+    """The program of a job, which ends with ``error``."""
+    links = links_of(path)
+    with pytest.raises(error, match=match):
+        job.run(links.resolved, links.cluster, links.allocation, path, ("prepare", "export"), [])
+
+
+def chain_ends(monkeypatch: pytest.MonkeyPatch, path: Path, end: Callable[[job.JobChain], None]) -> None:
+    """The stages of every job end as ``end`` does."""
+    quiet: Any = SimpleNamespace(update=lambda **values: None, describe=lambda *parts: 1, path=path)
     monkeypatch.setattr(chain, "open_run", lambda resolved, path, command: quiet)
     monkeypatch.setattr(chain, "keep_forecast", lambda *words: None)
-
-    def go(self: job.JobChain, *stages: str) -> None:
-        self.signals += signals
-        raise error
-
-    monkeypatch.setattr(job.JobChain, "go", go)
-    links = links_of(tmp_path)
-    with pytest.raises(type(error)):
-        job.run(links.resolved, links.cluster, links.allocation, tmp_path, ("prepare", "export"), [])
-    return requeued
+    monkeypatch.setattr(job.JobChain, "go", lambda self, *stages: end(self))
 
 
 ENDED = UserError("stopped as asked", ExitCode.AGAIN)
@@ -148,34 +149,36 @@ OUT_OF_TIME = {"JobState": "COMPLETING", "Reason": "TimeLimit"}
 def test_who_goes_back_into_the_queue(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    requeued: list[str],
     error: BaseException,
     signals: list[int],
     state: dict[str, str] | None,
     again: bool,
 ) -> None:
     """A cancelled job is not brought back; a decision is not tried again; all else continues."""
-    assert end_of(tmp_path, monkeypatch, error, signals, state) == (["7"] if again else [])
+
+    def end(links: job.JobChain) -> None:
+        links.signals += signals
+        raise error
+
+    monkeypatch.setattr(slurm, "show_job", lambda job: state)
+    chain_ends(monkeypatch, tmp_path, end)
+    run_job(tmp_path, type(error))
+    assert requeued == (["7"] if again else [])
 
 
-def test_a_start_that_was_followed_by_another_requeues_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_was_followed_by_another_requeues_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requeued: list[str]
+) -> None:
     """It would pull the job from under the feet of its own successor."""
 
-    def another_start(self: job.JobChain, *stages: str) -> None:
+    def another_start(_: job.JobChain) -> None:
         monkeypatch.setattr(progress, "WAIT_SECONDS", 0.0)
         with progress.taken_over(RunDir(tmp_path), "7", 1, lambda job: False):
-            pass
-        raise ENDED
+            raise ENDED
 
-    monkeypatch.setattr(job.JobChain, "go", another_start)
-    requeued: list[str] = []
-    monkeypatch.setattr(slurm, "requeue", requeued.append)
-    monkeypatch.setattr(slurm, "is_running", lambda job: False, raising=False)
-    quiet: Any = SimpleNamespace(update=lambda **values: None, describe=lambda *parts: 1, path=tmp_path)
-    monkeypatch.setattr(chain, "open_run", lambda resolved, path, command: quiet)
-    monkeypatch.setattr(chain, "keep_forecast", lambda *words: None)
-    links = links_of(tmp_path)
-    with pytest.raises(UserError):
-        job.run(links.resolved, links.cluster, links.allocation, tmp_path, ("prepare", "export"), [])
+    chain_ends(monkeypatch, tmp_path, another_start)
+    run_job(tmp_path)
     assert requeued == []
 
 
@@ -213,66 +216,54 @@ def test_every_stage_runs_in_the_container_of_the_cluster(tmp_path: Path, monkey
     assert caught.value.code is ExitCode.CONFIG
 
 
-@pytest.mark.parametrize("where", ["lease", "run folder"])
-def test_a_warning_before_the_first_stage_is_heeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+@pytest.mark.parametrize("where", [(RunDir, "lock"), (chain, "open_run")])
+def test_a_warning_before_the_first_stage_is_heeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requeued: list[str], where: tuple[Any, str]
+) -> None:
     """A job that is preempted in its first seconds must not end as failed."""
 
     def warned(*words: Any) -> Any:
         raise Stopped("SIGUSR1")
 
-    requeued: list[str] = []
-    monkeypatch.setattr(slurm, "requeue", requeued.append)
-    monkeypatch.setattr(job.signal, "signal", lambda *words: None)
-    if where == "lease":
-        monkeypatch.setattr(RunDir, "lock", warned)
-    else:
-        monkeypatch.setattr(chain, "open_run", warned)
-    links = links_of(tmp_path)
-    with pytest.raises(Stopped):
-        job.run(links.resolved, links.cluster, links.allocation, tmp_path, ("prepare", "export"), [])
+    monkeypatch.setattr(*where, warned)
+    run_job(tmp_path, Stopped)
     assert requeued == ["7"]
 
 
 @pytest.mark.parametrize("by", ["job 6", "process"])
-def test_a_job_refused_for_another_is_not_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+def test_a_job_refused_for_another_is_not_requeued(tmp_path: Path, requeued: list[str], by: str) -> None:
     """It would come again and again for as long as the other job, or a person's command, works there."""
-    requeued: list[str] = []
-    monkeypatch.setattr(slurm, "requeue", requeued.append)
-    monkeypatch.setattr(slurm, "is_running", lambda job: job == "6")
-    links = links_of(tmp_path)
     run = RunDir(tmp_path)
-    other = progress.taken_over(run, "6", 0, lambda job: False) if by == "job 6" else run.lock()
-    with other, pytest.raises(UserError, match=f"{by}.* works"):
-        job.run(links.resolved, links.cluster, links.allocation, tmp_path, ("prepare", "export"), [])
+    with progress.taken_over(run, "6", 0, lambda job: False) if by == "job 6" else run.lock():
+        run_job(tmp_path, match=f"{by}.* works")
     assert requeued == []
 
 
-def test_a_task_of_an_array_is_requeued_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_of_an_array_is_requeued_alone(tmp_path: Path, requeued: list[str]) -> None:
     """One task has the id of the whole array: by that ``scontrol requeue`` takes all tasks (seen on 22.05)."""
-    requeued: list[str] = []
-    monkeypatch.setattr(slurm, "requeue", requeued.append)
-    monkeypatch.setattr(job.signal, "signal", lambda *words: None)
-    allocation = replace(links_of(tmp_path).allocation, array_job="7", array_task=2)
-    job._requeue(allocation, tmp_path, [signal.SIGUSR1])
+    job._requeue(replace(links_of(tmp_path).allocation, array_job="7", array_task=2), tmp_path, [signal.SIGUSR1])
     assert requeued == ["7_2"]
 
 
 @pytest.mark.parametrize(("state", "again"), [("RUNNING", True), ("COMPLETING", False)])
 def test_a_controller_that_is_away_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], state: str, again: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    requeued: list[str],
+    state: str,
+    again: bool,
 ) -> None:
     """It is restarted now and then; a job that was cancelled meanwhile does not come back."""
-    answers = iter([slurm.Unreachable("down", ExitCode.AGAIN), slurm.Unreachable("down", ExitCode.AGAIN), None])
-    requeued: list[str] = []
+    away = [slurm.Unreachable("down", ExitCode.AGAIN)] * 2
 
     def requeue(number: str) -> None:
-        if (error := next(answers)) is not None:
-            raise error
+        if away:
+            raise away.pop()
         requeued.append(number)
 
     monkeypatch.setattr(slurm, "requeue", requeue)
     monkeypatch.setattr(slurm, "show_job", lambda number: {"JobState": state})
-    monkeypatch.setattr(job.signal, "signal", lambda *words: None)
     monkeypatch.setattr(job, "ASK_SECONDS", 0.01)
     job._requeue(links_of(tmp_path).allocation, tmp_path, [signal.SIGUSR1])
     assert requeued == (["7"] if again else [])
@@ -296,7 +287,5 @@ def test_a_full_disk_does_not_hide_what_an_attempt_had_to_tell(tmp_path: Path, m
 def test_a_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
     """``--run-dir .`` in the checkout left a lock and an owner there, and so did a job in a run of another recipe."""
     (tmp_path / "Makefile").touch()
-    links = links_of(tmp_path)
-    with pytest.raises(UserError, match="is not a run folder"):
-        job.run(links.resolved, links.cluster, links.allocation, tmp_path, ("prepare", "export"), [])
+    run_job(tmp_path, match="is not a run folder")
     assert [entry.name for entry in tmp_path.iterdir()] == ["Makefile"]

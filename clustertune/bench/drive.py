@@ -160,14 +160,13 @@ def _on_nodes(made: chain.Chain, order: Path, plan: AttemptPlan) -> list[str]:
     command = peer.node_command(order)
     if not isinstance(made, job.JobChain):
         return command
-    requested = os.environ.get("SLURM_CPUS_PER_TASK", "")
     binds = container.places_of(made.resolved, made.run.path)
     return step.in_step(
         command,
         made.cluster,
         binds=[*binds, order.parent],
         nodes=len(plan.nodes),
-        cpus=int(requested) if requested.isdigit() else made.allocation.cpus_per_node,
+        cpus=step.requested_cpus(os.environ) or made.allocation.cpus_per_node,
         gpus=bool(made.allocation.gpus_per_node),
         environ=os.environ,
     )

@@ -29,7 +29,8 @@ from typing import Any
 from clustertune import secrets
 from clustertune.chain import visible_gpus
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import binding, local, rendezvous
+from clustertune.launch import binding, rendezvous
+from clustertune.launch.node import accelerate_command
 from clustertune.launch.plan import AttemptPlan
 from clustertune.process import die_with_parent
 from clustertune.resolve.distribution import mixed_precision
@@ -113,15 +114,10 @@ def run_node(order: Path, node: int) -> int:
     """Run this node's ranks to their end. Returns the launcher's exit code. Raises UserError."""
     folder, record = order.parent.absolute(), json.loads(order.read_text())
     run, plan = RunDir(Path(record["run"])), AttemptPlan.read(folder)
-    address, port = "", 0
-    if len(plan.nodes) > 1 and node > 0:
-        address, port = rendezvous.await_published(folder, plan, lambda: False)
-    elif len(plan.nodes) > 1:
-        address, port = plan.nodes[0].address, rendezvous.free_port(plan.port or rendezvous.first_port(os.getpid(), 1))
-        rendezvous.publish(folder, address, port)
+    address, port = rendezvous.meet(folder, plan, node)
     arguments = [str(folder / SETTINGS), str(folder)]
     turns = json.loads((folder / SETTINGS).read_bytes())["schedule"].get("turns")
-    command = local.accelerate_command(run, run.resolved(), arguments, plan, node, address, port, start=record["start"])
+    command = accelerate_command(run, run.resolved(), arguments, plan, node, address, port, start=record["start"])
     # The model is a folder; the user's tokens are none of another program's business.
     known = {key: value for key, value in os.environ.items() if key not in secrets.SECRET}
     with (folder / f"node-{node}.{LOG}").open("ab") as log:

@@ -48,7 +48,7 @@ from clustertune.cli import stage as stage_commands
 from clustertune.cli import sweep as sweep_commands
 from clustertune.console import emit_json, say
 from clustertune.errors import Problem, UserError, raise_if
-from clustertune.rundir import STAGES, RunDir, keep_private
+from clustertune.rundir import STAGES, RunDir
 
 if TYPE_CHECKING:
     from clustertune.resolve.resolved import Resolved
@@ -208,14 +208,12 @@ def run(
     below = cluster_paths.enter_local()
     path = run_dir or chain.default_run_dir(resolved, below)
     _check_before_anything_is_made(resolved, path, stages)
-    for warning in resolved.warnings:
-        say(f"warning: {warning}")
     if dry_run:
+        for warning in resolved.warnings:
+            say(f"warning: {warning}")
         _show_plan(resolved, path, stages, as_json)
         return
-    keep_private()
-    with RunDir(path).lock():
-        opened = chain.open_run(resolved, path, chain.command_line())
+    with launchers.open_run(resolved, path) as opened:
         chain.keep_forecast(opened, resolved)
         links = chain.Chain(opened, resolved, quiet=as_json)
         links.go(first, last)
@@ -235,9 +233,9 @@ def _check_before_anything_is_made(resolved: Resolved, path: Path, stages: tuple
 
 def _show_plan(resolved: Resolved, path: Path, stages: tuple[str, ...], as_json: bool) -> None:
     """What ``run`` would do: its folder, its stages, and the launcher's command."""
-    from clustertune.launch.local import accelerate_command
+    from clustertune.launch.node import ranks_command
 
-    command = accelerate_command(RunDir(path), resolved, ["train", "--run-dir", str(path.resolve()), "--attempt", "1"])
+    command = ranks_command(RunDir(path), resolved, 1)
     if as_json:
         emit_json({"run_dir": str(path), "stages": list(stages), "train": command})
         return

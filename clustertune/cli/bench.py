@@ -334,10 +334,10 @@ def _tell(body: dict[str, Any], path: Path) -> None:
 def _show(bench: Bench, args: BenchArguments, cluster: Cluster) -> None:
     """What would be run: folder, steps, command, and what the planner says about it."""
     from clustertune.bench import result
-    from clustertune.launch.local import accelerate_command, rank_program
+    from clustertune.launch.node import ranks_command
 
     run, schedule = RunDir(args.request.run_path), args.request.schedule
-    command = accelerate_command(run, bench.measured, rank_program(run.path, 1, quiet=False))
+    command = ranks_command(run, bench.measured, 1)
     plan, why = result.predict(bench.whole, cluster, bench.lengths)
     body = {
         "run_dir": str(run.path),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ from clustertune import console
 from clustertune.arguments import AsJson, Overrides, RecipeArgument, Tiny, path_option
 from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
+from clustertune.rundir import RunDir, keep_private
 
 if TYPE_CHECKING:
     from clustertune.resolve.resolved import Resolved
@@ -45,8 +47,7 @@ def torchrun_node(
     as_json: AsJson = False,
 ) -> None:
     """Take part in a run as one node: launch/torchrun.sh calls this, once on each node."""
-    from clustertune import launched
-    from clustertune.chain import default_run_dir
+    from clustertune import chain, torchrun
     from clustertune.launch import cluster_paths
 
     if node_rank >= nodes:
@@ -54,33 +55,34 @@ def torchrun_node(
         raise UserError(text, file="command line", key="--node-rank")
     resolved, each = resolve_for_nodes(recipe, overrides or [], tiny=tiny, nodes=nodes, ranks_per_node=ranks_per_node)
     below = cluster_paths.enter_local()
-    path = run_dir or default_run_dir(resolved, below)
-    call = launched.TorchrunCall(node_rank, nodes, each, master, port, wait, job)
+    path = run_dir or chain.default_run_dir(resolved, below)
+    machine, environment = torchrun.this_machine(node_rank, nodes, master)
+    call = torchrun.TorchrunCall(path, node_rank, nodes, each, machine, environment, port, wait, job)
     if node_rank:
-        code = launched.join(path, call, quiet=as_json)
+        code = torchrun.join(call, quiet=as_json)
         if as_json:
             emit_json({"run_dir": str(path), "node": node_rank, "exit_code": int(code)})
         raise typer.Exit(int(code))
-    _run_as_first_node(resolved, path, call, as_json)
-
-
-def _run_as_first_node(resolved: Resolved, path: Path, call: Any, as_json: bool) -> None:
-    from clustertune import chain, launched
-    from clustertune.launch.torchrun import RendezvousServer
-    from clustertune.rundir import RunDir, keep_private
-
-    local, _ = call.describe()
-    for warning in resolved.warnings:
-        say(f"warning: {warning}")
-    keep_private()
-    with RunDir(path).lock():
-        run = chain.open_run(resolved, path, chain.command_line())
-        with RendezvousServer(path, call.nodes, call.ranks_per_node, local) as server:
-            links = launched.TorchrunChain(run, resolved, quiet=as_json, call=call, server=server)
+    with open_run(resolved, path) as run:
+        with torchrun.RendezvousServer(call) as server:
+            links = torchrun.TorchrunChain(run, resolved, quiet=as_json, server=server)
             links.go(last="train")
             server.done()
         links.go(first="export")
     finish(run, links.results, as_json)
+
+
+@contextmanager
+def open_run(resolved: Resolved, path: Path) -> Iterator[RunDir]:
+    """The run folder of a command on this machine, taken and locked while the context lasts."""
+    from clustertune import chain
+
+    for warning in resolved.warnings:
+        say(f"warning: {warning}")
+    chain.check_folder(resolved, path)  # before anything is written there: it may be no run folder at all
+    keep_private()
+    with RunDir(path).lock():
+        yield chain.open_run(resolved, path, chain.command_line())
 
 
 def resolve_for_nodes(
@@ -135,19 +137,13 @@ def ray_train(
     from clustertune.launch import cluster_paths
     from clustertune.resolve.megatron import require_startable
     from clustertune.resolve.resolve import resolve
-    from clustertune.rundir import RunDir, keep_private
 
     resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=workers)
     require_startable(resolved)
     if workers is None and (tiny or resolved.recipe.model.weights == "random"):
         resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=min(resolved.world_size, chain.visible_gpus() or 2))
     below = cluster_paths.enter_local()
-    path = run_dir or chain.default_run_dir(resolved, below)
-    for warning in resolved.warnings:
-        say(f"warning: {warning}")
-    keep_private()
-    with RunDir(path).lock():
-        run = chain.open_run(resolved, path, chain.command_line())
+    with open_run(resolved, run_dir or chain.default_run_dir(resolved, below)) as run:
         links = raytrain.RayChain(run, resolved, quiet=as_json, max_failures=max_failures)
         links.go(last="prepare")
         with raytrain.cluster(resolved.world_size) if links.train_is_due() else nullcontext(False) as gpus:

@@ -9,17 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from clustertune.errors import ExitCode, Problem
 from clustertune.events import read_object, read_text
 from clustertune.launch.plan import AttemptPlan, newest_attempt
 from clustertune.manifest import write_durably
 from clustertune.process import die_with_parent, handled, stop_signals
+from clustertune.rundir import RunDir
 
 POLL_SECONDS = 0.25
 PEER_SECONDS = 10.0
@@ -91,7 +92,7 @@ class Agent:
 
     @property
     def folder(self) -> Path:
-        return self.run_path / "attempts" / f"{self.plan.attempt:04d}"
+        return RunDir(self.run_path).attempt(self.plan.attempt)
 
     def run(self, command: Sequence[str], *, quiet: bool, environment: Mapping[str, str] | None = None) -> ExitCode:
         """Run the launcher's command to its end and leave ``node-N.json``.
@@ -102,17 +103,8 @@ class Agent:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with log_file(self.folder, self.node).open("ab") as log:
-            child = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=log if quiet else sys.stderr.fileno(),
-                stderr=log,
-                # A new session keeps a terminal's Ctrl-C from reaching the launcher, which would kill the ranks after 30 s:
-                # it is passed on below, and the ranks save before they end. SIGUSR1 would kill the launcher.
-                start_new_session=True,
-                preexec_fn=_in_launcher,  # noqa: PLW1509 - no thread is running here yet, and it calls libc only
-                env={**os.environ, **(environment or {}), "PYTHONFAULTHANDLER": "1"},
-            )
+            # No thread is running here yet, and what is called in the child is libc's only. SIGUSR1 would kill the launcher.
+            child = self._start(command, log if quiet else sys.stderr.fileno(), log, environment or {}, _in_launcher)
         try:
             with handled(self._forward(child)):
                 launcher_pid_file(self.folder, self.node).write_text(f"{child.pid}\n")
@@ -122,6 +114,29 @@ class Agent:
             child.kill()
             raise
         return self._leave_record(ended)
+
+    def _start(
+        self,
+        command: Sequence[str],
+        out: IO[bytes] | int,
+        log: IO[bytes],
+        environment: Mapping[str, str],
+        first: Callable[[], None] | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """A process with this node's ranks. ``first`` is called in it before the command begins.
+
+        A new session keeps a terminal's Ctrl-C from reaching a launcher, which would kill the ranks after 30 s: it is passed on
+        by :meth:`_forward`, and the ranks save before they end.
+        """
+        return subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=first,  # noqa: PLW1509 - see run
+            env={**os.environ, **environment, "PYTHONFAULTHANDLER": "1"},
+        )
 
     def _watch(self, child: subprocess.Popen[bytes]) -> int:
         """Wait for the launcher; end it where its ranks are superseded or show no life."""
@@ -138,13 +153,17 @@ class Agent:
             elif hung := monitor.look():
                 self.problems += hung
                 monitor.dump_stacks()
-            if signal.SIGUSR1 not in self.received and asked_file(self.folder).exists():
+            if signal.SIGUSR1 not in self.received and self._asked().exists():
                 forward(signal.SIGUSR1, None)
             if alone_since is None and self._peer_failed():
                 alone_since = time.monotonic()
             if self.problems or (alone_since is not None and time.monotonic() - alone_since > PEER_SECONDS):
                 child.kill()  # the ranks die with it, stopped ones too
                 return child.wait()
+
+    def _asked(self) -> Path:
+        """The file that asks the ranks to save and stop once it is there."""
+        return asked_file(self.folder)
 
     def _peer_failed(self) -> bool:
         """Whether another node has left a record that says so."""
@@ -192,11 +211,16 @@ class Agent:
         """Wait until every node has left its record: a scheduler ends the others as soon as this one ends with a failure."""
         for number in stop_signals():  # the records of the ranks say what they were asked
             signal.signal(number, signal.SIG_IGN)
-        deadline = time.monotonic() + LINGER_SECONDS
-        missing = [node for node in range(len(self.plan.nodes)) if node != self.node]
-        while missing and time.monotonic() < deadline and newest_attempt(self.run_path) <= self.plan.attempt:
-            ask_anew(self.folder)
-            missing = [node for node in missing if not record_file(self.folder, node).exists()]
+        await_records(self.run_path, self.plan, {*range(len(self.plan.nodes))} - {self.node})
+
+
+def await_records(run_path: Path, plan: AttemptPlan, nodes: Iterable[int]) -> None:
+    """Wait until these nodes have left their records, as long as no attempt has followed and :data:`LINGER_SECONDS` at most."""
+    folder, missing = RunDir(run_path).attempt(plan.attempt), set(nodes)
+    deadline = time.monotonic() + LINGER_SECONDS
+    while missing and time.monotonic() < deadline and newest_attempt(run_path) <= plan.attempt:
+        ask_anew(folder)
+        if missing := {node for node in missing if not record_file(folder, node).exists()}:
             time.sleep(POLL_SECONDS)
 
 
@@ -204,7 +228,7 @@ def monitored(run_path: Path, plan: AttemptPlan, node: int, *, of_run: bool) -> 
     """Have this node measured while the context lasts; with ``of_run`` the run's live page is kept here, too."""
     run = str(run_path.absolute())
     programs = [["sampler", run, str(plan.attempt), str(node)], *([["live", run]] if of_run else [])]
-    return _beside(programs, log_file(run_path / "attempts" / f"{plan.attempt:04d}", node))
+    return _beside(programs, log_file(RunDir(run_path).attempt(plan.attempt), node))
 
 
 def measured(run_path: Path) -> contextlib.AbstractContextManager[None]:
@@ -242,6 +266,16 @@ def read_anew(path: Path) -> dict[str, Any]:
     """A JSON object that another node writes; empty where there is none (yet), by the server's word, not a cache's."""
     ask_anew(path.parent)
     return read_object(path)
+
+
+def await_object(path: Path, seconds: float, give_up: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+    """:func:`read_anew` as soon as there is one; empty where there is none within ``seconds``, or ``give_up`` says so."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not give_up():
+        if found := read_anew(path):
+            return found
+        time.sleep(POLL_SECONDS)
+    return {}
 
 
 def rank_record(folder: Path, rank: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
-from clustertune.launch import shape, slurm
+from clustertune.launch import rendezvous, shape, slurm
 from clustertune.launch.signal_margin import SignalMargin
 from clustertune.process import captured
 from clustertune.recipe.schema import parse_minutes
@@ -236,7 +236,6 @@ def _count(number: int, what: str) -> str:
 
 # What a job's first node lacks of what the cluster file says: reported at once, not after hours of preparation.
 
-INTERFACES = Path("/sys/class/net")
 HELP_SECONDS = 30.0
 
 
@@ -260,11 +259,9 @@ def first_node_problems(cluster: Cluster, *, nodes: int, trains: bool) -> list[P
     if runtime != "none" and image is not None and not image.startswith("docker://") and not Path(image).exists():
         fix = "build it, or name the image that all nodes see"
         found.append(Problem(f"{host} has no {image}", file=cluster.source, key="container.image", fix=fix))
-    if trains and nodes > 1 and interface and INTERFACES.is_dir() and not (INTERFACES / interface).exists():
-        there = ", ".join(sorted(entry.name for entry in INTERFACES.iterdir()))
+    if trains and nodes > 1 and interface and (text := rendezvous.missing_interface(interface)):
         fix = "the name must be that on every compute node"
-        text = f"{host} has no interface {interface} (it has {there})"
-        found.append(Problem(text, file=cluster.source, key="network.interface", fix=fix))
+        found.append(Problem(f"{host} {text}", file=cluster.source, key="network.interface", fix=fix))
     return found
 
 

@@ -7,14 +7,13 @@ cannot be determined for certain is left unbound: a wrong binding is slower than
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from clustertune.host.system import format_cpu_list, parse_cpu_list
-
-__all__ = ["bind", "format_cpu_list", "node_numa_cpus", "numa_node", "one_gpu", "parse_cpu_list", "physical_gpus", "rank_cpus"]
 
 
 def physical_gpus(env: Mapping[str, str]) -> list[int] | None:
@@ -88,19 +87,21 @@ def rank_cpus(
     numa_gpus: Sequence[Sequence[int]],
     numa_cpus: Sequence[str],
     allowed: Iterable[int],
-) -> frozenset[int] | None:
-    """The CPUs for a rank: those of its GPU's NUMA node that it may use. None where nothing is known or none is left.
+) -> tuple[int, frozenset[int]] | str:
+    """The NUMA node of a rank's GPU with its CPUs that the rank may use; or why it is not bound.
 
     ``numa_gpus``: GPU numbers of each NUMA node. ``numa_cpus``: CPU list of each NUMA node, in the kernel's form.
     ``allowed``: CPUs that the job may use here.
     """
     node = numa_node(local_rank, ranks_per_node, gpus, numa_gpus)
-    if node is None or len(numa_cpus) != len(numa_gpus):
-        return None
-    try:
-        return (parse_cpu_list(numa_cpus[node]) & frozenset(allowed)) or None
-    except ValueError:
-        return None
+    if node is None:
+        return "the NUMA node of its GPU is not known"
+    if len(numa_cpus) != len(numa_gpus):
+        return f"the node has {len(numa_cpus)} NUMA nodes and the cluster file {len(numa_gpus)}"
+    cpus: frozenset[int] = frozenset()
+    with contextlib.suppress(ValueError):
+        cpus = parse_cpu_list(numa_cpus[node]) & frozenset(allowed)
+    return (node, cpus) if cpus else f"the job has no CPU of NUMA node {node} ({numa_cpus[node]})"
 
 
 def node_numa_cpus(root: Path = Path("/sys/devices/system/node")) -> tuple[str, ...]:
@@ -131,17 +132,12 @@ def bind(
 
     ``numa_cpus`` empty: read on this node. Never raises for what the machine is like: unbound is slower, and not wrong.
     """
-    lists = tuple(numa_cpus) or node_numa_cpus()
     gpus = physical_gpus(os.environ if env is None else env)
-    allowed = os.sched_getaffinity(0)
-    node = numa_node(local_rank, ranks_per_node, gpus, numa_gpus)
-    if node is None:
-        return f"rank {rank}: not bound, the NUMA node of its GPU is not known"
-    if len(lists) != len(numa_gpus):
-        return f"rank {rank}: not bound, the node has {len(lists)} NUMA nodes and the cluster file {len(numa_gpus)}"
-    cpus = rank_cpus(local_rank, ranks_per_node, gpus, numa_gpus, lists, allowed)
-    if cpus is None:
-        return f"rank {rank}: not bound, the job has no CPU of NUMA node {node} ({lists[node]})"
+    lists = tuple(numa_cpus) or node_numa_cpus()
+    found = rank_cpus(local_rank, ranks_per_node, gpus, numa_gpus, lists, os.sched_getaffinity(0))
+    if isinstance(found, str):
+        return f"rank {rank}: not bound, {found}"
+    node, cpus = found
     try:
         os.sched_setaffinity(0, cpus)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which image a run is in: its sum, read once and held against the ``.sha256`` beside it, and what it says about itself."""
+"""Which image a run is in: its sum, read once and held against the ``.sha256`` beside it, labels, and what it has installed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import re
 import stat
 import subprocess
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,9 +17,13 @@ from typing import Any
 
 from clustertune.cluster.schema import Container
 from clustertune.console import byte_progress, say
-from clustertune.errors import ExitCode, UserError, storage_error
+from clustertune.containers import pins
+from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.launch.inventory import MARK, inventory
 from clustertune.manifest import write_durably
 from clustertune.process import captured
+from clustertune.resolve import kernels
+from clustertune.tree import ROOT
 
 PROBE_SECONDS = 60.0
 HELPERS = ("squashfuse_ll", "squashfuse")
@@ -37,13 +42,7 @@ def unshielded(settings: Container) -> list[str]:
     if settings.runtime not in ("apptainer", "singularity") or "--unsquash" in settings.options:
         return []
     folder = _own_folder(settings)
-    if folder is None:
-        return []
-    return judge(settings, sorted(path.name for path in folder.iterdir()), str(folder))
-
-
-def judge(settings: Container, own: Sequence[str], folder: str) -> list[str]:
-    """``own``: what the runtime's folder of helpers, ``folder``, holds."""
+    own = sorted(path.name for path in folder.iterdir()) if folder is not None else []
     if "starter-suid" in own and "--userns" not in settings.options:
         return []  # the kernel mounts the image
     found = next((name for name in HELPERS if name in own), None)
@@ -228,3 +227,132 @@ def changed(before: object, now: Image) -> str:
     old, new = str(before["sha256"])[:16], (now.sha256 or "unknown")[:16]
     text = f"the run continues in another image: {now.image} is {new}... and was {old}..."
     return f"{text} -> results may differ from those of one image"
+
+
+# --- what it has installed ------------------------------------------------------------------------------------------------
+
+# Held against containers/versions.env before the first stage: which package is missing, and which is of another version.
+
+MODULE = "clustertune.launch.inventory"
+INVENTORY_SECONDS = 300.0
+"""How long an image may take to answer: its first start on a node reads it over the network."""
+FOR_SOME = {
+    "wandb": "training with report_to: wandb",
+    "matplotlib": "the report's plots",
+    "bitsandbytes": "training on a 4-bit or 8-bit base",
+    "lm-eval": "the stage eval",
+    "nltk": "the stage eval",
+    "langdetect": "the stage eval",
+    "immutabledict": "the stage eval",
+    "nvidia-ml-py": "GPU readings of the metrics",
+    "xxhash": "digests of merged weights",
+}
+"""Packages that not every stage imports, and what fails without them. All others are needed by each."""
+_MOST = 40
+"""Lines of one kind."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a Python has installed."""
+
+    python: str
+    packages: Mapping[str, str]
+
+
+def parse(text: str) -> Stack | None:
+    """The answer among what an image printed; None where there is none."""
+    for line in reversed(text.splitlines()):
+        if line.startswith(MARK):
+            try:
+                body = json.loads(line[len(MARK) :])
+                return Stack(str(body["python"]), {str(k): str(v) for k, v in body["packages"].items()})
+            except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+                return None
+    return None
+
+
+def ask(command: Sequence[str], image: str) -> Stack:
+    """Run the inventory in the container. Raises UserError (exit 2) where the image does not start or has no Python for it."""
+    fix = "try it by hand: the command is in the job's log; clustertune doctor looks at runtime, image and binds"
+    try:
+        done = captured(command, INVENTORY_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"the container did not answer within {INVENTORY_SECONDS:.0f} s", file=image, fix=fix) from None
+    except OSError as error:
+        text = f"the container does not start: {error.filename or command[0]}: {error.strerror}"
+        raise UserError(text, file=image, fix=fix) from None
+    found = parse(done.stdout)
+    if found is None:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()][-4:]
+        text = (
+            f"no Python 3.8 or later answers in the image (exit code {done.returncode}): {' | '.join(lines)[:600] or 'no word'}"
+        )
+        raise UserError(text, file=image, key="container.image", fix=fix)
+    return found
+
+
+def too_old(python: str) -> str:
+    """What is wrong with a Python that ``requires-python`` of the project does not allow; empty for another."""
+    required = str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"])
+    found = re.search(r">=\s*([0-9]+)\.([0-9]+)", required)
+    if not found or tuple(map(int, re.findall(r"\d+", python)[:2])) >= (int(found[1]), int(found[2])):
+        return ""
+    return f"Python {python}, and clustertune needs {found[1]}.{found[2]} or later"
+
+
+def judge(stack: Stack, pinned: pins.Pins, image: str) -> tuple[list[Problem], list[str]]:
+    """What keeps a job from running in an image, and what to warn of: one line for each difference.
+
+    An image of the reference stack is whole in its own way: it is held against its own pins where these fit better.
+    """
+    problems, warnings = [], []
+    fix = "build it from this checkout (make build-sif), or install it in the image"
+    if text := too_old(stack.python):
+        problems.append(Problem(text, file=image, key="container.image", fix=fix))
+    stack_pins = {**pinned[pins.PY]}
+    reference = {**stack_pins, **{name: version for name, version in pinned[pins.REF].items() if name in stack_pins}}
+    differences = min((_differences(stack, wanted) for wanted in (stack_pins, reference)), key=len)
+    for name, version in sorted(stack_pins.items()):
+        if name in stack.packages:
+            continue
+        if name in FOR_SOME:
+            warnings.append(f"the image has no {name} ({version} in containers/versions.env): {FOR_SOME[name]} fails")
+        else:
+            problems.append(Problem(f"the image has no {name} ({version})", file=image, key="container.image", fix=fix))
+    return problems[:_MOST], [*warnings, *differences][:_MOST]
+
+
+def lacking(stack: Stack, train: Mapping[str, Any], image: str, *, gpus: bool) -> list[Problem]:
+    """The packages that a recipe's ``train`` section asks for and an image does not have."""
+    problems = []
+    for key, value, packages in kernels.needed(train, gpus=gpus):
+        if not any(name.lower() in stack.packages for name in packages):
+            text = f"{value} needs {' or '.join(packages)}, and {image} has none"
+            problems.append(Problem(text, key=key, fix=f"install {packages[0]} there, or leave {key} out"))
+    return problems
+
+
+def own() -> Stack:
+    """What this Python has installed."""
+    found = inventory()
+    return Stack(str(found["python"]), found["packages"])
+
+
+def trackers(train: Mapping[str, Any]) -> list[Problem]:
+    """The trackers of a recipe's ``train`` section that this Python lacks."""
+    return lacking(own(), train, "this Python", gpus=False) if train.get("report_to") not in (None, [], "none", "wandb") else []
+
+
+def _differences(stack: Stack, wanted: Mapping[str, str]) -> list[str]:
+    # torch 2.13.0+cpu is 2.13.0, built for another device.
+    return [
+        f"the image has {name} {stack.packages[name]}, containers/versions.env {version}"
+        for name, version in sorted(wanted.items())
+        if name in stack.packages and stack.packages[name].partition("+")[0] != version
+    ]
+
+
+def record(stack: Stack, pinned: pins.Pins) -> dict[str, Any]:
+    """For run.json: the Python, and the packages that are pinned."""
+    return {"python": stack.python, "packages": {n: v for n, v in sorted(stack.packages.items()) if n in pinned[pins.PY]}}

@@ -150,7 +150,7 @@ class _Traces:
             found = _ROOT_CAUSE.search(read_text(log_file(self.folder, node)))
             # SIGTERM is how launchers and schedulers end ranks whose peers have failed: never the cause.
             if found and int(found[1]) in self.silent and int(found[2]) < 0 and int(found[2]) != -signal.SIGTERM:
-                text = f"{self.plan.where(int(found[1]))} failed first: {_signal_words(-int(found[2]))}"
+                text = f"{self.plan.where(int(found[1]))} failed first: {how_ended(-int(found[2]))}"
                 return Outcome(ExitCode.AGAIN, [Problem(text, file=str(self.folder), fix=AGAIN)], self.gone)
         return None
 
@@ -190,7 +190,8 @@ class _Traces:
         return Outcome(ExitCode(first["code"]), _problems([first], prefix=text))
 
 
-def _signal_words(number: int) -> str:
+def how_ended(number: int) -> str:
+    """What a rank that a signal ended is said to have met with."""
     name = signal.Signals(number).name if number in {s.value for s in signal.Signals} else f"signal {number}"
     return "killed (SIGKILL: out of memory, kill -9, or a node fault)" if number == signal.SIGKILL else f"ended by {name}"
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem
+from clustertune.launch.image import Stack, too_old
 from clustertune.launch.plan import AttemptPlan
-from clustertune.launch.stack import Stack
 from clustertune.resolve.resolved import Resolved
 
 KEY = "container.megatron"
@@ -19,7 +19,6 @@ NEEDED = (
 )  # fmt: skip
 """Packages that the ranks import: NVIDIA's own, and what the launcher's side of a rank needs."""
 BRIDGE_RELEASE = "0.5."
-OLDEST = (3, 11)
 
 
 def is_asked(resolved: Resolved) -> bool:
@@ -57,8 +56,7 @@ def judge(seen: Stack, image: str) -> list[Problem]:
     if version is not None and not version.startswith(BRIDGE_RELEASE):
         text = f"the image has Megatron-Bridge {version}, and this release of clustertune is for {BRIDGE_RELEASE}x"
         found.append(Problem(text, file=image, key=KEY, fix=fix))
-    if tuple(int(part) for part in seen.python.split(".")[:2] if part.isdigit()) < OLDEST:
-        text = f"Python {seen.python}, and clustertune needs {'.'.join(map(str, OLDEST))} or later"
+    if text := too_old(seen.python):
         found.append(Problem(text, file=image, key=KEY, fix=fix))
     return found
 

@@ -1,24 +1,25 @@
-"""What one node of a multi-node attempt runs: find the others, then start and watch this node's ranks."""
+"""What one node of an attempt runs: find the others, then start and watch this node's ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import cluster_paths, local, megatron, rendezvous
+from clustertune.launch import cluster_paths, megatron, rendezvous
 from clustertune.launch.agent import Agent, leave_record
 from clustertune.launch.environment import make_own_folder
 from clustertune.launch.plan import AttemptPlan, check_fence, newest_attempt
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 
 PATIENCE_SECONDS = 60.0
 """How long a node looks for the plan: an NFS client may answer from its cache of absent names for so long (acdirmax)."""
-INTERFACES = Path("/sys/class/net")
 
 
 Around = Callable[[Path, AttemptPlan, int], contextlib.AbstractContextManager[None]]
@@ -43,18 +44,14 @@ def main(run_path: Path, attempt: int, node: int, *, quiet: bool, around: Around
         _check_interface(plan, node)
         own = make_own_folder(plan.environment)
         stack.enter_context(around(run_path, plan, node))
-        address, port = _meet(run_path, folder, plan, node)
+        address, port = rendezvous.meet(folder, plan, node, lambda: newest_attempt(run_path) > plan.attempt)
     except UserError as error:
         leave_record(folder, node, error.code, error.problems)
         raise  # the message is still printed where the folder cannot be seen
     run = RunDir(run_path)
     resolved = run.resolved()
     agent = Agent(run_path, plan, node, patient=True)
-    program = local.rank_program(run_path, attempt, quiet=quiet)
-    if megatron.is_asked(resolved):
-        command = megatron.torchrun_command(program, plan, node, address, port)
-    else:
-        command = local.accelerate_command(run, resolved, program, plan, node, address, port)
+    command = ranks_command(run, resolved, attempt, plan, node, address, port, quiet=quiet)
     try:
         with stack:
             code = agent.run(command, quiet=quiet or node > 0, environment=plan.environment)
@@ -81,19 +78,76 @@ def _read_plan(folder: Path) -> AttemptPlan:
 
 def _check_interface(plan: AttemptPlan, node: int) -> None:
     """NCCL and gloo fail with messages of their own, minutes later, where the interface is not there."""
-    if plan.interface is None or (INTERFACES / plan.interface).exists() or not INTERFACES.is_dir():
-        return
-    there = ", ".join(sorted(entry.name for entry in INTERFACES.iterdir()))
-    fix = "network.interface of the cluster file must be the name on every compute node"
-    raise UserError(f"{plan.nodes[node].name} has no interface {plan.interface} (it has {there})", fix=fix)
+    if plan.interface is not None and (text := rendezvous.missing_interface(plan.interface)):
+        fix = "network.interface of the cluster file must be the name on every compute node"
+        raise UserError(f"{plan.nodes[node].name} {text}", fix=fix)
 
 
-def _meet(run_path: Path, folder: Path, plan: AttemptPlan, node: int) -> tuple[str, int]:
-    if len(plan.nodes) == 1:
-        return "", 0
-    if node > 0:
-        return rendezvous.await_published(folder, plan, lambda: newest_attempt(run_path) > plan.attempt)
-    start = plan.port or rendezvous.first_port(plan.job or os.getpid(), plan.attempt)
-    port = rendezvous.free_port(start)
-    rendezvous.publish(folder, plan.nodes[0].address, port)
-    return plan.nodes[0].address, port
+# --- the command of the ranks ---------------------------------------------------------------------------------------------
+
+
+def rank_program(run_path: Path, attempt: int, *, quiet: bool) -> list[str]:
+    """The arguments of the ``clustertune`` module that every rank runs."""
+    return ["train", "--run-dir", str(run_path.resolve()), "--attempt", str(attempt), *(["--quiet"] if quiet else [])]
+
+
+def ranks_command(
+    run: RunDir,
+    resolved: Resolved,
+    attempt: int,
+    plan: AttemptPlan | None = None,
+    node: int = 0,
+    address: str = "",
+    port: int = 0,
+    *,
+    quiet: bool = False,
+) -> list[str]:
+    """The launcher of the ranks of node ``node``, all of them where there is no ``plan``, and what each rank runs."""
+    program = rank_program(run.path, attempt, quiet=quiet)
+    if plan is not None and megatron.is_asked(resolved):
+        return megatron.torchrun_command(program, plan, node, address, port)
+    return accelerate_command(run, resolved, program, plan, node, address, port)
+
+
+def accelerate_command(
+    run: RunDir,
+    resolved: Resolved,
+    program: Sequence[str],
+    plan: AttemptPlan | None = None,
+    node: int = 0,
+    address: str = "",
+    port: int = 0,
+    start: Sequence[str] = ("--module", "clustertune"),
+) -> list[str]:
+    """``accelerate launch`` for the ranks of node ``node``; ``program`` are the arguments of the ``clustertune`` module, or of
+    the script that ``start`` names.
+
+    With several nodes the rendezvous is static: the first node listens at ``address:port``. On one node port 0 lets
+    accelerate take a free one: a fixed port collides after a killed run. ``--log_dir``: torch's elastic agent would leave a
+    folder ``torchelastic_*`` in /tmp for every node and attempt; the ranks have logs of their own.
+    """
+    nodes = len(plan.nodes) if plan else 1
+    rendezvous = ["--main_process_ip", address, "--same_network", "--rdzv_backend", "static"] if nodes > 1 else []
+    if nodes > 1 and resolved.distribution.is_deepspeed:
+        # accelerate's default starts the ranks of all nodes itself, with pdsh and a hostfile.
+        rendezvous += ["--deepspeed_multinode_launcher", "standard"]
+    return [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(run.accelerate_file.absolute()),
+        "--num_processes",
+        str(plan.world_size if plan else resolved.world_size),
+        "--num_machines",
+        str(nodes),
+        "--machine_rank",
+        str(node),
+        *rendezvous,
+        "--main_process_port",
+        str(port),
+        "--log_dir",
+        os.devnull,
+        *start,
+        *program,
+    ]

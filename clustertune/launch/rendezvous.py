@@ -1,16 +1,16 @@
-"""Where the ranks of several nodes meet: a port that is free on the first node, passed to the others through the run folder."""
+"""Where the ranks of several nodes meet: a port free on the first node, told through the run folder, and the interface."""
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch.agent import read_anew
+from clustertune.launch.agent import await_object
 from clustertune.launch.plan import RENDEZVOUS, AttemptPlan
 from clustertune.manifest import write_durably
 
@@ -77,6 +77,20 @@ def _has_ipv6(error: OSError) -> bool:
     return error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 
+def meet(folder: Path, plan: AttemptPlan, node: int, give_up: Callable[[], bool] = lambda: False) -> tuple[str, int]:
+    """Address and port of an attempt: chosen by the first node, learnt by the others; ``("", 0)`` where there is only one node.
+
+    Raises UserError (exit 75) where no port is free, or the first node does not say one.
+    """
+    if len(plan.nodes) == 1:
+        return "", 0
+    if node > 0:
+        return await_published(folder, plan, give_up)
+    port = free_port(plan.port or first_port(plan.job or os.getpid(), plan.attempt))
+    publish(folder, plan.nodes[0].address, port)
+    return plan.nodes[0].address, port
+
+
 def publish(folder: Path, address: str, port: int) -> None:
     """Tell the other nodes where the first one listens."""
     write_durably(folder / RENDEZVOUS, json.dumps({"address": address, "port": port, "host": os.uname().nodename}) + "\n")
@@ -84,11 +98,59 @@ def publish(folder: Path, address: str, port: int) -> None:
 
 def await_published(folder: Path, plan: AttemptPlan, give_up: Callable[[], bool], seconds: float = 300) -> tuple[str, int]:
     """The address and port that the first node published. Raises UserError (exit 75) where it does not in time."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not give_up():
-        if found := read_anew(folder / RENDEZVOUS):
-            return str(found["address"]), int(found["port"])
-        time.sleep(0.2)
+    if found := await_object(folder / RENDEZVOUS, seconds, give_up):
+        return str(found["address"]), int(found["port"])
     name = plan.nodes[0].name
     fix = "is the run folder on storage that all nodes see?"
     raise UserError(f"{name} did not say where to meet within {seconds:.0f} s", file=str(folder), fix=fix, code=ExitCode.AGAIN)
+
+
+# --- the interface --------------------------------------------------------------------------------------------------------
+
+INTERFACES = Path("/sys/class/net")
+
+
+def missing_interface(name: str) -> str:
+    """What this machine lacks where it has no network interface of this name; empty where it has it, or is not Linux."""
+    if (INTERFACES / name).exists() or not INTERFACES.is_dir():
+        return ""
+    return f"has no interface {name} (it has {', '.join(sorted(entry.name for entry in INTERFACES.iterdir()))})"
+
+
+def interface_to(address: str) -> tuple[str, str | None]:
+    """This machine's address on the way to ``address``, and the interface that has it (None where it cannot be determined).
+
+    gloo and NCCL otherwise take what the host name resolves to, which on Debian is 127.0.1.1.
+    """
+    import psutil
+
+    try:
+        family, _, _, _, sockaddr = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(sockaddr)  # sends nothing: it only asks the routing table
+            own = str(probe.getsockname()[0])
+    except OSError as error:
+        raise UserError(
+            f"{address}: {error.strerror or error}", file="command line", key="--master", fix="give node 0's address"
+        ) from None
+    if _is_loopback(own) and not (address == "localhost" or _is_loopback(address)):
+        raise UserError(
+            f"{address} means this machine's loopback here", file="command line", key="--master", fix="give its address"
+        )
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == own for entry in entries):
+            return own, name
+    return own, None
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def network_environment(interface: str | None) -> dict[str, str]:
+    """gloo's and NCCL's choice of interface, where the caller's environment does not make it."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: interface for name in names if interface and name not in os.environ}

@@ -110,6 +110,15 @@ def in_step(
     )
 
 
+def requested_cpus(environ: Mapping[str, str]) -> int | None:
+    """CPUs of a step's task on each node, as the job asked for them; None where it did not.
+
+    Slurm gives whole cores: a job that asked for one CPU has two, and srun warns of a step that wants both.
+    """
+    requested = environ.get("SLURM_CPUS_PER_TASK", "")
+    return int(requested) if requested.isdigit() else None
+
+
 def on_first_node(
     command: Sequence[str], cluster: Cluster, *, binds: Sequence[str | Path], host: str, gpus: bool, environ: Mapping[str, str]
 ) -> list[str]:
@@ -118,11 +127,8 @@ def on_first_node(
     Pyxis is a part of srun: there it is a step of one task.
     """
     if cluster.container.runtime == "pyxis":
-        requested = environ.get("SLURM_CPUS_PER_TASK", "")  # all of the job's: prepare tokenises on each of them
-        cpus = int(requested) if requested.isdigit() else None
-        return in_step(
-            command, cluster, binds=binds, nodes=1, cpus=cpus, gpus=gpus, environ=environ, options=[f"--nodelist={host}"]
-        )
+        cpus, one = requested_cpus(environ), [f"--nodelist={host}"]  # all of the job's: prepare tokenises on each of them
+        return in_step(command, cluster, binds=binds, nodes=1, cpus=cpus, gpus=gpus, environ=environ, options=one)
     return list(container.wrap(command, cluster, binds=[*binds, *cluster_paths.binds(environ)], gpus=gpus).command)
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.cluster.schema import Cluster
-from clustertune.launch import local, megatron
+from clustertune.launch import megatron, node
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.launch.shape import train_shape
 from clustertune.megatron import inputs, program, settings
 from clustertune.resolve.resolved import Resolved
+from clustertune.rundir import RunDir
 
 ADDRESS, PORT = "<node 0>", 29500
 """In the place of what is known once the job runs."""
@@ -25,7 +26,7 @@ def document(resolved: Resolved, cluster: Cluster, run_path: Path) -> dict[str, 
     named |= {"save": str(run_path.absolute() / "checkpoints"), "load": None}
     shape = train_shape(resolved, cluster)
     plan = AttemptPlan(1, tuple(Node(f"<node {n}>", f"<node {n}>") for n in range(shape.nodes)), shape.ranks_per_node)
-    command = megatron.torchrun_command(local.rank_program(run_path, 1, quiet=False), plan, 0, ADDRESS, PORT)
+    command = node.ranks_command(RunDir(run_path), resolved, 1, plan, 0, ADDRESS, PORT)
     model = resolved.recipe.model
     section = resolved.recipe.megatron
     assert section is not None

@@ -78,16 +78,10 @@ def test_each_way_of_asking(changes: dict[str, str | None], field: str, value: o
 
 def test_a_task_of_an_array_is_named_as_one() -> None:
     """By the id alone Slurm's commands may mean all tasks."""
-    words_given: list[str] = []
-
-    def ask(words: Sequence[str]) -> str:
-        words_given.extend(words)
-        return slurm_says(words)
-
+    asked: list[str] = []
     env = {**ENVIRONMENT, "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "5"}
-    found = allocation.from_environment(env, ask)
-    assert found.handle == "40_5" and "40_5" in words_given
-    assert read().handle == read().job_id
+    found = allocation.from_environment(env, lambda words: asked.extend(words) or slurm_says(words))  # type: ignore[func-returns-value]
+    assert found.handle == "40_5" and "40_5" in asked and read().handle == read().job_id
 
 
 def test_outside_of_a_job() -> None:
@@ -96,36 +90,29 @@ def test_outside_of_a_job() -> None:
         allocation.from_environment({}, absent)
 
 
-def test_the_right_allocation_passes() -> None:
-    """And nothing else does."""
-    assert allocation.check(read(), resolve("llama405b-oasst2"), machine(), WORDS) == []
-
-
 def test_the_fix_is_the_line_to_use() -> None:
-    """Whole, quoted, with the user's own words in their order."""
+    """Whole, quoted, with the user's own words in their order, and the margin of this recipe: the script's own is another's."""
     words = ["recipes/llama405b-oasst2", "data.input=/a b/$x", "--run-dir", "/r x"]
     given = read(SLURM_JOB_NODELIST="n1", SLURM_GPUS_ON_NODE="4", SLURM_NTASKS_PER_NODE="8")
-    problems = allocation.check(given, resolve("llama405b-oasst2"), machine(), words)
+    problems = allocation.check(given, resolve("llama405b-oasst2"), machine(), words, margin=SignalMargin(77, "x"))
     assert [problem.key for problem in problems] == ["slurm.nodes", "slurm.gpus_per_node", "--ntasks-per-node"]
     assert all(problem.file == "job 42" for problem in problems)
     assert options(problems[0]) == [
         "sbatch", "--nodes=2", "--gpus-per-node=rtx_pro_6000:8", "--cpus-per-task=256", "--mem=0", "--time=24:00:00",
-        "--partition=gpu", "launch/run.sbatch", *words,
+        "--partition=gpu", "--signal=B:USR1@77", "launch/run.sbatch", *words,
     ]  # fmt: skip
 
 
-def test_the_line_gives_the_allocation_that_it_promises() -> None:
+@pytest.mark.parametrize("name", ["llama405b-oasst2", "tiny-oasst2"])
+def test_the_line_gives_the_allocation_that_it_promises(name: str) -> None:
     """Whoever follows it must not be sent back again."""
-    for name in ("llama405b-oasst2", "tiny-oasst2"):
-        recipe, cluster = resolve(name), machine()
-        line = allocation.sbatch_line(recipe, cluster, [name])
-        options = dict(word[2:].split("=", 1) for word in shlex.split(line) if word.startswith("--"))
-        given = read(
-            SLURM_JOB_NODELIST=f"n[1-{options['nodes']}]",
-            SLURM_GPUS_ON_NODE=options["gpus-per-node"].rpartition(":")[2],
-            SLURM_MEM_PER_NODE=str(int(options["mem"].rstrip("G")) * 1024),
-        )
-        assert allocation.check(given, recipe, cluster, [name]) == []
+    recipe, cluster = resolve(name), machine()
+    line = allocation.sbatch_line(recipe, cluster, [name])
+    options = dict(word[2:].split("=", 1) for word in shlex.split(line) if word.startswith("--"))
+    nodes, gpus = f"n[1-{options['nodes']}]", options["gpus-per-node"].rpartition(":")[2]
+    memory = str(int(options["mem"].rstrip("G")) * 1024)
+    given = read(SLURM_JOB_NODELIST=nodes, SLURM_GPUS_ON_NODE=gpus, SLURM_MEM_PER_NODE=memory)
+    assert allocation.check(given, recipe, cluster, [name]) == []
 
 
 def test_memory_for_loading() -> None:
@@ -180,11 +167,3 @@ def test_only_the_training_needs_its_allocation() -> None:
     for stages in (("prepare", "prepare"), ("export", "report")):
         assert allocation.check(given, recipe, machine(), WORDS, stages) == []
     assert allocation.check(given, recipe, machine(), WORDS, ("prepare", "train")) != []
-
-
-def test_the_line_warns_in_time() -> None:
-    """The script's own warning is the reference recipe's: it would tell a job of half an hour to stop after five minutes."""
-    found = allocation.check(
-        read(SLURM_NTASKS_PER_NODE="8"), resolve("llama405b-oasst2"), machine(), WORDS, margin=SignalMargin(77, "x")
-    )
-    assert found and all("--signal=B:USR1@77" in options(problem) for problem in found)

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clustertune.launch.binding import bind, format_cpu_list, node_numa_cpus, parse_cpu_list, physical_gpus, rank_cpus
+from clustertune.host.system import format_cpu_list, parse_cpu_list
+from clustertune.launch.binding import bind, node_numa_cpus, physical_gpus, rank_cpus
 
 GPUS = ((0, 1, 2, 3), (4, 5, 6, 7))
-CPUS = ("0-63,128-191", "64-127,192-255")
-ALL = set(range(256))
 
 
 @pytest.mark.parametrize(
@@ -51,37 +50,18 @@ def test_the_nodes_own_numbers_of_the_gpus(env: dict[str, str], gpus: list[int] 
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "ranks", "gpus", "expected"),
+    ("local_rank", "ranks", "gpus", "cpus"),
     [
-        (0, 8, None, CPUS[0]),
-        (5, 8, None, CPUS[1]),
-        (0, 4, [4, 5, 6, 7], CPUS[1]),
-        (1, 2, [3, 4], CPUS[1]),
-        (0, 4, None, None),  # which four of the eight?
-        (2, 2, [3, 4], None),
-        (0, 1, [9], None),
-        (0, 0, [], None),
+        (0, 4, None, ("0-63", "64-127")),  # which four of the eight?
+        (2, 2, [3, 4], ("0-63", "64-127")),
+        (0, 1, [9], ("0-63", "64-127")),
+        (0, 0, [], ("0-63", "64-127")),
+        (0, 8, None, ("0-31", "32-63", "64-95", "96-127")),  # a BIOS setting has made four NUMA nodes of the cluster file's two
+        (4, 8, None, ("0-63", "rubbish")),
     ],
 )
-def test_a_rank_gets_the_cpus_of_its_gpus_numa_node(
-    local_rank: int, ranks: int, gpus: list[int] | None, expected: str | None
-) -> None:
-    found = rank_cpus(local_rank, ranks, gpus, GPUS, CPUS, ALL)
-    assert found == (parse_cpu_list(expected) if expected else None)
-
-
-def test_only_cpus_of_the_job_are_taken() -> None:
-    """The kernel refuses others; with none left of that NUMA node, any other of the job is better than none."""
-    assert rank_cpus(0, 8, None, GPUS, CPUS, {1, 2, 64}) == {1, 2}
-    assert rank_cpus(0, 8, None, GPUS, CPUS, {64, 65}) is None
-
-
-def test_lists_that_do_not_fit_bind_nothing() -> None:
-    """A BIOS setting has made four NUMA nodes of the cluster file's two."""
-    assert rank_cpus(0, 8, None, GPUS, ("0-31", "32-63", "64-95", "96-127"), ALL) is None
-    assert rank_cpus(0, 8, None, GPUS, ("0-63", "rubbish"), ALL) == set(range(64))
-    assert rank_cpus(4, 8, None, GPUS, ("0-63", "rubbish"), ALL) is None
-    assert rank_cpus(0, 8, None, (), (), ALL) is None
+def test_what_is_not_certain_binds_nothing(local_rank: int, ranks: int, gpus: list[int] | None, cpus: tuple[str, ...]) -> None:
+    assert isinstance(rank_cpus(local_rank, ranks, gpus, GPUS, cpus, range(256)), str)
 
 
 @st.composite
@@ -100,18 +80,17 @@ def machines(draw: st.DrawFn) -> tuple[list[list[int]], list[str], set[int], lis
 
 @given(machines())
 def test_a_binding_is_never_empty_nor_outside(machine: tuple[list[list[int]], list[str], set[int], list[int] | None]) -> None:
-    """Whatever the machine: a part of the job's CPUs on one NUMA node, the one of the rank's GPU; two ranks of one NUMA node
-    get the same."""
+    """Whatever the machine: the job's CPUs on one NUMA node, the one of the rank's GPU; the kernel refuses others."""
     groups, lists, allowed, visible = machine
     count = sum(map(len, groups))
-    by_node: dict[int, frozenset[int] | None] = {}
     for rank in range(count):
         found = rank_cpus(rank, count, visible, groups, lists, allowed)
         gpu = rank if visible is None else visible[rank]
         node = next(i for i, group in enumerate(groups) if gpu in group)
-        assert by_node.setdefault(node, found) == found
-        expected = parse_cpu_list(lists[node]) & allowed
-        assert found == (expected or None)
+        if expected := parse_cpu_list(lists[node]) & allowed:
+            assert found == (node, expected)
+        else:
+            assert isinstance(found, str)
 
 
 def test_numa_nodes_are_read_in_their_order(tmp_path: Path) -> None:

@@ -43,10 +43,8 @@ def test_accelerate_takes_the_file(file: str, monkeypatch: pytest.MonkeyPatch) -
     body = yaml.safe_load(Path(Path(file).name).read_text())
     found = accelerate_environment(Path(Path(file).name), 16)
     fsdp, kind = body.get("fsdp_config", {}), body["distributed_type"]
-    assert (found.get("ACCELERATE_USE_FSDP") == "true", found.get("ACCELERATE_USE_DEEPSPEED") == "true") == (
-        kind == "FSDP",
-        kind == "DEEPSPEED",
-    )
+    for name in ("FSDP", "DEEPSPEED"):
+        assert (found.get(f"ACCELERATE_USE_{name}") == "true") is (kind == name)
     renamed = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
     expected = {renamed.get(key.upper(), key.upper()): str(value).lower() for key, value in fsdp.items()}
     assert {key: str(found.get(key)).lower() for key in expected} == expected
@@ -66,24 +64,12 @@ def test_a_stock_script_trains_with_the_file(tmp_path: Path) -> None:
     model = make_local_model(small, ["number and words that are good", "say the number"] * 50, tmp_path / "model", 0)
     script = tmp_path / "stock.py"
     script.write_text(SCRIPT)
-    words = [
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        "recipes/llama1b-oasst2/accelerate.yaml",
-        "--num_processes",
-        "2",
-    ]
+    words = ["accelerate.commands.launch", "--config_file", "recipes/llama1b-oasst2/accelerate.yaml", "--num_processes", "2"]
     words += ["--num_machines", "1", "--main_process_port", "0", str(script), str(model), str(tmp_path / "out")]
-    keep = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *words],
-        cwd=REPO,
-        env={**keep, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+        [sys.executable, "-m", *words], cwd=REPO, env=env, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from clustertune import chain, manifest
+from clustertune.cli import launchers
 from clustertune.errors import UserError
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
@@ -22,9 +24,13 @@ def checkpoint(run: RunDir, step: int, final: bool) -> Path:
     return folder
 
 
-def test_an_older_checkpoint_is_not_exported_in_the_final_one_s_place(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    links = chain.Chain(run, SimpleNamespace(recipe=SimpleNamespace(lora={})))  # type: ignore[arg-type]
+@pytest.fixture
+def links(tmp_path: Path) -> chain.Chain:
+    return chain.Chain(RunDir(tmp_path), SimpleNamespace(recipe=SimpleNamespace(lora={})))  # type: ignore[arg-type]
+
+
+def test_an_older_checkpoint_is_not_exported_in_the_final_one_s_place(links: chain.Chain) -> None:
+    run = links.run
     checkpoint(run, 2, final=False)
     last = checkpoint(run, 4, final=True)
     run.finish_stage("train", 1.0)
@@ -40,14 +46,12 @@ def test_an_older_checkpoint_is_not_exported_in_the_final_one_s_place(tmp_path: 
     assert links._still_there("train")
 
 
-def test_what_was_damaged_since_is_not_finished(tmp_path: Path) -> None:
+def test_what_was_damaged_since_is_not_finished(links: chain.Chain) -> None:
     """With the same number of bytes: a letter of a configuration that nothing reads again before it is pushed."""
-    run = RunDir(tmp_path)
-    links = chain.Chain(run, SimpleNamespace(recipe=SimpleNamespace(lora={})))  # type: ignore[arg-type]
-    run.merged.mkdir()
-    config = run.merged / "generation_config.json"
+    links.run.merged.mkdir()
+    config = links.run.merged / "generation_config.json"
     config.write_text('{"top_k": 50}')
-    manifest.seal(run.merged, "merged", {})
+    manifest.seal(links.run.merged, "merged", {})
     assert links._still_there("merge")
     config.write_text('{"top_k": 51}')
     assert not links._still_there("merge")
@@ -56,14 +60,18 @@ def test_what_was_damaged_since_is_not_finished(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "ours"), [("lock", True), (".run.json.77.tmp", True), ("thesis.tex", False)])
 def test_a_command_killed_before_run_json_was_whole(tmp_path: Path, name: str, ours: bool) -> None:
     (tmp_path / name).touch()
-    resolved: Any = SimpleNamespace(
-        as_dict=dict, fingerprint=lambda: "f", recipe=SimpleNamespace(staged=None, megatron=object())
-    )
-    if ours:
+    recipe = SimpleNamespace(staged=None, megatron=object())
+    resolved: Any = SimpleNamespace(as_dict=dict, fingerprint=lambda: "f", recipe=recipe)
+    with contextlib.nullcontext() if ours else pytest.raises(UserError, match="is not a run folder"):
         assert chain.open_run(resolved, tmp_path, ["clustertune"]).run_json.exists()
-    else:
-        with pytest.raises(UserError, match="is not a run folder"):
-            chain.open_run(resolved, tmp_path, ["clustertune"])
+
+
+def test_a_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
+    """``run --run-dir .`` in the checkout left a lock there."""
+    (tmp_path / "Makefile").touch()
+    with pytest.raises(UserError, match="is not a run folder"), launchers.open_run(resolve("tiny-oasst2"), tmp_path):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir()] == ["Makefile"]
 
 
 def test_an_attempt_number_never_comes_back(tmp_path: Path) -> None:

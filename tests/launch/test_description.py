@@ -21,7 +21,7 @@ from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import SCHEMA, RunDir
 from clustertune.submission import Submission
 from tests.command import REPO
-from tests.launch.machines import OURS, RECIPES, cluster_of
+from tests.launch.machines import cluster_of
 
 
 @pytest.fixture
@@ -36,6 +36,14 @@ def recipe(tmp_path: Path) -> Path:
 def submitted(recipe: Path, *words: str) -> Submission:
     cluster = str(recipe.parents[1] / "mine.yaml")
     return Submission.make(str(recipe), list(words), True, cluster, recipe.parents[1] / "run", None, "report", one_job=False)
+
+
+def start_job(monkeypatch: pytest.MonkeyPatch, given: allocation.Allocation, *words: Any, **named: Any) -> None:
+    """What Slurm starts, in an allocation, for the report alone."""
+    monkeypatch.setattr(allocation, "read", lambda: given)
+    monkeypatch.setattr(cluster_paths, "enter", lambda *words: [])
+    monkeypatch.setattr(allocation, "first_node_problems", lambda *words, **named: [])
+    command.job(*words, tiny=True, env=None, first="report", last="report", **named)
 
 
 def sent(recipe: Path, *words: str) -> int:
@@ -76,10 +84,8 @@ def test_the_same_submission_has_the_same_number_and_another_keeps_the_one_befor
     assert sent(recipe) == 2
     assert sent(recipe, "slurm.time=00:10:00") == 3
     run = RunDir(recipe.parents[1] / "run")
-    partitions = [
-        cluster.slurm.partition for number in (1, 2, 3) if (cluster := run.description(number).cluster) and cluster.slurm
-    ]
-    assert partitions == ["gpu", "other-gpu", "other-gpu"]
+    clusters: list[Any] = [run.description(number).cluster for number in (1, 2, 3)]
+    assert [cluster.slurm.partition for cluster in clusters] == ["gpu", "other-gpu", "other-gpu"]
     assert [one["description"] for one in run.read()["earlier"]] == [1, 2]
     assert run.read()["jobs"]["train"]["minutes"] == 10 and run.read()["earlier"][1]["jobs"]["train"]["minutes"] == 30
     with pytest.raises(UserError, match="no description 9"):
@@ -112,12 +118,8 @@ def test_the_job_command_reads_no_file_of_the_recipe(recipe: Path, monkeypatch: 
     shutil.rmtree(recipe)
     got: list[Any] = []
     given = allocation.Allocation("7", 0, ("n1",), wanted.resolved.world_size, 8, 1, None, 600.0)
-    monkeypatch.setattr(allocation, "read", lambda: given)
-    monkeypatch.setattr(cluster_paths, "enter", lambda *words: [])
     monkeypatch.setattr(program, "run", lambda *words: got.extend(words))
-    monkeypatch.setattr(allocation, "first_node_problems", lambda *words, **named: [])
-    stages = {"first": "report", "last": "report"}
-    command.job(str(recipe), [], tiny=True, cluster=str(cluster), run_dir=run, env=None, description=number, **stages)
+    start_job(monkeypatch, given, str(recipe), [], cluster=str(cluster), run_dir=run, description=number)
     assert (got[0], got[1]) == (wanted.resolved, wanted.cluster)
 
 
@@ -126,10 +128,9 @@ def test_a_job_by_hand_that_starts_again_goes_on_as_it_began(recipe: Path, monke
     runs, got, cluster = recipe.parents[1] / "runs", list[Any](), recipe.parents[1] / "mine.yaml"
     edit(cluster, "storage: {", f"storage: {{runs: {runs}, ")
 
-    def start(number: int, *words: str, job: str = "7") -> tuple[Resolved, Path]:
+    def start(number: int, job: str = "7") -> tuple[Resolved, Path]:
         given = allocation.Allocation(job, number, ("n1",), 2, 8, 1, None, 600.0)
-        monkeypatch.setattr(allocation, "read", lambda: given)
-        command.job(str(recipe), list(words), tiny=True, cluster=str(cluster), run_dir=None, env=None, **stages)
+        start_job(monkeypatch, given, str(recipe), [], cluster=str(cluster), run_dir=None)
         return got[-1][0], got[-1][3]
 
     def begin(resolved: Resolved, machine: Any, given: Any, path: Path, *_: Any) -> None:
@@ -137,10 +138,7 @@ def test_a_job_by_hand_that_starts_again_goes_on_as_it_began(recipe: Path, monke
         with progress.taken_over(RunDir(path), given.job_id, given.restart, lambda job: False):
             chain.open_run(resolved, path, []).describe(resolved, machine)
 
-    stages = {"first": "report", "last": "report"}
-    monkeypatch.setattr(cluster_paths, "enter", lambda *words: [])
     monkeypatch.setattr(program, "run", begin)
-    monkeypatch.setattr(allocation, "first_node_problems", lambda *words, **named: [])
     first = start(0)
     assert runs in first[1].parents
     edit(recipe / "accelerate.yaml", "fsdp_reshard_after_forward: true", "fsdp_reshard_after_forward: false")
@@ -148,28 +146,12 @@ def test_a_job_by_hand_that_starts_again_goes_on_as_it_began(recipe: Path, monke
     assert start(0, job="8")[0] != first[0], "another job reads what the files say now"
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_description_says_the_same_after_json(name: str) -> None:
-    """The typed object is what jobs, ranks and report get, on another machine and days later."""
-    for tiny in (False, True) if name in OURS else (False,):
-        found = resolve(name, tiny=tiny)
-        again = Resolved.from_dict(json.loads(json.dumps(found.as_dict())))
-        assert again == found and again.distribution == found.distribution
-        assert again.fingerprint() == found.fingerprint()
-
-
-def counted(monkeypatch: pytest.MonkeyPatch, *args: Any) -> int:
-    """How often a submission resolves its recipe."""
-    calls = []
-    monkeypatch.setattr(shape, "resolve", lambda *given, **named: calls.append(given) or resolve(*given, **named))
-    Submission.make(*args, one_job=False)
-    return len(calls)
-
-
 @pytest.mark.parametrize("tiny", [False, True])
 def test_a_submission_resolves_once(tmp_path: Path, tiny: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "llama405b-oasst2"
-    assert counted(monkeypatch, name, [], tiny, cluster_of(name), tmp_path / "run", None, "report") == 1
+    calls, name = [], "llama405b-oasst2"
+    monkeypatch.setattr(shape, "resolve", lambda *given, **named: calls.append(given) or resolve(*given, **named))
+    Submission.make(name, [], tiny, cluster_of(name), tmp_path / "run", None, "report", one_job=False)
+    assert len(calls) == 1
 
 
 def test_the_recorded_distribution_is_what_is_read(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.launch import allocation
+from clustertune.launch import allocation, rendezvous
 from tests.launch.machines import machine
 
 
@@ -25,7 +25,7 @@ def test_what_is_not_needed_is_not_looked_for(tmp_path: Path, monkeypatch: pytes
     assert allocation.first_node_problems(cluster, nodes=1, trains=True) == []
     assert allocation.first_node_problems(cluster, nodes=2, trains=False) == []
     (tmp_path / "bond-none").mkdir()
-    monkeypatch.setattr(allocation, "INTERFACES", tmp_path)
+    monkeypatch.setattr(rendezvous, "INTERFACES", tmp_path)
     assert allocation.first_node_problems(cluster, nodes=2, trains=True) == []
 
 

@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,73 +78,44 @@ def all_ranks(job: Job, seen: list[dict[str, str]]) -> bool:
     return all(seen)
 
 
-def dry_run(checkout: Path, *words: str | Path, **environment: str) -> str:
-    done = subprocess.run(
-        [
-            *(".venv/bin/python", "-m", "clustertune", "submit", "tiny-oasst2", "--tiny", *SETTINGS, "--dry-run", "--verbose"),
-            *map(str, words),
-        ],
-        cwd=checkout,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.stdout + done.stderr
+@pytest.mark.jobs
+def test_a_submitted_job(slurm: ThrowawayCluster, checkout: Path) -> None:  # noqa: F811
+    """``submit --one-job`` by a cluster file that gives folders by a variable of this shell; paths have blanks.
 
-
-@pytest.fixture(scope="module")
-def submitted(slurm_session: ThrowawayCluster, checkout: Path) -> Iterator[tuple[Job, str, list[dict[str, str]], Path]]:  # noqa: F811
-    """``submit --one-job`` on a cluster whose file gives folders, by a variable of this shell; paths have blanks."""
-    big = checkout.parent / "big disk"
+    Every rank sees the folders; the dry run prints the line of srun that ran, letter by letter; the checkout stays clean.
+    """
+    big, seen = checkout.parent / "big disk", list[dict[str, str]]()
     big.mkdir()
     file = cluster_file(checkout.parent, 'caches: "$BIG/hf cache", runs: "${BIG}/my runs"')
-    words = ["slurm.nodes=2", "--cluster", str(file), "--to", "export", "--one-job"]
-    shown = dry_run(checkout, *words, BIG=str(big), CANARY="canary-77")
-    done = slurm_session.run(
-        [checkout / ".venv/bin/python", "-m", "clustertune", "submit", "tiny-oasst2", "--tiny", *SETTINGS, *words],
+    words = [checkout / ".venv/bin/python", "-m", "clustertune", "submit", "tiny-oasst2", "--tiny", *SETTINGS, "slurm.nodes=2"]
+    words += ["--cluster", str(file), "--to", "export", "--one-job"]
+    given = {"BIG": str(big), "CANARY": "canary-77"}
+    dry = subprocess.run(
+        [*words, "--dry-run", "--verbose"],
         cwd=checkout,
-        env={"BIG": str(big), "CANARY": "canary-77"},
+        env={**os.environ, **given},
+        capture_output=True,
+        text=True,
+        check=True,
     )
+    done = slurm.run(words, cwd=checkout, env=given)
     run = next(Path(line.removeprefix("run folder: ")) for line in done.stderr.splitlines() if line.startswith("run folder: "))
-    job = Job(slurm_session, run, id=json.loads((run / "jobs" / "jobs.json").read_text())["jobs"][0]["id"])
-    seen: list[dict[str, str]] = []
+    job = Job(slurm, run, id=json.loads((run / "jobs" / "jobs.json").read_text())["jobs"][0]["id"])
     job.until(lambda: all_ranks(job, seen), "the ranks")
-    found = job.end()
-    assert found["JobState"] == "COMPLETED", next((run / "logs").iterdir()).read_text()
-    yield job, shown, seen, big
-
-
-@pytest.mark.jobs
-def test_every_rank_sees_the_folders_of_the_cluster_file(submitted: tuple[Job, str, list[dict[str, str]], Path]) -> None:
-    job, _, seen, big = submitted
-    assert job.run.parent == big / "my runs" / "tiny-oasst2"
+    found, log = job.end(), next((run / "logs").iterdir()).read_text()
+    assert found["JobState"] == "COMPLETED", log
+    assert run.parent == big / "my runs" / "tiny-oasst2" and (big / "hf cache").is_dir()
     for environment in seen:
         assert environment["HF_HOME"] == str(big / "hf cache")
         assert not [name for name in environment if "CANARY" in name or environment[name] == "canary-77"]
-    body = json.loads((job.run / "run.json").read_text())
+    body = json.loads((run / "run.json").read_text())
     variables = {entry["name"]: entry for entry in body["environment"]}
     assert variables["HF_HOME"]["value"] == str(big / "hf cache") and "storage.caches" not in body["command"]
-    assert (big / "hf cache").is_dir()
-
-
-@pytest.mark.jobs
-def test_the_dry_run_prints_what_was_run(submitted: tuple[Job, str, list[dict[str, str]], Path]) -> None:
-    """The line of srun is the same, letter by letter."""
-    job, shown, _, big = submitted
-    log = next((job.run / "logs").iterdir()).read_text()
-    ran = shlex.split(next(line for line in log.splitlines() if line.startswith("on every node: "))[len("on every node: ") :])
-    line = next(line for line in shown.splitlines() if line.startswith("$ srun"))
-    assert shlex.split(line[2:]) == ran
-    assert f"HF_HOME={big}/hf cache  # storage.caches of" in shown
-    assert "#SBATCH --account=abc@h100\n#SBATCH --qos=normal\n" in shown
-
-
-@pytest.mark.jobs
-def test_a_submitted_job_leaves_nothing_in_the_checkout(
-    submitted: tuple[Job, str, list[dict[str, str]], Path], checkout: Path
-) -> None:
+    ran = next(line for line in log.splitlines() if line.startswith("on every node: ")).removeprefix("on every node: ")
+    printed = next(line for line in dry.stdout.splitlines() if line.startswith("$ srun"))
+    assert shlex.split(printed[2:]) == shlex.split(ran)
+    assert f"HF_HOME={big}/hf cache  # storage.caches of" in dry.stdout
+    assert "#SBATCH --account=abc@h100\n#SBATCH --qos=normal\n" in dry.stdout
     assert left_in(checkout) == []
 
 

@@ -27,14 +27,8 @@ def test_a_second_job_is_refused_while_the_first_runs(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="works in this run folder"), progress.taken_over(run, "8", 0, nobody):
             pass
         assert progress.still_mine(tmp_path, "7", 0), "a refused job changes nothing"
-
-
-def test_a_finished_job_holds_nobody_off(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    with progress.taken_over(run, "7", 0, nobody):
-        pass
     with progress.taken_over(run, "8", 0, nobody):
-        assert newest_attempt(tmp_path) == 0, "nothing of job 7 is left to be fenced off"
+        assert newest_attempt(tmp_path) == 0, "a finished job holds nobody off, and nothing of it is left to be fenced off"
 
 
 def test_a_restarted_job_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,18 +44,14 @@ def test_three_failures_at_one_step_stop_the_job(tmp_path: Path) -> None:
     assert "3 attempts since step 20 failed" in text and "--exclude=gpu-b" in text and "attempt 1: rank 3 on gpu-b" in text
 
 
-def test_a_new_checkpoint_begins_the_count_anew(tmp_path: Path) -> None:
+def test_a_new_checkpoint_and_a_new_job_begin_the_count_anew(tmp_path: Path) -> None:
+    """Somebody has looked, and submitted again."""
     for number, step in ((1, 20), (2, 20), (3, 22), (4, 22)):
         attempt(tmp_path, number, step, FAILED)
     progress.check(tmp_path, "7", 22)
     progress.check(tmp_path, "7", 24)
-
-
-def test_a_new_job_begins_the_count_anew(tmp_path: Path) -> None:
-    """Somebody has looked, and submitted again."""
-    for number in (1, 2, 3):
-        attempt(tmp_path, number, 0, FAILED)
-    progress.check(tmp_path, "8", 0)
+    attempt(tmp_path, 5, 22, FAILED)
+    progress.check(tmp_path, "8", 22)
 
 
 @pytest.mark.parametrize("outcome", [None, STOPPED, GONE, Outcome(ExitCode.AGAIN, port_taken=True)])
@@ -88,25 +84,18 @@ def test_folders_without_a_plan_are_no_attempts(tmp_path: Path) -> None:
     progress.check(tmp_path / "absent", "7", 0)
 
 
-def test_a_job_does_not_go_round_for_ever(tmp_path: Path) -> None:
-    """Warned as soon as it starts, each time: no attempt is ever begun that could be counted."""
-    for _ in range(progress.ENDED_LIMIT):
-        progress.check_requeue(tmp_path, "7")
-    with pytest.raises(UserError, match="--signal") as caught:
-        progress.check_requeue(tmp_path, "7")
-    assert caught.value.code is ExitCode.STOP
-    progress.check_requeue(tmp_path, "8")
-
-
 @pytest.mark.parametrize("what", ["attempts/0003/plan.json", "stages/prepare.json", "merged/model-00002.safetensors"])
-def test_whatever_got_on_is_requeued_again(tmp_path: Path, what: str) -> None:
-    """Twenty preemptions are not a fault of a job that gets somewhere in between."""
+def test_a_job_goes_round_only_while_it_gets_on(tmp_path: Path, what: str) -> None:
+    """Warned as soon as it starts, each time, it begins no attempt that could be counted; twenty preemptions are no fault of a
+    job that gets somewhere in between."""
     for _ in range(progress.ENDED_LIMIT):
         progress.check_requeue(tmp_path, "7")
     (tmp_path / "attempts" / "0002").mkdir(parents=True)  # what a restarted job makes to fence off its former self
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="--signal") as caught:
         progress.check_requeue(tmp_path, "7")
+    assert caught.value.code is ExitCode.STOP
     (tmp_path / what).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / what).write_text("{}")
     progress.check_requeue(tmp_path, "7")
     progress.check_requeue(tmp_path, "7")
+    progress.check_requeue(tmp_path, "8")

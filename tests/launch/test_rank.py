@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from clustertune.training import accelerate_env, tracker
 from tests.command import REPO
+from tests.slurm import wait_for
 
 ONE_RANK = AttemptPlan(attempt=1, nodes=(Node("here", "here"),), ranks_per_node=1)
 ORPHAN = """
@@ -50,9 +52,7 @@ def test_a_rank_ends_with_its_launcher(tmp_path: Path, moment: str) -> None:
     """Killed by the kernel where it was bound in time; by its own look at the parent where it was still starting."""
     code = ORPHAN.replace("if os.fork():", "(folder / 'node-0.pid').write_text(str(os.getpid()))\nif os.fork():")
     subprocess.run([sys.executable, "-c", code, str(tmp_path), moment], cwd=REPO, check=True)
-    deadline = time.monotonic() + 10
-    while not (tmp_path / "said").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for((tmp_path / "said").exists, "a word", 30)
     assert (tmp_path / "said").read_text() == ("False" if moment == "late" else "True")
     time.sleep(1.5)
     assert (tmp_path / "survived").exists() is (moment == "late")
@@ -84,16 +84,10 @@ def test_a_full_disk_is_found_in_what_libraries_wrap(tmp_path: Path, monkeypatch
     assert rank._explain(ConnectionResetError(errno.ECONNRESET, "reset"), tmp_path / "log").code is ExitCode.FAILED
     monkeypatch.setattr(rank, "is_full", lambda path: True)
     assert rank._explain(RuntimeError("file write failed"), tmp_path / "log").code is ExitCode.STORAGE
-
-
-def test_an_interruption_is_no_fault(tmp_path: Path) -> None:
     assert rank._explain(KeyboardInterrupt(), tmp_path / "log").code is ExitCode.AGAIN
-
-
-def test_a_cycle_of_causes_ends() -> None:
     one, two = ValueError("one"), ValueError("two")
     one.__context__, two.__context__ = two, one
-    assert storage.storage_cause(one) is None
+    assert storage.storage_cause(one) is None, "a cycle of causes ends"
 
 
 def test_training_does_not_stop_for_its_audience() -> None:
@@ -178,21 +172,15 @@ def test_what_fails_in_an_attempt_that_was_followed_is_no_failure(tmp_path: Path
 
 def test_the_plan_s_variables_go_first_and_are_told_where_they_change_one(monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[Any] = []
-    monkeypatch.setattr(
-        rank.binding, "bind", lambda *args: bound.append(args) or "rank 3: not bound, the NUMA node is not known"
-    )
+    unbound = "rank 3: not bound, the NUMA node is not known"
+    monkeypatch.setattr(rank.binding, "bind", lambda *args: bound.append(args) or unbound)
     monkeypatch.setattr(os, "environ", {"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": "1", "RANK": "3", "LOCAL_RANK": "1"})
-    nodes = (Node("a", "a"), Node("b", "b"))
     values = {"NCCL_DEBUG": "WARN", "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "bond0"}
-    plan = AttemptPlan(
-        attempt=1, nodes=nodes, ranks_per_node=2, environment=values, numa_gpus=((0,), (1,)), numa_cpus=("0", "1")
+    notes = rank._follow_plan(
+        replace(ONE_RANK, ranks_per_node=2, environment=values, numa_gpus=((0,), (1,)), numa_cpus=("0", "1"))
     )
-    notes = rank._follow_plan(plan)
     assert values.items() <= os.environ.items()
-    assert notes == [
-        "NCCL_DEBUG=WARN by the plan of this attempt; it was INFO in the environment",
-        "rank 3: not bound, the NUMA node is not known",
-    ]
+    assert notes == ["NCCL_DEBUG=WARN by the plan of this attempt; it was INFO in the environment", unbound]
     assert bound == [(3, 1, 2, ((0,), (1,)), ("0", "1"))]
     assert rank._follow_plan(None) == [] and rank._follow_plan(ONE_RANK) == [] and len(bound) == 1
 

@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,13 @@ import pytest
 
 from clustertune import raytrain
 from clustertune.cli import launchers
-from clustertune.errors import ExitCode, UserError
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch.agent import process_state
 from clustertune.launch.judge import Outcome
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.rundir import RunDir
 from tests.command import REPO, SHORT, Done, rank_pid
+from tests.slurm import wait_for
 
 ADAPTER = "adapter/adapter_model.safetensors"
 
@@ -42,17 +42,10 @@ time.sleep(60)
 """
 
 
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def written_pid(run: RunDir) -> int:
     """The process of rank 0, once its file holds a number: the file is there before it is written."""
     path = run.attempt(1) / "rank-0.pid"
-    until(lambda: path.exists() and path.read_text().strip().isdigit())
+    wait_for(lambda: path.exists() and path.read_text().strip().isdigit(), "the rank's process")
     return int(path.read_text())
 
 
@@ -63,10 +56,7 @@ def plan(run: RunDir, ranks: int = 1) -> AttemptPlan:
 
 
 def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return process_state(pid) not in ("", "Z")
 
 
 class Worker(threading.Thread):
@@ -95,16 +85,6 @@ def test_a_worker_passes_the_wish_to_stop_on(tmp_path: Path) -> None:
     assert (run.attempt(1) / raytrain.PROGRESS).read_text() == "saved\n"
 
 
-def test_a_superseded_rank_is_ended(tmp_path: Path) -> None:
-    """Ray took the worker for dead and started the next attempt; this one is only cut off."""
-    run = RunDir(tmp_path)
-    worker = Worker(run, plan(run), tmp_path / "stop")
-    pid = written_pid(run)
-    plan(run)
-    worker.join(60)
-    assert worker.code is ExitCode.AGAIN and not alive(pid)
-
-
 def test_a_rank_dies_with_its_worker(tmp_path: Path) -> None:
     """Ray kills workers with SIGKILL: a rank that outlived it would continue writing, and hold the GPU."""
     run = RunDir(tmp_path)
@@ -121,7 +101,7 @@ def test_a_rank_dies_with_its_worker(tmp_path: Path) -> None:
         pid = written_pid(run)
         assert alive(pid)
         worker.kill()
-    until(lambda: not alive(pid))
+    wait_for(lambda: not alive(pid), "the rank's end")
 
 
 def test_every_restart_is_a_new_attempt_until_nothing_moves(tmp_path: Path) -> None:
@@ -142,8 +122,6 @@ def test_every_restart_is_a_new_attempt_until_nothing_moves(tmp_path: Path) -> N
 
 
 def test_the_driver_shows_what_rank_0_says_and_why_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from clustertune.errors import Problem
-
     run = RunDir(tmp_path)
     plan(run)
     shown = raytrain.Shown(tmp_path)
@@ -178,18 +156,10 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def driver(run: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [
-            *(sys.executable, str(REPO / "launch" / "ray_train.py"), "tiny-oasst2", "--workers", "2"),
-            *("--run-dir", str(run), *SHORT, *arguments),
-        ],
-        cwd=REPO,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
-    )
+    words = [str(REPO / "launch" / "ray_train.py"), "tiny-oasst2", "--workers", "2", "--run-dir", str(run), *SHORT, *arguments]
+    env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, *words], cwd=REPO, text=True, env=env, **pipes)
 
 
 def end(call: subprocess.Popen[str]) -> Done:
@@ -202,7 +172,8 @@ def end(call: subprocess.Popen[str]) -> Done:
 
 
 def saved(run: Path, call: subprocess.Popen[str], step: int) -> None:
-    until(lambda: bool(list(run.glob(f"checkpoints/step-{step:06d}*/MANIFEST.json"))) or call.poll() is not None, 400)
+    there = lambda: list(run.glob(f"checkpoints/step-{step:06d}*/MANIFEST.json")) or call.poll() is not None  # noqa: E731
+    wait_for(there, "a checkpoint", 400)
     assert call.poll() is None, end(call)
 
 

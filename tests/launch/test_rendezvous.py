@@ -1,8 +1,10 @@
-"""Where nodes meet: a port that is free, outside the ephemeral range, another one for each job."""
+"""Where nodes meet: a port that is free, outside the ephemeral range, another one for each job; and what starts their ranks."""
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
 import threading
 from pathlib import Path
 
@@ -10,7 +12,11 @@ import pytest
 
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch import rendezvous
+from clustertune.launch.node import accelerate_command
 from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.resolve.resolve import resolve
+from clustertune.rundir import RunDir
+from tests.command import REPO
 
 PLAN = AttemptPlan(attempt=1, nodes=(Node("a", "a"), Node("b", "b")), ranks_per_node=1)
 
@@ -52,3 +58,14 @@ def test_nobody_waits_for_ever(tmp_path: Path) -> None:
     assert caught.value.code is ExitCode.AGAIN
     with pytest.raises(UserError):
         rendezvous.await_published(tmp_path, PLAN, lambda: True)
+
+
+def test_the_launcher_leaves_nothing_in_tmp(tmp_path: Path) -> None:
+    """Torch's elastic agent made a folder there for every node and attempt, and took none away."""
+    resolved = resolve("tiny-oasst2", tiny=True, ranks=2)
+    RunDir(tmp_path).write_own_files(resolved)
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(REPO)}
+    command = accelerate_command(RunDir(tmp_path), resolved, ["--help"])
+    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and done.stdout.count("Usage:") == 2, done.stderr
+    assert not list(tmp_path.glob("torchelastic*"))

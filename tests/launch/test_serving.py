@@ -54,21 +54,13 @@ def test_shapes(size: str, gpu: float | None, gpus: int, nodes: int, servers: in
     assert found.concurrent == servers * found.max_num_seqs
 
 
-def test_what_fits_nowhere() -> None:
+def test_what_changes_the_servers() -> None:
+    """A model that fits nowhere; tensor parallel ranks divide the heads; few prompts start few servers."""
     assert serving(SIZES["405B"], PRO_6000, 8, 1) is None
-
-
-def test_tensor_parallel_divides_the_heads() -> None:
     odd = ModelSize.of({**LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 20}, 150e9)
-    found = serving(odd, H100, 8, 1)
-    assert found is not None
-    assert found.tensor_parallel == 4
-
-
-def test_few_prompts_start_few_servers() -> None:
-    found = serving(SIZES["8B"], H100, 8, 1, documents=40)
-    assert found is not None
-    assert (found.servers, found.gpus_per_node) == (2, 2)
+    few, divided = serving(SIZES["8B"], H100, 8, 1, documents=40), serving(odd, H100, 8, 1)
+    assert few is not None and (few.servers, few.gpus_per_node) == (2, 2)
+    assert divided is not None and divided.tensor_parallel == 4
 
 
 def test_the_cache_of_a_token() -> None:

@@ -9,6 +9,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,8 +83,7 @@ def started(found: dict[str, Any], folder: Path, rank: int = 1) -> list[str]:
     return (folder / "arguments").read_text().split("\0")[:-1]
 
 
-@pytest.mark.parametrize("tiny", [False, True])
-@pytest.mark.parametrize("recipe", OURS)
+@pytest.mark.parametrize(("recipe", "tiny"), [*((name, False) for name in OURS), ("llama405b-oasst2", True)])
 def test_every_recipe_is_a_task(recipe: str, tiny: bool, tmp_path: Path) -> None:
     found = task(recipe, tiny=tiny)
     shape = resolve(recipe, tiny=tiny).recipe
@@ -139,14 +139,10 @@ def test_a_shared_folder_takes_the_volume_s_place() -> None:
     assert "volumes" not in found and found["resources"]["use_spot"] is True
     assert found["resources"]["accelerators"] == {"A100-80GB": 8}
     assert "--run-dir /fsx/runs/llama405b-oasst2/" in found["run"]
-    assert task("llama405b-oasst2", options=SkyOptions(volume="pvc-1"))["volumes"] == {"/clustertune-runs": "pvc-1"}
-
-
-def test_another_setting_is_another_run_folder() -> None:
-    """A recovered job must find its checkpoints; another job must not find them."""
-    assert task("tiny-oasst2")["run"] == task("tiny-oasst2")["run"]
-    folder = [word for word in task("tiny-oasst2", "lora.r=8")["run"].split() if word.startswith("/clustertune-runs")]
-    assert folder and folder[0] not in task("tiny-oasst2")["run"]
+    other = task("llama405b-oasst2", "lora.r=8", options=SkyOptions(volume="pvc-1"))
+    assert other["volumes"] == {"/clustertune-runs": "pvc-1"}
+    folders = [text["run"].partition("--run-dir ")[2].split()[0].rsplit("/", 1)[1] for text in (found, other)]
+    assert folders[0] != folders[1], "a recovered job must find its checkpoints, and another setting's must not"
 
 
 def test_planted_faults_are_found() -> None:
@@ -160,8 +156,6 @@ def test_planted_faults_are_found() -> None:
 
 
 def test_a_name_is_one_that_clouds_take() -> None:
-    from types import SimpleNamespace
-
     for name, expected in (("Llama_3.1-405B", "ct-llama-3-1-405b"), ("x" * 64, f"ct-{'x' * 37}")):
         assert skypilot.task_name(SimpleNamespace(name=name)) == expected  # type: ignore[arg-type]
 

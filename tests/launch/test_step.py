@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.launch import step
+from tests.slurm import wait_for
 
 SECRETS = {"HF_TOKEN": "canary", "WANDB_API_KEY": "canary", "MY_PASSWORD": "canary"}
 
@@ -58,56 +59,43 @@ time.sleep(60)
 """
 
 
-def test_a_warning_reaches_the_step(tmp_path: Path) -> None:
-    """Also SIGTERM that only the batch script got asks the ranks for a save."""
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        mark = tmp_path / number.name
-        main = threading.main_thread().ident or 0
-
-        def ask(mark: Path = mark, main: int = main, number: int = number) -> None:
-            while not Path(f"{mark}.up").exists():
-                time.sleep(0.02)
-            signal.pthread_kill(main, number)
-
-        threading.Thread(target=ask, daemon=True).start()
-        signals: list[int] = []
-        assert step.run_step([sys.executable, "-c", STEP, str(mark)], signals, lambda: True) == 0
-        assert mark.read_text() == "SIGUSR1" and signals == [number]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_warning_may_take_another_way_than_the_signal(tmp_path: Path, fails: bool) -> None:
-    """And takes the signal where that fails."""
-    mark = tmp_path / "mark"
-    main = threading.main_thread().ident or 0
+@pytest.mark.parametrize(
+    ("number", "asks", "heard"),
+    [
+        (signal.SIGUSR1, None, "SIGUSR1"),
+        (signal.SIGTERM, None, "SIGUSR1"),  # which only the batch script got: the ranks are asked for a save
+        (signal.SIGUSR1, "well", "asked"),
+        (signal.SIGUSR1, "on a full disk", "SIGUSR1"),
+    ],
+)
+def test_a_warning_reaches_the_step(tmp_path: Path, number: signal.Signals, asks: str | None, heard: str) -> None:
+    """As a signal through srun, or another way where there is one, and as the signal again where that fails."""
+    mark, signals, main = tmp_path / "mark", list[int](), threading.main_thread().ident or 0
 
     def warn() -> None:
-        while not Path(f"{mark}.up").exists():
-            time.sleep(0.02)
-        signal.pthread_kill(main, signal.SIGUSR1)
+        wait_for(Path(f"{mark}.up").exists, "the step")
+        signal.pthread_kill(main, number)
 
     def ask() -> None:
-        if fails:
+        if asks != "well":
             raise OSError(28, "No space left on device")
         mark.write_text("asked")
 
     threading.Thread(target=warn, daemon=True).start()
-    signals: list[int] = []
-    step.run_step([sys.executable, "-c", STEP, str(mark)], signals, lambda: not mark.exists(), ask=ask)
-    assert mark.read_text() == ("SIGUSR1" if fails else "asked") and signals == [signal.SIGUSR1]
+    still_mine = lambda: asks != "well" or not mark.exists()  # noqa: E731
+    step.run_step([sys.executable, "-c", STEP, str(mark)], signals, still_mine, ask=ask if asks else None)
+    assert mark.read_text() == heard and signals == [number]
 
 
-def test_a_step_is_left_when_a_later_start_has_taken_over(tmp_path: Path) -> None:
-    began = time.monotonic()
-    code = step.run_step([sys.executable, "-c", "import time; time.sleep(60)"], [], lambda: time.monotonic() - began < 1)
-    assert code == -signal.SIGKILL
-
-
-def test_a_step_that_does_not_end_after_a_failure_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """srun waits for the tasks of a node that lost its power, came back at once, and knows nothing of them."""
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_step_is_left(monkeypatch: pytest.MonkeyPatch, failed: bool) -> None:
+    """When a later start has taken over; or where srun waits for the tasks of a node that lost its power, came back at once,
+    and knows nothing of them."""
     monkeypatch.setattr(step, "END_SECONDS", 0.5)
+    began = time.monotonic()
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    assert step.run_step(command, [], lambda: True, lambda: True) == -signal.SIGKILL
+    code = step.run_step(command, [], lambda: failed or time.monotonic() - began < 1, lambda: failed)
+    assert code == -signal.SIGKILL
 
 
 def test_the_step_ends_with_the_program(tmp_path: Path) -> None:
@@ -119,11 +107,7 @@ def test_the_step_ends_with_the_program(tmp_path: Path) -> None:
             step.run_step([sys.executable, "-c", child], [], lambda: True)
         finally:
             os._exit(0)
-    while not pid.exists() or not pid.read_text():
-        time.sleep(0.02)
+    wait_for(lambda: pid.exists() and pid.read_text(), "the step")
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid.read_text()}").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not Path(f"/proc/{pid.read_text()}").exists()
+    wait_for(lambda: not Path(f"/proc/{pid.read_text()}").exists(), "the end of the step", 30)

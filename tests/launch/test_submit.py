@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,14 +38,14 @@ def jobs_for(run: Path, stages: Sequence[str] = STAGES, words: Sequence[str] = (
 class Recorder:
     """An sbatch and a scancel that remember."""
 
-    def __init__(self, refuse_at: int | None = None, cancel_fails: bool = False) -> None:
+    def __init__(self, at: int | None = None, error: BaseException | None = None, cancel_fails: bool = False) -> None:
         self.sent: list[list[str]] = []
         self.cancelled: list[str] = []
-        self.refuse_at, self.cancel_fails = refuse_at, cancel_fails
+        self.at, self.error, self.cancel_fails = at, error, cancel_fails
 
     def send(self, options: Sequence[str], script: str, arguments: Sequence[str]) -> str:
-        if len(self.sent) == self.refuse_at:
-            raise UserError(Problem("sbatch: no such partition"))
+        if len(self.sent) == self.at and self.error is not None:
+            raise self.error
         self.sent.append([*options, script, *arguments])
         return str(100 + len(self.sent))
 
@@ -73,18 +74,20 @@ def test_the_body_has_one_home() -> None:
         assert f"#SBATCH {line}\n" in found_header
 
 
-@pytest.mark.parametrize("name", ["x --wrap=id", "x\n#SBATCH --export=ALL", "", "-x", "x'y", "x" * 200, "x/y", "x\u00e9"])
-def test_no_name_becomes_an_option(name: str) -> None:
-    """A header line is split at blanks: a name with one would bring an option of its own."""
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        *((name, []) for name in ("x --wrap=id", "x\n#SBATCH --export=ALL", "", "-x", "x'y", "x" * 200, "x/y", "x\u00e9")),
+        *(
+            ("x", [option])
+            for option in ("--array=0-3 --export=ALL", "--array=0\n#SBATCH --x", "--comment='a b'", "-x", "--a=$(id)")
+        ),
+    ],
+)
+def test_no_name_and_no_further_option_becomes_another(name: str, extra: list[str]) -> None:
+    """A header line is split at blanks: a name with one, or what a sweep adds, would bring an option of its own."""
     with pytest.raises(UserError):
-        submit.render(name, SMALL, 60)
-
-
-@pytest.mark.parametrize("option", ["--array=0-3 --export=ALL", "--array=0\n#SBATCH --x", "--comment='a b'", "-x", "--a=$(id)"])
-def test_no_further_option_breaks_out(option: str) -> None:
-    """The same for what a sweep adds."""
-    with pytest.raises(UserError):
-        submit.render("x", SMALL, 60, extra=[option])
+        submit.render(name, SMALL, 60, extra=extra)
     assert "#SBATCH --array=0-3%2\n" in submit.render("x", SMALL, 60, extra=["--array=0-3%2"])
 
 
@@ -124,18 +127,14 @@ def test_one_job_for_all(tmp_path: Path) -> None:
         (STAGES, None, "report", ()),
         (STAGES, "eval", "report", ("eval",)),
         (("prepare", "train", "merge"), None, "report", STAGES[2:]),
+        ((), "export", "report", None),
+        (STAGES, "eval", "train", None),
     ],
 )
-def test_what_is_left(finished: tuple[str, ...], first: str | None, last: str, todo: tuple[str, ...]) -> None:
-    """What is finished is not computed again, what rests on something newer is."""
-    assert tuple(submit.left_to_do(finished, first, last)) == todo
-
-
-@pytest.mark.parametrize(("finished", "first", "last"), [((), "export", "report"), (STAGES, "eval", "train")])
-def test_stages_that_cannot_be(finished: tuple[str, ...], first: str, last: str) -> None:
-    """Else the job finds out, after it has waited for its turn."""
-    with pytest.raises(UserError):
-        submit.left_to_do(finished, first, last)
+def test_what_is_left(finished: tuple[str, ...], first: str | None, last: str, todo: tuple[str, ...] | None) -> None:
+    """What is finished is not computed again, what rests on something newer is; None: stages that cannot be are refused."""
+    with contextlib.nullcontext() if todo is not None else pytest.raises(UserError):
+        assert tuple(submit.left_to_do(finished, first, last)) == todo
 
 
 # --- submission --------------------------------------------------------------------------------------------------------
@@ -153,35 +152,23 @@ def test_jobs_depend_on_each_other_and_are_written_down(tmp_path: Path) -> None:
     assert [Path(entry["script"]).name for entry in entries] == [f"{stage}.sbatch" for stage in STAGES]
 
 
-def test_a_refusal_takes_back_what_was_submitted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("at", "error", "cancel_fails", "says"),
+    [
+        (3, UserError("sbatch: no such partition"), False, "nothing of this submission is left"),
+        (2, UserError("sbatch: no such partition"), True, "scancel 101 102"),  # somebody has to
+        (1, KeyboardInterrupt(), False, None),  # Ctrl-C between two jobs
+    ],
+)
+def test_a_submission_that_breaks_off_is_taken_back(
+    tmp_path: Path, at: int, error: BaseException, cancel_fails: bool, says: str | None
+) -> None:
     """Half a chain would run, and its other half be missing."""
-    recorder = Recorder(refuse_at=3)
-    with pytest.raises(UserError, match="nothing of this submission is left"):
+    recorder, ids = Recorder(at, error, cancel_fails), [str(101 + number) for number in range(at)]
+    with pytest.raises(type(error), match=says):
         submit.submit_all(tmp_path, jobs_for(tmp_path), recorder.send, recorder.run)
-    assert recorder.cancelled == ["101", "102", "103"]
-    assert submit.read_jobs(tmp_path)["jobs"] == []
-
-
-def test_a_refusal_that_cannot_be_taken_back_names_the_jobs(tmp_path: Path) -> None:
-    """Somebody has to cancel them."""
-    recorder = Recorder(refuse_at=2, cancel_fails=True)
-    with pytest.raises(UserError, match="scancel 101 102"):
-        submit.submit_all(tmp_path, jobs_for(tmp_path), recorder.send, recorder.run)
-    assert [entry["id"] for entry in submit.read_jobs(tmp_path)["jobs"]] == ["101", "102"]
-
-
-def test_an_interrupted_submission_is_taken_back(tmp_path: Path) -> None:
-    """Ctrl-C between two jobs."""
-    recorder = Recorder()
-
-    def send(options: Sequence[str], script: str, arguments: Sequence[str]) -> str:
-        if recorder.sent:
-            raise KeyboardInterrupt
-        return recorder.send(options, script, arguments)
-
-    with pytest.raises(KeyboardInterrupt):
-        submit.submit_all(tmp_path, jobs_for(tmp_path), send, recorder.run)
-    assert recorder.cancelled == ["101"]
+    assert recorder.cancelled == ([] if cancel_fails else ids)
+    assert [entry["id"] for entry in submit.read_jobs(tmp_path)["jobs"]] == (ids if cancel_fails else [])
 
 
 def test_live_jobs_are_found_and_strangers_are_not(tmp_path: Path) -> None:
@@ -240,12 +227,11 @@ def call(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments))
 
 
-@pytest.mark.parametrize("recipe", OURS)
-def test_dry_run_needs_no_slurm(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_needs_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a laptop, for the cluster that it is not; nothing is made."""
     monkeypatch.setenv("PATH", str(tmp_path))
     run = tmp_path / "run"
-    done = call(recipe, "--tiny", "--cluster", "local", "--dry-run", "--json", "--run-dir", str(run))
+    done = call("tiny-oasst2", "--tiny", "--cluster", "local", "--dry-run", "--json", "--run-dir", str(run))
     assert done.exception is None, done.exception
     body = json.loads(done.stdout)
     assert [job["stage"] for job in body["jobs"]] == list(STAGES)
@@ -260,9 +246,8 @@ def test_every_problem_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     cluster = "rno-rtxpro6000"
     done = call("llama405b-oasst2", "slurm.nodes=1", "slurm.time=00:10:00", "--cluster", cluster, "--run-dir", str(tmp_path))
     assert isinstance(done.exception, UserError)
-    message = str(done.exception)
     for words in ("slurm.nodes=2 is the least", "at least 49 minutes", "sbatch is not on PATH"):
-        assert words in message
+        assert words in str(done.exception)
 
 
 def test_an_open_env_file_is_refused_before_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,8 +256,7 @@ def test_an_open_env_file_is_refused_before_the_queue(tmp_path: Path, monkeypatc
     (tmp_path / ".env").chmod(0o644)
     monkeypatch.setattr("clustertune.tree.ROOT", tmp_path)
     done = call("tiny-oasst2", "--tiny", "--cluster", "rno-rtxpro6000", "--run-dir", str(tmp_path / "run"))
-    assert isinstance(done.exception, UserError)
-    assert str(tmp_path / ".env") in str(done.exception)
+    assert isinstance(done.exception, UserError) and str(tmp_path / ".env") in str(done.exception)
     assert "canary" not in str(done.exception)
 
 
@@ -288,8 +272,7 @@ def test_an_open_env_file_is_refused_before_the_queue(tmp_path: Path, monkeypatc
 def test_wrong_arguments(arguments: tuple[str, ...], words: str) -> None:
     """Words, not tracebacks."""
     done = call(*arguments)
-    assert isinstance(done.exception, UserError)
-    assert words in str(done.exception)
+    assert isinstance(done.exception, UserError) and words in str(done.exception)
 
 
 # --- on a real Slurm ---------------------------------------------------------------------------------------------------
@@ -314,12 +297,17 @@ def sender(cluster: Throwaway) -> submit.Send:
     return send
 
 
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body that prints its arguments, and fails where one says so."""
+    (tmp_path / "run.sbatch").write_text(STAND_IN)
+    monkeypatch.setattr(submit, "SCRIPT", tmp_path / "run.sbatch")
+
+
 @pytest.mark.jobs
-def test_a_chain_with_names_chosen_to_hurt(slurm_cluster: Throwaway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("stand_in")
+def test_a_chain_with_names_chosen_to_hurt(slurm_cluster: Throwaway, tmp_path: Path) -> None:
     """Every argument reaches the script as it was given, logs lie where they should, and each job follows the one before."""
-    stand_in = tmp_path / "run.sbatch"
-    stand_in.write_text(STAND_IN)
-    monkeypatch.setattr(submit, "SCRIPT", stand_in)
     run = tmp_path / "a b %j %% 'q' $x ;&"
     words = ["/r/$(id) `id` 'q'", 'data.input="a, b"; echo #', "a=\u00e9\n b"]
     jobs = jobs_for(run, ["prepare", "train"], words)
@@ -332,27 +320,21 @@ def test_a_chain_with_names_chosen_to_hurt(slurm_cluster: Throwaway, tmp_path: P
     assert submit.live_jobs(run, cluster_call(slurm_cluster)) == []
 
 
-def test_what_follows_a_failure_is_cancelled(slurm_cluster: Throwaway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("stand_in")
+def test_what_follows_a_failure_is_cancelled(slurm_cluster: Throwaway, tmp_path: Path) -> None:
     """Without --kill-on-invalid-dep it would wait in the queue for ever."""
-    stand_in = tmp_path / "run.sbatch"
-    stand_in.write_text(STAND_IN)
-    monkeypatch.setattr(submit, "SCRIPT", stand_in)
     jobs = jobs_for(tmp_path / "run", ["prepare", "train"], ["fail"])
     entries = submit.submit_all(tmp_path / "run", jobs, sender(slurm_cluster), cluster_call(slurm_cluster))
-    assert slurm_cluster.wait(entries[0]["id"])["JobState"] == "FAILED"
-    assert slurm_cluster.wait(entries[1]["id"])["JobState"] == "CANCELLED"
+    assert [slurm_cluster.wait(entry["id"])["JobState"] for entry in entries] == ["FAILED", "CANCELLED"]
 
 
 def test_slurm_takes_every_header(slurm_cluster: Throwaway, tmp_path: Path) -> None:
-    """``sbatch --test-only`` of each stage of each recipe, in the shape of a cluster like this one."""
-    cluster = machine(2, 1, memory_gb=1000)
-    for recipe in OURS:
-        resolved = resolve(recipe, tiny=True)
-        for stage, wanted in shape.stage_shapes(resolved, cluster).items():
-            script = tmp_path / f"{recipe}-{stage}.sbatch"
-            script.write_text(submit.render(f"{recipe}-{stage}", wanted, 60))
-            done = slurm_cluster.run(["sbatch", "--test-only", str(script)], check=False)
-            assert done.returncode == 0, done.stderr
+    """``sbatch --test-only`` of each shape that a stage of a recipe has on a cluster like this one."""
+    cluster, script = machine(2, 1, memory_gb=1000), tmp_path / "x.sbatch"
+    for wanted in {found for name in OURS for found in shape.stage_shapes(resolve(name, tiny=True), cluster).values()}:
+        script.write_text(submit.render("x", wanted, 60))
+        done = slurm_cluster.run(["sbatch", "--test-only", str(script)], check=False)
+        assert done.returncode == 0, done.stderr
 
 
 def test_the_run_folder_is_the_same_for_every_job(tmp_path: Path) -> None:

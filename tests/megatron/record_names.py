@@ -33,27 +33,22 @@ CLASSES = {
     "GPTModelProvider": ["bridge:models/gpt_provider.py"],
 }
 """Each class and the sources of its fields: its own, then those of the bases that matter here."""
-FUNCTIONS = {
-    "AutoBridge.from_hf_pretrained": "bridge:models/conversion/auto_bridge.py",
-    "AutoBridge.to_megatron_provider": "bridge:models/conversion/auto_bridge.py",
-    "AutoBridge.save_megatron_model": "bridge:models/conversion/auto_bridge.py",
-    "AutoBridge.save_hf_adapter": "bridge:models/conversion/auto_bridge.py",
-    "AutoBridge.save_hf_pretrained": "bridge:models/conversion/auto_bridge.py",
-    "ModelProviderMixin.provide_distributed_model": "bridge:models/model_provider.py",
-    "ModelProviderMixin.initialize_model_parallel": "bridge:models/model_provider.py",
-    "FinetuningDatasetBuilder.__init__": "bridge:data/builders/finetuning_dataset.py",
-    "FinetuningDatasetBuilder.prepare_data": "bridge:data/builders/finetuning_dataset.py",
-    "FinetuningDatasetBuilder.train_path_packed": "bridge:data/builders/finetuning_dataset.py",
-    "FinetuningDatasetBuilder.validation_path_packed": "bridge:data/builders/finetuning_dataset.py",
-    "FinetuningDatasetBuilder.train_path": "bridge:data/builders/finetuning_dataset.py",
-    "FinetuningDatasetBuilder.validation_path": "bridge:data/builders/finetuning_dataset.py",
-    "CallbackManager.register": "bridge:training/callbacks.py",
-    "finetune": "bridge:training/finetune.py",
-    "forward_step": "bridge:training/gpt_step.py",
-    "build_tokenizer": "bridge:training/tokenizers/tokenizer.py",
-    "get_mixed_precision_config": "bridge:training/mixed_precision.py",
-    "destroy_model_parallel": "core:core/parallel_state.py",
-}
+METHODS = {
+    "bridge:models/conversion/auto_bridge.py#AutoBridge": (
+        "from_hf_pretrained", "to_megatron_provider", "save_megatron_model", "save_hf_adapter", "save_hf_pretrained",
+    ),
+    "bridge:models/model_provider.py#ModelProviderMixin": ("provide_distributed_model", "initialize_model_parallel"),
+    "bridge:data/builders/finetuning_dataset.py#FinetuningDatasetBuilder": (
+        "__init__", "prepare_data", "train_path_packed", "validation_path_packed", "train_path", "validation_path",
+    ),
+    "bridge:training/callbacks.py#CallbackManager": ("register",),
+    "bridge:training/finetune.py": ("finetune",),
+    "bridge:training/gpt_step.py": ("forward_step",),
+    "bridge:training/tokenizers/tokenizer.py": ("build_tokenizer",),
+    "bridge:training/mixed_precision.py": ("get_mixed_precision_config",),
+    "core:core/parallel_state.py": ("destroy_model_parallel",),
+}  # fmt: skip
+"""The functions of a source, or of a class in it."""
 
 
 def parse(where: str, bridge: Path, core: Path) -> ast.Module:
@@ -74,24 +69,26 @@ def fields(name: str, sources: list[str], bridge: Path, core: Path) -> list[str]
     return sorted(found)
 
 
-def parameters(name: str, source: str, bridge: Path, core: Path) -> list[str]:
+def parameters(function: str, source: str, bridge: Path, core: Path) -> list[str]:
     """The parameters of a function or method."""
-    owner, _, function = name.rpartition(".")
-    body: list[ast.stmt] = parse(source, bridge, core).body
+    path, _, owner = source.partition("#")
+    body: list[ast.stmt] = parse(path, bridge, core).body
     if owner:
         body = next(n.body for n in body if isinstance(n, ast.ClassDef) and n.name == owner)
-    node = next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == function)
-    more = [f"**{node.args.kwarg.arg}"] if node.args.kwarg else []
-    return [
-        a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs) if a.arg not in ("self", "cls")
-    ] + more
+    given = next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == function).args
+    named = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs) if a.arg not in ("self", "cls")]
+    return [*named, *([f"**{given.kwarg.arg}"] if given.kwarg else [])]
 
 
 def main() -> None:
     """Write the names to stdout."""
     bridge, core = (Path(word) for word in sys.argv[1:3])
     classes = {name: fields(name, sources, bridge, core) for name, sources in CLASSES.items()}
-    functions = {name: parameters(name, source, bridge, core) for name, source in FUNCTIONS.items()}
+    functions = {
+        f"{source.partition('#')[2]}.{name}".lstrip("."): parameters(name, source, bridge, core)
+        for source, names in METHODS.items()
+        for name in names
+    }
     sys.stdout.write(json.dumps({"classes": classes, "functions": functions}, indent=1) + "\n")
 
 

@@ -201,12 +201,9 @@ def modules(loop: Loop) -> dict[str, types.ModuleType]:
         )
     }  # fmt: skip
     contents: dict[str, dict[str, Any]] = {
-        "megatron": {},
-        "megatron.core": {},
         "megatron.core.parallel_state": {"destroy_model_parallel": lambda: loop.calls.append(("destroy", None))},
         "megatron.bridge": {"AutoBridge": AutoBridge},
         "megatron.bridge.package_info": {"__version__": "0.5.1"},
-        "megatron.bridge.training": {},
         "megatron.bridge.training.config": config_classes,
         "megatron.bridge.training.callbacks": {"CallbackManager": Manager},
         "megatron.bridge.training.gpt_step": {"forward_step": object()},
@@ -214,24 +211,18 @@ def modules(loop: Loop) -> dict[str, types.ModuleType]:
         "megatron.bridge.training.mixed_precision": {
             "get_mixed_precision_config": lambda name: of_class("MixedPrecisionConfig")(bf16=name == "bf16_mixed")
         },
-        "megatron.bridge.training.tokenizers": {},
         "megatron.bridge.training.tokenizers.config": {"TokenizerConfig": of_class("TokenizerConfig")},
         "megatron.bridge.training.tokenizers.tokenizer": {"build_tokenizer": lambda config: config.tokenizer_model},
-        "megatron.bridge.data": {},
-        "megatron.bridge.data.builders": {},
         "megatron.bridge.data.builders.finetuning_dataset": {"FinetuningDatasetBuilder": Builder},
-        "megatron.bridge.data.datasets": {},
         "megatron.bridge.data.datasets.packed_sequence": {"PackedSequenceSpecs": of_class("PackedSequenceSpecs")},
-        "megatron.bridge.peft": {},
         "megatron.bridge.peft.canonical_lora": {"CanonicalLoRA": of_class("CanonicalLoRA")},
         "pyarrow.parquet": {"ParquetFile": parquet},
     }
-    found = {}
+    names = [name.split(".") for name in contents]
+    found = {".".join(parts[:n]): types.ModuleType(".".join(parts[:n])) for parts in names for n in range(1, len(parts) + 1)}
     for name, values in contents.items():
-        module = types.ModuleType(name)
-        for key, value in values.items():
-            setattr(module, key, value)
-        found[name] = module
+        vars(found[name]).update(values)
+    del found["pyarrow"]  # the real one has more
     return found
 
 

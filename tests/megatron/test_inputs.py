@@ -50,15 +50,15 @@ def test_conversations_and_tokenizer(run: RunDir, resolved: Resolved, model: Pat
 
 
 def test_other_conversations_are_written_anew(run: RunDir, resolved: Resolved, model: Path) -> None:
+    """And a split that has none is refused."""
     inputs.make(resolved, run.path, run.data, (str(model), None))
     (run.data / "train.jsonl").write_text((run.data / "train.jsonl").read_text() * 3)
     (run.data / manifest.MANIFEST).unlink()
     manifest.seal(run.data, "dataset", {})
     assert inputs.make(resolved, run.path, run.data, (str(model), None)) == {"train": 3, "eval": 1}
-
-
-def test_no_conversation_is_told(run: RunDir, resolved: Resolved, model: Path) -> None:
     (run.data / "train.jsonl").write_text("")
+    (run.data / manifest.MANIFEST).unlink()
+    manifest.seal(run.data, "dataset", {"other": True})
     with pytest.raises(UserError, match="no conversation"):
         inputs.make(resolved, run.path, run.data, (str(model), None))
 

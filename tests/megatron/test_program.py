@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,15 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
 
 
-def go(run: RunDir, resolved: Resolved, number: int = 1, stop: StopFlag | None = None) -> tuple[ExitCode, str]:
+def go(
+    run: RunDir, resolved: Resolved, number: int = 1, stop: StopFlag | None = None, fence: Callable[[], None] = lambda: None
+) -> tuple[ExitCode, str]:
     """One attempt; its exit code and what people saw."""
     out, stop = io.StringIO(), stop or StopFlag()
     run.attempt(number).mkdir(parents=True, exist_ok=True)
     inputs._write_data(run.data, inputs.places(run.path)["data"])
     source, tokens = ("hub/base", "c" * 40), {"HF_TOKEN": GIVEN, "WANDB_API_KEY": "w"}
-    attempt = Attempt(run, resolved, number, stop, Heartbeat(), lambda: None, out, source, [], tokens)
+    attempt = Attempt(run, resolved, number, stop, Heartbeat(), fence, out, source, [], tokens)
     bridge = OneRank.load(attempt.source, resolved.recipe.model.name)
     return program.train(attempt, bridge), out.getvalue()
 
@@ -72,18 +75,12 @@ def test_a_run_to_its_end(run: RunDir, resolved: Resolved, loop: Loop, tmp_path:
     """
     code, output = go(run, resolved)
     assert code is ExitCode.OK, output
-    found = [
-        (c.path.name, store.verify(c.path), manifest.read_manifest(c.path).meta)
-        for c in store.list_checkpoints(run.checkpoints)
-    ]
-    assert [name for name, _, _ in found] == ["step-000010", "step-000008", "step-000004"]
-    assert [problems for _, problems, _ in found] == [[], [], []]
-    assert [meta["final"] for _, _, meta in found] == [True, False, False]
+    paths = [checkpoint.path for checkpoint in store.list_checkpoints(run.checkpoints)]
+    found = [(path.name, store.verify(path), manifest.read_manifest(path).meta["final"]) for path in paths]
+    assert found == [("step-000010", [], True), ("step-000008", [], False), ("step-000004", [], False)]
     metrics = read_metrics(run.metrics)
-    assert [(s.step, s.loss, s.learning_rate, s.grad_norm) for s in metrics.steps][:2] == [
-        (1, 4.0, 0.5, 2.0),
-        (2, 2.0, 0.5, 2.0),
-    ]
+    steps = [(s.step, s.loss, s.learning_rate, s.grad_norm) for s in metrics.steps]
+    assert steps[:2] == [(1, 4.0, 0.5, 2.0), (2, 2.0, 0.5, 2.0)]
     assert len(metrics.steps) == 10 and [e.step for e in metrics.evals] == [5, 10] and metrics.attempts[0].exit_code == 0
     assert metrics.steps[0].memory_bytes == 123 and metrics.steps[-1].tokens == 10 * 4 * 2048
     plan = json.loads((run.attempt(1) / program.PLAN_FILE).read_bytes())
@@ -96,9 +93,8 @@ def test_a_run_to_its_end(run: RunDir, resolved: Resolved, loop: Loop, tmp_path:
     peft = loop.config.peft
     assert peft.target_modules == ["linear_q", "linear_k", "linear_v", "linear_proj"] and peft.dim == 32 and peft.alpha == 64
     assert int(loop.config.train.exit_signal) == 10, "SIGUSR1, which the launcher sends"
-    assert loop.config.model.pipeline_dtype is not None and loop.config.checkpoint.pretrained_checkpoint.endswith(
-        "megatron/base"
-    )
+    assert loop.config.model.pipeline_dtype is not None
+    assert loop.config.checkpoint.pretrained_checkpoint.endswith("megatron/base")
     summary = export(inputs.exported(run.path), tmp_path / "adapter")
     assert summary["step"] == 10 and summary["tensors"] == len(loop.adapter)
     assert manifest.find_problems(tmp_path / "adapter", "adapter") == []
@@ -162,21 +158,14 @@ def test_a_failed_export_costs_no_step(run: RunDir, resolved: Resolved, loop: Lo
 
 def test_another_attempt_is_never_disturbed(run: RunDir, resolved: Resolved, loop: Loop) -> None:
     """One that was cut off while it trained raises at its next save, and writes no manifest."""
-    attempt = Attempt(run, resolved, 1, StopFlag(), Heartbeat(), lambda: None, io.StringIO(), ("b", None))
-    run.attempt(1).mkdir(parents=True)
-    inputs._write_data(run.data, inputs.places(run.path)["data"])
-    calls = 0
 
     def fence() -> None:
-        nonlocal calls
-        calls += 1
         if (run.checkpoints / "step-000004").exists():
             raise UserError("attempt 2 has taken over", ExitCode.AGAIN)
 
-    attempt.fence = fence
     with pytest.raises(UserError, match="taken over"):
-        program.train(attempt, OneRank.load(attempt.source, "m"))
-    assert calls and not (run.checkpoints / "step-000004" / manifest.MANIFEST).exists()
+        go(run, resolved, fence=fence)
+    assert not (run.checkpoints / "step-000004" / manifest.MANIFEST).exists()
 
 
 def test_the_hub_is_asked_by_rank_0_with_the_token(run: RunDir, resolved: Resolved, loop: Loop) -> None:
@@ -184,14 +173,9 @@ def test_the_hub_is_asked_by_rank_0_with_the_token(run: RunDir, resolved: Resolv
     go(run, resolved)
     assert OneRank.seen == GIVEN and "HF_TOKEN" not in os.environ
     OneRank.fetched = None
+    shutil.rmtree(run.checkpoints)  # nothing is trained yet
     with pytest.raises(UserError, match="cannot be loaded: OSError: no way to the Hub"):
-        go(RunDir(run.path), resolved_anew(run, resolved), 2)
-
-
-def resolved_anew(run: RunDir, resolved: Resolved) -> Resolved:
-    """The same, with nothing trained yet."""
-    shutil.rmtree(run.checkpoints)
-    return resolved
+        go(run, resolved, 2)
 
 
 def test_a_base_of_another_revision_is_converted_anew(run: RunDir, resolved: Resolved, loop: Loop) -> None:
@@ -210,17 +194,14 @@ def test_a_model_that_trains_whole_is_exported_whole(run: RunDir, resolved: Reso
     assert loop.config.peft is None
 
 
-def test_data_of_which_nothing_is_packed_is_refused(run: RunDir, resolved: Resolved, loop: Loop) -> None:
+def test_few_rows(run: RunDir, resolved: Resolved, loop: Loop) -> None:
+    """An evaluation of fewer sequences than an iteration takes is none, and does not wait for rows that never come."""
     loop.rows = {"train": 0, "eval": 0}
     with pytest.raises(UserError, match="packed no sequence"):
         go(run, resolved)
-
-
-def test_without_an_evaluation(run: RunDir, resolved: Resolved, loop: Loop) -> None:
-    """A split of fewer sequences than one iteration takes: none, and not one that waits for rows that never come."""
-    loop.rows["eval"] = 0
-    code, _ = go(run, resolved)
-    assert code is ExitCode.OK and loop.config.validation.eval_iters == 0 and loop.config.validation.eval_interval is None
+    loop.rows["train"] = 40
+    assert go(run, resolved, 2)[0] is ExitCode.OK
+    assert (loop.config.validation.eval_iters, loop.config.validation.eval_interval) == (0, None)
 
 
 @pytest.mark.parametrize(("version", "says"), [("0.6.0", "has Megatron-Bridge 0.6.0"), (None, "cannot be imported")])

@@ -117,13 +117,16 @@ def test_what_is_not_carried_is_refused(words: list[str], key: str) -> None:
 
 
 @pytest.mark.parametrize("key", EXPERTS)
-def test_adapters_on_experts_are_refused(key: str) -> None:
+def test_adapters_on_experts_and_random_weights_are_refused(key: str) -> None:
     """By each name that families have for the number of experts: Mixtral's, Qwen's, DeepSeek's."""
     resolved = resolve(LORA[0], list(LORA[1:]))
     assert settings.find_problems(resolved) == []
     changed: Resolved = replace(resolved, architecture={**resolved.architecture, key: 8})
     (problem,) = settings.find_problems(changed)
     assert problem.key == "lora" and "8 experts" in problem.message
+    model = resolved.recipe.model.model_copy(update={"weights": "random"})
+    changed = replace(resolved, recipe=resolved.recipe.model_copy(update={"model": model}))
+    assert [problem.key for problem in settings.find_problems(changed)] == ["model.weights"]
 
 
 def test_interleaved_stages_want_whole_rounds() -> None:
@@ -133,10 +136,3 @@ def test_interleaved_stages_want_whole_rounds() -> None:
     assert [problem.key for problem in problems] == ["train.global_batch_size"]
     without = ["train.global_batch_size=132", "megatron.virtual_pipeline_model_parallel_size=null"]
     assert settings.find_problems(resolve("llama70b-megatron", without)) == []
-
-
-def test_random_weights_are_refused() -> None:
-    resolved = resolve(LORA[0], list(LORA[1:]))
-    model = resolved.recipe.model.model_copy(update={"weights": "random"})
-    changed: Resolved = replace(resolved, recipe=resolved.recipe.model_copy(update={"model": model}))
-    assert [problem.key for problem in settings.find_problems(changed)] == ["model.weights"]

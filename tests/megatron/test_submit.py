@@ -12,8 +12,8 @@ import pytest
 
 from clustertune.cluster.load import load_cluster
 from clustertune.launch import megatron
+from clustertune.launch.image import Stack
 from clustertune.launch.plan import AttemptPlan, Node
-from clustertune.launch.stack import Stack
 from clustertune.resolve.resolve import resolve
 from tests.command import REPO, Done, run
 
@@ -66,17 +66,26 @@ def test_people_read_the_same(submit: Submit) -> None:
 def test_only_the_ranks_run_in_nvidias_image() -> None:
     """The other stages want the project's own stack."""
     cluster = load_cluster("dgx-h100")
-    own = cluster.container.model_copy(update={"megatron": "/s/m.sif"})
-    cluster = cluster.model_copy(update={"container": own})
+    cluster = cluster.model_copy(update={"container": cluster.container.model_copy(update={"megatron": "/s/m.sif"})})
     assert megatron.of_training(resolve("llama70b-megatron"), cluster).container.image == "/s/m.sif"
     assert megatron.of_training(resolve("llama405b-oasst2"), cluster) is cluster
 
 
 @pytest.mark.parametrize(
     ("container", "says"),
-    [("{runtime: apptainer, image: /s/train.sif}", "container.megatron: missing"), (None, "has no container runtime")],
+    [
+        ("{runtime: apptainer, image: /s/train.sif}", "container.megatron: missing"),
+        (None, "has no container runtime"),
+        ("{runtime: none, megatron: /s/m.sif}", "container.megatron: given, while runtime is none"),
+        ("{runtime: pyxis, image: /s/t.sqsh, megatron: /s/m.sif}", "container.megatron: a .sif, which enroot cannot open"),
+        (
+            f"{{runtime: apptainer, image: /s/t.sif, megatron: 'docker://a/b@sha256:{'0' * 64}'}}",
+            "fetch it again on every node",
+        ),
+    ],
 )
-def test_a_cluster_without_the_image_is_told(submit: Submit, container: str | None, says: str) -> None:
+def test_a_cluster_without_the_right_image_is_told(submit: Submit, container: str | None, says: str) -> None:
+    """It is checked like the project's own."""
     done = submit("llama70b-megatron", container=container)
     assert done.code == 2 and says in done.err
 
@@ -99,17 +108,10 @@ def test_torchrun_parses_the_command(nodes: int) -> None:
     from torch.distributed.run import get_args_parser
 
     plan = AttemptPlan(1, tuple(Node(f"n{n}", f"n{n}") for n in range(nodes)), 8)
-    command = megatron.torchrun_command(["train", "--run-dir", "/r", "--attempt", "1"], plan, 3 % nodes, "10.0.0.1", 29512)
-    found = get_args_parser().parse_args(command[3:])
+    program = ["train", "--run-dir", "/r", "--attempt", "1"]
+    found = get_args_parser().parse_args(megatron.torchrun_command(program, plan, 3 % nodes, "10.0.0.1", 29512)[3:])
     assert found.nnodes == str(nodes) and found.nproc_per_node == "8" and found.module and found.max_restarts == 0
-    assert found.training_script == "clustertune" and found.training_script_args == [
-        "train",
-        "--run-dir",
-        "/r",
-        "--attempt",
-        "1",
-    ]
-    assert found.standalone is (nodes == 1)
+    assert (found.training_script, found.training_script_args) == ("clustertune", program) and found.standalone is (nodes == 1)
     assert nodes == 1 or (found.master_addr, found.master_port) == ("10.0.0.1", 29512)
 
 
@@ -163,19 +165,3 @@ def test_the_project_imports_nothing_of_nvidias_by_itself() -> None:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             assert not [name for name in names if name.split(".")[0] in ("megatron", "transformer_engine")], path
-
-
-@pytest.mark.parametrize(
-    ("container", "says"),
-    [
-        ("{runtime: none, megatron: /s/m.sif}", "container.megatron: given, while runtime is none"),
-        ("{runtime: pyxis, image: /s/t.sqsh, megatron: /s/m.sif}", "container.megatron: a .sif, which enroot cannot open"),
-        (
-            f"{{runtime: apptainer, image: /s/t.sif, megatron: 'docker://a/b@sha256:{'0' * 64}'}}",
-            "fetch it again on every node",
-        ),
-    ],
-)
-def test_the_image_is_checked_like_the_projects_own(submit: Submit, container: str, says: str) -> None:
-    done = submit("llama70b-megatron", container=container)
-    assert done.code == 2 and says in done.err

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from clustertune.errors import UserError
-from clustertune.launch.local import accelerate_command
+from clustertune.launch.node import accelerate_command
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
