@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from clustertune import manifest
 from clustertune.checkpoint import restricted, store, values
 from tests.training.benches import Bench, output_of
-from tests.training.test_untrusted import PLAIN
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -48,7 +47,7 @@ def tensors(checkpoint: Path) -> dict[str, str]:
     "strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.jobs), pytest.param("fsdp1", marks=pytest.mark.jobs)]
 )
 def test_a_checkpoint_of_an_earlier_release_is_gone_on_from_to_the_same_bytes(strategy: str, bench: Bench) -> None:
-    path = bench.make(f"old-{strategy}", 2, PLAIN[strategy], "lora.lora_dropout=0.2")  # random numbers count
+    path = bench.make(strategy, "lora.lora_dropout=0.2")  # random numbers count
     assert bench.go(path) == [0, 0], output_of(path)
     second, third = path / "checkpoints" / "step-000002", path / "checkpoints" / "step-000003"
     for file in [*second.rglob("*"), *third.rglob("*")]:
@@ -58,5 +57,5 @@ def test_a_checkpoint_of_an_earlier_release_is_gone_on_from_to_the_same_bytes(st
     third.rename(path / "third")
     age(second)
     assert len(list(second.glob("*.pt"))) + len(list(second.glob("*.pth"))) == 3 + (strategy == "ddp")
-    assert bench.go(path, attempt=2) == [0, 0], output_of(path)
+    bench.end(path)
     assert tensors(path / "checkpoints" / "step-000003.a2") == expected

@@ -16,9 +16,9 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from clustertune.resolve.kernels import PACKED
 from clustertune.training import packing
 from clustertune.training.recompute import choose_layers
-from tests.training.benches import curve, distributed
-from tests.training.forked import FSDP2, Forge
-from tests.training.test_compiled import REGIONAL, Train, trains
+from tests.training.benches import curve, distributed, make_bench
+from tests.training.forked import Forge
+from tests.training.test_compiled import compiled
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -89,14 +89,11 @@ def test_packed_is_one_conversation_at_a_time(kind: str, dtype: torch.dtype) -> 
     compare(model(kind, PACKED, dtype), model(kind, "sdpa", dtype), batch(), ROUNDING[dtype])
 
 
-def test_positions_that_begin_anew_are_enough(kind: str = "mistral") -> None:
+def test_positions_that_begin_anew_are_enough() -> None:
     """Nobody counted the conversations; and two rows of a batch, not laid end to end."""
-    given = batch()
-    for tensors in (
-        {key: given[key] for key in ("input_ids", "position_ids")},
-        {key: torch.cat([given[key][:, :82], given[key][:, 82:]]) for key in ("input_ids", "position_ids")},
-    ):
-        compare(model(kind, PACKED), model(kind, "sdpa"), tensors, 2e-6)
+    flat = {key: value for key, value in batch().items() if key in ("input_ids", "position_ids")}
+    for tensors in (flat, {key: torch.cat([value[:, :82], value[:, 82:]]) for key, value in flat.items()}):
+        compare(model("mistral", PACKED), model("mistral", "sdpa"), tensors, 2e-6)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
@@ -133,11 +130,11 @@ def test_no_mask_is_made() -> None:
     assert seen[PACKED].names.count("torch_attn._varlen_attn.default") == SMALL["num_hidden_layers"]
 
 
-def test_a_policy_keeps_its_result(dtype: torch.dtype = torch.bfloat16) -> None:
+def test_a_policy_keeps_its_result() -> None:
     """Recomputation alone runs it twice; kept, once, and the gradients are the same bits."""
     counts, gradients = {}, []
     for save in (None, (), ("attention",), ("attention", "every_second_matmul")):
-        one = model("llama", PACKED, dtype).train()
+        one = model("llama", PACKED, torch.bfloat16).train()
         if save is not None:
             one.gradient_checkpointing_enable()
             choose_layers(one, 1.0, save)
@@ -178,11 +175,11 @@ def test_the_operation_is_one_for_the_compiler() -> None:
     for window in (-1, 5):
         given = (*tensors, begins, begins, 19, 19, window < 0, None, [window, 0], True)
         torch.library.opcheck(torch.ops.torch_attn._varlen_attn.default, given)
-    plain, compiled = model("mistral", PACKED), model("mistral", PACKED)
-    for layer in compiled.model.layers:
+    plain, made = model("mistral", PACKED), model("mistral", PACKED)
+    for layer in made.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
-    compare(compiled, model("mistral", "sdpa"), batch(), 2e-6)
-    assert torch.equal(plain(**batch(), use_cache=False).logits, compiled(**batch(), use_cache=False).logits)
+    compare(made, model("mistral", "sdpa"), batch(), 2e-6)
+    assert torch.equal(*(one(**batch(), use_cache=False).logits for one in (plain, made)))
 
 
 def test_a_saved_model_does_not_name_it(tmp_path: Path) -> None:
@@ -197,8 +194,10 @@ def test_a_saved_model_does_not_name_it(tmp_path: Path) -> None:
     [("llama", "sdpa"), ("llama", "eager"), ("llama", PACKED), ("mixtral", PACKED), ("gemma3_text", PACKED)],
 )
 def test_conversations_do_not_see_each_other(kind: str, attention: str) -> None:
-    """Mixtures too: torch's grouped product of experts takes no float64."""
+    """Mixtures too: torch's grouped product of experts takes no float64. The check leaves the random state as it was."""
+    before = torch.get_rng_state()
     assert packing.is_isolated({**SMALL, "model_type": kind}, attention)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_rounding_is_not_taken_for_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,22 +208,20 @@ def test_rounding_is_not_taken_for_a_fault(monkeypatch: pytest.MonkeyPatch) -> N
             return tensor
         return ((tensor.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
+    def uneven(x: torch.Tensor, w: torch.Tensor, b: Any = None) -> torch.Tensor:
+        """A kernel that adds in another order for another number of rows."""
+        return real(rounded(x * (1 + 1e-6 * x.shape[-2])) if x.dtype == torch.float32 else x, rounded(w), b)
+
     real = torch.nn.functional.linear
-    # And a kernel that adds in another order for another number of rows.
-    uneven = lambda x, w, b: real(rounded(x * (1 + 1e-6 * x.shape[-2])) if x.dtype == torch.float32 else x, rounded(w), b)  # noqa: E731
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w, b=None: uneven(x, w, b))
+    monkeypatch.setattr(torch.nn.functional, "linear", uneven)
     assert packing.is_isolated({**SMALL, "model_type": "llama"}, "sdpa")
 
 
 @pytest.mark.parametrize("attention", [PACKED, "sdpa"])
 def test_attention_across_conversations_is_noticed(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check itself: without what tells where a conversation begins they see each other."""
-    real = DataCollatorForLanguageModeling.torch_call
-
-    def blind(self: Any, rows: Any) -> Any:
-        made = real(self, rows)
-        return {"input_ids": made["input_ids"], "labels": made["labels"]}
-
+    real, keys = DataCollatorForLanguageModeling.torch_call, ("input_ids", "labels")
+    blind = lambda self, rows: {key: value for key, value in real(self, rows).items() if key in keys}  # noqa: E731
     monkeypatch.setattr(DataCollatorForLanguageModeling, "torch_call", blind)
     assert not packing.is_isolated({**SMALL, "model_type": "llama"}, attention)
 
@@ -235,31 +232,21 @@ PACKS = [
     "train.max_steps=3", "train.save_steps=3", "train.eval_steps=3", "train.max_length=128", "train.eval_on_start=false",
     "train.report_to=none", "lora.lora_dropout=0", "train.per_device_train_batch_size=2",
 ]  # fmt: skip
-DENSE = "train.model_init_kwargs.attn_implementation=sdpa"
 NO = "train.activation_checkpointing=false"
-RECOMPUTED = ["activation_checkpointing.ratio=1", "activation_checkpointing.save=[attention,every_second_matmul]"]
-
-
-@pytest.fixture(scope="module")
-def train(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    return trains(forge, tmp_path_factory.mktemp("packing"), PACKS)
 
 
 @pytest.mark.jobs
 @pytest.mark.timeout(1800)
-def test_ranks_train_the_same_as_with_a_mask(train: Train) -> None:
+def test_ranks_train_the_same_as_with_a_mask(forge: Forge, tmp_path: Path) -> None:
     """FSDP2: as it is, recomputed, with results kept, compiled: losses, gradient norms and the evaluation."""
-    masked = train("masked", FSDP2, NO, DENSE)
+    bench = make_bench(forge, tmp_path, PACKS)
+    bench.seconds = 900
+    masked = bench.train("fsdp2", NO, "train.model_init_kwargs.attn_implementation=sdpa")
     assert distributed(masked)["attention"] == "sdpa"
-    cases: dict[str, tuple[dict[str, Any], list[str]]] = {
-        "packed": (FSDP2, [NO]),
-        "recomputed": (FSDP2, ["train.activation_checkpointing=true"]),
-        "kept": (FSDP2, RECOMPUTED),
-        "compiled": (FSDP2 | {"dynamo_config": REGIONAL}, [NO]),
-    }
-    for name, (accelerate, words) in cases.items():
-        path = train(name, accelerate, *words)
-        assert curve(path) == pytest.approx(curve(masked), rel=2e-5, abs=2e-5), name
+    kept = ["activation_checkpointing.ratio=1", "activation_checkpointing.save=[attention,every_second_matmul]"]
+    for words in ([NO], ["train.activation_checkpointing=true"], kept, None):
+        path = bench.train("fsdp2", *words) if words is not None else bench.train(compiled("fsdp2"), NO)
+        assert curve(path) == pytest.approx(curve(masked), rel=2e-5, abs=2e-5), words
         assert distributed(path)["attention"] == PACKED
         assert distributed(path)["packing"] == {"isolated": True, "attention": PACKED}
 
@@ -308,10 +295,10 @@ def test_on_a_gpu_the_kernel_is_what_runs() -> None:
     with Watch() as seen:
         model("llama", PACKED, torch.bfloat16, "cuda")(**given, use_cache=False)
     assert seen.names.count("torch_attn._varlen_attn.default") == SMALL["num_hidden_layers"]
-    compiled = model("mistral", PACKED, torch.bfloat16, "cuda")
-    for layer in compiled.model.layers:
+    made = model("mistral", PACKED, torch.bfloat16, "cuda")
+    for layer in made.model.layers:
         layer.compile(fullgraph=True)
-    compare(compiled, model("mistral", "sdpa", torch.bfloat16, "cuda"), given, 3e-2)
+    compare(made, model("mistral", "sdpa", torch.bfloat16, "cuda"), given, 3e-2)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         compare(model("llama", PACKED, device="cuda"), model("llama", "sdpa", device="cuda"), given, 3e-2)
     torch.backends.cuda.matmul.allow_tf32 = True

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from clustertune.process import process_age
-from clustertune.training.startup import PARTS, Startup, StartupWatch, events
+from clustertune.training.startup import Startup, StartupWatch
 
 
 class Clock:
@@ -69,14 +69,6 @@ def test_the_first_step_ends_it_and_tells_it_once() -> None:
     silent.on_step_begin()
     silent.on_step_end()
     assert len(messages) == 1 and quiet.done
-
-
-def test_the_parts_are_written_in_their_order() -> None:
-    _, startup = timed()
-    for name in reversed(PARTS):
-        with startup.part(name):
-            pass
-    assert [event["part"] for event in events(startup, [1], [2])] == [*PARTS, "total"]
 
 
 def test_the_age_of_a_process_is_the_kernel_s() -> None:

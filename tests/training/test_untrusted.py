@@ -18,22 +18,16 @@ from clustertune import manifest
 from clustertune.checkpoint import restricted, store
 from clustertune.errors import UserError
 from clustertune.rundir import RunDir
-from tests.training.benches import DDP, FSDP1, Bench, fsdp, output_of
-from tests.training.forked import FSDP2
+from tests.training.benches import Bench, output_of
 
 pytestmark = pytest.mark.timeout(900)
 
-PLAIN: dict[str, dict[str, Any]] = {
-    "ddp": DDP,
-    "fsdp1": FSDP1,
-    "fsdp2": FSDP2,
-    "fsdp2-slices": fsdp({"fsdp_cpu_ram_efficient_loading": True}),
-}
+STRATEGIES = ["ddp", "fsdp1", "fsdp2", "fsdp2-slices", "zero2", "zero3"]
 
 
-def make(bench: Bench, strategy: str) -> Path:
-    """A run folder in which training is next."""
-    return bench.make(strategy, 2, bench.zero(strategy) if strategy.startswith("zero") else PLAIN[strategy])
+def need(strategy: str) -> None:
+    if strategy.startswith("zero"):
+        pytest.importorskip("deepspeed")
 
 
 # -- damaged inputs ------------------------------------------------------------------------------------------------------
@@ -61,22 +55,21 @@ INPUTS = [
         ("ddp", INPUTS[1], 0),
         *(
             pytest.param(strategy, name, seed, marks=pytest.mark.jobs)
-            for seed, strategy in enumerate([*PLAIN, "zero2", "zero3"], 1)
+            for seed, strategy in enumerate(STRATEGIES, 1)
             for name in INPUTS
         ),
     ],
 )
 def test_a_damaged_input_is_not_trained_on(strategy: str, name: str, seed: int, bench: Bench) -> None:
-    if strategy.startswith("zero"):
-        pytest.importorskip("deepspeed")
-    path = make(bench, strategy)
+    need(strategy)
+    path = bench.make(strategy)
     damage(path / name, seed)
     assert bench.go(path) == [2, 2], output_of(path)
     assert Path(name).name in output_of(path) and not list(path.glob("checkpoints/*/MANIFEST.json"))
 
 
 def test_a_changed_recipe_of_a_run_is_not_followed(bench: Bench) -> None:
-    path = make(bench, "ddp")
+    path = bench.make("ddp")
     file = path / "run.json"
     body = json.loads(file.read_text())
     body["recipe"]["train_args"]["learning_rate"] *= 2
@@ -143,8 +136,8 @@ def trained(bench: Bench) -> Any:
 
     def one(strategy: str) -> Path:
         if strategy not in made:
-            path = make(bench, strategy)
-            assert bench.go(path) == [0, 0], output_of(path)
+            need(strategy)
+            path = bench.train(strategy)
             shutil.rmtree(path / "checkpoints" / "step-000003")
             made[strategy] = path
         return made[strategy]
@@ -170,10 +163,7 @@ def refused(bench: Bench, path: Path) -> str:
 def test_a_hostile_pickle_under_a_valid_seal_never_runs(
     strategy: str, where: str, bench: Bench, trained: Any, tmp_path: Path
 ) -> None:
-    if strategy.startswith("zero"):
-        pytest.importorskip("deepspeed")
-    path = tmp_path / "run"
-    shutil.copytree(trained(strategy), path)
+    path = shutil.copytree(trained(strategy), tmp_path / "run")
     plant(path / "checkpoints" / "step-000002", where, tmp_path / "canary")
     words = refused(bench, path)
     assert not (tmp_path / "canary").exists()
@@ -184,8 +174,7 @@ def test_a_hostile_pickle_under_a_valid_seal_never_runs(
 def test_a_checkpoint_that_others_can_write_to_is_not_gone_on_from(
     strategy: str, bench: Bench, trained: Any, tmp_path: Path
 ) -> None:
-    path = tmp_path / "run"
-    shutil.copytree(trained(strategy), path)
+    path = shutil.copytree(trained(strategy), tmp_path / "run")
     (path / "checkpoints" / "step-000002").chmod(0o777)
     words = refused(bench, path)
     assert "mode 0777" in words and "chmod -R go-w" in words
@@ -204,8 +193,7 @@ def no_restriction() -> None:
 # A value's pickle alone is not enough: without the restriction torch does not read the index of today's checkpoints at all.
 @pytest.mark.parametrize("where", SHARDED[:1])
 def test_without_the_restriction_a_hostile_pickle_runs(where: str, bench: Bench, trained: Any, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    shutil.copytree(trained("fsdp2"), path)
+    path = shutil.copytree(trained("fsdp2"), tmp_path / "run")
     plant(path / "checkpoints" / "step-000002", where, tmp_path / "canary")
     bench.go(path, attempt=2, breaks=f"{__name__}:no_restriction")
     assert (tmp_path / "canary").exists()
