@@ -74,9 +74,10 @@ def test_an_attempt_saves_as_it_is_asked_to_and_not_as_the_one_before() -> None:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from clustertune.training.session import Watch
+    from clustertune.training.startup import Startup
 
     state = TrainerState(save_steps=10**9, eval_steps=2, max_steps=20)
-    session: Any = SimpleNamespace(prove=lambda: None)
+    session: Any = SimpleNamespace(prove=lambda: None, startup=Startup())
     Watch(session).on_train_begin(TrainingArguments(save_steps=0.25, eval_steps=2), state, TrainerControl())
     assert (state.save_steps, state.eval_steps) == (5, 2)
 

@@ -129,16 +129,16 @@ class Bench:
         if stop:
             self.stop(path, ranks)
             assert [e["step"] for e in events(path, "step")] == [1, 2]
-        self.end(path, ranks, breaks=breaks)
+        self.end(path, ranks, attempt=2 if stop else 1, breaks=breaks)
         return path
 
     def stop(self, path: Path, ranks: int = 2) -> None:
         """The first attempt, whose rank 1 is asked to stop in the second step."""
         assert self.go(path, ranks, breaks="stop") == [ExitCode.AGAIN] * ranks, output_of(path)
 
-    def end(self, path: Path, ranks: int = 2, **more: Any) -> None:
-        """The second attempt, to the end."""
-        assert self.go(path, ranks, attempt=2, **more) == [0] * ranks, output_of(path)
+    def end(self, path: Path, ranks: int = 2, *, attempt: int = 2, **more: Any) -> None:
+        """An attempt to the end, by default the second one."""
+        assert self.go(path, ranks, attempt=attempt, **more) == [0] * ranks, output_of(path)
 
     def alone(self, *more: str) -> Path:
         """The run of one process with the same global batch."""

@@ -34,10 +34,13 @@ def check(
     body = {"model_type": "llama", "quantization_config": stored}
     (folder / "config.json").write_text(json.dumps({"model_type": "outer", part: body} if part else body))
     train = {"model_init_kwargs": {"quantization_config": wanted}} if wanted else {}
+    base_model.check(str(folder), None, resolved(accelerate, lora=lora, train_args=train))
+
+
+def resolved(accelerate: dict[str, Any], *, lora: bool = True, train_args: Any = None) -> Any:
     plain = resolve("tiny-oasst2")
     recipe = plain.recipe.model_copy(update={"lora": {"r": 4} if lora else None})
-    resolved = replace(plain, accelerate=accelerate, deepspeed=None, train_args=train, recipe=recipe)
-    base_model.check(str(folder), None, resolved)
+    return replace(plain, accelerate=accelerate, deepspeed=None, train_args=train_args or {}, recipe=recipe)
 
 
 @pytest.mark.parametrize(
@@ -80,17 +83,16 @@ def test_others_are_refused_by_the_file_that_says_so(
 
 
 def test_neither_twice_nor_without_an_adapter_nor_in_a_part_of_the_model(tmp_path: Path) -> None:
-    """transformers ends with a traceback about classes for the first, and late for the second."""
+    """transformers ends with a traceback about classes for the first, and late for the second.
+
+    The recipe's own quantisation, of a base that is not quantised, is looked at too: an older run folder may ask for it.
+    """
     with pytest.raises(UserError, match=r"quantised already \(fp8\), the recipe asks for bitsandbytes"):
         check(tmp_path, FP8, ALONE, FLOATING)
     with pytest.raises(UserError, match="there is no lora section"):
         check(tmp_path, FP8, ALONE, lora=False)
     with pytest.raises(UserError, match="fp8 weights: FSDP casts"):
         check(tmp_path, FP8, FSDP2, part="text_config")
-
-
-def test_what_an_older_run_folder_asks_for_is_refused_too(tmp_path: Path) -> None:
-    """The recipe's own quantisation, of a base that is not quantised."""
     check(tmp_path, None, FSDP2, FLOATING)
     with pytest.raises(UserError, match=r"quantization_config: fp8 weights: FSDP casts") as caught:
         check(tmp_path, None, FSDP2, {"quant_method": "fp8"})
@@ -111,12 +113,9 @@ def test_a_base_of_the_hub_is_asked_for_its_config_alone(tmp_path: Path, monkeyp
         return str(file)
 
     monkeypatch.setattr(utils, "cached_file", cached)
-    plain = resolve("tiny-oasst2")
-    recipe = plain.recipe.model_copy(update={"lora": {}})
-    resolved = replace(plain, accelerate=FSDP2, deepspeed=None, train_args={}, recipe=recipe)
-    base_model.check("org/gone", "abc", resolved)
+    base_model.check("org/gone", "abc", resolved(FSDP2))
     with pytest.raises(UserError, match="fp8 weights: FSDP"):
-        base_model.check("org/there", "abc", resolved)
+        base_model.check("org/there", "abc", resolved(FSDP2))
     assert calls == [("org/gone", "config.json", "abc"), ("org/there", "config.json", "abc")]
 
 

@@ -6,9 +6,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
+import torch
+import torch.nn.functional as F
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler, SequentialSampler
+from trl import SFTTrainer
 
-from clustertune.training.evaluation import IGNORED_LABEL, filled
+from clustertune.training.evaluation import IGNORED_LABEL, PairMeans, TokenMeans, filled
+from clustertune.training.trainer import Trainer
 from tests.plan.tracked import make_tokenizer
 from tests.training.benches import tiny_trainer
 
@@ -17,8 +24,6 @@ LENGTHS = (3, 17, 5, 9, 12)
 
 
 def make_rows() -> Any:
-    import datasets
-
     tokens = [[(7 * row + 3 * index) % 50 for index in range(length)] for row, length in enumerate(LENGTHS)]
     labels = [[-100, -100, *row[2:]] for row in tokens]
     labels[2] = [-100] * LENGTHS[2]
@@ -27,10 +32,6 @@ def make_rows() -> Any:
 
 def make_trainer(folder: Path, **values: Any) -> Any:
     """The trainer on a model of one layer, in evaluation."""
-    from trl import SFTTrainer
-
-    from clustertune.training.evaluation import TokenMeans
-
     kind, rows = type("Trainer", (TokenMeans, SFTTrainer), {}), make_rows()
     sizes = {"vocab_size": 50, "max_position_embeddings": 64, "initializer_range": 1.0}
     return tiny_trainer(kind, folder, rows, rows, make_tokenizer(), sizes, **values)
@@ -38,9 +39,6 @@ def make_trainer(folder: Path, **values: Any) -> Any:
 
 def expected(model: Any) -> tuple[float, float]:
     """Loss and entropy over all labelled tokens, row by row."""
-    import torch
-    import torch.nn.functional as F
-
     cost = entropy = count = 0.0
     model.eval()
     for row in make_rows():
@@ -99,10 +97,6 @@ def test_the_split_is_filled_for_the_ranks_that_share_it_out(
     monkeypatch: pytest.MonkeyPatch, ranks: int, sizes: tuple[int, int] | None, rows: int
 ) -> None:
     """Those of one tp or cp group have the same rows: five, two at a time, and nothing is added for one process."""
-    from trl import SFTTrainer
-
-    from clustertune.training.trainer import Trainer
-
     monkeypatch.setattr(SFTTrainer, "get_eval_dataloader", lambda _, found: found)
     trainer: Any = object.__new__(Trainer)
     mesh = SimpleNamespace(tp_size=sizes[0], cp_size=sizes[1]) if sizes else None
@@ -114,9 +108,6 @@ def test_the_split_is_filled_for_the_ranks_that_share_it_out(
 @pytest.mark.parametrize(("ranks", "batch"), [(2, 1), (2, 2), (4, 2), (4, 3)])
 def test_accelerate_parts_filled_rows_without_a_repetition(ranks: int, batch: int) -> None:
     """All ranks take the same number of steps, and every row that has labels is in one batch of one rank."""
-    from accelerate.data_loader import BatchSamplerShard
-    from torch.utils.data import BatchSampler, SequentialSampler
-
     rows = filled(make_rows(), ranks * batch)
     sampler = BatchSampler(SequentialSampler(rows), batch, drop_last=False)
     shares = [list(BatchSamplerShard(sampler, ranks, rank)) for rank in range(ranks)]
@@ -134,10 +125,6 @@ def test_what_has_no_labels_is_left_as_it_is() -> None:
 )
 def test_pairs_that_only_fill_a_batch_cost_nothing(real: list[bool], kept: list[int]) -> None:
     """Chosen answers are the first half of a batch, rejected ones the second. A batch of nothing else counts 0."""
-    import torch
-
-    from clustertune.training.evaluation import PairMeans
-
     mask = torch.tensor([[0, 0, answer] for answer in (real + real)])
     found, count = PairMeans().weighed({"input_ids": torch.arange(4)[:, None].expand(4, 3), "completion_mask": mask})
     assert found["input_ids"][:, 0].tolist() == kept and len(found["completion_mask"]) == len(kept)

@@ -16,6 +16,7 @@ from torch._dynamo import utils
 from clustertune.errors import UserError
 from clustertune.resolve.resolve import resolve
 from clustertune.training import build, kernels
+from tests.training.test_startup import ARGS, state_of, timed, watch
 
 LIGER = {"use_liger_kernel": True, "liger_kernel_config": {"rope": True}}
 FLASH = {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
@@ -108,11 +109,11 @@ def test_what_was_compiled_is_told() -> None:
 
 def test_it_is_told_once_and_after_each_change() -> None:
     """A line in every step would hide the one that matters."""
-    messages: list[str] = []
-    lines: list[dict[str, Any]] = []
-    watch = kernels.CompileWatch(messages.append, lambda event, **values: lines.append({"event": event, **values}))
+    _, startup = timed()
+    startup.finish()
+    told, lines, messages = watch(startup, compiled=True)
     for step, lengths in enumerate((range(4, 5), range(4, 5), range(4, 6))):
         compile_lengths(lengths, dynamic=None)
-        watch.on_step_end(None, SimpleNamespace(global_step=step), None)
+        told.on_step_end(ARGS, state_of(step), SimpleNamespace())
     assert len(messages) == 2 and [line["step"] for line in lines] == [0, 2]
     assert lines[1]["graphs"] == 4 and lines[1]["again"] == 2 and lines[1]["event"] == "compile"

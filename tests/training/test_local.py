@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import shutil
 import signal
@@ -15,17 +16,15 @@ import pytest
 from clustertune.chain import open_run
 from clustertune.checkpoint import local
 from clustertune.checkpoint.local import name_of
-from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from clustertune.training.session import Session
 from clustertune.training.trainer import RankTrainer
-from tests.command import REPO, events
-from tests.training.conftest import RECIPE
+from tests.command import events
+from tests.training.benches import Bench, fsdp, make_bench
 from tests.training.forked import Forge, around, failing, kill, on_rank
 from tests.training.test_saving import shards
 
 pytestmark = pytest.mark.timeout(900)
-STEPS = ["train.max_length=64", "train.max_steps=6", "train.eval_steps=3", "train.bf16=true", "train.report_to=none"]
 SAVED = ["save.every=3", "save.local.every=1"]
 
 
@@ -63,17 +62,17 @@ def full() -> None:
 class Job:
     """A run folder, and the disks of its two nodes beside it."""
 
-    def __init__(self, forge: Forge, folder: Path, settings: Sequence[str]) -> None:
-        self.forge, self.folder, self.settings = forge, folder, settings
+    def __init__(self, bench: Bench, folder: Path, settings: Sequence[str]) -> None:
+        self.bench, self.folder, self.settings = bench, folder, settings
         self.disks = folder.parent / f"{folder.name}-disks"
 
     def go(self, what: str = "two_nodes", attempt: int = 1, ranks: int = 2) -> list[int]:
         for rank in range(ranks):
             (self.disks / f"node-{rank}").mkdir(parents=True, exist_ok=True)
         if ranks != 2:
-            open_run(resolve(REPO / RECIPE, self.settings, ranks=ranks), self.folder, ["test"])
+            open_run(self.bench.resolved((ranks, fsdp()), *self.settings), self.folder, ["test"])
         more = {"breaks": f"{__name__}:{what}", "environment": {"CT_LOCAL": str(self.disks)}}
-        return self.forge.run(self.folder, ranks, attempt=attempt, seconds=120, **more)
+        return self.bench.go(self.folder, ranks, attempt=attempt, **more)
 
     def root(self, rank: int) -> Path:
         return self.disks / f"node-{rank}" / name_of(self.folder, RunDir(self.folder).read()["created"])
@@ -87,7 +86,7 @@ class Job:
         return int(events(self.folder, "start")[-1]["step"])
 
     def copy(self, folder: Path) -> Job:
-        made = Job(self.forge, shutil.copytree(self.folder, folder), self.settings)
+        made = Job(self.bench, shutil.copytree(self.folder, folder), self.settings)
         for rank in (0, 1):
             if self.root(rank).is_dir():
                 shutil.copytree(self.root(rank), made.root(rank))
@@ -95,39 +94,37 @@ class Job:
         return made
 
 
-def make(forge: Forge, prepared: Path, folder: Path, *more: str) -> Job:
-    settings = [*STEPS, *more]
-    resolved = resolve(REPO / RECIPE, settings)
-    open_run(resolved, folder, ["test"]).write_own_files(resolved)
-    for part in ("data", "model"):
-        shutil.copytree(prepared / part, folder / part)
-    return Job(forge, folder, settings)
+@pytest.fixture(scope="module")
+def bench(forge: Forge, tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Bench:
+    same = ["train.max_length=64", "train.max_steps=6", "train.eval_steps=3", "train.bf16=true", "train.report_to=none"]
+    return make_bench(forge, tmp_path_factory.mktemp("local"), same, prepared=prepared)
+
+
+def make(bench: Bench, *settings: str) -> Job:
+    return Job(bench, bench.make("fsdp2", *settings), settings)
 
 
 @pytest.fixture(scope="module")
-def calm(forge: Forge, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def calm(bench: Bench) -> dict[str, Any]:
     """What a run without local checkpoints that nobody disturbs ends with."""
-    job = make(forge, prepared, tmp_path_factory.mktemp("calm") / "run", "save.every=3")
+    job = make(bench, "save.every=3")
     assert job.go() == [0, 0]
     return shards(job.folder)["6"]
 
 
 @pytest.fixture(scope="module")
-def lost(forge: Forge, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Job]:
+def lost(bench: Bench) -> Callable[[bool], Job]:
     """A run that was killed in step 6: shared storage holds step 3, the nodes 4 and 5; where asked, their neighbours, too."""
-    made: dict[bool, Job] = {}
 
+    @functools.cache
     def one(neighbour: bool) -> Job:
-        if neighbour not in made:
-            folder = tmp_path_factory.mktemp("lost")
-            where = [f"save.local.path={folder / 'disk'}", f"save.local.neighbour={str(neighbour).lower()}"]
-            job = made[neighbour] = make(forge, prepared, folder / "run", *SAVED, *where)
-            assert -signal.SIGKILL in job.go("killed")
-            assert [(e["step"], e["status"]) for e in events(job.folder, "checkpoint")] == [
-                (1, "local"), (2, "local"), (3, "saved"), (4, "local"), (5, "local"),
-            ]  # fmt: skip
-            assert sorted(path.name for path in job.root(1).iterdir()) == ["step-000004", "step-000005"]
-        return made[neighbour]
+        where = [f"save.local.path={bench.folder / 'disk'}", f"save.local.neighbour={str(neighbour).lower()}"]
+        job = make(bench, *SAVED, *where)
+        assert -signal.SIGKILL in job.go("killed")
+        found = [(e["step"], e["status"]) for e in events(job.folder, "checkpoint")]
+        assert found == [(1, "local"), (2, "local"), (3, "saved"), (4, "local"), (5, "local")]
+        assert sorted(path.name for path in job.root(1).iterdir()) == ["step-000004", "step-000005"]
+        return job
 
     return one
 
@@ -148,7 +145,7 @@ def flipped(job: Job) -> None:
     ("neighbour", "damage", "step", "message"),
     [
         pytest.param(True, None, 5, "copied to step-000005.a2", marks=pytest.mark.jobs),
-        (True, node_gone, 5, "copied to step-000005.a2"),
+        pytest.param(True, node_gone, 5, "copied to step-000005.a2", marks=pytest.mark.jobs),
         (True, flipped, 5, "content differs from the manifest's digest"),
         pytest.param(False, None, 5, "copied to step-000005.a2", marks=pytest.mark.jobs),
         (False, node_gone, 3, "survived on no node"),
@@ -171,13 +168,13 @@ def test_it_goes_on_from_the_newest_step_that_survived_to_the_same_end(
 @pytest.mark.parametrize("neighbour", [True, False])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_other_ranks_go_on_from_it_as_from_shared_storage(
-    neighbour: bool, ranks: int, forge: Forge, prepared: Path, lost: Callable[[bool], Job], tmp_path: Path
+    neighbour: bool, ranks: int, bench: Bench, lost: Callable[[bool], Job], tmp_path: Path
 ) -> None:
     """Node 0 alone, and four nodes of which two are new. The last step is the one of a run whose every save was shared."""
     job = lost(neighbour).copy(tmp_path / "run")
     assert job.go(attempt=2, ranks=ranks) == [0] * ranks, job.output
     assert job.started_at == (5 if neighbour or ranks == 4 else 3), job.output
-    shared = make(forge, prepared, tmp_path / "shared", f"save.every={job.started_at}")
+    shared = make(bench, f"save.every={job.started_at}")
     shared.folder.joinpath("told").touch()
     assert -signal.SIGKILL in shared.go("killed")
     assert shared.go(attempt=2, ranks=ranks) == [0] * ranks, shared.output
@@ -185,8 +182,8 @@ def test_other_ranks_go_on_from_it_as_from_shared_storage(
     assert shards(job.folder)["6"] == shards(shared.folder)["6"]
 
 
-def test_a_local_disk_that_is_full_costs_no_step(forge: Forge, prepared: Path, calm: Any, tmp_path: Path) -> None:
-    job = make(forge, prepared, tmp_path / "run", *SAVED, f"save.local.path={tmp_path}")
+def test_a_local_disk_that_is_full_costs_no_step(bench: Bench, calm: Any, tmp_path: Path) -> None:
+    job = make(bench, *SAVED, f"save.local.path={tmp_path}")
     assert job.go("full") == [0, 0]
     assert "No space left" in job.output and "none is from here on" in job.output
     assert [(e["step"], e["status"]) for e in events(job.folder, "checkpoint")] == [(3, "saved"), (6, "saved")]

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from clustertune.process import process_age
-from clustertune.training.startup import Startup, StartupWatch
+from clustertune.training.session import Session, Watch
+from clustertune.training.startup import Startup
 
 
 class Clock:
@@ -43,32 +44,48 @@ def test_a_part_inside_a_part_counts_once() -> None:
     assert startup.summary() == "start-up 22.0 s: imports 5.0, reading 10.0, sharding 3.0, other 4.0"
 
 
-def test_the_first_step_ends_it_and_tells_it_once() -> None:
-    """The evaluation ahead of it has its own part; later steps say nothing, on ranks other than 0 nobody does."""
-    clock, startup = timed()
-    startup.read_bytes, startup.loading = 7, "slices"
+def watch(startup: Startup, rank: int = 0, *, compiled: bool = False) -> tuple[Watch, list[dict[str, Any]], list[str]]:
+    """The callback of a session that has only what it asks for; the events written, and what is said."""
     written: list[dict[str, Any]] = []
     messages: list[str] = []
-    first = StartupWatch(
-        startup, lambda value: [value, (8, 9)], lambda name, **v: written.append({"event": name, **v}), messages.append
-    )
-    first.on_train_begin(SimpleNamespace(eval_on_start=True))
-    for seconds in (3, 2, 1):
-        clock.now += seconds
-        first.on_step_begin()
-        clock.now += 10
-        first.on_step_end()
-    assert [(e["part"], e["seconds"]) for e in written] == [
-        ("imports", 5.0), ("evaluation", 3.0), ("first step", 10.0), ("other", 0.0), ("total", 18.0)
-    ]  # fmt: skip
-    assert written[-1]["read_bytes"] == [7, 8] and written[-1]["host_bytes"][1] == 9 and written[-1]["loading"] == "slices"
-    assert messages == ["start-up 18.0 s: imports 5.0, evaluation 3.0, first step 10.0"]
-    _, quiet = timed()
-    silent = StartupWatch(quiet, lambda value: [value], None, messages.append)
-    silent.on_train_begin(SimpleNamespace(eval_on_start=False))
-    silent.on_step_begin()
-    silent.on_step_end()
-    assert len(messages) == 1 and quiet.done
+    session: Any = object.__new__(Session)
+    session.startup, session.prove, session.console = startup, lambda: None, None
+    session.attempt = SimpleNamespace(out=SimpleNamespace(write=messages.append))
+    session.group = SimpleNamespace(rank=rank, gather=lambda value: [value, (8, 9)])
+    session.log = None if rank else SimpleNamespace(write=lambda name, **values: written.append({"event": name, **values}))
+    session.resolved = SimpleNamespace(distribution=SimpleNamespace(compiled=compiled))
+    session.trainer = SimpleNamespace(agree=lambda *_: False, clock=SimpleNamespace(take=list), save_due=False)
+    return Watch(session), written, messages
+
+
+ARGS = SimpleNamespace(eval_on_start=True, eval_strategy="no")
+
+
+def state_of(step: int) -> Any:
+    return SimpleNamespace(global_step=step, max_steps=9, epoch=0.5, compute_steps=lambda *_: None)
+
+
+def test_the_first_step_ends_it_and_tells_it_once() -> None:
+    """The evaluation ahead of it has its own part; later steps say nothing, on ranks other than 0 nobody does."""
+    for rank in (0, 1):
+        clock, startup = timed()
+        startup.read_bytes, startup.loading = 7, "slices"
+        first, written, messages = watch(startup, rank)
+        first.on_train_begin(ARGS, state_of(0), None)
+        for step in (1, 2, 3):
+            clock.now += 4 - step
+            first.on_step_begin(ARGS, state_of(step), None)
+            clock.now += 10
+            first.on_step_end(ARGS, state_of(step), SimpleNamespace())
+        assert startup.done
+        if rank:
+            assert written == messages == []
+            continue
+        assert [(e["part"], e["seconds"]) for e in written] == [
+            ("imports", 5.0), ("evaluation", 3.0), ("first step", 10.0), ("other", 0.0), ("total", 18.0)
+        ]  # fmt: skip
+        assert written[-1]["read_bytes"] == [7, 8] and written[-1]["host_bytes"][1] == 9 and written[-1]["loading"] == "slices"
+        assert messages == ["start-up 18.0 s: imports 5.0, evaluation 3.0, first step 10.0\n"]
 
 
 def test_the_age_of_a_process_is_the_kernel_s() -> None:
