@@ -265,7 +265,6 @@ class Session:
             store=store,
             attempt=attempt,
             on_checkpoint=self._on_checkpoint,
-            on_removed=self._on_removed,
         )
         sharding.set_precision(trainer.accelerator, self.resolved.distribution.reduce_dtype)
         self.startup.end()
@@ -384,12 +383,10 @@ class Session:
                 **({"save_every_s": round(saved.every_seconds, 1)} if saved.every_seconds is not None else {}),
             )  # fmt: skip
             self.log.sync()
+            for path in written.removed:
+                gone, step = str(path.relative_to(self.run_path)), int(path.name.split("-")[1].split(".")[0])
+                self.log.write("checkpoint", step=step, path=gone, status="removed")
         self.tell(f"saved {name}  {written.bytes / 1e6:.1f} MB  {saved.seconds:.2f} s" + ("  (final)" if saved.final else ""))
-
-    def _on_removed(self, path: Path) -> None:
-        if self.log:
-            name = str(path.relative_to(self.run_path))
-            self.log.write("checkpoint", step=int(path.name.split("-")[1].split(".")[0]), path=name, status="removed")
 
     def run(self, latest: tuple[Path, Mapping[str, Any]] | None) -> ExitCode:
         """Train from the beginning or from ``latest``; say how it ended."""

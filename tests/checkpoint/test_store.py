@@ -1,9 +1,8 @@
-"""Checkpoints on disk: what is whole, what is newest, what may be removed."""
+"""Checkpoints on disk: what is whole, what is newest, what may be removed; and what a damaged manifest can hide."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,10 @@ from hypothesis import strategies as st
 from clustertune import manifest
 from clustertune.checkpoint import store
 from clustertune.errors import ExitCode, UserError
+from clustertune.events import read_events, read_object
 from clustertune.launch.plan import check_fence
+from clustertune.report.metrics import MetricsReader
+from clustertune.rundir import RunDir
 
 
 class OneRank:
@@ -98,18 +100,6 @@ def test_truncated_missing_swapped_and_added_files_are_found(tmp_path: Path, nam
     (path / "stray.bin").unlink()
     path.rename(tmp_path / "step-000008")
     assert "its name says 8" in str(store.verify(tmp_path / "step-000008")[0])
-
-
-def test_verify_opens_no_pickle(tmp_path: Path) -> None:
-    class Canary:
-        def __reduce__(self) -> tuple[Any, tuple[str]]:
-            return (os.mkdir, (str(tmp_path / "ran"),))
-
-    path = save(tmp_path, 2)
-    (path / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps(Canary()))
-    assert store.verify(path)
-    store.newest_whole(tmp_path)
-    assert not (tmp_path / "ran").exists()
 
 
 PRUNED: dict[str, tuple[list[tuple[Any, ...]], dict[str, int], str]] = {
@@ -383,3 +373,51 @@ def test_what_others_could_have_written_is_not_loaded(
         with pytest.raises(UserError, match=message) as refused:
             make_store(folder)[0].latest()
         assert refused.value.code == ExitCode.CONFIG and (message != WRITABLE or "chmod -R go-w" in str(refused.value))
+
+
+META = {"step": 4, "tokens": 8123, "epoch": 0.25, "final": False, "eval_skipped": False, "state_digests": ["ab" * 32]}
+
+
+@pytest.fixture(scope="module")
+def sealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sealed")
+    (folder / "shard").write_bytes(b"data")
+    manifest.seal(folder, "checkpoint", META)
+    return folder
+
+
+@settings(max_examples=300, deadline=None)
+@given(offset=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_a_flipped_bit_is_seen_or_changes_nothing(sealed: Path, offset: int, bit: int) -> None:
+    path = sealed / manifest.MANIFEST
+    whole = path.read_bytes()
+    data = bytearray(whole)
+    data[offset % len(data)] ^= 1 << bit
+    try:
+        path.write_bytes(data)
+        if not manifest.find_problems(sealed, "checkpoint"):
+            assert manifest.read_manifest(sealed).meta == META
+    finally:
+        path.write_bytes(whole)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    """A reader that opens a pipe waits until a writer opens it too."""
+    (tmp_path / "empty").touch()
+    (tmp_path / "more").touch()
+    manifest.seal(tmp_path, "checkpoint", {})
+    (tmp_path / "empty").unlink()
+    os.mkfifo(tmp_path / "empty")
+    assert "empty: is not a plain file" in str(manifest.find_problems(tmp_path)[0])
+    (tmp_path / manifest.MANIFEST).unlink()
+    os.mkfifo(tmp_path / manifest.MANIFEST)
+    with pytest.raises(UserError, match="is not a plain file"):
+        manifest.read_manifest(tmp_path)
+    run = RunDir(tmp_path)
+    os.mkfifo(run.run_json)
+    os.mkfifo(run.metrics)
+    with pytest.raises(UserError, match="is not a plain file"):
+        run.read()
+    assert read_object(run.run_json) == {} and list(read_events(run.metrics)) == []
+    with pytest.raises(OSError, match="is not a plain file"):
+        MetricsReader().follow(run.metrics)

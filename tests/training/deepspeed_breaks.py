@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,6 @@ def infinite_loss() -> None:
 
     bad_loss(lambda loss: loss + float("inf"))
     around(Trainer, "_raise_non_finite", tell)
-
-
-def infinite_loss_without_guard() -> None:
-    """The same with nobody asked before DeepSpeed steps."""
-    from clustertune.training import deepspeed
-
-    infinite_loss()
-    deepspeed.guard = lambda *_: None
 
 
 def killed_in_a_save() -> None:
@@ -69,7 +62,7 @@ def whole_models() -> None:
     from clustertune.training import loading
 
     loading.why_not_parts = lambda model: "taken away"
-    loading.send_nothing_empty = lambda: lambda: None
+    loading.send_nothing_empty = nullcontext
 
 
 def torn_on_one_rank() -> None:

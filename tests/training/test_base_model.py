@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from clustertune.errors import ExitCode, UserError
 from clustertune.resolve.resolve import resolve
 from clustertune.training import base_model
+from tests.training.benches import ONE, STRATEGIES, fsdp
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
 FOUR = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 FLOATING = {**FOUR, "bnb_4bit_quant_storage": "bfloat16"}
 EIGHT = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-FSDP2 = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
-FSDP1 = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}
-TP = {**FSDP2, "parallelism_config": {"parallelism_config_tp_size": 2}}
-DDP, ALONE = {"distributed_type": "MULTI_GPU"}, {"distributed_type": "NO"}
+FSDP2, FSDP1, TP = fsdp(), fsdp(ONE), fsdp(tp=2)
+DDP, ALONE = STRATEGIES["ddp"][1], STRATEGIES["alone"][1]
 
 
 def zero(stage: int) -> dict[str, Any]:
@@ -122,7 +122,6 @@ def test_a_base_of_the_hub_is_asked_for_its_config_alone(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("storage", ["bfloat16", "float16", "float32"])
 def test_a_cast_loses_what_is_packed_in_another_type(storage: str) -> None:
     """What the refusal rests on: bitsandbytes' own layer before and after the cast that FSDP and DeepSpeed do."""
-    torch = pytest.importorskip("torch")
     functional = pytest.importorskip("bitsandbytes.functional", reason="the package bitsandbytes")
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     packed, state = functional.quantize_4bit(weight, quant_type="nf4", quant_storage=getattr(torch, storage))

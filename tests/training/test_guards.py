@@ -16,6 +16,7 @@ from clustertune.resolve.distribution import mixed_precision
 from clustertune.resolve.resolve import resolve
 from clustertune.training import build, sharding
 from tests.command import REPO
+from tests.training.benches import fsdp
 
 
 class FakeTokenizer:
@@ -55,15 +56,8 @@ def test_labels_without_eos_are_refused() -> None:
             tokens.check_labels([{"input_ids": [1, 2, 9], "labels": labels}], {9})
 
 
-WANTED = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
-OFFLOADED = {**WANTED, "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}
-
-
-def meshed(**sizes: int) -> dict[str, Any]:
-    return {**WANTED, "parallelism_config": {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}}
-
-
-TP, CP, HSDP = meshed(dp_shard=2, tp=2), meshed(dp_shard=2, cp=2), meshed(dp_replicate=2, dp_shard=2)
+WANTED, OFFLOADED = fsdp(), fsdp({"fsdp_offload_params": True})
+TP, CP, HSDP = fsdp(dp_shard=2, tp=2), fsdp(dp_shard=2, cp=2), fsdp(dp_replicate=2, dp_shard=2)
 ROWS = {"placements": {"dp_shard: shard 0": 9}}
 SPLIT = {f"dp_shard_cp: shard 0, tp: {how}": n for how, n in (("shard 0", 80), ("shard 1", 15), ("replicate", 5))}
 COPIED = {"dp_replicate: replicate, dp_shard_cp: shard 0": 9}

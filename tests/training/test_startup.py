@@ -1,4 +1,4 @@
-"""The start-up's clock: parts add up to the whole, nothing counts twice, and the first step ends it."""
+"""What a rank says of itself: its start-up's clock, signs of life, and a group that is not the planned one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ import contextlib
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from clustertune.errors import ExitCode, UserError
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.process import process_age
+from clustertune.training import heartbeat as room
+from clustertune.training.collectives import check_world
+from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.session import Session, Watch
 from clustertune.training.startup import Startup
 
@@ -95,3 +103,62 @@ def test_the_age_of_a_process_is_the_kernel_s() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert 0.25 < float(done.stdout) < time.monotonic() - began + 0.1
     assert process_age() > 0
+
+
+def test_phases_are_written_at_once_and_repetitions_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A micro step of a tiny model takes a millisecond; on NFS every write is a message. No line leaves a rest of another."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    heartbeat = Heartbeat(path := tmp_path / "rank-0.heartbeat")
+    size = 0
+    for later, phase, step, line in [
+        (0.0, "start", None, "1 start 0"),
+        (0.0, "train", 1, "2 train 1"),
+        (0.0, "train", 2, "2 train 1"),
+        (room.EVERY_SECONDS, "train", None, "3 train 2"),
+        (0.0, "resume", 999_999_999, "4 resume 999999999"),
+        (0.0, "end", 1, "5 end 1"),
+    ]:
+        clock[0] += later
+        heartbeat(phase, *([] if step is None else [step]))
+        text = path.read_text()
+        assert text.endswith("\n") and text.count("\n") == 1 and text.split() == line.split()
+        assert len(text) == (size := size or len(text)) and heartbeat.step == (step or heartbeat.step)
+
+
+def test_no_place_to_write_is_no_reason_to_stop(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent" / "beat", Path("/dev/full"), None):
+        heartbeat = Heartbeat(path)
+        heartbeat("start")
+        heartbeat("train", 3)
+        assert heartbeat.step == 3
+
+
+def plan(nodes: int, ranks_per_node: int) -> AttemptPlan:
+    return AttemptPlan(attempt=1, nodes=tuple(Node(f"n{i}", f"n{i}") for i in range(nodes)), ranks_per_node=ranks_per_node)
+
+
+TWO_NODES = [("0", "2"), ("1", "2"), ("0", "2"), ("1", "2")]
+
+
+@pytest.mark.parametrize(
+    ("places", "planned", "message"),
+    [
+        (TWO_NODES, plan(2, 2), None),
+        ([(None, None)] * 4, plan(2, 2), None),
+        (TWO_NODES, None, None),
+        ([("0", "1")], plan(2, 2), "sees a world of 1, the run is for 4: the ranks did not find each other"),
+        ([("0", "2"), ("1", "2")], None, "sees a world of 2, the run is for 4"),
+        ([("0", "4"), ("1", "4"), ("2", "4"), ("3", "4")], plan(2, 2), "run on 1 nodes, the plan names 2"),
+        ([("0", "3"), ("1", "3"), ("2", "3"), ("0", "1")], plan(2, 2), "1 ranks on one node, the plan says 2 on each"),
+        (TWO_NODES, plan(4, 2), "the plan of this attempt is for 8 ranks, the run for 4"),
+    ],
+)
+def test_another_world_than_the_planned_one_is_refused(places: Any, planned: AttemptPlan | None, message: str | None) -> None:
+    group: Any = SimpleNamespace(gather=lambda _: places, world_size=len(places), rank=0)
+    if message is None:
+        check_world(group, 4, planned)
+        return
+    with pytest.raises(UserError, match=message) as caught:
+        check_world(group, 4, planned)
+    assert caught.value.code is ExitCode.FAILED

@@ -199,7 +199,7 @@ def test_a_state_that_is_not_the_saved_one_ends_the_start(make: Any, monkeypatch
     trainer = make()
     trainer.optimizer = trainer.lr_scheduler = SimpleNamespace(state={}, load_state_dict=lambda _: None)
     trainer.accelerator = SimpleNamespace(state=None)
-    monkeypatch.setattr(trainer, "_stored", lambda *_: {})
+    monkeypatch.setattr(trainer, "_stored", lambda *_, **__: {})
     parts = state_parts(trainer.model, trainer.optimizer)
     # None: saved before digests were kept; SHA-256: by a former release.
     for saved in (None, digest(parts, manifest.SHA256), digest(parts)):
