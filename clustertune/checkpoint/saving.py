@@ -288,8 +288,11 @@ def _with_values_of(state: Any, copied: Any) -> Any:
 
 def _local(state: Any) -> Any:
     """A state with the shards of FSDP1's tensors in their place: torch's stager cannot copy a ShardedTensor."""
-    shards_of = lambda one: [shard.tensor for shard in one.local_shards()]  # noqa: E731
-    return tree_map(lambda one: shards_of(one) if isinstance(one, ShardedTensor) else one, state)
+
+    def shards_of(one: Any) -> Any:
+        return [shard.tensor for shard in one.local_shards()] if isinstance(one, ShardedTensor) else one
+
+    return tree_map(shards_of, state)
 
 
 def _put(state: Any, copied: Any) -> Any:
