@@ -44,59 +44,46 @@ def resolved(accelerate: dict[str, Any], *, lora: bool = True, train_args: Any =
 
 
 @pytest.mark.parametrize(
-    ("stored", "accelerate"),
+    ("stored", "accelerate", "message", "more"),
     [
-        (None, FSDP2), (None, TP), (None, ALONE), (FLOATING, FSDP2), (FOUR, DDP), (FOUR, zero(3)), (FP8, DDP), (FP8, ALONE),
-        (FP8, zero(2)),
+        # What every rank has whole or FSDP can part is taken. transformers trains adapters over FP8 where nobody casts it.
+        *((stored, way, None, {}) for stored, way in [
+            (None, FSDP2), (None, TP), (None, ALONE), (FLOATING, FSDP2), (FOUR, DDP), (FOUR, zero(3)), (FP8, DDP), (FP8, ALONE),
+            (FP8, zero(2)),
+        ]),
+        # Qwen/Qwen3-8B-FP8 and its like; what transformers does not know it would load as it is, without the scales.
+        (FP8, FSDP2, "fp8 weights: FSDP casts or splits them without their scales", {}),
+        (FP8, FSDP1, "fp8 weights: FSDP casts", {}),
+        (FP8, TP, "fp8 weights: tensor parallelism casts", {}),
+        (FP8, zero(3), "fp8 weights: DeepSpeed ZeRO-3 casts", {}),
+        (EIGHT, FSDP2, "bitsandbytes weights: FSDP casts", {}),
+        (FLOATING, TP, "bitsandbytes weights: tensor parallelism casts", {}),
+        (FOUR, FSDP2, "bnb_4bit_quant_storage is uint8", {}),
+        ({**FOUR, "bnb_4bit_quant_storage": "float16"}, FSDP2, "float16: with train.bf16 FSDP casts it to bfloat16", {}),
+        ({**FOUR, "bnb_4bit_quant_storage": "float32"}, zero(3), "float32: with train.bf16 DeepSpeed casts it", {}),
+        ({"quant_method": "mxfp4"}, DDP, "transformers does not train over mxfp4 weights", {}),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, ALONE, "does not load modelopt weights", {}),
+        # transformers ends with a traceback about classes for the first, and late for the second.
+        (FP8, ALONE, r"quantised already \(fp8\), the recipe asks for bitsandbytes", {"wanted": FLOATING}),
+        (FP8, ALONE, "there is no lora section", {"lora": False}),
+        (FP8, FSDP2, "fp8 weights: FSDP casts", {"part": "text_config"}),
+        # The recipe's own quantisation of a base that is not quantised: an older run folder may ask for it.
+        (None, FSDP2, None, {"wanted": FLOATING}),
+        (None, FSDP2, "fp8 weights: FSDP casts", {"wanted": {"quant_method": "fp8"}}),
     ],
 )  # fmt: skip
-def test_what_every_rank_has_whole_or_fsdp_can_part_is_taken(tmp_path: Path, stored: Any, accelerate: dict[str, Any]) -> None:
-    """transformers trains adapters over FP8 (its quantiser says so) where nobody casts or splits it."""
-    check(tmp_path, stored, accelerate)
-
-
-@pytest.mark.parametrize(
-    ("stored", "accelerate", "message"),
-    [
-        (FP8, FSDP2, "fp8 weights: FSDP casts or splits them without their scales"),
-        (FP8, FSDP1, "fp8 weights: FSDP casts"),
-        (FP8, TP, "fp8 weights: tensor parallelism casts"),
-        (FP8, zero(3), "fp8 weights: DeepSpeed ZeRO-3 casts"),
-        (EIGHT, FSDP2, "bitsandbytes weights: FSDP casts"),
-        (FLOATING, TP, "bitsandbytes weights: tensor parallelism casts"),
-        (FOUR, FSDP2, "bnb_4bit_quant_storage is uint8"),
-        ({**FOUR, "bnb_4bit_quant_storage": "float16"}, FSDP2, "float16: with train.bf16 FSDP casts it to bfloat16"),
-        ({**FOUR, "bnb_4bit_quant_storage": "float32"}, zero(3), "float32: with train.bf16 DeepSpeed casts it"),
-        ({"quant_method": "mxfp4"}, DDP, "transformers does not train over mxfp4 weights"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, ALONE, "does not load modelopt weights"),
-    ],
-)
-def test_others_are_refused_by_the_file_that_says_so(
-    tmp_path: Path, stored: Any, accelerate: dict[str, Any], message: str
+def test_a_base_is_taken_or_refused_by_the_file_that_says_so(
+    tmp_path: Path, stored: Any, accelerate: dict[str, Any], message: str | None, more: dict[str, Any]
 ) -> None:
-    """Qwen/Qwen3-8B-FP8 and its like; what transformers does not know it would load as it is, without the scales."""
+    if message is None:
+        check(tmp_path, stored, accelerate, **more)
+        return
     with pytest.raises(UserError, match=message) as caught:
-        check(tmp_path, stored, accelerate)
+        check(tmp_path, stored, accelerate, **more)
     [problem] = caught.value.problems
-    assert (problem.file, problem.key) == (str(tmp_path / "config.json"), "quantization_config")
+    by_file = (str(tmp_path / "config.json"), "quantization_config")
+    assert (problem.file, problem.key) == (by_file if stored else (None, base_model.RECIPE_KEY))
     assert caught.value.code is ExitCode.CONFIG and "not quantised" in (problem.fix or "")
-
-
-def test_neither_twice_nor_without_an_adapter_nor_in_a_part_of_the_model(tmp_path: Path) -> None:
-    """transformers ends with a traceback about classes for the first, and late for the second.
-
-    The recipe's own quantisation, of a base that is not quantised, is looked at too: an older run folder may ask for it.
-    """
-    with pytest.raises(UserError, match=r"quantised already \(fp8\), the recipe asks for bitsandbytes"):
-        check(tmp_path, FP8, ALONE, FLOATING)
-    with pytest.raises(UserError, match="there is no lora section"):
-        check(tmp_path, FP8, ALONE, lora=False)
-    with pytest.raises(UserError, match="fp8 weights: FSDP casts"):
-        check(tmp_path, FP8, FSDP2, part="text_config")
-    check(tmp_path, None, FSDP2, FLOATING)
-    with pytest.raises(UserError, match=r"quantization_config: fp8 weights: FSDP casts") as caught:
-        check(tmp_path, None, FSDP2, {"quant_method": "fp8"})
-    assert caught.value.problems[0].file is None
 
 
 def test_a_base_of_the_hub_is_asked_for_its_config_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
