@@ -27,7 +27,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 from clustertune.checkpoint.local import LocalTier
 from clustertune.checkpoint.shards import Planner, ShardWriter, as_bytes, write_new
@@ -114,7 +114,7 @@ class StateWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         self.copied_bytes = 0
         """Host memory that the copy takes once it was made."""
-        self._places: list[tuple[Any, ...]] = []
+        self._places: list[Any] = []
         self._copied: Any = None
         self._held: list[torch.Tensor] = []
         """The copy of the save before: where its bytes came from, and where they lie, each place once."""
@@ -146,9 +146,9 @@ class StateWriter:
         """
         taken = {"states": _local(states), "parts": parts}
         leaves = _leaves(taken)
-        places = [(path, *_identity(tensor)) for path, tensor in leaves]
+        places = [tree_structure(taken), *map(_identity, leaves)]
         if self._copied is not None and places == self._places:
-            sources = {_identity(tensor): tensor for _, tensor in leaves}
+            sources = {_identity(tensor): tensor for tensor in leaves}
             for target, source in zip(self._held, sources.values(), strict=True):
                 target.copy_(source, non_blocking=self._cuda)
             if self._cuda:
@@ -156,8 +156,8 @@ class StateWriter:
         else:
             self._copied, self._held, self._places = None, [], []  # its memory goes before the new one comes
             self._copied = self._stager.stage(taken)
-            copies = (tensor for _, tensor in _leaves(self._copied))
-            self._held = list({_identity(one): copied for (_, one), copied in zip(leaves, copies, strict=True)}.values())
+            copies = zip(leaves, _leaves(self._copied), strict=True)
+            self._held = list({_identity(one): copied for one, copied in copies}.values())
             self._places = places
             self.copied_bytes = sum(part.nbytes for part in parts)
         held = _with_values_of(taken, self._copied)
@@ -271,10 +271,10 @@ class StateWriter:
         return records
 
 
-def _leaves(state: Any) -> list[tuple[Any, torch.Tensor]]:
-    """This rank's part of each tensor of a nested state, with its keys."""
-    leaves = ((path, one) for path, one in tree_flatten_with_path(state)[0] if isinstance(one, torch.Tensor))
-    return [(path, (one.to_local() if hasattr(one, "to_local") else one).detach()) for path, one in leaves]
+def _leaves(state: Any) -> list[torch.Tensor]:
+    """This rank's part of each tensor of a nested state."""
+    tensors = (one for one in tree_leaves(state) if isinstance(one, torch.Tensor))
+    return [(one.to_local() if hasattr(one, "to_local") else one).detach() for one in tensors]
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

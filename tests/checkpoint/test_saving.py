@@ -147,3 +147,5 @@ def test_a_copy_has_the_values_of_its_own_save_and_keeps_its_memory(tmp_path: Pa
     third, _ = writer.copy(given, [tensor])
     assert third["optimizer_0"]["o"]["m"].tolist() == [7, 7, 7] and third["optimizer_0"]["o"]["steps"] == [1, 2]
     assert third["optimizer_0"]["o"]["view"].tolist() == [2, 2]
+    given["optimizer_0"]["o"] |= {"steps": [1, 2, 3]}  # nothing else moves
+    assert writer.copy(given, [tensor])[0]["optimizer_0"]["o"]["steps"] == [1, 2, 3]
