@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl import SFTConfig
 
 from clustertune.chain import open_run
 from clustertune.checkpoint.store import newest_whole
@@ -276,14 +282,25 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in (path / "model").glob("*/*.safetensors"))
 
 
+class Operations(TorchDispatchMode):
+    """Every operation that runs inside, and the most elements of a tensor that one of them made, of those that ``counts``."""
+
+    def __init__(self, counts: Callable[[Any], bool] = lambda _: True) -> None:
+        super().__init__()
+        self.counts, self.names, self.largest = counts, list[str](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.names.append(str(func))
+        sizes = (one.numel() for one in tree_leaves(found) if isinstance(one, torch.Tensor) and self.counts(one))
+        self.largest = max(self.largest, *sizes, 0)
+        return found
+
+
 def tiny_trainer(
     kind: Any, folder: Path, train: Any, held: Any, tokenizer: Any, sizes: Mapping[str, Any], **settings: Any
 ) -> Any:
     """A trainer of TRL's (``kind``) on a random model of one layer; ``sizes``: what its configuration has otherwise."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from trl import SFTConfig
-
     torch.manual_seed(0)
     small = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_key_value_heads=2, **{**small, **sizes}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,6 @@ import datasets
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from trl import SFTTrainer
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
@@ -20,7 +19,7 @@ from clustertune.plan import memory
 from clustertune.training.evaluation import IGNORED_LABEL, PairMeans, TokenMeans, filled
 from clustertune.training.trainer import Trainer
 from tests.plan.tracked import make_rows, make_tokenizer
-from tests.training.benches import tiny_trainer
+from tests.training.benches import Operations, tiny_trainer
 
 LENGTHS = (3, 17, 5, 9, 12)
 """Tokens of each row; the first two of each carry no label, and none of the third does."""
@@ -148,50 +147,32 @@ def make_trainer(folder: Path, **values: Any) -> Any:
     return tiny_trainer(SFTTrainer, folder, rows, rows, make_tokenizer(), sizes, per_device_eval_batch_size=2, **values)
 
 
-class Largest:
+def watched(trainer: Any, act: Callable[[], Any]) -> tuple[int, int]:
     """The most elements of a tensor along the vocabulary that an operation made, and the forward passes taken."""
-
-    def __init__(self, trainer: Any) -> None:
-        found = self
-        self.elements = self.passes = 0
-        trainer.model.model.register_forward_pre_hook(lambda *_: setattr(found, "passes", found.passes + 1))
-
-        class Mode(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                result = func(*args, **(kwargs or {}))
-                for leaf in tree_leaves(result):
-                    if getattr(leaf, "shape", ()) and leaf.shape[-1] in (VOCABULARY, TILE[1]):
-                        found.elements = max(found.elements, leaf.numel())
-                return result
-
-        self.mode = Mode()
+    passes: list[int] = []
+    hook = trainer.model.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    with Operations(lambda tensor: tensor.ndim > 0 and tensor.shape[-1] in (VOCABULARY, TILE[1])) as seen:
+        act()
+    hook.remove()
+    return seen.largest, len(passes)
 
 
-def take_step(trainer: Any) -> Largest:
-    """Loss and gradients of one batch."""
+def take_step(trainer: Any) -> tuple[int, int]:
+    """Of loss and gradients of one batch."""
     tokens = torch.arange(TOKENS).reshape(2, TOKENS // 2)
     inputs = {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": torch.ones_like(tokens)}
-    found = Largest(trainer)
     trainer.model.train()
-    with found.mode:
-        trainer.compute_loss(trainer.model, inputs).backward()
-    return found
+    return watched(trainer, lambda: trainer.compute_loss(trainer.model, inputs).backward())
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_logits_are_tiles_in_training_and_in_evaluation(tmp_path: Path) -> None:
     """Whole, they would set the peak of a model with a large vocabulary."""
     trainer = make_trainer(tmp_path)
-    found = take_step(trainer)
-    assert (found.elements, found.passes) == (TILE[0] * TILE[1], 1)
-    looked = Largest(trainer)
-    with looked.mode:
-        trainer.evaluate()
-    assert (looked.elements, looked.passes) == (TILE[0] * TILE[1], 1)
+    assert take_step(trainer) == watched(trainer, trainer.evaluate) == (TILE[0] * TILE[1], 1)
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_label_smoothing_holds_them_whole_and_computes_twice(tmp_path: Path) -> None:
     """What the plan says about it, seen: all logits of the batch, and a second forward pass for the metrics."""
-    found = take_step(make_trainer(tmp_path, label_smoothing_factor=0.1))
-    assert (found.elements, found.passes) == (TOKENS * VOCABULARY, 2)
+    assert take_step(make_trainer(tmp_path, label_smoothing_factor=0.1)) == (TOKENS * VOCABULARY, 2)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -16,7 +15,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from clustertune.resolve.kernels import PACKED
 from clustertune.training import packing
 from clustertune.training.recompute import choose_layers
-from tests.training.benches import curve, distributed, make_bench
+from tests.training.benches import Operations, curve, distributed, make_bench
 from tests.training.forked import Forge
 from tests.training.test_compiled import compiled
 
@@ -112,27 +111,12 @@ def test_without_a_kernel_conversations_are_taken_one_by_one(kind: str, monkeypa
     compare(model(kind, PACKED), model(kind, "sdpa"), batch(), 2e-6)
 
 
-class Watch(TorchDispatchMode):
-    """Every operation of a pass, and the largest tensor that one of them made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.names.append(str(func))
-        self.largest = max(self.largest, found.numel() if isinstance(found, torch.Tensor) else 0)
-        return found
-
-
 def test_no_mask_is_made() -> None:
     """sdpa's holds an entry for every two tokens of the micro batch."""
     given, square = batch(), sum(map(sum, LENGTHS)) ** 2
     seen = {}
     for attention in (PACKED, "sdpa"):
-        with Watch() as seen[attention]:
+        with Operations() as seen[attention]:
             model("llama", attention)(**given, use_cache=False).logits.sum().backward()
     assert seen["sdpa"].largest >= square > seen[PACKED].largest
     assert seen[PACKED].names.count("torch_attn._varlen_attn.default") == SMALL["num_hidden_layers"]
@@ -146,7 +130,7 @@ def test_a_policy_keeps_its_result() -> None:
         if save is not None:
             one.gradient_checkpointing_enable()
             choose_layers(one, 1.0, save)
-        with Watch() as seen:
+        with Operations() as seen:
             one(**batch(), use_cache=False).logits.float().square().sum().backward()
         counts[save] = seen.names.count("torch_attn._varlen_attn.default") // int(SMALL["num_hidden_layers"])
         gradients.append([p.grad for p in one.parameters()])
@@ -290,7 +274,7 @@ def test_on_a_gpu_the_kernel_is_the_cpus(size: int) -> None:
 def test_on_a_gpu_the_kernel_is_what_runs() -> None:
     """And compiled layers, recomputed ones, autocast and the check of isolation."""
     given = batch("cuda")
-    with Watch() as seen:
+    with Operations() as seen:
         model("llama", PACKED, torch.bfloat16, "cuda")(**given, use_cache=False)
     assert seen.names.count("torch_attn._varlen_attn.default") == SMALL["num_hidden_layers"]
     made = model("mistral", PACKED, torch.bfloat16, "cuda")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -20,6 +19,7 @@ from clustertune.resolve.distribution import recomputed_layers
 from clustertune.resolve.resolve import resolve
 from clustertune.training import build, recompute
 from tests.command import events, run
+from tests.training.benches import Operations
 from tests.training.conftest import RECIPE, SMALL
 
 OFF = "accelerate.fsdp_config.fsdp_activation_checkpointing=false"
@@ -47,35 +47,26 @@ POLICIES: dict[str, tuple[float, tuple[str, ...], int, int]] = {
 """Ratio and policy, and how many of a recomputed layer's 7 products and of its attention run twice."""
 
 
-class Count(TorchDispatchMode):
-    products = attention = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        self.products += name in ("aten.mm.default", "aten.addmm.default")
-        self.attention += "scaled_dot_product" in name and "backward" not in name
-        return func(*args, **(kwargs or {}))
-
-
 def test_what_is_kept_is_not_computed_twice(tiny_model: Path) -> None:
     """Counted where operations run, below the policy; and the gradients are those of a model that keeps everything."""
     model = load(tiny_model, dtype=torch.bfloat16)
     layers = len(model.model.layers)
 
-    def step(ratio: float, save: tuple[str, ...]) -> tuple[Any, list[Any]]:
+    def step(ratio: float, save: tuple[str, ...]) -> tuple[int, int, list[Any]]:
         model.zero_grad()
         model.activation_checkpointing_enable()
         assert recompute.choose_layers(model, ratio, save) == (len(recomputed_layers(ratio, layers)), layers)
-        with Count() as counted:
+        with Operations() as seen:
             model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
-        return counted, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        products = sum(name in ("aten.mm.default", "aten.addmm.default") for name in seen.names)
+        attention = sum("scaled_dot_product" in name and "backward" not in name for name in seen.names)
+        return products, attention, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    plain, gradients = step(0.0, ())
-    for name, (ratio, save, products, attention) in POLICIES.items():
-        counted, found = step(ratio, save)
+    *plain, gradients = step(0.0, ())
+    for name, (ratio, save, *more) in POLICIES.items():
+        *counted, found = step(ratio, save)
         again = len(recomputed_layers(ratio, layers))
-        assert counted.products - plain.products == products * again, name
-        assert counted.attention - plain.attention == attention * again, name
+        assert counted == [before + count * again for before, count in zip(plain, more, strict=True)], name
         assert all(torch.equal(a, b) for a, b in zip(gradients, found, strict=True)), name
 
 
@@ -176,4 +167,4 @@ def test_ranks_read_what_the_command_line_says(tmp_path: Path) -> None:
     held = {sizes[name]: count for name, count in found["dtypes"].items()}
     trained = found["trainable_parameters"]
     assert held == {planned.trained_bytes: trained, planned.weight_bytes: found["total_parameters"] - trained}
-    assert planned.checkpointed == 0.5 and len(events(tmp_path, "step")) == 2
+    assert planned.recompute.share == 0.5 and len(events(tmp_path, "step")) == 2
