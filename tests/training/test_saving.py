@@ -20,6 +20,7 @@ from clustertune.checkpoint import saving, store
 from clustertune.checkpoint import shards as writer
 from clustertune.checkpoint.saving import StateWriter
 from clustertune.errors import ExitCode
+from clustertune.training.session import Watch
 from clustertune.training.trainer import Trainer
 from tests.command import events
 from tests.training.benches import Bench, problems
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def slow() -> None:
-    """The copy ends after the next backward pass; no file is whole before the next step was taken, or training waits for it."""
+    """The copy ends when the next optimizer step is due; no file is whole before that was taken, or training waits for it."""
     go, trained = threading.Event(), threading.Event()
 
     def late(*_: Any) -> None:
@@ -43,7 +44,7 @@ def slow() -> None:
     around(StateWriter, "copy", late)
     around(writer, "write_new", held)
     saving.write_new = writer.write_new
-    around(Trainer, "training_step", after=lambda *_: trained.set())
+    around(Watch, "on_pre_optimizer_step", lambda *_: trained.set())
     around(Trainer, "agree", after=lambda *_: go.set())
     around(Trainer, "finish_save", lambda *_: go.set())
 
