@@ -96,7 +96,7 @@ def signals_as_before() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-LONG_FILES = ("tests/test_chain.py", "tests/testbed/test_cluster.py", "tests/training/test_ranks.py")
+LONG_FILES = ("tests/test_chain.py", "tests/testbed/test_cluster.py", "tests/training/test_saving.py")
 """Files that take minutes each: begun last they would keep one worker while the others have nothing left to do.
 
 Not tests/test_readme.py: it would wait for the run (:func:`finished`) that tests/test_chain.py makes at the same time."""

@@ -27,6 +27,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 from clustertune.checkpoint.local import LocalTier
 from clustertune.checkpoint.shards import Planner, ShardWriter, as_bytes, write_new
@@ -113,7 +114,7 @@ class StateWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         self.copied_bytes = 0
         """Host memory that the copy takes once it was made."""
-        self._places: list[tuple[Any, ...]] = []
+        self._places: list[Any] = []
         self._copied: Any = None
         self._held: list[torch.Tensor] = []
         """The copy of the save before: where its bytes came from, and where they lie, each place once."""
@@ -144,10 +145,10 @@ class StateWriter:
         description too, which takes longer than the bytes of a small one): it moves the bytes.
         """
         taken = {"states": _local(states), "parts": parts}
-        leaves = list(_leaves(taken))
-        places = [(path, *_identity(tensor)) for path, tensor in leaves]
+        leaves = _leaves(taken)
+        places = [tree_structure(taken), *map(_identity, leaves)]
         if self._copied is not None and places == self._places:
-            sources = {_identity(tensor): tensor for _, tensor in leaves}
+            sources = {_identity(tensor): tensor for tensor in leaves}
             for target, source in zip(self._held, sources.values(), strict=True):
                 target.copy_(source, non_blocking=self._cuda)
             if self._cuda:
@@ -155,8 +156,8 @@ class StateWriter:
         else:
             self._copied, self._held, self._places = None, [], []  # its memory goes before the new one comes
             self._copied = self._stager.stage(taken)
-            copies = (tensor for _, tensor in _leaves(self._copied))
-            self._held = list({_identity(one): copied for (_, one), copied in zip(leaves, copies, strict=True)}.values())
+            copies = zip(leaves, _leaves(self._copied), strict=True)
+            self._held = list({_identity(one): copied for one, copied in copies}.values())
             self._places = places
             self.copied_bytes = sum(part.nbytes for part in parts)
         held = _with_values_of(taken, self._copied)
@@ -270,16 +271,10 @@ class StateWriter:
         return records
 
 
-def _leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """This rank's part of each tensor of a nested state, with its keys."""
-    if isinstance(state, Mapping):
-        for key, value in state.items():
-            yield from _leaves(value, (*path, key))
-    elif isinstance(state, list | tuple):
-        for at, value in enumerate(state):
-            yield from _leaves(value, (*path, at))
-    elif isinstance(state, torch.Tensor):
-        yield path, (state.to_local() if hasattr(state, "to_local") else state).detach()
+def _leaves(state: Any) -> list[torch.Tensor]:
+    """This rank's part of each tensor of a nested state."""
+    tensors = (one for one in tree_leaves(state) if isinstance(one, torch.Tensor))
+    return [(one.to_local() if hasattr(one, "to_local") else one).detach() for one in tensors]
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -288,34 +283,33 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _with_values_of(state: Any, copied: Any) -> Any:
     """The tensors of ``copied``, of an earlier save, among the other values of ``state``, such as the learning rate."""
-    if isinstance(state, Mapping):
-        return {key: _with_values_of(value, copied[key]) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)([_with_values_of(one, other) for one, other in zip(state, copied, strict=True)])
-    return copied if isinstance(state, torch.Tensor) else copy.deepcopy(state)
+    return tree_map(lambda one, other: other if isinstance(one, torch.Tensor) else copy.deepcopy(one), state, copied)
 
 
 def _local(state: Any) -> Any:
     """A state with the shards of FSDP1's tensors in their place: torch's stager cannot copy a ShardedTensor."""
-    if isinstance(state, Mapping):
-        return {key: _local(value) for key, value in state.items()}
-    return [shard.tensor for shard in state.local_shards()] if isinstance(state, ShardedTensor) else state
+
+    def shards_of(one: Any) -> Any:
+        return [shard.tensor for shard in one.local_shards()] if isinstance(one, ShardedTensor) else one
+
+    return tree_map(shards_of, state)
 
 
 def _put(state: Any, copied: Any) -> Any:
     """``copied``, which is of :func:`_local`, with its shards as tensors like those of ``state``, in host memory."""
-    if isinstance(state, Mapping):
-        return {key: _put(value, copied[key]) for key, value in state.items()}
-    if not isinstance(state, ShardedTensor):
-        return copied
-    whole = copy.deepcopy(state.metadata())
-    mine = [copy.deepcopy(shard.metadata) for shard in state.local_shards()]
+    return tree_map(lambda one, other: _sharded(one, other) if isinstance(one, ShardedTensor) else other, state, copied)
+
+
+def _sharded(like: Any, tensors: list[torch.Tensor]) -> Any:
+    """This rank's shards of a tensor like ``like``, in host memory."""
+    whole = copy.deepcopy(like.metadata())
+    mine = [copy.deepcopy(shard.metadata) for shard in like.local_shards()]
     for shard in [*whole.shards_metadata, *mine]:
         shard.placement._device = torch.device("cpu")  # as ShardedTensor.cpu does
     return ShardedTensor._init_from_local_shards_and_global_metadata(
-        [Shard(tensor, metadata) for tensor, metadata in zip(copied, mine, strict=True)],
+        [Shard(tensor, metadata) for tensor, metadata in zip(tensors, mine, strict=True)],
         sharded_tensor_metadata=whole,
-        process_group=state._process_group,
+        process_group=like._process_group,
     )
 
 

@@ -248,26 +248,21 @@ def guard(engine: Any, refuse: Callable[[float | None, bool], None]) -> None:
 
 def check(engine: Any, resolved: Resolved) -> dict[str, Any]:
     """What the engine really does, for the run's record. Raises UserError where it is not what the recipe's file says."""
-    used = resolved.distribution
-    wanted = {
-        "stage": used.zero_stage,
-        "offload_param": on_cpu(used.offload_params),
-        "offload_optimizer": on_cpu(used.offload_optimizer),
-        "train_batch_size": int(resolved.recipe.train["global_batch_size"]),
-        "gradient_accumulation_steps": int(resolved.train_args["gradient_accumulation_steps"]),
-    }
-    settings = engine._config.zero_config
-    found = {
-        "stage": int(engine.zero_optimization_stage()),
-        "offload_param": _device_of(settings.offload_param),
-        "offload_optimizer": _device_of(settings.offload_optimizer),
-        "train_batch_size": int(engine.train_batch_size()),
-        "gradient_accumulation_steps": int(engine.gradient_accumulation_steps()),
-    }
+    used, settings = resolved.distribution, engine._config.zero_config
+    pairs = {
+        "stage": (int(engine.zero_optimization_stage()), used.zero_stage),
+        "offload_param": (_device_of(settings.offload_param), on_cpu(used.offload_params)),
+        "offload_optimizer": (_device_of(settings.offload_optimizer), on_cpu(used.offload_optimizer)),
+        "train_batch_size": (int(engine.train_batch_size()), int(resolved.recipe.train["global_batch_size"])),
+        "gradient_accumulation_steps": (
+            int(engine.gradient_accumulation_steps()), int(resolved.train_args["gradient_accumulation_steps"]),
+        ),
+    }  # fmt: skip
+    found = {key: value for key, (value, _) in pairs.items()}
     problems = [
-        Problem(f"DeepSpeed runs with {key} {found[key]}, the recipe says {wanted[key]}", key=f"deepspeed.{key}")
-        for key in wanted
-        if found[key] != wanted[key]
+        Problem(f"DeepSpeed runs with {key} {value}, the recipe says {wanted}", key=f"deepspeed.{key}")
+        for key, (value, wanted) in pairs.items()
+        if value != wanted
     ]
     inner = engine.optimizer
     share = _state_share(engine) if is_zero(inner) else 1.0
@@ -311,25 +306,16 @@ def save_file(state_dict: Any, path: str, optimizer: Any) -> None:
         Path(path).with_suffix(".nvme.json").write_text(json.dumps(masters))
 
 
-def load_file(path: str) -> Any:
-    """Load one file whose SHA-256 is the manifest's; tensors, plain values and three of DeepSpeed's own names, no code.
+def load_file(path: str | Path) -> Any:
+    """Load one file of a checkpoint after its hash; tensors, plain values and three of DeepSpeed's own names, no code.
 
-    Raises UserError where the file is another than the one that was saved.
+    Raises UserError where the file is another than the one that was saved, or holds more than that.
     """
-    return load_verified(Path(path), own_names())
-
-
-def own_names() -> list[Any]:
-    """What of DeepSpeed's own a checkpoint of it refers to."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    return [LossScaler, ZeroStageEnum, fragment_address]
-
-
-def load_verified(path: Path, names: list[Any]) -> Any:
-    """The content of a file of a checkpoint, by torch's restricted unpickler, after its hash. Raises UserError."""
+    path = Path(path)
     root = next((folder for folder in path.parents if (folder / MANIFEST).is_file()), None)
     if root is None:
         raise UserError(Problem("is not part of a whole checkpoint", file=str(path)))
@@ -339,7 +325,7 @@ def load_verified(path: Path, names: list[Any]) -> Any:
     if problem := find_problem(path, record):
         raise UserError(problem)
     try:
-        with safe_globals(names):
+        with safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError) as error:
         message = " ".join(str(error).split())[:300]

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
-
-from transformers import TrainerCallback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from clustertune.recipe import accelerate_file as acc
 from clustertune.resolve.distribution import Distribution
-from clustertune.resolve.resolved import Resolved
-from clustertune.training.events import EventLog
 
 DYNAMIC = "ACCELERATE_DYNAMO_USE_DYNAMIC"
 LIMIT = "recompile limit exceeded"
@@ -74,25 +69,3 @@ def read() -> Compiled:
         breaks=breaks,
         given_up=any(LIMIT in str(reason) for reason in found["unimplemented"]),
     )
-
-
-class CompileWatch(TrainerCallback):  # type: ignore[misc]
-    """Tells what was compiled after the first step, and after each one in which there was more."""
-
-    def __init__(self, tell: Callable[[str], None], write: Callable[..., None] | None) -> None:
-        self._tell, self._write = tell, write
-        self._known = Compiled()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        found = read()
-        if (found.graphs, found.given_up) == (self._known.graphs, self._known.given_up):
-            return
-        self._known = found
-        self._tell(str(found))
-        if self._write is not None:
-            self._write("compile", step=state.global_step, **{**asdict(found), "seconds": round(found.seconds, 3)})
-
-
-def watches(resolved: Resolved, tell: Callable[[str], None], log: EventLog | None) -> list[TrainerCallback]:
-    """The callback where the recipe compiles; none where it does not."""
-    return [CompileWatch(tell, log.write if log else None)] if resolved.distribution.compiled else []

@@ -32,6 +32,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,17 @@ _NESTED_BLOCK = 256
 """Scales to one scale of theirs (bitsandbytes/functional.py, quantize_4bit)."""
 
 
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A function of the stack is another one inside."""
+    before = inspect.getattr_static(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 class Loading:
     """The replaced functions, for the length of one attempt: :meth:`install`, make and prepare the model, :meth:`remove`."""
 
@@ -76,8 +88,7 @@ class Loading:
         self._reader = RowReader()
         self._model: Any = None
         self._sources: Sources | None = None
-        self._undo: list[tuple[Any, str, Any]] = []
-        self._send_again: Callable[[], None] = lambda: None
+        self._replaced, self._sending = ExitStack(), ExitStack()
         self.notes: list[str] = []
 
     def install(self) -> Loading:
@@ -93,21 +104,17 @@ class Loading:
         known = "skipped_pp_keys" in LoadStateDictInfo.__dataclass_fields__
         if not known or not set(_HELD) <= set(inspect.signature(load).parameters):
             self._unfit = "this transformers loads models in another way"
-        self._replace(PreTrainedModel, "_load_pretrained_model", staticmethod(self._loader(load)))
-        self._replace(fsdp_utils, "fsdp2_load_full_state_dict", self._filler(fill))
-        self._replace(accelerator, "fsdp2_prepare_model", self._preparer(prepare))
-        self._send_again = send_nothing_empty()
+        here = self._replaced.enter_context
+        here(replaced(PreTrainedModel, "_load_pretrained_model", staticmethod(self._loader(load))))
+        here(replaced(fsdp_utils, "fsdp2_load_full_state_dict", self._filler(fill)))
+        here(replaced(accelerator, "fsdp2_prepare_model", self._preparer(prepare)))
+        self._sending.enter_context(send_nothing_empty())
         return self
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        self._undo.append((owner, name, inspect.getattr_static(owner, name)))
-        setattr(owner, name, value)
 
     def remove(self) -> None:
         """Put the functions back; nothing is left open."""
-        self._send_again()
-        while self._undo:
-            setattr(*self._undo.pop())
+        self._sending.close()
+        self._replaced.close()
         self._reader.close()
         self._model = self._sources = None
 
@@ -117,7 +124,7 @@ class Loading:
         def load(
             model: Any, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, *rest: Any, **more: Any
         ) -> Any:
-            self._send_again()
+            self._sending.close()
             parted = any(hasattr(parameter, "ds_tensor") for parameter in model.parameters())  # made under Init
             wanted, take = (True, self._take_parts) if parted else (self._wanted, self._hold)
             reason = self._reason(state_dict, checkpoint_files, load_config) or (why_not_parts(model) if parted else None)
@@ -506,15 +513,15 @@ def _fill_flat(part: torch.Tensor, value: torch.Tensor) -> None:
     part[value.numel() :].zero_()  # padding, which DeepSpeed leaves as the memory was: two runs' states would differ in it
 
 
-def send_nothing_empty() -> Callable[[], None]:
-    """Parameters that ``zero.Init`` makes from here on are split without a broadcast. Returns what undoes it.
+def send_nothing_empty() -> AbstractContextManager[None]:
+    """Parameters that ``zero.Init`` makes inside are split without a broadcast.
 
-    To be undone before PEFT's matrices are split: they have values, and by then the same object splits them.
+    To be left before PEFT's matrices are split: they have values, and by then the same object splits them.
     """
     init = getattr(sys.modules.get(_ZERO), "Init", None)
     original = getattr(init, "_zero_init_param", None)
     if init is None or original is None or not hasattr(init, "_convert_to_deepspeed_param"):
-        return lambda: None
+        return nullcontext()
 
     def split(self: Any, parameter: Any) -> None:
         if self.module is not None:
@@ -523,12 +530,7 @@ def send_nothing_empty() -> Callable[[], None]:
         self._convert_to_deepspeed_param(parameter)
         parameter.partition()
 
-    init._zero_init_param = split
-
-    def undo() -> None:
-        init._zero_init_param = original
-
-    return undo
+    return replaced(init, "_zero_init_param", split)
 
 
 # -- 4 bits ----------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from clustertune.training.collectives import Group, check_world
 from clustertune.training.events import EventLog, TrainingConsole
 from clustertune.training.heartbeat import Attempt
 from clustertune.training.loading import Loading
-from clustertune.training.startup import Startup, StartupWatch, peak_host_bytes
+from clustertune.training.startup import Startup, peak_host_bytes
 from clustertune.training.trainer import NothingLeft, PreferenceTrainer, RankTrainer, Saving, Trainer
 
 NEVER = 10**9
@@ -48,12 +49,16 @@ def peak_memory_bytes() -> int:
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
-    """Has the session prove what was set up, measures, writes the events, and makes all ranks agree at each step's end."""
+    """Has the session prove what was set up, measures, writes the events, and makes all ranks agree at each step's end.
+
+    The start-up ends with the first step; what was compiled is reported after it, and after each step in which there was more.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._began = time.perf_counter()
         self._seconds, self._steps = 0.0, 0
+        self._compiled = kernels.Compiled()
         self.tokens = 0.0
         """Trained by the last log line."""
 
@@ -65,9 +70,15 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self._session.prove()
         # Save as this attempt is asked to: a state that resumes from a checkpoint has the steps of the one before.
         state.compute_steps(args, state.max_steps)
+        self._session.startup.begin("evaluation" if args.eval_on_start else "other")
+        self._before_first = True
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
         self._began = time.perf_counter()
+        if self._before_first:
+            self._session.startup.end()
+            self._session.startup.begin("first step")
+            self._before_first = False
 
     def on_pre_optimizer_step(self, *args: Any, **kw: Any) -> None:  # noqa: ARG002
         self._began += self.trainer.wait_for_copy()  # what is being copied must not change; the save's time, not the step's
@@ -94,6 +105,18 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             control.should_save = control.should_log = control.should_training_stop = True
         if self.trainer.save_due:
             control.should_save = True
+        self._session.end_startup()
+        if self._session.resolved.distribution.compiled:
+            self._tell_compiled(state.global_step)
+
+    def _tell_compiled(self, step: int) -> None:
+        known, found = self._compiled, kernels.read()
+        if (found.graphs, found.given_up) == (known.graphs, known.given_up):
+            return
+        self._compiled = found
+        self._session.tell(str(found))
+        if self._session.log is not None:
+            self._session.log.write("compile", step=step, **{**asdict(found), "seconds": round(found.seconds, 3)})
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Nothing more where all stop: the step was saved. Else the last step is saved here, behind its evaluation."""
@@ -223,7 +246,6 @@ class Session:
             self.args.eval_strategy, self.args.eval_on_start = "no", False
             self.notes.append("no evaluation: the eval split is empty")
         self._watch = Watch(self)
-        startup = StartupWatch(self.startup, self.group.gather, self.log.write if self.log else None, self.tell)
         init = dict(self.args.model_init_kwargs or {})
         if source[1]:
             init["revision"] = source[1]
@@ -238,12 +260,11 @@ class Session:
             eval_dataset=held_out,
             processing_class=tokenizer,
             peft_config=LoraConfig(**recipe.lora) if recipe.lora is not None else None,
-            callbacks=[self._watch, startup, *kernels.watches(self.resolved, self.tell, self.log)],
+            callbacks=[self._watch],
             loading=loading,
             store=store,
             attempt=attempt,
             on_checkpoint=self._on_checkpoint,
-            on_removed=self._on_removed,
         )
         sharding.set_precision(trainer.accelerator, self.resolved.distribution.reduce_dtype)
         self.startup.end()
@@ -303,6 +324,18 @@ class Session:
             raise NothingLeft
         self.attempt.heartbeat("train", trainer.state.global_step)
 
+    def end_startup(self) -> None:
+        """The first step is over: end the clock, and have all ranks tell what they read and held; once."""
+        if self.startup.done:
+            return
+        self.startup.end()
+        self.startup.finish()
+        ranks = self.group.gather((self.startup.read_bytes, peak_host_bytes()))
+        if self.log is not None:
+            for event in self.startup.events([read for read, _ in ranks], [held for _, held in ranks]):
+                self.log.write("startup", **event)
+            self.tell(self.startup.summary())
+
     def _look_at(self, trainer: RankTrainer, tokenizer: Any) -> None:
         """Facts of the run that are checked or reported before the first step."""
         sample = trainer.train_dataset.select(range(min(LABEL_SAMPLE, len(trainer.train_dataset))))
@@ -350,12 +383,10 @@ class Session:
                 **({"save_every_s": round(saved.every_seconds, 1)} if saved.every_seconds is not None else {}),
             )  # fmt: skip
             self.log.sync()
+            for path in written.removed:
+                gone, step = str(path.relative_to(self.run_path)), int(path.name.split("-")[1].split(".")[0])
+                self.log.write("checkpoint", step=step, path=gone, status="removed")
         self.tell(f"saved {name}  {written.bytes / 1e6:.1f} MB  {saved.seconds:.2f} s" + ("  (final)" if saved.final else ""))
-
-    def _on_removed(self, path: Path) -> None:
-        if self.log:
-            name = str(path.relative_to(self.run_path))
-            self.log.write("checkpoint", step=int(path.name.split("-")[1].split(".")[0]), path=name, status="removed")
 
     def run(self, latest: tuple[Path, Mapping[str, Any]] | None) -> ExitCode:
         """Train from the beginning or from ``latest``; say how it ended."""

@@ -17,8 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from transformers import TrainerCallback
-
 from clustertune.process import process_age
 
 PARTS = (
@@ -106,52 +104,13 @@ class Startup:
         shown = [f"{name} {self.seconds[name]:.1f}" for name in PARTS if self.seconds.get(name, 0.0) >= 0.05]
         return f"start-up {self.total:.1f} s: {', '.join(shown)}"
 
+    def events(self, read: list[int], held: list[int]) -> Iterator[Mapping[str, Any]]:
+        """The values of the ``startup`` events: one a part in the order of :data:`PARTS`, then the total.
 
-class StartupWatch(TrainerCallback):  # type: ignore[misc]
-    """Ends the clock with the first step and has all ranks tell what they read and held.
-
-    ``gather`` gives every rank's value in rank order; ``tell`` and ``write`` (None on other ranks) are rank 0's.
-    """
-
-    def __init__(
-        self,
-        startup: Startup,
-        gather: Callable[[Any], list[Any]],
-        write: Callable[..., None] | None,
-        tell: Callable[[str], None],
-    ) -> None:
-        self._startup, self._gather, self._write, self._tell = startup, gather, write, tell
-        self._open = False
-
-    def on_train_begin(self, args: Any, *rest: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        if not self._startup.done:
-            self._startup.begin("evaluation" if args.eval_on_start else "other")
-            self._open = True
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        if self._open:
-            self._startup.end()
-            self._startup.begin("first step")
-            self._open = False
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        startup = self._startup
-        if startup.done:
-            return
-        startup.end()
-        startup.finish()
-        ranks = self._gather((startup.read_bytes, peak_host_bytes()))
-        if self._write is None:
-            return
-        for event in events(startup, [read for read, _ in ranks], [held for _, held in ranks]):
-            self._write("startup", **event)
-        self._tell(startup.summary())
-
-
-def events(startup: Startup, read: list[int], held: list[int]) -> Iterator[Mapping[str, Any]]:
-    """The values of the ``startup`` events: one a part in the order of :data:`PARTS`, then the total."""
-    for name in PARTS:
-        if name in startup.seconds:
-            yield {"part": name, "seconds": round(startup.seconds[name], 3)}
-    figures = {"read_bytes": read, "host_bytes": held, "loading": startup.loading}
-    yield {"part": "total", "seconds": round(startup.total, 3), **figures}
+        ``read``, ``held``: every rank's bytes of weights and peak memory, in rank order.
+        """
+        for name in PARTS:
+            if name in self.seconds:
+                yield {"part": name, "seconds": round(self.seconds[name], 3)}
+        figures = {"read_bytes": read, "host_bytes": held, "loading": self.loading}
+        yield {"part": "total", "seconds": round(self.total, 3), **figures}

@@ -21,14 +21,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from clustertune.errors import Problem, UserError
 from clustertune.recipe import accelerate_file as acc
-from clustertune.training.loading import empty_part, is_empty_storage
+from clustertune.training.loading import empty_part, is_empty_storage, plain
 
 STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce")
 """The styles of transformers' plans (transformers/distributed/tensor_parallel.py) that are carried out here."""
 EXPERTS, EXPERT_WEIGHTS = "ep_dispatch_experts", "grouped_gemm"
 """The styles of its expert plans: a module whose experts are shared out, and the weights that hold them."""
 
-_WRAPPER = re.compile(r"^(base_model\.model\.)|\.base_layer$")
 _ADAPTER = re.compile(r"\.lora_(A|B)\.[^.]+$")
 _BETWEEN = re.compile(r"\.(act_fn|[qk]_norm|[qk]_layernorm)$")
 """Modules with parameters that see a rank's part of the hidden values, in models whose plan does not name them: Apertus's
@@ -97,10 +96,7 @@ def plan_of(model: Any) -> dict[str, str]:
 
 def plain_name(name: str) -> str:
     """A module's name in the plan, from its name in a model that PEFT may have wrapped."""
-    name = _ADAPTER.sub("", name)
-    while (shorter := _WRAPPER.sub("", name)) != name:
-        name = shorter
-    return _LAYER.sub(".*", name)
+    return _LAYER.sub(".*", plain(_ADAPTER.sub("", name) + ".")).removesuffix(".")
 
 
 class _Split:
@@ -113,8 +109,11 @@ class _Split:
         self._made: dict[int, nn.Parameter] = {}
 
     def distribute(self, module: nn.Module, name: str, dim: int | None) -> None:
-        """Make a parameter a DTensor over the group: split along ``dim``, or the same on all ranks. A tied one stays tied."""
-        parameter = module._parameters[name]
+        """Make a parameter that is there a DTensor over the group: split along ``dim``, or the same on all ranks.
+
+        A tied one stays tied.
+        """
+        parameter = module._parameters.get(name)
         if parameter is None or isinstance(parameter, DTensor):
             return
         if id(parameter) not in self._made:
@@ -137,8 +136,7 @@ class _Split:
     def colwise(self, module: nn.Module) -> None:
         """Each rank has some of the outputs; the input is whole, and so its gradient is a sum."""
         self.distribute(module, "weight", 0)
-        if "bias" in module._parameters:
-            self.distribute(module, "bias", 0)
+        self.distribute(module, "bias", 0)
         inner = module.forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:
@@ -150,8 +148,7 @@ class _Split:
     def rowwise(self, module: nn.Module) -> None:
         """Each rank has some of the inputs; the output is a sum, to which the bias is added once."""
         self.distribute(module, "weight", 1)
-        if "bias" in module._parameters:
-            self.distribute(module, "bias", None)
+        self.distribute(module, "bias", None)
         inner = module.forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:
@@ -165,8 +162,7 @@ class _Split:
     def head(self, module: nn.Module) -> None:
         """The output projection: kept in parts, gathered where it is used (TRL's tiled loss takes its weight itself)."""
         self.distribute(module, "weight", 0 if self.divides(module, "weight", 0) else None)
-        if "bias" in module._parameters:
-            self.distribute(module, "bias", None)
+        self.distribute(module, "bias", None)
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
@@ -197,9 +193,8 @@ class _Split:
 
     def replicated(self, module: nn.Module, *, partial: bool = False) -> None:
         """The same parameters on all ranks. ``partial``: each rank's gradient covers its own heads only, and is summed."""
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                self.distribute(module, name, None)
+        for name in list(module._parameters):
+            self.distribute(module, name, None)
         inner = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -61,7 +61,7 @@ from clustertune.training.collectives import Group
 from clustertune.training.evaluation import Base, PairMeans, TokenMeans
 from clustertune.training.figures import Clock, Figures
 from clustertune.training.heartbeat import Attempt
-from clustertune.training.loading import Loading
+from clustertune.training.loading import Loading, replaced
 
 _LOCAL, _SHARED = 1, 2
 """Kinds of save; the larger one is the one that all ranks take."""
@@ -156,7 +156,6 @@ class RankTrainer(Base):  # type: ignore[misc]
         store: CheckpointStore,
         attempt: Attempt,
         on_checkpoint: Callable[[Saving], None],
-        on_removed: Callable[[Path], None],
         **kwargs: Any,
     ) -> None:
         restricted.install()
@@ -166,7 +165,7 @@ class RankTrainer(Base):  # type: ignore[misc]
         self.group = Group()
         self.store, self.resolved, self.stop = store, attempt.resolved, attempt.stop
         self.heartbeat, self.fence = attempt.heartbeat, attempt.fence
-        self.on_checkpoint, self.on_removed = on_checkpoint, on_removed
+        self.on_checkpoint = on_checkpoint
         self.stopping = False
         """All ranks agreed to stop after the current step."""
         self.eval_skipped = False
@@ -504,8 +503,6 @@ class RankTrainer(Base):  # type: ignore[misc]
         store: Any = self.tier if saving.local else self.store
         saving.path, saving.seconds = store.path(step), time.perf_counter() - saving.began
         self.on_checkpoint(saving)
-        for gone in saving.written.removed:
-            self.on_removed(gone)
         self.heartbeat("train", self.state.global_step)
 
     def save_to(self, tier: LocalTier, cadence: Cadence) -> None:
@@ -628,11 +625,9 @@ class RankTrainer(Base):  # type: ignore[misc]
             values.put(Path(output_dir), values.SCALER, self.accelerator.scaler.state_dict())
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self.accelerator.scaler is None:
-            return
-        with restricted.reading(checkpoint):
-            if (found := values.load(Path(checkpoint), values.SCALER)) is not None:
-                self.accelerator.scaler.load_state_dict(found)
+        scaler = self.accelerator.scaler
+        if checkpoint and scaler is not None and (found := self._stored(checkpoint, values.SCALER)) is not None:
+            scaler.load_state_dict(found)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Replaces the Trainer's, which writes a pickle."""
@@ -660,8 +655,7 @@ class RankTrainer(Base):  # type: ignore[misc]
             # The states of other ranks: each draws from a seed of its own, as at the start of a run.
             set_seed((self.args.seed + self.start_step * self.group.world_size + self.group.rank) % 2**32)
             return
-        with restricted.reading(checkpoint):
-            states = values.load(Path(checkpoint), values.random_of(self.group.rank, self.group.world_size))
+        states = self._stored(checkpoint, values.random_of(self.group.rank, self.group.world_size))
         if states is None:  # of an export, or of a release that kept none: each rank resumes from the seed
             return
         random.setstate(states["python"])
@@ -681,9 +675,9 @@ class RankTrainer(Base):  # type: ignore[misc]
                 plugin = self.accelerator.state.fsdp_plugin
                 load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, checkpoint, adapter_only=True)
             elif not self.is_deepspeed_enabled:
-                self.optimizer.load_state_dict(self._stored(checkpoint, values.OPTIMIZER))
+                self.optimizer.load_state_dict(self._stored(checkpoint, values.OPTIMIZER, needed=True))
             if self._has_own_scheduler:
-                self.lr_scheduler.load_state_dict(self._stored(checkpoint, values.SCHEDULER))
+                self.lr_scheduler.load_state_dict(self._stored(checkpoint, values.SCHEDULER, needed=True))
         same = self._holds_other_ranks(Path(checkpoint)) if self._is_reshaped else self._holds_what_it_held()
         if wrong := [str(rank) for rank, ok in enumerate(self.group.gather(same)) if not ok]:
             text = f"parameters or optimizer state of rank {', '.join(wrong)} after loading are not those that were saved"
@@ -691,9 +685,11 @@ class RankTrainer(Base):  # type: ignore[misc]
             raise UserError(Problem(text, file=checkpoint, fix=fix), ExitCode.FAILED)
 
     @staticmethod
-    def _stored(checkpoint: str, name: str) -> Any:
-        """A state that every checkpoint has. Raises UserError where this one does not."""
-        if (found := values.load(Path(checkpoint), name)) is None:
+    def _stored(checkpoint: str, name: str, *, needed: bool = False) -> Any:
+        """A small state; None where there is none. Raises UserError where it is ``needed``, and for more than values."""
+        with restricted.reading(checkpoint):
+            found = values.load(Path(checkpoint), name)
+        if found is None and needed:
             fix = "resume from another checkpoint, or train again"
             raise UserError(Problem(f"the {name}'s state is missing", file=checkpoint, fix=fix))
         return found
@@ -731,7 +727,7 @@ class PreferenceTrainer(RankTrainer, PairMeans, DPOTrainer):  # type: ignore[mis
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # TRL shards the reference as one unit, gathered whole in each step, and before its precision is set.
-        with _replaced(dpo_trainer, "prepare_fsdp", lambda model, _: model):
+        with replaced(dpo_trainer, "prepare_fsdp", lambda model, _: model):
             super().__init__(*args, **kwargs)
 
     def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:  # noqa: ARG002
@@ -749,18 +745,8 @@ class PreferenceTrainer(RankTrainer, PairMeans, DPOTrainer):  # type: ignore[mis
         """As TRL's, which switches recomputation off and on again around the reference, of all layers and with the plain
         function: the share of layers and what they keep would be lost. Without gradients nothing is kept for backward anyway.
         """
-        with _replaced(dpo_trainer, "disable_gradient_checkpointing", lambda *_: contextlib.nullcontext()):
+        with replaced(dpo_trainer, "disable_gradient_checkpointing", lambda *_: contextlib.nullcontext()):
             return super().compute_loss(*args, **kwargs)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def state_parts(model: Any, optimizer: Any) -> list[torch.Tensor]:

@@ -74,9 +74,10 @@ def test_an_attempt_saves_as_it_is_asked_to_and_not_as_the_one_before() -> None:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from clustertune.training.session import Watch
+    from clustertune.training.startup import Startup
 
     state = TrainerState(save_steps=10**9, eval_steps=2, max_steps=20)
-    session: Any = SimpleNamespace(prove=lambda: None)
+    session: Any = SimpleNamespace(prove=lambda: None, startup=Startup())
     Watch(session).on_train_begin(TrainingArguments(save_steps=0.25, eval_steps=2), state, TrainerControl())
     assert (state.save_steps, state.eval_steps) == (5, 2)
 
@@ -104,6 +105,7 @@ def test_a_measured_save_takes_the_place_of_the_planned_one() -> None:
 def test_the_section_is_no_part_of_what_decides_the_weights() -> None:
     found = {resolve(TINY, [f"save.every={every}"]).fingerprint() for every in ("auto", "7", "30m")}
     found |= {resolve(TINY, given).fingerprint() for given in ([], ["train.save_steps=3"], ["train.save_strategy=epoch"])}
+    found.add(resolve(TINY, ["save.local.path=/disk", "save.every=1h", "save.local.every=auto"]).fingerprint())
     assert len(found) == 1
     resolved = resolve(TINY, ["save.every=7", "save.milestones=[3]"])
     assert resolved.recipe.save == Save(every=7, milestones=(3,)) and "save_steps" not in resolved.train_args
@@ -120,6 +122,9 @@ def test_the_section_is_no_part_of_what_decides_the_weights() -> None:
         (["save.milestones=[0]"], "save.milestones"),
         (["save={every: 5, local: {path: scratch}}"], "save.local.path: 'scratch' is not an absolute path"),
         (["save={every: 5, local: {path: /x, every: 5}}"], "save: save.local.every=5 is not below save.every=5"),
+        (["save.local.path=/disk"], "auto beside save.local"),
+        (["save.local.path=/disk", "save.every=1h", "save.local.every=90m"], "not below save.every=1h"),
+        (["save.local.path=/x", "save.every=4", "accelerate.distributed_type=MULTI_GPU"], "are for FSDP2, this is MULTI_GPU"),
     ],
 )
 def test_a_section_that_means_nothing_is_refused(given: list[str], words: str) -> None:

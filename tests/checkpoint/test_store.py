@@ -1,9 +1,8 @@
-"""Checkpoints on disk: what is whole, what is newest, what may be removed."""
+"""Checkpoints on disk: what is whole, what is newest, what may be removed; and what a damaged manifest can hide."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,10 @@ from hypothesis import strategies as st
 from clustertune import manifest
 from clustertune.checkpoint import store
 from clustertune.errors import ExitCode, UserError
+from clustertune.events import read_events, read_object
 from clustertune.launch.plan import check_fence
+from clustertune.report.metrics import MetricsReader
+from clustertune.rundir import RunDir
 
 
 class OneRank:
@@ -38,13 +40,15 @@ def make_store(folder: Path, attempt: int = 1, limit: int | None = 3) -> tuple[s
     return store.CheckpointStore(folder, attempt, limit, OneRank(), messages.append), messages
 
 
+FILES = ["pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata", "trainer_state.json"]
+
+
 def save(folder: Path, step: int, attempt: int = 1, commit: bool = True) -> Path:
     checkpoints, _ = make_store(folder, attempt)
     path = checkpoints.begin(step)
     (path / "pytorch_model_fsdp_0").mkdir()
-    (path / "pytorch_model_fsdp_0" / "__0_0.distcp").write_bytes(os.urandom(256))
-    (path / "pytorch_model_fsdp_0" / ".metadata").write_bytes(os.urandom(64))
-    (path / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+    for name, size in zip(FILES, (256, 64, 32), strict=True):
+        (path / name).write_bytes(os.urandom(size))
     if commit:
         checkpoints.commit(path, {"step": step})
     return path
@@ -69,9 +73,6 @@ def test_unfinished_is_passed_over_and_never_written_into(tmp_path: Path) -> Non
     assert make_store(tmp_path, attempt=2)[0].begin(4).name == "step-000004.a2"
 
 
-FILES = ["pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata", "trainer_state.json"]
-
-
 @pytest.mark.parametrize("name", FILES)
 @settings(max_examples=30, deadline=None)
 @given(offset=st.integers(0, 2000), bit=st.integers(0, 7))
@@ -85,35 +86,20 @@ def test_every_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, na
 
 @pytest.mark.parametrize("name", FILES)
 def test_truncated_missing_swapped_and_added_files_are_found(tmp_path: Path, name: str) -> None:
-    one, two = save(tmp_path / "a", 2), save(tmp_path / "b", 2)
-    content = (one / name).read_bytes()
-    (one / name).write_bytes((two / name).read_bytes() if "metadata" in name or "distcp" in name else content[:-1])
-    assert store.verify(one)
-    (one / name).write_bytes(content)
-    assert store.verify(one) == []
-    (one / name).unlink()
-    assert "missing" in str(store.verify(one)[0])
-    (one / name).write_bytes(content)
-    (one / "stray.bin").write_bytes(b"x")
-    assert "not named" in str(store.verify(one)[0])
-
-
-def test_a_checkpoint_renamed_to_another_step_is_found(tmp_path: Path) -> None:
-    path = save(tmp_path, 2)
+    path, file = save(tmp_path, 2), tmp_path / "step-000002" / name
+    content = file.read_bytes()
+    for other in (os.urandom(len(content)), content[:-1]):
+        file.write_bytes(other)
+        assert store.verify(path)
+    file.unlink()
+    assert "missing" in str(store.verify(path)[0])
+    file.write_bytes(content)
+    assert store.verify(path) == []
+    (path / "stray.bin").write_bytes(b"x")
+    assert "not named" in str(store.verify(path)[0])
+    (path / "stray.bin").unlink()
     path.rename(tmp_path / "step-000008")
     assert "its name says 8" in str(store.verify(tmp_path / "step-000008")[0])
-
-
-def test_verify_opens_no_pickle(tmp_path: Path) -> None:
-    class Canary:
-        def __reduce__(self) -> tuple[Any, tuple[str]]:
-            return (os.mkdir, (str(tmp_path / "ran"),))
-
-    path = save(tmp_path, 2)
-    (path / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps(Canary()))
-    assert store.verify(path)
-    store.newest_whole(tmp_path)
-    assert not (tmp_path / "ran").exists()
 
 
 PRUNED: dict[str, tuple[list[tuple[Any, ...]], dict[str, int], str]] = {
@@ -191,23 +177,33 @@ class Together:
             return list(pool.map(on, (0, 1)))
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_each_byte_is_read_once_by_one_of_the_ranks(damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what one of them finds, all pass over."""
-    older, newest = save(tmp_path, 2), save(tmp_path, 4)
-    if damaged:
-        (newest / FILES[0]).write_bytes(bytes(256))
-    read: list[str] = []
+@pytest.fixture
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that were read since, below the test's folder."""
+    found: list[str] = []
     real = manifest.hash_file
 
     def hash_file(path: Path, *args: Any) -> Any:
-        read.append(str(path.relative_to(tmp_path)))
+        found.append(str(path.relative_to(tmp_path)))
         return real(path, *args)
 
     monkeypatch.setattr(manifest, "hash_file", hash_file)
+    return found
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_each_byte_is_read_once_by_one_of_the_ranks(damaged: bool, tmp_path: Path, read: list[str]) -> None:
+    """And what one of them finds, all pass over. Choosing reads none: launchers and retention would hash 900 GB each."""
+    older, newest = save(tmp_path, 2), save(tmp_path, 4)
+    if damaged:
+        (newest / FILES[0]).write_bytes(bytes(256))
+    read.clear()
     checkpoints, messages = make_store(tmp_path, attempt=2)
+    assert store.newest_whole(tmp_path)[0] is not None and store.find_checkpoint(tmp_path) == newest
+    checkpoints.prune()
+    assert read == []
     ranks = Together()
-    checkpoints.ranks = ranks  # type: ignore[assignment]
+    checkpoints.ranks = ranks
     wanted = older if damaged else newest
     found = ranks.run(checkpoints.latest)
     assert [path for path, _ in found] == [wanted, wanted] and found[0][1]["step"] == int(wanted.name[-1])
@@ -216,24 +212,12 @@ def test_each_byte_is_read_once_by_one_of_the_ranks(damaged: bool, tmp_path: Pat
     assert len(messages) == damaged and all("skipped" in line and "content differs" in line for line in messages)
 
 
-def test_choosing_a_checkpoint_reads_no_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launchers, the chain and retention would each hash 900 GB of a 72B model."""
-    path = save(tmp_path, 2)
-    checkpoints, _ = make_store(tmp_path)
-    monkeypatch.setattr(manifest, "hash_file", lambda *_: pytest.fail("read"))
-    newest, _ = store.newest_whole(tmp_path)
-    assert newest is not None and store.find_checkpoint(tmp_path) == path
-    checkpoints.prune()
-
-
-def test_what_was_hashed_while_it_was_written_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_hashed_while_it_was_written_is_not_read(tmp_path: Path, read: list[str]) -> None:
     path = save(tmp_path, 2, commit=False)
     records = manifest.record_files(path, FILES[:2])
-    read: list[Path] = []
-    real = manifest.hash_file
-    monkeypatch.setattr(manifest, "hash_file", lambda path, *args: read.append(path) or real(path, *args))
+    read.clear()
     make_store(tmp_path)[0].commit(path, {"step": 2}, records)
-    assert read == [path / FILES[2]] and store.verify(path) == []
+    assert read == [f"{path.name}/{FILES[2]}"] and store.verify(path) == []
 
 
 def test_what_cannot_be_removed_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,27 +318,16 @@ def test_the_fence_is_asked_again_for_each_checkpoint_that_goes(tmp_path: Path, 
 
 def test_all_ranks_learn_of_the_fence_that_rank_0_met(tmp_path: Path) -> None:
     """A rank that raised alone would leave the others in a collective."""
-    fenced = Fenced(tmp_path)
+    fenced, ranks = Fenced(tmp_path), Together()
     fenced.follow()
-    sent: list[Any] = []
+    fenced.store.ranks = ranks
 
-    class First(OneRank):
-        def broadcast(self, value: Any) -> Any:
-            sent.append(value)
-            return value
-
-    class Second(OneRank):
-        rank = 1
-
-        def broadcast(self, value: Any) -> Any:
-            return sent.pop(0)
+    def refused(act: Callable[[], Any]) -> None:
+        with pytest.raises(UserError, match="attempt 2 has taken over"):
+            act()
 
     for act in (lambda: fenced.store.begin(2), fenced.store.prune):
-        for ranks in (First(), Second()):
-            fenced.store.ranks = ranks
-            with pytest.raises(UserError, match="attempt 2 has taken over"):
-                act()
-        assert sent == []
+        ranks.run(lambda act=act: refused(act))
 
 
 # -- who could have written it -------------------------------------------------------------------------------------------
@@ -370,32 +343,81 @@ def test_a_checkpoint_is_saved_closed_whatever_the_umask(tmp_path: Path) -> None
     assert make_store(tmp_path)[0].latest() is not None
 
 
-@pytest.mark.parametrize("name", [".", *FILES, "pytorch_model_fsdp_0", manifest.MANIFEST])
-@pytest.mark.parametrize("mode", [0o020, 0o002])
-def test_what_others_can_write_to_is_not_loaded(tmp_path: Path, name: str, mode: int) -> None:
-    save(tmp_path, 2)
-    path = save(tmp_path, 4)
-    (path / name).chmod((path / name).stat().st_mode | mode)
-    with pytest.raises(UserError, match="others can write to it") as refused:
-        make_store(tmp_path)[0].latest()  # not the older one: its steps would be trained over again
-    assert refused.value.code == ExitCode.CONFIG and "chmod -R go-w" in str(refused.value)
+WRITABLE = "others can write to it"
 
 
-@pytest.mark.parametrize("name", [".", "trainer_state.json"])
-def test_what_belongs_to_another_user_is_not_loaded(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(tmp_path, 4)
-    if os.getuid() == 0:
-        os.chown(path / name, 12345, -1)
-    else:
-        monkeypatch.setattr(store.os, "getuid", lambda: 12345)
-    with pytest.raises(UserError, match="belongs to user"):
-        store.newest_whole(tmp_path)
+@pytest.mark.parametrize(
+    ("change", "names", "message"),
+    [
+        *((mode, [".", *FILES, "pytorch_model_fsdp_0", manifest.MANIFEST], WRITABLE) for mode in (0o020, 0o002)),
+        ("owner", [".", FILES[2]], "belongs to user"),
+        ("link", [FILES[2]], "neither a file nor a folder"),
+    ],
+)
+def test_what_others_could_have_written_is_not_loaded(
+    tmp_path: Path, change: int | str, names: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the older one in its place: its steps would be trained over again."""
+    for number, name in enumerate(names):
+        folder = tmp_path / str(number)
+        save(folder, 2)
+        path = save(folder, 4) / name
+        if isinstance(change, int):
+            path.chmod(path.stat().st_mode | change)
+        elif change == "link":
+            path.symlink_to(path.rename(tmp_path / "elsewhere"))
+        elif os.getuid() == 0:
+            os.chown(path, 12345, -1)
+        else:
+            monkeypatch.setattr(store.os, "getuid", lambda: 12345)
+        with pytest.raises(UserError, match=message) as refused:
+            make_store(folder)[0].latest()
+        assert refused.value.code == ExitCode.CONFIG and (message != WRITABLE or "chmod -R go-w" in str(refused.value))
 
 
-def test_a_link_in_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
-    path = save(tmp_path, 4)
-    (tmp_path / "elsewhere").write_bytes((path / "trainer_state.json").read_bytes())
-    (path / "trainer_state.json").unlink()
-    (path / "trainer_state.json").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="neither a file nor a folder"):
-        store.newest_whole(tmp_path)
+META = {"step": 4, "tokens": 8123, "epoch": 0.25, "final": False, "eval_skipped": False, "state_digests": ["ab" * 32]}
+
+
+@pytest.fixture(scope="module")
+def sealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sealed")
+    (folder / "shard").write_bytes(b"data")
+    manifest.seal(folder, "checkpoint", META)
+    return folder
+
+
+@settings(max_examples=300, deadline=None)
+@given(offset=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_a_flipped_bit_is_seen_or_changes_nothing(sealed: Path, offset: int, bit: int) -> None:
+    path = sealed / manifest.MANIFEST
+    whole = path.read_bytes()
+    data = bytearray(whole)
+    data[offset % len(data)] ^= 1 << bit
+    try:
+        path.write_bytes(data)
+        if not manifest.find_problems(sealed, "checkpoint"):
+            assert manifest.read_manifest(sealed).meta == META
+    finally:
+        path.write_bytes(whole)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    """A reader that opens a pipe waits until a writer opens it too."""
+    (tmp_path / "empty").touch()
+    (tmp_path / "more").touch()
+    manifest.seal(tmp_path, "checkpoint", {})
+    (tmp_path / "empty").unlink()
+    os.mkfifo(tmp_path / "empty")
+    assert "empty: is not a plain file" in str(manifest.find_problems(tmp_path)[0])
+    (tmp_path / manifest.MANIFEST).unlink()
+    os.mkfifo(tmp_path / manifest.MANIFEST)
+    with pytest.raises(UserError, match="is not a plain file"):
+        manifest.read_manifest(tmp_path)
+    run = RunDir(tmp_path)
+    os.mkfifo(run.run_json)
+    os.mkfifo(run.metrics)
+    with pytest.raises(UserError, match="is not a plain file"):
+        run.read()
+    assert read_object(run.run_json) == {} and list(read_events(run.metrics)) == []
+    with pytest.raises(OSError, match="is not a plain file"):
+        MetricsReader().follow(run.metrics)

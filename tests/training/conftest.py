@@ -1,64 +1,20 @@
-"""A prepared run that each test copies, and its ranks started as a launcher that knows nothing of the run starts them."""
+"""A prepared run that each test copies, and the process that forks its ranks."""
 
 from __future__ import annotations
 
-import json
-import os
-import select
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.command import REPO, run, warm
+from tests.command import run
 from tests.conftest import once
-from tests.training.benches import Bench, make_bench
+from tests.training.benches import Bench, Benches, make_bench
 from tests.training.forked import Forge
 
 RECIPE = "recipes/tiny-oasst2"
 SMALL = ["train.max_length=64", "train.save_steps=2", "train.eval_steps=2", "data.eval_fraction=0.08"]
-ACCELERATE = ["-m", "accelerate.commands.launch", "--config_file", f"{RECIPE}/accelerate.yaml", "--num_machines", "1"]
-ACCELERATE += ["--machine_rank", "0", "--main_process_port", "0", "--num_processes"]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-
-
-class Ranks:
-    """The ranks of one attempt at a run folder, without any agent that watches them."""
-
-    def __init__(self, folder: Path, attempt: int, launcher: list[str], count: int = 2, **environment: str) -> None:
-        self.folder = folder
-        self.records = folder / "attempts" / f"{attempt:04d}"
-        self.records.mkdir(parents=True, exist_ok=True)
-        program = ["train", "--run-dir", str(folder), "--attempt", str(attempt)]
-        module = ["-m" if launcher is TORCHRUN else "--module", "clustertune"]
-        self._output = folder.with_name(f"{folder.name}-{attempt}.said")
-        environ = {**os.environ, "PYTHONPATH": str(REPO), **environment}
-        with self._output.open("wb") as output:
-            words = [*launcher[1:], str(count), *module, *program]
-            self._ended = warm(stack=True).start(words, REPO, output.fileno(), output.fileno(), environ)
-
-    def until(self, condition: Callable[[], Any], seconds: float = 300) -> bool:
-        """Wait for a condition; False where the ranks ended before."""
-        deadline = time.monotonic() + seconds
-        while not select.select([self._ended], [], [], 0.02)[0] and time.monotonic() < deadline:
-            if condition():
-                return True
-        return False
-
-    def end(self) -> str:
-        """Wait for all ranks; returns what the launcher and rank 0 said."""
-        with self._ended as ended:
-            ended.settimeout(300)
-            assert ended.recv(64)
-        return self._output.read_text()
-
-    def record(self, rank: int) -> Mapping[str, Any]:
-        """What a rank left at its end."""
-        found: dict[str, Any] = json.loads((self.records / f"rank-{rank}.json").read_bytes())
-        return found
 
 
 @pytest.fixture(scope="session")
@@ -86,9 +42,13 @@ def bench(forge: Forge, tmp_path_factory: pytest.TempPathFactory, prepared: Path
     return make_bench(forge, tmp_path_factory.mktemp("bench"), prepared=prepared)
 
 
+@pytest.fixture(scope="session")
+def benches(forge: Forge, tmp_path_factory: pytest.TempPathFactory, bench: Bench) -> Benches:
+    """The same of other kinds of models: :data:`tests.training.benches.MODELS`."""
+    return Benches(forge, tmp_path_factory.mktemp("benches"), bench)
+
+
 @pytest.fixture
 def fresh(prepared: Path, tmp_path: Path) -> Path:
     """A run folder of one's own in which training is next: four steps, saved and evaluated at 2 and 4."""
-    folder = tmp_path / "run"
-    shutil.copytree(prepared, folder)
-    return folder
+    return shutil.copytree(prepared, tmp_path / "run")

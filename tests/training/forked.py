@@ -7,6 +7,7 @@ forks that many ranks of ``clustertune.rank`` over loopback, and answers with th
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pkgutil
@@ -22,17 +23,6 @@ from typing import Any
 import yaml
 
 from tests.command import REPO
-
-FSDP2: dict[str, Any] = {
-    "distributed_type": "FSDP",
-    "fsdp_config": {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_cpu_ram_efficient_loading": False,
-    },
-}
-"""An accelerate file: shards on all ranks."""
 
 
 class Forge:
@@ -70,88 +60,91 @@ class Forge:
         self._log.close()
 
 
-def _no_split() -> None:
-    from clustertune.training import tensor
+def around(owner: Any, name: str, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None) -> None:
+    """Have ``before`` called ahead of a method or function, and ``after`` behind it, both with its arguments."""
+    call = getattr(owner, name)
 
-    tensor.split = lambda model, mesh, upcast: {}
+    def then(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(*args)
+        found = call(*args, **kwargs)
+        if after is not None:
+            after(*args)
+        return found
+
+    setattr(owner, name, then)
 
 
-def _no_context() -> None:
-    from clustertune.training import context
+def on_rank(number: int, act: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls ``act`` on one rank only."""
+    return lambda *args: act(*args) if os.environ["RANK"] == str(number) else None
 
-    context.install = lambda model, mesh: None
+
+def failing(error: BaseException) -> Callable[..., None]:
+    """Raises ``error``."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
 
 
-def _no_fsdp_on_cpu() -> None:
-    from clustertune.training import cpu_fsdp
+def kill(number: int = signal.SIGKILL) -> Callable[..., None]:
+    """Sends a signal to this process."""
+    return lambda *_: os.kill(os.getpid(), number)
 
-    cpu_fsdp.install = lambda: None
+
+def replacing(module: str, name: str, value: Any) -> Callable[[], None]:
+    """Puts ``value`` in the place of a function of a module of the training."""
+    return lambda: setattr(importlib.import_module(f"clustertune.training.{module}"), name, value)
 
 
 def _other_weights() -> None:
     """Rank 1 starts from parameters of its own, after DDP has made them equal."""
+    import torch
+
     from clustertune.training import sharding
 
-    inspect = sharding.inspect
+    def change(model: Any, *_: Any) -> None:
+        with torch.no_grad():
+            first = next(model.parameters())
+            # This rank's part alone: an operation on the whole would wait for the other ranks.
+            getattr(first, "_local_tensor", first).view(-1)[0] += 1
 
-    def changed(model: Any, accelerator: Any, gather: Any = None) -> Any:
-        import torch
-
-        if os.environ["RANK"] == "1":
-            with torch.no_grad():
-                first = next(model.parameters())
-                # This rank's part alone: an operation on the whole would wait for the other ranks.
-                getattr(first, "_local_tensor", first).view(-1)[0] += 1
-        return inspect(model, accelerator, gather)
-
-    sharding.inspect = changed
+    around(sharding, "inspect", on_rank(1, change))
 
 
-def _no_offload() -> None:
-    os.environ["FSDP_OFFLOAD_PARAMS"] = "false"
+def bad_loss(change: Callable[[Any], Any]) -> None:
+    """Changes the loss of the last rank in the second step."""
+    from clustertune.training.trainer import Trainer
 
-
-def _nan_loss() -> None:
-    """A loss that is not finite on the last rank at the second micro batch of all."""
-
-    from clustertune.training import trainer
-
-    compute = trainer.Trainer.compute_loss
-    calls = []
+    compute = Trainer.compute_loss
 
     def bad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
         loss = compute(self, *args, **kwargs)
-        last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
-        return loss * float("nan") if last and self.model.training and self.state.global_step == 1 else loss
+        last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+        return change(loss) if last and self.model.training and self.state.global_step == 1 else loss
 
-    trainer.Trainer.compute_loss = bad
+    Trainer.compute_loss = bad
 
 
-def _signal_rank_1(number: signal.Signals, step: int) -> None:
+def signal_rank_1(number: int, step: int) -> None:
     """Rank 1 gets a signal while it computes the step after ``step``."""
+    from clustertune.training.trainer import RankTrainer
 
-    from clustertune.training import trainer
-
-    step_of = trainer.RankTrainer.training_step
-
-    def signalled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if os.environ["RANK"] == "1" and self.state.global_step == step:
-            os.kill(os.getpid(), number)
-        return step_of(self, *args, **kwargs)
-
-    trainer.RankTrainer.training_step = signalled
+    send = on_rank(1, kill(number))
+    around(RankTrainer, "training_step", lambda self, *_: send() if self.state.global_step == step else None)
 
 
 BREAKS: dict[str, Callable[[], None]] = {
-    "split": _no_split,
-    "context": _no_context,
-    "fsdp": _no_fsdp_on_cpu,
+    "split": replacing("tensor", "split", lambda model, mesh, upcast: {}),
+    "context": replacing("context", "install", lambda model, mesh: None),
+    "fsdp": replacing("cpu_fsdp", "install", lambda: None),
     "replicas": _other_weights,
-    "offload": _no_offload,
-    "nan": _nan_loss,
-    "stop": lambda: _signal_rank_1(signal.SIGUSR1, 1),
-    "killed": lambda: _signal_rank_1(signal.SIGKILL, 2),
+    "offload": lambda: os.environ.update(FSDP_OFFLOAD_PARAMS="false"),
+    "nan": lambda: bad_loss(lambda loss: loss * float("nan")),
+    "stop": lambda: signal_rank_1(signal.SIGUSR1, 1),
+    "killed": lambda: signal_rank_1(signal.SIGKILL, 2),
 }
 
 

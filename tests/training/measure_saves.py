@@ -74,42 +74,39 @@ def measure(rank: int, given: argparse.Namespace, folder: Path) -> None:
     store = CheckpointStore(folder / "checkpoints", 1, 1, ranks, lambda _: None)
     writer = StateWriter(store, ranks, ranks.process_group)
     rows: dict[str, list[tuple[float, int, float]]] = {}
-    step, size = 0, 0
+    step, turn, size = 0, 0, 0
 
-    def note(name: str, found: tuple[float, int, float]) -> None:
-        rows.setdefault(name, []).append((group.maximum([found[0]])[0], *found[1:]))
+    def take(name: str, do: Callable[[], Any]) -> None:
+        group.barrier()
+        seconds, *rest = timed(do)
+        rows.setdefault(name if turn else f"first {name}", []).append((group.maximum([seconds])[0], *rest))
 
     def collect() -> tuple[dict[str, Any], list[torch.Tensor]]:
         states = {"model_0": {"model": get_model_state_dict(model)}}
         states["optimizer_0"] = {"optimizer": get_optimizer_state_dict(model, optimizer)}
         return states, state_parts(model, optimizer)
 
-    for turn in range(given.turns + 1):
+    def save(states: Any, parts: list[torch.Tensor]) -> Any:
+        nonlocal step
+        step += 1
+        return writer.start(step, RankState(states, parts, 0), {"step": step})
+
+    for turn in range(given.turns + 1):  # noqa: B007
         states, parts = collect()
         size = sum(part.nbytes for part in parts)
         held: list[Any] = []
-        group.barrier()
-        note("first copy" if turn == 0 else "copy", timed(lambda: held.extend(writer.copy(states, parts))))  # noqa: B023
-        group.barrier()
-        note("torch's stager" if turn else "warm", timed(lambda: writer._stager.stage({"states": states, "parts": parts})))  # noqa: B023
-        step += 1
-        future = writer.start(step, RankState(held[0], held[1], 0), {"step": step})
-        note("write behind" if turn else "warm", timed(future.result))
+        take("copy", lambda: held.extend(writer.copy(states, parts)))  # noqa: B023
+        take("torch's stager", lambda: writer._stager.stage({"states": states, "parts": parts}))  # noqa: B023
+        take("write behind", save(*held).result)
         states, parts = collect()
-        step += 1
-        group.barrier()
-        state = RankState(states, parts, 0)
-        note("waiting save" if turn else "warm", timed(lambda: writer.start(step, state, {"step": step}).result()))  # noqa: B023
-        targets = held[1]
-        group.barrier()
-        pairs = [(one.data_ptr(), other.data_ptr(), one.nbytes) for one, other in zip(targets, parts, strict=True)]
-        note("memmove" if turn else "warm", timed(lambda: [ctypes.memmove(*pair) for pair in pairs]))  # noqa: B023
-        group.barrier()
-        note("plain write" if turn else "warm", timed(lambda: plain(folder / f"plain-{rank}", size)))  # noqa: B023
+        take("waiting save", lambda: save(states, parts).result())  # noqa: B023
+        pairs = [(one.data_ptr(), other.data_ptr(), one.nbytes) for one, other in zip(held[1], parts, strict=True)]
+        take("memmove", lambda: [ctypes.memmove(*pair) for pair in pairs])  # noqa: B023
+        take("plain write", lambda: plain(folder / f"plain-{rank}", size))  # noqa: B023
     if rank == 0:
         body = {"bytes_of_a_rank": size, "state_bytes": size * given.ranks, "turns": given.turns, "tensors": len(parts)}
         for name, found in rows.items():
-            if name != "warm":
+            if name == "first copy" or not name.startswith("first "):  # the first turn warms up
                 seconds = statistics.median(one[0] for one in found)
                 body[name] = {
                     "seconds": round(seconds, 3),
@@ -138,12 +135,8 @@ def plain(path: Path, size: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--port", type=int, default=29581)
+    for name, value in {"layers": 8, "hidden": 512, "ranks": 2, "threads": 1, "turns": 7, "port": 29581}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--folder", type=Path, help="where the checkpoints go; by default the folder for temporary files")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=given.folder))

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from clustertune.errors import ExitCode, UserError
 from clustertune.resolve.resolve import resolve
 from clustertune.training import base_model
+from tests.training.benches import ONE, STRATEGIES, fsdp
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
 FOUR = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 FLOATING = {**FOUR, "bnb_4bit_quant_storage": "bfloat16"}
 EIGHT = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-FSDP2 = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
-FSDP1 = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}
-TP = {**FSDP2, "parallelism_config": {"parallelism_config_tp_size": 2}}
-DDP, ALONE = {"distributed_type": "MULTI_GPU"}, {"distributed_type": "NO"}
+FSDP2, FSDP1, TP = fsdp(), fsdp(ONE), fsdp(tp=2)
+DDP, ALONE = STRATEGIES["ddp"][1], STRATEGIES["alone"][1]
 
 
 def zero(stage: int) -> dict[str, Any]:
@@ -34,67 +34,56 @@ def check(
     body = {"model_type": "llama", "quantization_config": stored}
     (folder / "config.json").write_text(json.dumps({"model_type": "outer", part: body} if part else body))
     train = {"model_init_kwargs": {"quantization_config": wanted}} if wanted else {}
+    base_model.check(str(folder), None, resolved(accelerate, lora=lora, train_args=train))
+
+
+def resolved(accelerate: dict[str, Any], *, lora: bool = True, train_args: Any = None) -> Any:
     plain = resolve("tiny-oasst2")
     recipe = plain.recipe.model_copy(update={"lora": {"r": 4} if lora else None})
-    resolved = replace(plain, accelerate=accelerate, deepspeed=None, train_args=train, recipe=recipe)
-    base_model.check(str(folder), None, resolved)
+    return replace(plain, accelerate=accelerate, deepspeed=None, train_args=train_args or {}, recipe=recipe)
 
 
 @pytest.mark.parametrize(
-    ("stored", "accelerate"),
+    ("stored", "accelerate", "message", "more"),
     [
-        (None, FSDP2), (None, TP), (None, ALONE), (FLOATING, FSDP2), (FOUR, DDP), (FOUR, zero(3)), (FP8, DDP), (FP8, ALONE),
-        (FP8, zero(2)),
+        # What every rank has whole or FSDP can part is taken. transformers trains adapters over FP8 where nobody casts it.
+        *((stored, way, None, {}) for stored, way in [
+            (None, FSDP2), (None, TP), (None, ALONE), (FLOATING, FSDP2), (FOUR, DDP), (FOUR, zero(3)), (FP8, DDP), (FP8, ALONE),
+            (FP8, zero(2)),
+        ]),
+        # Qwen/Qwen3-8B-FP8 and its like; what transformers does not know it would load as it is, without the scales.
+        (FP8, FSDP2, "fp8 weights: FSDP casts or splits them without their scales", {}),
+        (FP8, FSDP1, "fp8 weights: FSDP casts", {}),
+        (FP8, TP, "fp8 weights: tensor parallelism casts", {}),
+        (FP8, zero(3), "fp8 weights: DeepSpeed ZeRO-3 casts", {}),
+        (EIGHT, FSDP2, "bitsandbytes weights: FSDP casts", {}),
+        (FLOATING, TP, "bitsandbytes weights: tensor parallelism casts", {}),
+        (FOUR, FSDP2, "bnb_4bit_quant_storage is uint8", {}),
+        ({**FOUR, "bnb_4bit_quant_storage": "float16"}, FSDP2, "float16: with train.bf16 FSDP casts it to bfloat16", {}),
+        ({**FOUR, "bnb_4bit_quant_storage": "float32"}, zero(3), "float32: with train.bf16 DeepSpeed casts it", {}),
+        ({"quant_method": "mxfp4"}, DDP, "transformers does not train over mxfp4 weights", {}),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, ALONE, "does not load modelopt weights", {}),
+        # transformers ends with a traceback about classes for the first, and late for the second.
+        (FP8, ALONE, r"quantised already \(fp8\), the recipe asks for bitsandbytes", {"wanted": FLOATING}),
+        (FP8, ALONE, "there is no lora section", {"lora": False}),
+        (FP8, FSDP2, "fp8 weights: FSDP casts", {"part": "text_config"}),
+        # The recipe's own quantisation of a base that is not quantised: an older run folder may ask for it.
+        (None, FSDP2, None, {"wanted": FLOATING}),
+        (None, FSDP2, "fp8 weights: FSDP casts", {"wanted": {"quant_method": "fp8"}}),
     ],
 )  # fmt: skip
-def test_what_every_rank_has_whole_or_fsdp_can_part_is_taken(tmp_path: Path, stored: Any, accelerate: dict[str, Any]) -> None:
-    """transformers trains adapters over FP8 (its quantiser says so) where nobody casts or splits it."""
-    check(tmp_path, stored, accelerate)
-
-
-@pytest.mark.parametrize(
-    ("stored", "accelerate", "message"),
-    [
-        (FP8, FSDP2, "fp8 weights: FSDP casts or splits them without their scales"),
-        (FP8, FSDP1, "fp8 weights: FSDP casts"),
-        (FP8, TP, "fp8 weights: tensor parallelism casts"),
-        (FP8, zero(3), "fp8 weights: DeepSpeed ZeRO-3 casts"),
-        (EIGHT, FSDP2, "bitsandbytes weights: FSDP casts"),
-        (FLOATING, TP, "bitsandbytes weights: tensor parallelism casts"),
-        (FOUR, FSDP2, "bnb_4bit_quant_storage is uint8"),
-        ({**FOUR, "bnb_4bit_quant_storage": "float16"}, FSDP2, "float16: with train.bf16 FSDP casts it to bfloat16"),
-        ({**FOUR, "bnb_4bit_quant_storage": "float32"}, zero(3), "float32: with train.bf16 DeepSpeed casts it"),
-        ({"quant_method": "mxfp4"}, DDP, "transformers does not train over mxfp4 weights"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, ALONE, "does not load modelopt weights"),
-    ],
-)
-def test_others_are_refused_by_the_file_that_says_so(
-    tmp_path: Path, stored: Any, accelerate: dict[str, Any], message: str
+def test_a_base_is_taken_or_refused_by_the_file_that_says_so(
+    tmp_path: Path, stored: Any, accelerate: dict[str, Any], message: str | None, more: dict[str, Any]
 ) -> None:
-    """Qwen/Qwen3-8B-FP8 and its like; what transformers does not know it would load as it is, without the scales."""
+    if message is None:
+        check(tmp_path, stored, accelerate, **more)
+        return
     with pytest.raises(UserError, match=message) as caught:
-        check(tmp_path, stored, accelerate)
+        check(tmp_path, stored, accelerate, **more)
     [problem] = caught.value.problems
-    assert (problem.file, problem.key) == (str(tmp_path / "config.json"), "quantization_config")
+    by_file = (str(tmp_path / "config.json"), "quantization_config")
+    assert (problem.file, problem.key) == (by_file if stored else (None, base_model.RECIPE_KEY))
     assert caught.value.code is ExitCode.CONFIG and "not quantised" in (problem.fix or "")
-
-
-def test_neither_twice_nor_without_an_adapter_nor_in_a_part_of_the_model(tmp_path: Path) -> None:
-    """transformers ends with a traceback about classes for the first, and late for the second."""
-    with pytest.raises(UserError, match=r"quantised already \(fp8\), the recipe asks for bitsandbytes"):
-        check(tmp_path, FP8, ALONE, FLOATING)
-    with pytest.raises(UserError, match="there is no lora section"):
-        check(tmp_path, FP8, ALONE, lora=False)
-    with pytest.raises(UserError, match="fp8 weights: FSDP casts"):
-        check(tmp_path, FP8, FSDP2, part="text_config")
-
-
-def test_what_an_older_run_folder_asks_for_is_refused_too(tmp_path: Path) -> None:
-    """The recipe's own quantisation, of a base that is not quantised."""
-    check(tmp_path, None, FSDP2, FLOATING)
-    with pytest.raises(UserError, match=r"quantization_config: fp8 weights: FSDP casts") as caught:
-        check(tmp_path, None, FSDP2, {"quant_method": "fp8"})
-    assert caught.value.problems[0].file is None
 
 
 def test_a_base_of_the_hub_is_asked_for_its_config_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,19 +100,15 @@ def test_a_base_of_the_hub_is_asked_for_its_config_alone(tmp_path: Path, monkeyp
         return str(file)
 
     monkeypatch.setattr(utils, "cached_file", cached)
-    plain = resolve("tiny-oasst2")
-    recipe = plain.recipe.model_copy(update={"lora": {}})
-    resolved = replace(plain, accelerate=FSDP2, deepspeed=None, train_args={}, recipe=recipe)
-    base_model.check("org/gone", "abc", resolved)
+    base_model.check("org/gone", "abc", resolved(FSDP2))
     with pytest.raises(UserError, match="fp8 weights: FSDP"):
-        base_model.check("org/there", "abc", resolved)
+        base_model.check("org/there", "abc", resolved(FSDP2))
     assert calls == [("org/gone", "config.json", "abc"), ("org/there", "config.json", "abc")]
 
 
 @pytest.mark.parametrize("storage", ["bfloat16", "float16", "float32"])
 def test_a_cast_loses_what_is_packed_in_another_type(storage: str) -> None:
     """What the refusal rests on: bitsandbytes' own layer before and after the cast that FSDP and DeepSpeed do."""
-    torch = pytest.importorskip("torch")
     functional = pytest.importorskip("bitsandbytes.functional", reason="the package bitsandbytes")
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     packed, state = functional.quantize_4bit(weight, quant_type="nf4", quant_storage=getattr(torch, storage))

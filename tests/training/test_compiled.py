@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.command import events
-from tests.training.benches import DDP, curve, distributed, make_bench
-from tests.training.forked import FSDP2, Forge
+from tests.training.benches import STRATEGIES, Bench, curve, distributed, make_bench
+from tests.training.forked import Forge
 
 pytestmark = [pytest.mark.jobs, pytest.mark.timeout(1800)]
 
@@ -19,41 +18,35 @@ SAME = [
     "train.eval_on_start=false", "train.report_to=none", "lora.lora_dropout=0",
 ]  # fmt: skip
 """Padded to the longest of each batch: lengths differ from step to step."""
-PLAIN = ["train.activation_checkpointing=false"]
+OFF = ["train.activation_checkpointing=false"]
 SOME = ["activation_checkpointing.ratio=0.5", "activation_checkpointing.save=[attention,every_second_matmul]"]
 REGIONAL = {"dynamo_backend": "AOT_EAGER", "dynamo_use_regional_compilation": True}
 """All of the compiler but for the code that it writes at the end, which takes minutes and changes no number that is asked
 for here; INDUCTOR is the backend of a training."""
-Train = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def train(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    return trains(forge, tmp_path_factory.mktemp("compiled"), SAME)
+def bench(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    made = make_bench(forge, tmp_path_factory.mktemp("compiled"), SAME)
+    made.seconds = 900  # the compiler takes its time
+    return made
 
 
-def trains(forge: Forge, folder: Path, same: Sequence[str]) -> Train:
-    """Trains the tiny recipe with the settings ``same`` on two ranks under an accelerate file; returns the run folder."""
-    bench = make_bench(forge, folder, same)
-    bench.seconds = 900  # the compiler takes its time
-    return lambda name, accelerate, *more, **given: bench.train(name, 2, accelerate, *more, **given)
+def compiled(name: str, **more: str) -> tuple[int, dict[str, Any]]:
+    """A strategy whose layers are compiled."""
+    ranks, accelerate = STRATEGIES[name]
+    return ranks, {**accelerate, "dynamo_config": REGIONAL | more}
 
 
-def test_the_numbers_stay_what_they_are(train: Train) -> None:
+def test_the_numbers_stay_what_they_are(bench: Bench) -> None:
     """Sharded or not, compiled or not, with some results kept: the same training, and no graph for every new length."""
-    plain = train("plain", FSDP2, *PLAIN)
+    plain = bench.train("fsdp2", *OFF)
     assert distributed(plain)["recomputed_layers"] == "0 of 4" and not events(plain, "compile")
-    cases = {
-        "kept": (FSDP2, SOME),
-        "compiled": (FSDP2 | {"dynamo_config": REGIONAL}, PLAIN),
-        "compiled-kept": (FSDP2 | {"dynamo_config": REGIONAL}, SOME),
-        "ddp-compiled-kept": (DDP | {"dynamo_config": REGIONAL}, SOME),
-    }
-    for name, (accelerate, words) in cases.items():
-        path = train(name, accelerate, *words)
-        assert curve(path) == pytest.approx(curve(plain), rel=2e-5, abs=2e-5), name
+    for strategy, words in (("fsdp2", SOME), (compiled("fsdp2"), OFF), (compiled("fsdp2"), SOME), (compiled("ddp"), SOME)):
+        path = bench.train(strategy, *words)
+        assert curve(path) == pytest.approx(curve(plain), rel=2e-5, abs=2e-5), strategy
         assert distributed(path)["recomputed_layers"] == ("2 of 4" if words is SOME else "0 of 4")
-        if "dynamo_config" not in accelerate:
+        if strategy == "fsdp2":
             continue
         last = events(path, "compile")[-1]
         assert not last["given_up"] and last["again"] < last["graphs"] < 40, last
@@ -61,7 +54,7 @@ def test_the_numbers_stay_what_they_are(train: Train) -> None:
 
 
 RECOMPUTED = {
-    "none": PLAIN,
+    "none": OFF,
     "wrapper": ["accelerate.fsdp_config.fsdp_activation_checkpointing=true", "train.activation_checkpointing=null"],
     "model": ["train.activation_checkpointing=true"],
     "some": [*SOME, "train.activation_checkpointing=null"],
@@ -69,14 +62,13 @@ RECOMPUTED = {
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "ddp"])
-def test_compiled_dropout_is_the_same_when_it_is_computed_again(train: Train, name: str) -> None:
+def test_compiled_dropout_is_the_same_when_it_is_computed_again(bench: Bench, name: str) -> None:
     """Recomputation on and off are no further apart with dropout than without; by Inductor the draws may be others."""
-    distribution = (FSDP2 if name == "fsdp2" else DDP) | {"dynamo_config": REGIONAL}
     ways = [how for how in RECOMPUTED if how != "wrapper" or name == "fsdp2"]
     curves = {}
     for dropout in ("0", "0.3"):
         for how in ways:
-            path = train(f"{name}-{how}-{dropout}", distribution, *RECOMPUTED[how], f"lora.lora_dropout={dropout}")
+            path = bench.train(compiled(name), *RECOMPUTED[how], f"lora.lora_dropout={dropout}")
             curves[dropout, how] = curve(path)
             assert events(path, "compile") and distributed(path)["recomputed_layers"] == LAYERS.get(how, "4 of 4")
     for how in ways[1:]:
@@ -98,14 +90,12 @@ LAYERS = {"none": "0 of 4", "some": "2 of 4"}
     ],
 )
 def test_gradients_belong_to_the_loss_whose_values_were_dropped(
-    train: Train, name: str, how: str, backend: str | None, belongs: bool
+    bench: Bench, name: str, how: str, backend: str | None, belongs: bool
 ) -> None:
     """Inductor draws its own random numbers: a gradient is compared with the slope of the loss from the same random state."""
-    distribution = (FSDP2 if name == "fsdp2" else DDP) | (
-        {"dynamo_config": REGIONAL | {"dynamo_backend": backend}} if backend else {}
-    )
+    strategy = compiled(name, dynamo_backend=backend) if backend else name
     words = [*RECOMPUTED[how], "lora.lora_dropout=0.3", "train.per_device_train_batch_size=2"]
     measure = "measure" if belongs else "measure_without_random_state"
-    path = train(f"slope-{name}-{how}-{backend}-{belongs}", distribution, *words, breaks=f"tests.training.derivative.{measure}")
+    path = bench.train(strategy, *words, breaks=f"tests.training.derivative.{measure}")
     found = json.loads((path / "derivative.json").read_text())
     assert (found["slope"] == pytest.approx(found["norm"], rel=2e-3)) is belongs, found

@@ -80,39 +80,34 @@ def test_a_disk_that_is_too_small_or_no_folder_is_told_before_the_model_is_loade
         deepspeed.set_environment(resolved, "run", cuda=True)
 
 
-def plugin(**zero: Any) -> Any:
-    return SimpleNamespace(
-        deepspeed_plugin=SimpleNamespace(hf_ds_config=SimpleNamespace(config={"zero_optimization": {"stage": 3, **zero}}))
-    )
-
-
-def test_without_a_gpu_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variables", "notes", "device"),
+    [({}, 0, "nvme"), ({"DS_ACCELERATOR": "cpu"}, 2, "cpu"), ({"DS_ACCELERATOR": "cpu", "DS_BUILD_AIO": "1"}, 1, "nvme")],
+)
+def test_without_a_gpu_nothing_is_compiled(
+    variables: dict[str, str], notes: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each replacement with a note; on a GPU, and with DeepSpeed's own word for it, none."""
-    nvme = {"offload_param": {"device": "nvme", "nvme_path": "/x"}, "offload_optimizer": {"device": "cpu"}}
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    args = plugin(**json.loads(json.dumps(nvme)))
-    assert deepspeed.fit_to_cpu(args) == []
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert len(deepspeed.fit_to_cpu(args)) == 2
-    config = args.deepspeed_plugin.hf_ds_config.config
-    assert config["zero_optimization"]["offload_param"] == {"device": "cpu"} and config["zero_force_ds_cpu_optimizer"] is False
-    monkeypatch.setenv("DS_BUILD_AIO", "1")
-    args = plugin(**nvme)
-    assert len(deepspeed.fit_to_cpu(args)) == 1
-    assert args.deepspeed_plugin.hf_ds_config.config["zero_optimization"]["offload_param"]["device"] == "nvme"
+    for name in ("DS_ACCELERATOR", "DS_BUILD_AIO"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    zero: dict[str, Any] = {"offload_param": {"device": "nvme", "nvme_path": "/x"}, "offload_optimizer": {"device": "cpu"}}
+    config = {"zero_optimization": {"stage": 3, **zero}}
+    plugin = SimpleNamespace(hf_ds_config=SimpleNamespace(config=config))
+    assert len(deepspeed.fit_to_cpu(SimpleNamespace(deepspeed_plugin=plugin))) == notes
+    assert config["zero_optimization"]["offload_param"]["device"] == device
+    assert config.get("zero_force_ds_cpu_optimizer") is (False if notes else None)
     assert deepspeed.fit_to_cpu(SimpleNamespace(deepspeed_plugin=None)) == []
 
 
 def test_ranks_of_several_nodes_are_started_by_us(resolved: Resolved, tmp_path: Path) -> None:
     """accelerate's default for DeepSpeed is pdsh with a hostfile, from one node to all others."""
-    run = RunDir(tmp_path)
-    nodes = (Node("a", "10.0.0.1"), Node("b", "10.0.0.2"))
-    words = accelerate_command(run, resolved, [], AttemptPlan(1, nodes, 1), 1, "10.0.0.1", 29500)
-    assert words[words.index("--deepspeed_multinode_launcher") + 1] == "standard"
-    assert "--deepspeed_multinode_launcher" not in accelerate_command(run, resolved, [], AttemptPlan(1, nodes[:1], 2))
-    assert "--deepspeed_multinode_launcher" not in accelerate_command(
-        run, resolve("tiny-oasst2"), [], AttemptPlan(1, nodes, 1), 1, "10.0.0.1", 29500
-    )
+    nodes, key = (Node("a", "10.0.0.1"), Node("b", "10.0.0.2")), "--deepspeed_multinode_launcher"
+    for recipe, count, ours in ((resolved, 2, True), (resolved, 1, False), (resolve("tiny-oasst2"), 2, False)):
+        place = (1, "10.0.0.1", 29500) if count == 2 else ()
+        words = accelerate_command(RunDir(tmp_path), recipe, [], AttemptPlan(1, nodes[:count], 2 // count), *place)
+        assert words[words.index(key) + 1] == "standard" if ours else key not in words
 
 
 def test_accelerate_fills_the_place_from_these_variables() -> None:

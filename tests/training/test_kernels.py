@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch._dynamo import utils
 
 from clustertune.errors import UserError
 from clustertune.resolve.resolve import resolve
 from clustertune.training import build, kernels
+from tests.training.test_startup import ARGS, state_of, timed, watch
 
 LIGER = {"use_liger_kernel": True, "liger_kernel_config": {"rope": True}}
 FLASH = {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
@@ -21,11 +25,15 @@ FLASH = {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
 def test_a_cpu_leaves_kernels_out_and_says_so() -> None:
     """Liger is Triton, offloading needs pinned memory: both would end the ranks; a GPU takes them as they are."""
     offload = {"activation_offloading": True, "activation_checkpointing_kwargs": {"offload": True, "every_n_layers": 2}}
-    wanted = {**LIGER, **FLASH, **offload}
+    wanted = {**LIGER, **FLASH, **offload, "tf32": True, "bf16": True}
     found = build.fit_to_device(wanted, cuda=False)
-    assert not (LIGER.keys() | {"activation_offloading"}) & found.values.keys() and len(found.notes) == 4
+    assert not (LIGER.keys() | {"activation_offloading", "tf32"}) & found.values.keys() and len(found.notes) == 5
     assert found.values["activation_checkpointing_kwargs"] == {"every_n_layers": 2}
-    assert wanted.items() <= build.fit_to_device(wanted, cuda=True).values.items()
+    assert found.values["use_cpu"] is found.values["bf16"] is True
+    assert found.values["model_init_kwargs"]["attn_implementation"] == "sdpa"
+    on_gpu = build.fit_to_device(wanted, cuda=True)
+    assert wanted.items() <= on_gpu.values.items() and on_gpu.notes == []
+    assert on_gpu.values["logging_nan_inf_filter"] is False
 
 
 @pytest.mark.parametrize(
@@ -43,10 +51,7 @@ def test_a_kernel_that_is_not_installed_ends_the_start(
     """An error with the key, not an ImportError after the weights were loaded; a machine without GPUs needs none of them."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else object())
     build.check_packages(wanted, cuda=False)
-    if named is None:
-        build.check_packages(wanted, cuda=True)
-        return
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(UserError, match=named) if named else nullcontext():
         build.check_packages(wanted, cuda=True)
 
 
@@ -76,9 +81,6 @@ def test_lengths_are_left_to_torch(
 
 def compile_lengths(lengths: range, *, dynamic: bool | None) -> kernels.Compiled:
     """A function with a break in it, compiled for some lengths one after the other."""
-    import torch
-    from torch._dynamo import utils
-
     torch._dynamo.reset()
     utils.counters.clear()
     utils._compilation_metrics.clear()
@@ -107,11 +109,11 @@ def test_what_was_compiled_is_told() -> None:
 
 def test_it_is_told_once_and_after_each_change() -> None:
     """A line in every step would hide the one that matters."""
-    messages: list[str] = []
-    lines: list[dict[str, Any]] = []
-    watch = kernels.CompileWatch(messages.append, lambda event, **values: lines.append({"event": event, **values}))
+    _, startup = timed()
+    startup.finish()
+    told, lines, messages = watch(startup, compiled=True)
     for step, lengths in enumerate((range(4, 5), range(4, 5), range(4, 6))):
         compile_lengths(lengths, dynamic=None)
-        watch.on_step_end(None, SimpleNamespace(global_step=step), None)
+        told.on_step_end(ARGS, state_of(step), SimpleNamespace())
     assert len(messages) == 2 and [line["step"] for line in lines] == [0, 2]
     assert lines[1]["graphs"] == 4 and lines[1]["again"] == 2 and lines[1]["event"] == "compile"

@@ -86,15 +86,16 @@ def test_only_the_rows_asked_for_are_read(tmp_path: Path) -> None:
     save(tmp_path, MIXTRAL)
     model, sources = look(tmp_path, MIXTRAL)
     reader = RowReader()
-    experts = sources.by_name["model.layers.0.mlp.experts.gate_up_proj"]
-    experts.read("model.layers.0.mlp.experts.gate_up_proj", reader, model, 1, 2)
-    assert reader.bytes == 2 * 12 * 8 * 2
-    sources.by_name["lm_head.weight"].read("lm_head.weight", reader, model, 4, 7)
-    assert reader.bytes == 2 * 12 * 8 * 2 + 3 * 8 * 2
-    reader.bytes = 0
-    experts.elements("model.layers.0.mlp.experts.gate_up_proj", reader, model, 100, 300)  # w3 of the first, w1 of the second
-    sources.by_name["lm_head.weight"].elements("lm_head.weight", reader, model, 30, 37)
-    assert reader.bytes == 2 * (200 + 7)
+    experts, head = "model.layers.0.mlp.experts.gate_up_proj", "lm_head.weight"
+    for name, way, begin, end, count in [
+        (experts, "read", 1, 2, 2 * 12 * 8),
+        (head, "read", 4, 7, 3 * 8),
+        (experts, "elements", 100, 300, 200),  # w3 of the first, w1 of the second
+        (head, "elements", 30, 37, 7),
+    ]:
+        reader.bytes = 0
+        getattr(sources.by_name[name], way)(name, reader, model, begin, end)
+        assert reader.bytes == 2 * count, name
     reader.close()
 
 
@@ -139,18 +140,14 @@ def test_damage_is_told_with_file_and_tensor(
 
 
 def test_all_damage_is_told_at_once(tmp_path: Path) -> None:
-    save(tmp_path, LLAMA)
-    cut(tmp_path / FIRST)
-    cut(tmp_path / SECOND)
-    assert [file for file, _, _ in problems(tmp_path, LLAMA)] == [FIRST, SECOND]
-
-
-def test_a_file_that_lacks_what_the_index_names_is_told(tmp_path: Path) -> None:
     """A file of another version under the same name: the index is what says which tensor should be where."""
     save(tmp_path, LLAMA)
     drop(tmp_path / SECOND)
-    found = problems(tmp_path, LLAMA, {"model.norm.weight": SECOND})
-    assert found[0] == (SECOND, "model.norm.weight", "the index names it, the file does not hold it")
+    found = problems(tmp_path, LLAMA, {NORM: SECOND})
+    assert found[0] == (SECOND, NORM, "the index names it, the file does not hold it")
+    cut(tmp_path / FIRST)
+    cut(tmp_path / SECOND)
+    assert [file for file, _, _ in problems(tmp_path, LLAMA)] == [FIRST, SECOND]
 
 
 def test_a_model_of_another_size_is_told_with_every_tensor(tmp_path: Path) -> None:

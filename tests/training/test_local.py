@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import os
 import shutil
 import signal
@@ -12,82 +14,65 @@ from typing import Any
 import pytest
 
 from clustertune.chain import open_run
+from clustertune.checkpoint import local
 from clustertune.checkpoint.local import name_of
-from clustertune.errors import ExitCode
-from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
-from tests.command import REPO, events
-from tests.training.conftest import RECIPE
-from tests.training.forked import Forge
+from clustertune.training.session import Session
+from clustertune.training.trainer import RankTrainer
+from tests.command import events
+from tests.training.benches import Bench, fsdp, make_bench
+from tests.training.forked import Forge, around, failing, kill, on_rank
 from tests.training.test_saving import shards
 
 pytestmark = pytest.mark.timeout(900)
-MODULE = __name__
-STEPS = ["train.max_length=64", "train.max_steps=6", "train.eval_steps=3", "train.bf16=true", "train.report_to=none"]
 SAVED = ["save.every=3", "save.local.every=1"]
 
 
 def two_nodes() -> None:
     """Each rank sees a folder of its own under the path of the recipe, and what rank 0 says is kept."""
-    from clustertune.checkpoint import local
-    from clustertune.training.session import Session
-
     real, folder = local.open_root, Path(os.environ["CT_LOCAL"], f"node-{os.environ['RANK']}")
     local.open_root = lambda _, name: real(folder, name)
 
-    def tell(self: Any, message: str) -> None:
-        if self.group.rank == 0:
-            with (self.run_path / "told").open("a") as out:
-                out.write(message + "\n")
+    def keep(self: Any, message: str) -> None:
+        with (self.run_path / "told").open("a") as out:
+            out.write(message + "\n")
 
-    Session.tell = tell  # type: ignore[method-assign]
+    around(Session, "tell", on_rank(0, keep))
 
 
 def killed() -> None:
     """Rank 1 is killed in the last step; what was saved before is whole."""
-    from clustertune.training import trainer
+    die = on_rank(1, kill())
+
+    def last(self: Any, *_: Any) -> None:
+        self.finish_save()  # the next one is left out where a step is taken sooner than a save
+        if self.state.global_step == 5:
+            die()
 
     two_nodes()
-    step = trainer.RankTrainer.training_step
-
-    def last(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.finish_save()  # the next one is left out where a step is taken sooner than a save
-        if self.state.global_step == 5 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(self, *args, **kwargs)
-
-    trainer.RankTrainer.training_step = last  # type: ignore[method-assign]
+    around(RankTrainer, "training_step", last)
 
 
 def full() -> None:
     """The disk of node 1 takes no file of another node."""
-    import errno
-
-    from clustertune.checkpoint import local
-
     two_nodes()
-
-    def write(path: Path, *_: Any) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    if os.environ["RANK"] == "1":
-        local.write_new = write
+    around(local, "write_new", on_rank(1, failing(OSError(errno.ENOSPC, "No space left on device", "shard"))))
 
 
 class Job:
     """A run folder, and the disks of its two nodes beside it."""
 
-    def __init__(self, forge: Forge, folder: Path, settings: Sequence[str]) -> None:
-        self.forge, self.folder, self.settings = forge, folder, settings
+    def __init__(self, bench: Bench, folder: Path, settings: Sequence[str]) -> None:
+        self.bench, self.folder, self.settings = bench, folder, settings
         self.disks = folder.parent / f"{folder.name}-disks"
 
     def go(self, what: str = "two_nodes", attempt: int = 1, ranks: int = 2) -> list[int]:
         for rank in range(ranks):
             (self.disks / f"node-{rank}").mkdir(parents=True, exist_ok=True)
         if ranks != 2:
-            open_run(resolve(REPO / RECIPE, self.settings, ranks=ranks), self.folder, ["test"])
-        more = {"breaks": f"{MODULE}:{what}", "environment": {"CT_LOCAL": str(self.disks)}}
-        return self.forge.run(self.folder, ranks, attempt=attempt, seconds=120, **more)
+            open_run(self.bench.resolved((ranks, fsdp()), *self.settings), self.folder, ["test"])
+        more = {"breaks": f"{__name__}:{what}", "environment": {"CT_LOCAL": str(self.disks)}}
+        return self.bench.go(self.folder, ranks, attempt=attempt, **more)
 
     def root(self, rank: int) -> Path:
         return self.disks / f"node-{rank}" / name_of(self.folder, RunDir(self.folder).read()["created"])
@@ -101,7 +86,7 @@ class Job:
         return int(events(self.folder, "start")[-1]["step"])
 
     def copy(self, folder: Path) -> Job:
-        made = Job(self.forge, shutil.copytree(self.folder, folder), self.settings)
+        made = Job(self.bench, shutil.copytree(self.folder, folder), self.settings)
         for rank in (0, 1):
             if self.root(rank).is_dir():
                 shutil.copytree(self.root(rank), made.root(rank))
@@ -109,45 +94,39 @@ class Job:
         return made
 
 
-def make(forge: Forge, prepared: Path, folder: Path, *more: str) -> Job:
-    settings = [*STEPS, *more]
-    resolved = resolve(REPO / RECIPE, settings)
-    open_run(resolved, folder, ["test"]).write_own_files(resolved)
-    for part in ("data", "model"):
-        shutil.copytree(prepared / part, folder / part)
-    return Job(forge, folder, settings)
+@pytest.fixture(scope="module")
+def bench(forge: Forge, tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Bench:
+    same = ["train.max_length=64", "train.max_steps=6", "train.eval_steps=3", "train.bf16=true", "train.report_to=none"]
+    return make_bench(forge, tmp_path_factory.mktemp("local"), same, prepared=prepared)
+
+
+def make(bench: Bench, *settings: str) -> Job:
+    return Job(bench, bench.make("fsdp2", *settings), settings)
 
 
 @pytest.fixture(scope="module")
-def calm(forge: Forge, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def calm(bench: Bench) -> dict[str, Any]:
     """What a run without local checkpoints that nobody disturbs ends with."""
-    job = make(forge, prepared, tmp_path_factory.mktemp("calm") / "run", "save.every=3")
+    job = make(bench, "save.every=3")
     assert job.go() == [0, 0]
     return shards(job.folder)["6"]
 
 
 @pytest.fixture(scope="module")
-def lost(forge: Forge, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Job]:
+def lost(bench: Bench) -> Callable[[bool], Job]:
     """A run that was killed in step 6: shared storage holds step 3, the nodes 4 and 5; where asked, their neighbours, too."""
-    made: dict[bool, Job] = {}
 
+    @functools.cache
     def one(neighbour: bool) -> Job:
-        if neighbour not in made:
-            folder = tmp_path_factory.mktemp("lost")
-            where = [f"save.local.path={folder / 'disk'}", f"save.local.neighbour={str(neighbour).lower()}"]
-            job = made[neighbour] = make(forge, prepared, folder / "run", *SAVED, *where)
-            assert -signal.SIGKILL in job.go("killed")
-            assert [(e["step"], e["status"]) for e in events(job.folder, "checkpoint")] == [
-                (1, "local"), (2, "local"), (3, "saved"), (4, "local"), (5, "local"),
-            ]  # fmt: skip
-            assert sorted(path.name for path in job.root(1).iterdir()) == ["step-000004", "step-000005"]
-        return made[neighbour]
+        where = [f"save.local.path={bench.folder / 'disk'}", f"save.local.neighbour={str(neighbour).lower()}"]
+        job = make(bench, *SAVED, *where)
+        assert -signal.SIGKILL in job.go("killed")
+        found = [(e["step"], e["status"]) for e in events(job.folder, "checkpoint")]
+        assert found == [(1, "local"), (2, "local"), (3, "saved"), (4, "local"), (5, "local")]
+        assert sorted(path.name for path in job.root(1).iterdir()) == ["step-000004", "step-000005"]
+        return job
 
     return one
-
-
-def nothing(job: Job) -> None:
-    pass
 
 
 def node_gone(job: Job) -> None:
@@ -165,10 +144,10 @@ def flipped(job: Job) -> None:
 @pytest.mark.parametrize(
     ("neighbour", "damage", "step", "message"),
     [
-        pytest.param(True, nothing, 5, "copied to step-000005.a2", marks=pytest.mark.jobs),
-        (True, node_gone, 5, "copied to step-000005.a2"),
+        pytest.param(True, None, 5, "copied to step-000005.a2", marks=pytest.mark.jobs),
+        pytest.param(True, node_gone, 5, "copied to step-000005.a2", marks=pytest.mark.jobs),
         (True, flipped, 5, "content differs from the manifest's digest"),
-        pytest.param(False, nothing, 5, "copied to step-000005.a2", marks=pytest.mark.jobs),
+        pytest.param(False, None, 5, "copied to step-000005.a2", marks=pytest.mark.jobs),
         (False, node_gone, 3, "survived on no node"),
         pytest.param(False, flipped, 4, "content differs from the manifest's digest", marks=pytest.mark.jobs),
     ],
@@ -177,10 +156,10 @@ def test_it_goes_on_from_the_newest_step_that_survived_to_the_same_end(
     neighbour: bool, damage: Any, step: int, message: str, lost: Callable[[bool], Job], calm: Any, tmp_path: Path
 ) -> None:
     job = lost(neighbour).copy(tmp_path / "run")
-    damage(job)
+    if damage is not None:
+        damage(job)
     assert job.go(attempt=2) == [0, 0]
-    assert job.started_at == step, job.output
-    assert message in job.output
+    assert job.started_at == step and message in job.output, job.output
     assert shards(job.folder)["6"] == calm
     assert not job.root(0).exists() and not job.root(1).exists(), "the end of a run clears its local folders"
 
@@ -189,13 +168,13 @@ def test_it_goes_on_from_the_newest_step_that_survived_to_the_same_end(
 @pytest.mark.parametrize("neighbour", [True, False])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_other_ranks_go_on_from_it_as_from_shared_storage(
-    neighbour: bool, ranks: int, forge: Forge, prepared: Path, lost: Callable[[bool], Job], tmp_path: Path
+    neighbour: bool, ranks: int, bench: Bench, lost: Callable[[bool], Job], tmp_path: Path
 ) -> None:
     """Node 0 alone, and four nodes of which two are new. The last step is the one of a run whose every save was shared."""
     job = lost(neighbour).copy(tmp_path / "run")
     assert job.go(attempt=2, ranks=ranks) == [0] * ranks, job.output
     assert job.started_at == (5 if neighbour or ranks == 4 else 3), job.output
-    shared = make(forge, prepared, tmp_path / "shared", f"save.every={job.started_at}")
+    shared = make(bench, f"save.every={job.started_at}")
     shared.folder.joinpath("told").touch()
     assert -signal.SIGKILL in shared.go("killed")
     assert shared.go(attempt=2, ranks=ranks) == [0] * ranks, shared.output
@@ -203,17 +182,8 @@ def test_other_ranks_go_on_from_it_as_from_shared_storage(
     assert shards(job.folder)["6"] == shards(shared.folder)["6"]
 
 
-def test_a_link_in_the_place_of_the_folder_is_refused(lost: Callable[[bool], Job], tmp_path: Path) -> None:
-    job = lost(True).copy(tmp_path / "run")
-    elsewhere = job.root(1).rename(tmp_path / "elsewhere")
-    job.root(1).symlink_to(elsewhere)
-    assert job.go(attempt=2) == [ExitCode.CONFIG] * 2
-    assert "is a link" in (job.folder / "attempts/0002/rank-0.json").read_text()
-    assert len(list(elsewhere.iterdir())) == 2
-
-
-def test_a_local_disk_that_is_full_costs_no_step(forge: Forge, prepared: Path, calm: Any, tmp_path: Path) -> None:
-    job = make(forge, prepared, tmp_path / "run", *SAVED, f"save.local.path={tmp_path}")
+def test_a_local_disk_that_is_full_costs_no_step(bench: Bench, calm: Any, tmp_path: Path) -> None:
+    job = make(bench, *SAVED, f"save.local.path={tmp_path}")
     assert job.go("full") == [0, 0]
     assert "No space left" in job.output and "none is from here on" in job.output
     assert [(e["step"], e["status"]) for e in events(job.folder, "checkpoint")] == [(3, "saved"), (6, "saved")]

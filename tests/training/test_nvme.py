@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.training.benches import CPU, FULL, SAME, Bench, make_bench, output_of
+from tests.training.benches import CPU, FULL, SAME, Bench, lossless, make_bench, startup
+from tests.training.deepspeed_breaks import BREAKS
 from tests.training.forked import Forge
-from tests.training.test_deepspeed import BREAKS
-from tests.training.test_loading import BF16, lossless, startup
-from tests.training.test_loading_zero import make
+from tests.training.test_loading import BF16, zero
 from tests.training.test_strategies import exported
 
 pytestmark = [
@@ -55,17 +54,17 @@ def bench(extensions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     forge.end()
 
 
-def train(bench: Bench, zero: dict[str, Any], more: list[str], *, stop: bool = False, breaks: str = "") -> Path:
+def train(bench: Bench, settings: dict[str, Any], more: list[str], *, stop: bool = False, breaks: str = "") -> Path:
     """To the end; ``stop``: asked to stop in the second step, then begun again."""
-    path = make(bench, "nvme", 2, more, zero)
+    path = zero(bench, 2, more, **settings)
     if stop:
-        assert bench.go(path, breaks="stop") == [75, 75], output_of(path)
-    assert bench.go(path, attempt=2, breaks=breaks and BREAKS + breaks) == [0, 0], output_of(path)
+        bench.stop(path)
+    bench.end(path, breaks=breaks and BREAKS + breaks)
     return path
 
 
 @pytest.mark.parametrize(
-    ("zero", "more", "files"),
+    ("settings", "more", "files"),
     [
         ({"offload_param": PARAMETERS, "offload_optimizer": NVME}, [*FULL, *BF16, "train.activation_checkpointing=true"], 3),
         ({"offload_optimizer": NVME, "sub_group_size": 6_000_000}, FULL, 6),
@@ -75,9 +74,11 @@ def train(bench: Bench, zero: dict[str, Any], more: list[str], *, stop: bool = F
     ],
     ids=["both", "groups", "parameters", "adapter", "small"],
 )
-def test_a_run_that_stops_goes_on_with_the_same_bytes(bench: Bench, zero: dict[str, Any], more: list[str], files: int) -> None:
+def test_a_run_that_stops_goes_on_with_the_same_bytes(
+    bench: Bench, settings: dict[str, Any], more: list[str], files: int
+) -> None:
     """Masters, moments and counts of steps in files and in memory; each rank reads what it keeps into either."""
-    whole, stopped = train(bench, zero, more), train(bench, zero, more, stop=True)
+    whole, stopped = (train(bench, settings, more, stop=stop) for stop in (False, True))
     assert lossless(stopped) == lossless(whole)
     assert startup(whole)["loading"] == "slices"
     assert len(list(whole.glob("checkpoints/step-000003*/*/*/rank00/*.swp"))) == files
@@ -87,7 +88,7 @@ def test_a_run_that_stops_goes_on_with_the_same_bytes(bench: Bench, zero: dict[s
 
 def test_parameters_in_files_are_those_that_rank_0_sends(bench: Bench) -> None:
     """Bit for bit, with a broadcast and without."""
-    zero = {"offload_param": PARAMETERS, "offload_optimizer": NVME}
-    found, sent = train(bench, zero, FULL), train(bench, zero, FULL, breaks="whole_models")
+    settings = {"offload_param": PARAMETERS, "offload_optimizer": NVME}
+    found, sent = (train(bench, settings, FULL, breaks=breaks) for breaks in ("", "whole_models"))
     assert lossless(found) == lossless(sent)
     assert (startup(found)["loading"], startup(sent)["loading"]) == ("slices", "whole")

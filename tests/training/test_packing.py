@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -16,9 +15,9 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from clustertune.resolve.kernels import PACKED
 from clustertune.training import packing
 from clustertune.training.recompute import choose_layers
-from tests.training.benches import curve, distributed
-from tests.training.forked import FSDP2, Forge
-from tests.training.test_compiled import REGIONAL, Train, trains
+from tests.training.benches import Operations, curve, distributed, make_bench
+from tests.training.forked import Forge
+from tests.training.test_compiled import compiled
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -32,7 +31,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 LENGTHS = ((1, 30, 51), (73, 2, 7))
 """Tokens of the conversations in the two packed rows of a micro batch."""
-ROUNDING = {torch.float64: 1e-6, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+ROUNDING = {
+    "cpu": {torch.float64: 1e-6, torch.float32: 2e-6, torch.bfloat16: 2e-2},
+    "cuda": {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-4},
+}
 """Of logits and gradients, as a share of the largest. (The windowed layers of Gemma compute their scale in float32.)"""
 
 
@@ -82,21 +84,23 @@ def compare(packed: PreTrainedModel, single: PreTrainedModel, given: dict[str, A
         assert (one.grad - other.grad).abs().max() <= tolerance * other.grad.abs().max(), name
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [*((kind, torch.float32) for kind in KINDS), ("gemma3_text", torch.bfloat16), ("mistral", torch.float64)]
-)
-def test_packed_is_one_conversation_at_a_time(kind: str, dtype: torch.dtype) -> None:
-    compare(model(kind, PACKED, dtype), model(kind, "sdpa", dtype), batch(), ROUNDING[dtype])
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+ON_CPU = [*((kind, torch.float32) for kind in KINDS), ("gemma3_text", torch.bfloat16), ("mistral", torch.float64)]
+ON_GPU = [pytest.param(kind, dtype, "cuda", marks=gpu) for kind in KINDS for dtype in ROUNDING["cuda"]]
 
 
-def test_positions_that_begin_anew_are_enough(kind: str = "mistral") -> None:
+@pytest.mark.parametrize(("kind", "dtype", "device"), [*((*case, "cpu") for case in ON_CPU), *ON_GPU])
+def test_packed_is_one_conversation_at_a_time(kind: str, dtype: torch.dtype, device: str) -> None:
+    """Heads of 16, grouped, with windows; float32 has no kernel on a GPU and goes conversation by conversation."""
+    packed, single = (model(kind, attention, dtype, device) for attention in (PACKED, "sdpa"))
+    compare(packed, single, batch(device), ROUNDING[device][dtype])
+
+
+def test_positions_that_begin_anew_are_enough() -> None:
     """Nobody counted the conversations; and two rows of a batch, not laid end to end."""
-    given = batch()
-    for tensors in (
-        {key: given[key] for key in ("input_ids", "position_ids")},
-        {key: torch.cat([given[key][:, :82], given[key][:, 82:]]) for key in ("input_ids", "position_ids")},
-    ):
-        compare(model(kind, PACKED), model(kind, "sdpa"), tensors, 2e-6)
+    flat = {key: value for key, value in batch().items() if key in ("input_ids", "position_ids")}
+    for tensors in (flat, {key: torch.cat([value[:, :82], value[:, 82:]]) for key, value in flat.items()}):
+        compare(model("mistral", PACKED), model("mistral", "sdpa"), tensors, 2e-6)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
@@ -107,41 +111,26 @@ def test_without_a_kernel_conversations_are_taken_one_by_one(kind: str, monkeypa
     compare(model(kind, PACKED), model(kind, "sdpa"), batch(), 2e-6)
 
 
-class Watch(TorchDispatchMode):
-    """Every operation of a pass, and the largest tensor that one of them made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.names.append(str(func))
-        self.largest = max(self.largest, found.numel() if isinstance(found, torch.Tensor) else 0)
-        return found
-
-
 def test_no_mask_is_made() -> None:
     """sdpa's holds an entry for every two tokens of the micro batch."""
     given, square = batch(), sum(map(sum, LENGTHS)) ** 2
     seen = {}
     for attention in (PACKED, "sdpa"):
-        with Watch() as seen[attention]:
+        with Operations() as seen[attention]:
             model("llama", attention)(**given, use_cache=False).logits.sum().backward()
     assert seen["sdpa"].largest >= square > seen[PACKED].largest
     assert seen[PACKED].names.count("torch_attn._varlen_attn.default") == SMALL["num_hidden_layers"]
 
 
-def test_a_policy_keeps_its_result(dtype: torch.dtype = torch.bfloat16) -> None:
+def test_a_policy_keeps_its_result() -> None:
     """Recomputation alone runs it twice; kept, once, and the gradients are the same bits."""
     counts, gradients = {}, []
     for save in (None, (), ("attention",), ("attention", "every_second_matmul")):
-        one = model("llama", PACKED, dtype).train()
+        one = model("llama", PACKED, torch.bfloat16).train()
         if save is not None:
             one.gradient_checkpointing_enable()
             choose_layers(one, 1.0, save)
-        with Watch() as seen:
+        with Operations() as seen:
             one(**batch(), use_cache=False).logits.float().square().sum().backward()
         counts[save] = seen.names.count("torch_attn._varlen_attn.default") // int(SMALL["num_hidden_layers"])
         gradients.append([p.grad for p in one.parameters()])
@@ -178,11 +167,11 @@ def test_the_operation_is_one_for_the_compiler() -> None:
     for window in (-1, 5):
         given = (*tensors, begins, begins, 19, 19, window < 0, None, [window, 0], True)
         torch.library.opcheck(torch.ops.torch_attn._varlen_attn.default, given)
-    plain, compiled = model("mistral", PACKED), model("mistral", PACKED)
-    for layer in compiled.model.layers:
+    plain, made = model("mistral", PACKED), model("mistral", PACKED)
+    for layer in made.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
-    compare(compiled, model("mistral", "sdpa"), batch(), 2e-6)
-    assert torch.equal(plain(**batch(), use_cache=False).logits, compiled(**batch(), use_cache=False).logits)
+    compare(made, model("mistral", "sdpa"), batch(), 2e-6)
+    assert torch.equal(*(one(**batch(), use_cache=False).logits for one in (plain, made)))
 
 
 def test_a_saved_model_does_not_name_it(tmp_path: Path) -> None:
@@ -197,8 +186,10 @@ def test_a_saved_model_does_not_name_it(tmp_path: Path) -> None:
     [("llama", "sdpa"), ("llama", "eager"), ("llama", PACKED), ("mixtral", PACKED), ("gemma3_text", PACKED)],
 )
 def test_conversations_do_not_see_each_other(kind: str, attention: str) -> None:
-    """Mixtures too: torch's grouped product of experts takes no float64."""
+    """Mixtures too: torch's grouped product of experts takes no float64. The check leaves the random state as it was."""
+    before = torch.get_rng_state()
     assert packing.is_isolated({**SMALL, "model_type": kind}, attention)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_rounding_is_not_taken_for_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,22 +200,20 @@ def test_rounding_is_not_taken_for_a_fault(monkeypatch: pytest.MonkeyPatch) -> N
             return tensor
         return ((tensor.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
+    def uneven(x: torch.Tensor, w: torch.Tensor, b: Any = None) -> torch.Tensor:
+        """A kernel that adds in another order for another number of rows."""
+        return real(rounded(x * (1 + 1e-6 * x.shape[-2])) if x.dtype == torch.float32 else x, rounded(w), b)
+
     real = torch.nn.functional.linear
-    # And a kernel that adds in another order for another number of rows.
-    uneven = lambda x, w, b: real(rounded(x * (1 + 1e-6 * x.shape[-2])) if x.dtype == torch.float32 else x, rounded(w), b)  # noqa: E731
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w, b=None: uneven(x, w, b))
+    monkeypatch.setattr(torch.nn.functional, "linear", uneven)
     assert packing.is_isolated({**SMALL, "model_type": "llama"}, "sdpa")
 
 
 @pytest.mark.parametrize("attention", [PACKED, "sdpa"])
 def test_attention_across_conversations_is_noticed(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check itself: without what tells where a conversation begins they see each other."""
-    real = DataCollatorForLanguageModeling.torch_call
-
-    def blind(self: Any, rows: Any) -> Any:
-        made = real(self, rows)
-        return {"input_ids": made["input_ids"], "labels": made["labels"]}
-
+    real, keys = DataCollatorForLanguageModeling.torch_call, ("input_ids", "labels")
+    blind = lambda self, rows: {key: value for key, value in real(self, rows).items() if key in keys}  # noqa: E731
     monkeypatch.setattr(DataCollatorForLanguageModeling, "torch_call", blind)
     assert not packing.is_isolated({**SMALL, "model_type": "llama"}, attention)
 
@@ -235,53 +224,34 @@ PACKS = [
     "train.max_steps=3", "train.save_steps=3", "train.eval_steps=3", "train.max_length=128", "train.eval_on_start=false",
     "train.report_to=none", "lora.lora_dropout=0", "train.per_device_train_batch_size=2",
 ]  # fmt: skip
-DENSE = "train.model_init_kwargs.attn_implementation=sdpa"
 NO = "train.activation_checkpointing=false"
-RECOMPUTED = ["activation_checkpointing.ratio=1", "activation_checkpointing.save=[attention,every_second_matmul]"]
-
-
-@pytest.fixture(scope="module")
-def train(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    return trains(forge, tmp_path_factory.mktemp("packing"), PACKS)
 
 
 @pytest.mark.jobs
 @pytest.mark.timeout(1800)
-def test_ranks_train_the_same_as_with_a_mask(train: Train) -> None:
+def test_ranks_train_the_same_as_with_a_mask(forge: Forge, tmp_path: Path) -> None:
     """FSDP2: as it is, recomputed, with results kept, compiled: losses, gradient norms and the evaluation."""
-    masked = train("masked", FSDP2, NO, DENSE)
+    bench = make_bench(forge, tmp_path, PACKS)
+    bench.seconds = 900
+    masked = bench.train("fsdp2", NO, "train.model_init_kwargs.attn_implementation=sdpa")
     assert distributed(masked)["attention"] == "sdpa"
-    cases: dict[str, tuple[dict[str, Any], list[str]]] = {
-        "packed": (FSDP2, [NO]),
-        "recomputed": (FSDP2, ["train.activation_checkpointing=true"]),
-        "kept": (FSDP2, RECOMPUTED),
-        "compiled": (FSDP2 | {"dynamo_config": REGIONAL}, [NO]),
-    }
-    for name, (accelerate, words) in cases.items():
-        path = train(name, accelerate, *words)
-        assert curve(path) == pytest.approx(curve(masked), rel=2e-5, abs=2e-5), name
+    kept = ["activation_checkpointing.ratio=1", "activation_checkpointing.save=[attention,every_second_matmul]"]
+    for words in ([NO], ["train.activation_checkpointing=true"], kept, None):
+        path = bench.train("fsdp2", *words) if words is not None else bench.train(compiled("fsdp2"), NO)
+        assert curve(path) == pytest.approx(curve(masked), rel=2e-5, abs=2e-5), words
         assert distributed(path)["attention"] == PACKED
         assert distributed(path)["packing"] == {"isolated": True, "attention": PACKED}
 
 
 # -- the kernels of a GPU -------------------------------------------------------------------------------------------------
 
-gpu = pytest.mark.gpu
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+def on_gpu(test: Any) -> Any:
+    """A test that takes a GPU."""
+    return gpu[0](gpu[1](test))
 
 
-@gpu
-@CUDA
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_on_a_gpu_packed_is_one_conversation_at_a_time(kind: str, dtype: torch.dtype) -> None:
-    """Heads of 16, grouped, with windows; float32 has no kernel and goes conversation by conversation."""
-    tolerance = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-4}[dtype]
-    compare(model(kind, PACKED, dtype, "cuda"), model(kind, "sdpa", dtype, "cuda"), batch("cuda"), tolerance)
-
-
-@gpu
-@CUDA
+@on_gpu
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_on_a_gpu_the_kernel_is_the_cpus(size: int) -> None:
     """Output and gradients of the operation alone, of the head sizes that models have, against float64 on the CPU."""
@@ -300,18 +270,17 @@ def test_on_a_gpu_the_kernel_is_the_cpus(size: int) -> None:
             assert (found.cpu().double() - wanted).abs().max() <= 2e-2 * wanted.abs().max()
 
 
-@gpu
-@CUDA
+@on_gpu
 def test_on_a_gpu_the_kernel_is_what_runs() -> None:
     """And compiled layers, recomputed ones, autocast and the check of isolation."""
     given = batch("cuda")
-    with Watch() as seen:
+    with Operations() as seen:
         model("llama", PACKED, torch.bfloat16, "cuda")(**given, use_cache=False)
     assert seen.names.count("torch_attn._varlen_attn.default") == SMALL["num_hidden_layers"]
-    compiled = model("mistral", PACKED, torch.bfloat16, "cuda")
-    for layer in compiled.model.layers:
+    made = model("mistral", PACKED, torch.bfloat16, "cuda")
+    for layer in made.model.layers:
         layer.compile(fullgraph=True)
-    compare(compiled, model("mistral", "sdpa", torch.bfloat16, "cuda"), given, 3e-2)
+    compare(made, model("mistral", "sdpa", torch.bfloat16, "cuda"), given, 3e-2)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         compare(model("llama", PACKED, device="cuda"), model("llama", "sdpa", device="cuda"), given, 3e-2)
     torch.backends.cuda.matmul.allow_tf32 = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import shutil
@@ -17,152 +16,94 @@ import pytest
 import torch
 
 from clustertune import manifest
-from clustertune.checkpoint import store
+from clustertune.checkpoint import saving, store
+from clustertune.checkpoint import shards as writer
+from clustertune.checkpoint.saving import StateWriter
 from clustertune.errors import ExitCode
+from clustertune.training.session import Watch
+from clustertune.training.trainer import Trainer
 from tests.command import events
-from tests.training.benches import Bench, fsdp
-from tests.training.forked import Forge
+from tests.training.benches import Bench, problems
+from tests.training.forked import Forge, around, failing, kill, on_rank
 
 pytestmark = pytest.mark.timeout(900)
-MODULE = __name__
 
 
 def slow() -> None:
-    """The copy ends after the next backward pass; no file is whole before the next step was taken, or training waits for it."""
-    from clustertune.checkpoint import saving, shards
-    from clustertune.training.trainer import Trainer
-
-    put, start, agree, finish = shards.write_new, saving.StateWriter.start, Trainer.agree, Trainer.finish_save
-    copy, train = saving.StateWriter.copy, Trainer.training_step
+    """The copy ends when the next optimizer step is due; no file is whole before that was taken, or training waits for it."""
     go, trained = threading.Event(), threading.Event()
 
-    def begin(self: Any, *args: Any, **options: Any) -> Any:
-        go.clear()
-        trained.clear()
-        return start(self, *args, **options)
-
-    def late_copy(self: Any, *args: Any) -> Any:
+    def late(*_: Any) -> None:
         assert trained.wait(60), "the copy holds training up"
         time.sleep(0.5)  # an optimizer that does not wait has changed everything by now
-        return copy(self, *args)
 
-    def then_copy(self: Any, *args: Any, **options: Any) -> Any:
-        loss = train(self, *args, **options)
-        trained.set()
-        return loss
-
-    def write(*args: Any) -> Any:
+    def held(*_: Any) -> None:
         assert go.wait(60)
-        return put(*args)
 
-    def step(self: Any, *args: Any) -> bool:
-        stop = agree(self, *args)
-        go.set()
-        return stop
-
-    def end(self: Any) -> None:
-        go.set()
-        finish(self)
-
-    saving.StateWriter.start, saving.StateWriter.copy = begin, late_copy  # type: ignore[method-assign]
-    Trainer.training_step = then_copy  # type: ignore[method-assign]
-    shards.write_new = saving.write_new = write
-    Trainer.agree, Trainer.finish_save = step, end  # type: ignore[method-assign]
+    around(StateWriter, "start", lambda *_: (go.clear(), trained.clear()))
+    around(StateWriter, "copy", late)
+    around(writer, "write_new", held)
+    saving.write_new = writer.write_new
+    around(Watch, "on_pre_optimizer_step", lambda *_: trained.set())
+    around(Trainer, "agree", after=lambda *_: go.set())
+    around(Trainer, "finish_save", lambda *_: go.set())
 
 
 def no_room() -> None:
     """The copy does not fit on one rank."""
-    from clustertune.checkpoint import saving
-
-    saving.StateWriter.room_for = lambda *_: "too little" if os.environ["RANK"] == "1" else None  # type: ignore[assignment]
+    StateWriter.room_for = lambda *_: "too little" if os.environ["RANK"] == "1" else None
 
 
 def between() -> None:
     """The optimizer may change weights before its step, as schedule-free ones do; the copy takes half a second."""
-    from clustertune.checkpoint import saving
-    from clustertune.training.trainer import Trainer
 
-    copy, train = saving.StateWriter.copy, Trainer.training_step
-    torch.optim.AdamW.train = lambda _: None  # type: ignore[attr-defined]
-
-    def late_copy(self: Any, *args: Any) -> Any:
-        time.sleep(0.5)
-        return copy(self, *args)
-
-    def then_copied(self: Any, *args: Any, **options: Any) -> Any:
+    def copied(self: Any, *_: Any) -> None:
         assert not self.writer.is_copying, "a step began within the copy"
-        return train(self, *args, **options)
 
-    saving.StateWriter.copy, Trainer.training_step = late_copy, then_copied  # type: ignore[method-assign]
+    torch.optim.AdamW.train = lambda _: None
+    around(StateWriter, "copy", lambda *_: time.sleep(0.5))
+    around(Trainer, "training_step", copied)
 
 
 def no_copy() -> None:
     """The copy fails on rank 1."""
-    from clustertune.checkpoint import saving
-
-    def copy(*_: Any) -> None:
-        raise RuntimeError("no memory could be pinned")
-
-    if os.environ["RANK"] == "1":
-        saving.StateWriter.copy = copy  # type: ignore[assignment,method-assign]
+    around(StateWriter, "copy", on_rank(1, failing(RuntimeError("no memory could be pinned"))))
 
 
 def full() -> None:
     """The disk of rank 1 is full behind training."""
-    from clustertune.checkpoint import saving, shards
-
-    def write(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "shard")
-
-    if os.environ["RANK"] == "1":
-        shards.write_new = saving.write_new = write
+    around(writer, "write_new", on_rank(1, failing(OSError(errno.ENOSPC, "No space left on device", "shard"))))
+    saving.write_new = writer.write_new
 
 
 def killed() -> None:
     """Rank 1 is killed while the second save is written, which takes seconds."""
-    from clustertune.checkpoint import saving
 
-    start, calls = saving.StateWriter.start, []
-
-    def then_die(self: Any, *args: Any, **options: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
+    def then_die(_: Any, step: int, *rest: Any) -> None:
+        if step == 2:
             slow()
             killed_later(0.1)
-        return start(self, *args, **options)
 
-    saving.StateWriter.start = then_die  # type: ignore[method-assign]
+    around(StateWriter, "start", then_die)
 
 
 def killed_later(seconds: float | None = None) -> None:
     """Rank 1 is killed after these seconds, by default CT_KILL of them after its model was made."""
-    if os.environ["RANK"] != "1":
-        return
-    timer = threading.Timer(seconds or float(os.environ["CT_KILL"]), os.kill, (os.getpid(), signal.SIGKILL))
+    timer = threading.Timer(seconds or float(os.environ["CT_KILL"]), on_rank(1, kill()))
     timer.daemon = True
     timer.start()
 
 
 def signalled() -> None:
     """Rank 1 is asked to stop at one moment of the last step, which is the third: CT_MOMENT."""
-    from clustertune.training.trainer import Trainer
-
-    def at(name: str, late: bool) -> None:
-        call = getattr(Trainer, name)
-
-        def then(self: Any, *args: Any, **kwargs: Any) -> Any:
-            last = 0 < self.state.max_steps <= self.state.global_step + (name == "training_step")
-            if last and os.environ["RANK"] == "1" and not late:
-                os.kill(os.getpid(), signal.SIGTERM)
-            found = call(self, *args, **kwargs)
-            if last and os.environ["RANK"] == "1" and late:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return found
-
-        setattr(Trainer, name, then)
-
     name, _, when = os.environ["CT_MOMENT"].partition(" ")
-    at(name, late=when == "after")
+    ask = on_rank(1, kill(signal.SIGTERM))
+
+    def at(self: Any, *_: Any) -> None:
+        if 0 < self.state.max_steps <= self.state.global_step + (name == "training_step"):
+            ask()
+
+    around(Trainer, name, **{when or "before": at})
 
 
 def shards(folder: Path) -> dict[str, dict[str, Any]]:
@@ -176,18 +117,15 @@ def shards(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def run(forge: Forge, folder: Path, what: str | None = None, attempt: int = 1, **environment: str) -> list[int]:
-    breaks = f"{MODULE}:{what}" if what else None
+    breaks = f"{__name__}:{what}" if what else None
     return forge.run(folder, 2, attempt=attempt, seconds=120, environment=environment, breaks=breaks)
-
-
-SAVED = ["lora.lora_dropout=0.1", "train.packing=true", "train.eval_on_start=true"]
-"""Random numbers count."""
 
 
 @pytest.fixture(scope="module")
 def ready(bench: Bench) -> Path:
-    """A run folder in which training is next: four steps, each saved."""
-    return bench.make("saving", 2, fsdp(), *SAVED, "train.max_steps=4", "train.save_steps=1", "train.eval_steps=2")
+    """A run folder in which training is next: four steps, each saved; random numbers count."""
+    more = ["lora.lora_dropout=0.1", "train.packing=true", "train.eval_on_start=true"]
+    return bench.make("fsdp2", *more, "train.max_steps=4", "train.save_steps=1", "train.eval_steps=2")
 
 
 FAST = {("training_step", "epoch")}
@@ -197,8 +135,7 @@ FAST = {("training_step", "epoch")}
 def last(bench: Bench) -> dict[str, Path]:
     """Run folders in which three steps are next, whose last one alone is evaluated and saved; by what evaluates it."""
     more = ["train.packing=true", "train.save_steps=50", "train.eval_steps=50"]
-    ways = ("steps", "epoch")
-    return {way: bench.make(f"last-{way}", 2, fsdp(), *more, f"train.eval_strategy={way}") for way in ways}
+    return {way: bench.make("fsdp2", *more, f"train.eval_strategy={way}") for way in ("steps", "epoch")}
 
 
 @pytest.fixture(scope="module")
@@ -246,23 +183,22 @@ def test_an_optimizer_that_changes_weights_between_steps_waits_for_the_copy(forg
     assert saved(folder)[0]["save_stall_s"] >= 0.5
 
 
-def test_a_copy_that_fails_on_one_rank_ends_all_and_leaves_no_checkpoint(forge: Forge, ready: Path) -> None:
-    """No rank waits for it in the collectives of a save."""
-    folder = shutil.copytree(ready, ready.parent / "no-copy")
-    assert run(forge, folder, "no_copy") == [ExitCode.FAILED] * 2
+@pytest.mark.parametrize(
+    ("what", "code", "message"),
+    [
+        ("no_copy", ExitCode.FAILED, "rank 1: no memory could be pinned"),
+        pytest.param("full", ExitCode.STORAGE, "No space left", marks=pytest.mark.jobs),
+    ],
+)
+def test_what_fails_on_one_rank_ends_all_and_leaves_no_checkpoint(
+    what: str, code: ExitCode, message: str, forge: Forge, ready: Path, tmp_path: Path
+) -> None:
+    """Behind training; no rank waits for it in the collectives of a save."""
+    folder = shutil.copytree(ready, tmp_path / "run")
+    assert run(forge, folder, what) == [code] * 2
     assert whole(folder) == []
-    record = json.loads((folder / "attempts/0001/rank-0.json").read_bytes())
-    assert "rank 1: no memory could be pinned" in record["problems"][0]["message"]
-
-
-@pytest.mark.jobs
-def test_a_disk_that_is_full_behind_training_ends_all_ranks_and_leaves_no_checkpoint(forge: Forge, fresh: Path) -> None:
-    assert run(forge, fresh, "full") == [ExitCode.STORAGE] * 2
-    assert whole(fresh) == []
     for rank in (0, 1):
-        record = json.loads((fresh / f"attempts/0001/rank-{rank}.json").read_bytes())
-        assert "step 2 was not saved" in record["problems"][0]["message"] and "No space left" in str(record["problems"])
-    assert run(forge, fresh, attempt=2) == [0, 0]
+        assert "step 1 was not saved" in problems(folder, rank)[0]["message"] and message in str(problems(folder, rank))
 
 
 @pytest.mark.jobs
@@ -309,6 +245,7 @@ def test_the_last_step_is_saved_and_evaluated_whatever_signal_falls_there(
     if left:
         assert run(forge, folder, attempt=2) == [0, 0]
     assert run(forge, folder, attempt=3) == [0, 0], "nothing is left"
+    assert [event["step"] for event in events(folder, "step")] == [1, 2, 3], "no step is taken for the evaluation"
     assert [event["step"] for event in events(folder, "eval")] == [3], "evaluated once"
     found = [manifest.read_manifest(one.path).meta for one in store.list_checkpoints(folder / "checkpoints")]
     assert [(meta["step"], meta["final"]) for meta in found] == [(3, True)], "saved once"

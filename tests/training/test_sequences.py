@@ -1,4 +1,4 @@
-"""The rows that ranks map are TRL's own: every row, every collated batch, every loss, of both splits."""
+"""The rows that ranks map are TRL's own: every row, every collated batch, every loss; and what a recipe's template teaches."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import random
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
+import torch
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
 
 from clustertune.data import sequences, tokens
-from clustertune.data.local_model import train_tokenizer
+from clustertune.data.local_model import CHAT_TEMPLATE, train_tokenizer
 from clustertune.data.prepare import prepare
 from clustertune.recipe.schema import Data
+from clustertune.resolve.resolve import resolve
+from tests.command import REPO
 from tests.training.benches import tiny_trainer
 
 WORDS = [a + b + c for a in "bdfgklmn" for b in "aeiou" for c in ("r", "s", "t", "")]
@@ -46,8 +52,6 @@ def tokenizer() -> Any:
 
 
 def trainer(train: Any, held: Any, tokenizer: Any, folder: Path, **settings: Any) -> Any:
-    from trl import SFTTrainer
-
     class Watched(SFTTrainer):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
             found = super().compute_loss(model, inputs, *args, **more)
@@ -69,8 +73,6 @@ def trainer(train: Any, held: Any, tokenizer: Any, folder: Path, **settings: Any
 @pytest.fixture(scope="module", params=[True, False], ids=["answers", "all"])
 def whole(request: pytest.FixtureRequest, dataset: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """TRL's own trainer on the conversations, none of them cut: its rows have all tokens and labels."""
-    import datasets
-
     datasets.disable_progress_bars()
     chats = [
         datasets.Dataset.from_list([{"messages": json.loads(line)["messages"]} for line in (dataset / f"{split}.jsonl").open()])
@@ -112,8 +114,6 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_row_is_trls(name: str, whole: Any, dataset: Path, tokenizer: Any, tmp_path: Path) -> None:
-    from trl import SFTConfig
-
     settings, answers = CASES[name], whole.args.assistant_only_loss
     train, held = made(dataset, tokenizer, assistant_only_loss=answers, **settings)
     args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, seed=7, **settings)
@@ -131,8 +131,6 @@ def test_every_row_is_trls(name: str, whole: Any, dataset: Path, tokenizer: Any,
 def test_every_batch_and_loss_is_trls(
     name: str, workers: int, whole: Any, dataset: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
-    import torch
-
     rows = made(dataset, tokenizer, assistant_only_loss=True, **CASES[name])
     theirs = trainer(whole.train_dataset, whole.eval_dataset, tokenizer, tmp_path, **CASES[name])
     ours = trainer(*rows, tokenizer, tmp_path, **CASES[name], **sequences.TRAINER, dataloader_num_workers=workers)
@@ -144,3 +142,39 @@ def test_every_batch_and_loss_is_trls(
         assert expected.keys() == found.keys()
         for key, value in expected.items():
             assert torch.equal(value, found[key]) if torch.is_tensor(value) else value == found[key]
+
+
+CHAT = [
+    {"role": "user", "content": "What is a shard?"},
+    {"role": "assistant", "content": "A part of a whole."},
+    {"role": "user", "content": "And a rank?"},
+    {"role": "assistant", "content": "One process of many."},
+]
+TEMPLATES = [CHAT_TEMPLATE, REPO / "recipes/_base/mistral.jinja"]
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer() -> Any:
+    return train_tokenizer([message["content"] for message in CHAT] * 20, 400, 256)
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_only_the_assistants_words_are_learnt(template: Path, chat_tokenizer: Any, tmp_path: Path) -> None:
+    """A label is the token at its own place, and the labelled tokens are the answers with their end, no more and no less."""
+    chat_tokenizer.chat_template = template.read_text()
+    data, sizes = Dataset.from_list([{"messages": CHAT}]), {"vocab_size": len(chat_tokenizer)}
+    settings = {"assistant_only_loss": True, "max_length": 256}
+    found = tiny_trainer(SFTTrainer, tmp_path, data, None, chat_tokenizer, sizes, **settings).train_dataset[0]
+    pairs = list(zip(found["input_ids"], found["labels"], strict=True))
+    learnt = [token for token, label in pairs if label != -100]
+    assert learnt == [label for _, label in pairs if label != -100] and len(learnt) < len(pairs) / 2 + 8
+    text = chat_tokenizer.decode(learnt).replace(chat_tokenizer.eos_token, "|").replace("<|eot_id|>", "|")
+    assert [part.strip() for part in text.strip("|").split("|")] == ["A part of a whole.", "One process of many."]
+    assert pairs[-1][1] != -100, "the end of the last answer is learnt, or the model never stops"
+
+
+def test_a_base_without_a_template_gets_the_recipes() -> None:
+    """Both Mistral bases have none; the file in ``_base`` is found as one in the folder would be."""
+    text = TEMPLATES[1].read_text()
+    assert resolve("mistral7b-alpaca").chat_template == text == resolve("mixtral8x7b-tulu3").chat_template
+    assert "generation" in text

@@ -1,4 +1,4 @@
-"""The start-up's clock: parts add up to the whole, nothing counts twice, and the first step ends it."""
+"""What a rank says of itself: its start-up's clock, signs of life, and a group that is not the planned one."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import contextlib
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from clustertune.errors import ExitCode, UserError
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.process import process_age
-from clustertune.training.startup import PARTS, Startup, StartupWatch, events
+from clustertune.training import heartbeat as room
+from clustertune.training.collectives import check_world
+from clustertune.training.heartbeat import Heartbeat
+from clustertune.training.session import Session, Watch
+from clustertune.training.startup import Startup
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def timed() -> tuple[Clock, Startup]:
-    clock = Clock()
-    return clock, Startup(age=lambda: 5.0, clock=clock)
+def timed() -> tuple[Any, Startup]:
+    clock = SimpleNamespace(now=0.0)
+    return clock, Startup(age=lambda: 5.0, clock=lambda: clock.now)
 
 
 def test_a_part_inside_a_part_counts_once() -> None:
@@ -43,40 +44,48 @@ def test_a_part_inside_a_part_counts_once() -> None:
     assert startup.summary() == "start-up 22.0 s: imports 5.0, reading 10.0, sharding 3.0, other 4.0"
 
 
-def test_the_first_step_ends_it_and_tells_it_once() -> None:
-    """The evaluation ahead of it has its own part; later steps say nothing, on ranks other than 0 nobody does."""
-    clock, startup = timed()
-    startup.read_bytes, startup.loading = 7, "slices"
+def watch(startup: Startup, rank: int = 0, *, compiled: bool = False) -> tuple[Watch, list[dict[str, Any]], list[str]]:
+    """The callback of a session that has only what it asks for; the events written, and what is said."""
     written: list[dict[str, Any]] = []
     messages: list[str] = []
-    first = StartupWatch(
-        startup, lambda value: [value, (8, 9)], lambda name, **v: written.append({"event": name, **v}), messages.append
-    )
-    first.on_train_begin(SimpleNamespace(eval_on_start=True))
-    for seconds in (3, 2, 1):
-        clock.now += seconds
-        first.on_step_begin()
-        clock.now += 10
-        first.on_step_end()
-    assert [(e["part"], e["seconds"]) for e in written] == [
-        ("imports", 5.0), ("evaluation", 3.0), ("first step", 10.0), ("other", 0.0), ("total", 18.0)
-    ]  # fmt: skip
-    assert written[-1]["read_bytes"] == [7, 8] and written[-1]["host_bytes"][1] == 9 and written[-1]["loading"] == "slices"
-    assert messages == ["start-up 18.0 s: imports 5.0, evaluation 3.0, first step 10.0"]
-    _, quiet = timed()
-    silent = StartupWatch(quiet, lambda value: [value], None, messages.append)
-    silent.on_train_begin(SimpleNamespace(eval_on_start=False))
-    silent.on_step_begin()
-    silent.on_step_end()
-    assert len(messages) == 1 and quiet.done
+    session: Any = object.__new__(Session)
+    session.startup, session.prove, session.console = startup, lambda: None, None
+    session.attempt = SimpleNamespace(out=SimpleNamespace(write=messages.append))
+    session.group = SimpleNamespace(rank=rank, gather=lambda value: [value, (8, 9)])
+    session.log = None if rank else SimpleNamespace(write=lambda name, **values: written.append({"event": name, **values}))
+    session.resolved = SimpleNamespace(distribution=SimpleNamespace(compiled=compiled))
+    session.trainer = SimpleNamespace(agree=lambda *_: False, clock=SimpleNamespace(take=list), save_due=False)
+    return Watch(session), written, messages
 
 
-def test_the_parts_are_written_in_their_order() -> None:
-    _, startup = timed()
-    for name in reversed(PARTS):
-        with startup.part(name):
-            pass
-    assert [event["part"] for event in events(startup, [1], [2])] == [*PARTS, "total"]
+ARGS = SimpleNamespace(eval_on_start=True, eval_strategy="no")
+
+
+def state_of(step: int) -> Any:
+    return SimpleNamespace(global_step=step, max_steps=9, epoch=0.5, compute_steps=lambda *_: None)
+
+
+def test_the_first_step_ends_it_and_tells_it_once() -> None:
+    """The evaluation ahead of it has its own part; later steps say nothing, on ranks other than 0 nobody does."""
+    for rank in (0, 1):
+        clock, startup = timed()
+        startup.read_bytes, startup.loading = 7, "slices"
+        first, written, messages = watch(startup, rank)
+        first.on_train_begin(ARGS, state_of(0), None)
+        for step in (1, 2, 3):
+            clock.now += 4 - step
+            first.on_step_begin(ARGS, state_of(step), None)
+            clock.now += 10
+            first.on_step_end(ARGS, state_of(step), SimpleNamespace())
+        assert startup.done
+        if rank:
+            assert written == messages == []
+            continue
+        assert [(e["part"], e["seconds"]) for e in written] == [
+            ("imports", 5.0), ("evaluation", 3.0), ("first step", 10.0), ("other", 0.0), ("total", 18.0)
+        ]  # fmt: skip
+        assert written[-1]["read_bytes"] == [7, 8] and written[-1]["host_bytes"][1] == 9 and written[-1]["loading"] == "slices"
+        assert messages == ["start-up 18.0 s: imports 5.0, evaluation 3.0, first step 10.0\n"]
 
 
 def test_the_age_of_a_process_is_the_kernel_s() -> None:
@@ -86,3 +95,62 @@ def test_the_age_of_a_process_is_the_kernel_s() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert 0.25 < float(done.stdout) < time.monotonic() - began + 0.1
     assert process_age() > 0
+
+
+def test_phases_are_written_at_once_and_repetitions_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A micro step of a tiny model takes a millisecond; on NFS every write is a message. No line leaves a rest of another."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    heartbeat = Heartbeat(path := tmp_path / "rank-0.heartbeat")
+    size = 0
+    for later, phase, step, line in [
+        (0.0, "start", None, "1 start 0"),
+        (0.0, "train", 1, "2 train 1"),
+        (0.0, "train", 2, "2 train 1"),
+        (room.EVERY_SECONDS, "train", None, "3 train 2"),
+        (0.0, "resume", 999_999_999, "4 resume 999999999"),
+        (0.0, "end", 1, "5 end 1"),
+    ]:
+        clock[0] += later
+        heartbeat(phase, *([] if step is None else [step]))
+        text = path.read_text()
+        assert text.endswith("\n") and text.count("\n") == 1 and text.split() == line.split()
+        assert len(text) == (size := size or len(text)) and heartbeat.step == (step or heartbeat.step)
+
+
+def test_no_place_to_write_is_no_reason_to_stop(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent" / "beat", Path("/dev/full"), None):
+        heartbeat = Heartbeat(path)
+        heartbeat("start")
+        heartbeat("train", 3)
+        assert heartbeat.step == 3
+
+
+def plan(nodes: int, ranks_per_node: int) -> AttemptPlan:
+    return AttemptPlan(attempt=1, nodes=tuple(Node(f"n{i}", f"n{i}") for i in range(nodes)), ranks_per_node=ranks_per_node)
+
+
+TWO_NODES = [("0", "2"), ("1", "2"), ("0", "2"), ("1", "2")]
+
+
+@pytest.mark.parametrize(
+    ("places", "planned", "message"),
+    [
+        (TWO_NODES, plan(2, 2), None),
+        ([(None, None)] * 4, plan(2, 2), None),
+        (TWO_NODES, None, None),
+        ([("0", "1")], plan(2, 2), "sees a world of 1, the run is for 4: the ranks did not find each other"),
+        ([("0", "2"), ("1", "2")], None, "sees a world of 2, the run is for 4"),
+        ([("0", "4"), ("1", "4"), ("2", "4"), ("3", "4")], plan(2, 2), "run on 1 nodes, the plan names 2"),
+        ([("0", "3"), ("1", "3"), ("2", "3"), ("0", "1")], plan(2, 2), "1 ranks on one node, the plan says 2 on each"),
+        (TWO_NODES, plan(4, 2), "the plan of this attempt is for 8 ranks, the run for 4"),
+    ],
+)
+def test_another_world_than_the_planned_one_is_refused(places: Any, planned: AttemptPlan | None, message: str | None) -> None:
+    group: Any = SimpleNamespace(gather=lambda _: places, world_size=len(places), rank=0)
+    if message is None:
+        check_world(group, 4, planned)
+        return
+    with pytest.raises(UserError, match=message) as caught:
+        check_world(group, 4, planned)
+    assert caught.value.code is ExitCode.FAILED

@@ -1,77 +1,93 @@
-"""What ends a training between two steps: a signal, another attempt, an evaluation that is not a number."""
+"""What ends a training between two steps: a signal, another attempt, a number that is none, a save that fails or a load."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import random
 import signal
-from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from trl import SFTTrainer
 
 from clustertune import manifest
-from clustertune.checkpoint.saving import digest
+from clustertune.checkpoint.saving import NotSaved, digest
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.plan import check_fence
 from clustertune.process import StopFlag, stop_signals
 from clustertune.training import deepspeed
+from clustertune.training import trainer as room
 from clustertune.training.evaluation import TokenMeans
 from clustertune.training.events import EventLog
 from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.trainer import NothingLeft, Trainer, state_parts
 
+FULL = OSError(errno.ENOSPC, "No space left on device", "shard")
+
 
 class Ranks:
-    """This rank of two; ``others`` is what the other one brings to a maximum."""
+    """This rank of two; ``others`` is what the other one brings to a maximum. Counts how often they meet."""
 
     world_size = 2
 
     def __init__(self, rank: int = 0, others: tuple[float, ...] = ()) -> None:
-        self.rank, self.others = rank, others
+        self.rank, self.others, self.met = rank, others, 0
 
     def gather(self, value: Any) -> list[Any]:
+        self.met += 1
         return [value, value]
 
     def maximum(self, values: list[float]) -> list[float]:
+        self.met += 1
         others = (*self.others, *[0.0] * len(values))
         return [max(pair) for pair in zip(values, others, strict=False)]
-
-
-def make(monkeypatch: pytest.MonkeyPatch, fence: Any = lambda: None, step: int = 0, start: int = 0, **metrics: float) -> Any:
-    made: Any = object.__new__(Trainer)
-    made.group, made.stop, made.heartbeat, made.fence = Ranks(), StopFlag(), Heartbeat(), fence
-    made.stopping, made.eval_skipped, made.peak_memory_bytes, made.start_step = False, False, 0, start
-    made.state = SimpleNamespace(global_step=step, max_steps=8)
-    made.control, made._metrics, made.model = SimpleNamespace(), {"eval": {}}, torch.nn.Linear(1, 1)
-
-    def evaluate(self: Any, **kwargs: Any) -> Any:
-        self.prediction_step()
-        return metrics
-
-    monkeypatch.setattr(SFTTrainer, "evaluate", evaluate)
-    monkeypatch.setattr(TokenMeans, "prediction_step", lambda self: None)
-    return made
 
 
 def taken_over() -> None:
     raise UserError(Problem("attempt 2 has taken over from attempt 1"), ExitCode.AGAIN)
 
 
-def test_all_ranks_end_where_rank_0_is_fenced(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Makes a trainer without TRL's constructor, of one layer; its evaluation finds the ``metrics``."""
+
+    def made(ranks: Ranks | None = None, fence: Any = lambda: None, step: int = 0, start: int = 0, **metrics: float) -> Any:
+        trainer: Any = object.__new__(Trainer)
+        trainer.group, trainer.stop, trainer.heartbeat, trainer.fence = ranks or Ranks(), StopFlag(), Heartbeat(), fence
+        trainer.stopping, trainer.eval_skipped, trainer.peak_memory_bytes, trainer.start_step = False, False, 0, start
+        trainer.state, trainer.control = SimpleNamespace(global_step=step, max_steps=8, epoch=0.5), SimpleNamespace()
+        trainer._metrics, trainer.model = {"eval": {}}, torch.nn.Linear(4, 4)
+        trainer.optimizer = torch.optim.AdamW(trainer.model.parameters())
+        trainer._bad_loss, trainer._total_train_tokens = None, 0
+        trainer.is_deepspeed_enabled = trainer.is_fsdp_enabled = False
+        trainer.store, trainer.store_flos = SimpleNamespace(path=lambda _: tmp_path), lambda: None
+
+        def evaluate(self: Any, **kwargs: Any) -> Any:
+            self.prediction_step()
+            return metrics
+
+        monkeypatch.setattr(SFTTrainer, "evaluate", evaluate)
+        return trainer
+
+    monkeypatch.setattr(TokenMeans, "prediction_step", lambda self: None)
+    return made
+
+
+def test_all_ranks_end_where_rank_0_is_fenced(make: Any) -> None:
     """At a step's end and within an evaluation; ranks other than 0 hear of it in the collective that is there anyway."""
-    first = make(monkeypatch, taken_over)
-    other = make(monkeypatch, taken_over)
-    other.group = Ranks(rank=1)
+    first, other = make(fence=taken_over), make(Ranks(rank=1), taken_over)
     assert not other.agree()
     other.group = Ranks(rank=1, others=(0.0, 0.0, 1.0))
-    for trainer, act in ((first, "agree"), (first, "evaluate"), (other, "agree")):
+    for act in (first.agree, first.evaluate, other.agree):
         with pytest.raises(UserError, match=r"has taken over|newer attempt of this run") as caught:
-            getattr(trainer, act)()
+            act()
         assert caught.value.code is ExitCode.AGAIN
 
 
@@ -83,11 +99,11 @@ def test_all_ranks_end_where_rank_0_is_fenced(monkeypatch: pytest.MonkeyPatch) -
     ],
 )  # fmt: skip
 def test_a_step_that_is_not_finite_anywhere_is_not_taken(
-    norm: float, loss: float | None, others: tuple[float, ...], stops: bool, monkeypatch: pytest.MonkeyPatch
+    norm: float, loss: float | None, others: tuple[float, ...], stops: bool, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gradient or a loss, of this rank or of another one: the weights stay as they are, and nothing starts the run again."""
-    trainer = make(monkeypatch)
-    trainer.group, trainer._bad_loss = Ranks(others=others), loss
+    trainer = make(Ranks(others=others))
+    trainer._bad_loss = loss
     monkeypatch.setattr(SFTTrainer, "_get_grad_norm", lambda *_, **__: torch.tensor(norm))
     if not stops:
         assert float(trainer._get_grad_norm(trainer.model)) == norm
@@ -98,29 +114,32 @@ def test_a_step_that_is_not_finite_anywhere_is_not_taken(
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_an_evaluation_that_is_no_number_stops_for_good(monkeypatch: pytest.MonkeyPatch, loss: float) -> None:
-    trainer = make(monkeypatch, step=4, eval_loss=loss)
+def test_an_evaluation_that_is_no_number_stops_for_good(make: Any, loss: float) -> None:
     with pytest.raises(UserError, match=rf"not finite at step 5 \(rank 0: eval loss {loss}") as caught:
-        trainer.evaluate()
+        make(step=4, eval_loss=loss).evaluate()
     assert caught.value.code is ExitCode.STOP and "eval split" in str(caught.value)
-    assert make(monkeypatch, step=4, eval_loss=1.0).evaluate() == {"eval_loss": 1.0}
+    assert make(step=4, eval_loss=1.0).evaluate() == {"eval_loss": 1.0}
 
 
-def test_asked_to_stop_ahead_of_the_first_step_no_step_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asked_to_stop_ahead_of_the_first_step_no_step_is_taken(make: Any) -> None:
     """The stock loop looks for a stop only after a step: it would take one more, even behind the last one."""
-    trainer = make(monkeypatch, step=8, start=8, eval_loss=1.0)
-    trainer.stop.signal_name = "SIGUSR1"
-    with pytest.raises(NothingLeft):
-        trainer.evaluate()
-    assert trainer.eval_skipped
-    under_way = make(monkeypatch, step=4, start=2, eval_loss=1.0)
-    under_way.stop.signal_name = "SIGUSR1"
+    asked, under_way, made_up = (make(step=step, start=start, eval_loss=1.0) for step, start in ((8, 8), (4, 2), (8, 8)))
+    asked.stop.signal_name = under_way.stop.signal_name = "SIGUSR1"
+    for trainer in (asked, made_up):  # behind the last step only the evaluation is made up
+        with pytest.raises(NothingLeft):
+            trainer.evaluate()
+    assert asked.eval_skipped and not made_up.eval_skipped
     assert under_way.evaluate() == {} and under_way.control.should_training_stop
-    made_up = make(monkeypatch, step=8, start=8, eval_loss=1.0)  # behind the last step only the evaluation is made up
-    with pytest.raises(NothingLeft):
-        made_up.evaluate()
-    assert not made_up.eval_skipped
-    assert make(monkeypatch, step=8, start=6, eval_loss=1.0).evaluate() == {"eval_loss": 1.0}
+    assert make(step=8, start=6, eval_loss=1.0).evaluate() == {"eval_loss": 1.0}
+
+
+def test_an_evaluation_that_is_broken_off_leaves_the_random_state() -> None:
+    before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
+    with pytest.raises(KeyError), room.untouched_random_state():
+        random.random(), np.random.rand(), torch.rand(1)
+        raise KeyError
+    assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
 
 
 @pytest.mark.parametrize(
@@ -134,51 +153,35 @@ def test_deepspeed_asks_before_each_step_what_it_does_not_look_at_itself(
     stage: int, gradient: float, loss: float, question: tuple[float | None, bool]
 ) -> None:
     """ZeRO 1 to 3 leave a step out whose gradients are not finite; stage 0 takes it, whatever they are."""
-    module = torch.nn.Linear(2, 1)
+    module, calls = torch.nn.Linear(2, 1), list[Any]()
     module.weight.grad = torch.tensor([[gradient, 1.0]])  # the bias is not trained
-    calls: list[Any] = []
-    engine: Any = SimpleNamespace(
-        backward=lambda value: calls.append(float(value)),
-        step=lambda: calls.append("step"),
-        zero_optimization_stage=lambda: stage,
-        module=module,
-    )
+    engine: Any = SimpleNamespace(module=module, zero_optimization_stage=lambda: stage)
+    engine.backward, engine.step = (lambda value: calls.append(float(value))), (lambda: calls.append("step"))
     deepspeed.guard(engine, lambda *found: calls.append(found))
     engine.backward(torch.tensor(loss))
     engine.step()
     assert calls == [loss, question, "step"]
-
-    def refuse(*found: Any) -> None:
-        raise UserError("not finite")
-
-    deepspeed.guard(engine, refuse)
+    deepspeed.guard(engine, lambda *_: taken_over())
     with pytest.raises(UserError):
         engine.step()
     assert calls.count("step") == 1
 
 
 def test_no_event_is_written_for_an_attempt_that_was_followed(tmp_path: Path) -> None:
+    """Behind the torn line of a killed writer, which stays apart."""
     path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"event":"st')
     log = EventLog(path, 1, lambda: check_fence(tmp_path, 1))
     log.write("step", step=1)
     (tmp_path / "attempts" / "0002").mkdir(parents=True)
     for act in (lambda: log.write("step", step=2), lambda: EventLog(path, 1, lambda: check_fence(tmp_path, 1))):
         with pytest.raises(UserError, match="taken over"):
             act()
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1]
+    [_, line] = path.read_text().splitlines()
+    assert json.loads(line)["step"] == json.loads(line)["attempt"] == 1
 
 
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """The signal handlers of the test run itself, put back."""
-    numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def test_a_closed_terminal_asks_to_stop_unless_nohup_was_asked_for(handlers: None) -> None:
+def test_a_closed_terminal_asks_to_stop_unless_nohup_was_asked_for() -> None:
     """The system's own answer to SIGHUP is to kill: the steps since the last checkpoint would be lost."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     stop = StopFlag()
@@ -191,14 +194,12 @@ def test_a_closed_terminal_asks_to_stop_unless_nohup_was_asked_for(handlers: Non
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-def test_a_state_that_is_not_the_saved_one_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_is_not_the_saved_one_ends_the_start(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load that matches no key leaves the start values, and would train from them."""
-    trainer = make(monkeypatch)
-    loads_nothing = SimpleNamespace(state={}, load_state_dict=lambda _: None)
-    trainer.optimizer = trainer.lr_scheduler = loads_nothing
+    trainer = make()
+    trainer.optimizer = trainer.lr_scheduler = SimpleNamespace(state={}, load_state_dict=lambda _: None)
     trainer.accelerator = SimpleNamespace(state=None)
-    trainer.is_fsdp_enabled = trainer.is_deepspeed_enabled = False
-    monkeypatch.setattr(trainer, "_stored", lambda *_: {})
+    monkeypatch.setattr(trainer, "_stored", lambda *_, **__: {})
     parts = state_parts(trainer.model, trainer.optimizer)
     # None: saved before digests were kept; SHA-256: by a former release.
     for saved in (None, digest(parts, manifest.SHA256), digest(parts)):
@@ -208,3 +209,61 @@ def test_a_state_that_is_not_the_saved_one_ends_the_start(monkeypatch: pytest.Mo
     with pytest.raises(UserError, match="not those that were saved") as caught:
         trainer._load_optimizer_and_scheduler("step-000002")
     assert caught.value.code is ExitCode.FAILED
+
+
+# -- a save that fails ---------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_cannot_write_leaves_without_meeting_the_others(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may still be inside the save, in a collective of its own: a further one here would never end.
+
+    A lost peer is not the storage's fault, where the storage has room.
+    """
+    trainer, met = make(step=4), list[int]()
+    error: BaseException = RuntimeError("Connection closed by peer")
+
+    def write(_folder: Path | None) -> None:
+        met.append(trainer.group.met)
+        raise error
+
+    monkeypatch.setattr(trainer, "_collect", write, raising=False)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        trainer._save_checkpoint(trainer.model, None)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="was not saved"):
+        patch.setattr(room, "is_full", lambda path: True)
+        trainer._save_checkpoint(trainer.model, None)
+    error = FULL
+    with pytest.raises(UserError, match=r"step 4 was not saved: rank 0: .*No space.*MB free, it needs about") as caught:
+        trainer._save_checkpoint(trainer.model, None)
+    assert caught.value.code is ExitCode.STORAGE and trainer.group.met == met[-1]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (FULL, ExitCode.STORAGE),
+        (NotSaved("rank 0: No space left on device", stored=True), ExitCode.STORAGE),
+        (NotSaved("rank 0: a fault of a library", stored=False), ExitCode.FAILED),
+    ],
+)
+def test_what_failed_behind_training_ends_all_ranks_alike(error: BaseException, code: ExitCode, make: Any) -> None:
+    trainer, future = make(step=4), Future[Any]()
+    future.set_exception(error)
+    trainer._saving = room.Saving(4, False, future, True, 0.0, 0.0, 0.0)
+    with pytest.raises(UserError, match="step 4 was not saved: ") as caught:
+        trainer.finish_save()
+    assert caught.value.code is code and str(getattr(error, "strerror", None) or "") in str(caught.value)
+    trainer.finish_save()  # it is over
+
+
+@pytest.mark.parametrize("saved", [["weight", "bias"], ["weight"], []])
+def test_a_save_that_lacks_trained_parameters_is_refused(saved: list[str], make: Any, tmp_path: Path) -> None:
+    """PEFT 0.21.2 saves no adapter at all under FSDP2 with activation checkpointing, and raises nothing."""
+    trainer = make()
+    state = trainer.model.state_dict()
+    states = {"pytorch_model_fsdp_0": {"model": {key: state[key] for key in saved}}}
+    if len(saved) == 2:
+        trainer._check_states(states, tmp_path)
+        return
+    with pytest.raises(UserError, match=f"{len(saved)} of 2 trained parameters were to be saved"):
+        trainer._check_states(states, tmp_path)

@@ -1,4 +1,4 @@
-"""Names in transformers' plans, and what a model that cannot be split is reported; the arithmetic is proved by whole runs."""
+"""A model split over ranks: what transformers' plans name and cannot split, and who has which piece of a sequence under cp."""
 
 from __future__ import annotations
 
@@ -17,22 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from clustertune.errors import UserError
-from clustertune.training import tensor
+from clustertune.training import context, tensor
 from tests.conftest import TINY_LLAMA
-
-
-@pytest.mark.parametrize(
-    ("name", "plain"),
-    [
-        ("base_model.model.model.layers.3.self_attn.q_proj.base_layer", "model.layers.*.self_attn.q_proj"),
-        ("base_model.model.model.layers.12.mlp.down_proj.lora_A.default", "model.layers.*.mlp.down_proj"),
-        ("base_model.model.lm_head", "lm_head"),
-        ("model.layers.0.input_layernorm", "model.layers.*.input_layernorm"),
-    ],
-)
-def test_an_adapter_s_modules_go_by_the_plan_s_names(name: str, plain: str) -> None:
-    """A name that is not found is replicated: the layer would be a copy on every rank."""
-    assert tensor.plain_name(name) == plain
 
 
 def in_a_group(folder: Path, work: Callable[[Any], None], ranks: int = 2) -> None:
@@ -126,3 +112,13 @@ def test_a_model_without_a_plan_is_refused(tmp_path: Path) -> None:
             tensor.split(made, mesh)
 
     in_a_group(tmp_path, work, ranks=1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_every_piece_lies_on_one_rank_and_the_work_is_the_same_on_all(size: int) -> None:
+    """With pieces one after another the last rank would have almost twice the mean of the query-key pairs."""
+    held = [context.pieces_of(rank, size) for rank in range(size)]
+    assert sorted(piece for pair in held for piece in pair) == list(range(2 * size))
+    assert len({sum(piece + 1 for piece in pair) for pair in held}) == 1
+    gathered = [piece for pair in held for piece in pair]
+    assert [gathered[at] for at in context.in_order(size)] == list(range(2 * size))

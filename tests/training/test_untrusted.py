@@ -1,7 +1,8 @@
-"""What a rank does with what somebody has changed: damaged inputs are not trained on, hostile checkpoints run nothing."""
+"""What a rank does with what somebody has changed, and with checkpoints of earlier releases: no pickle runs code."""
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -13,27 +14,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
 from clustertune import manifest
-from clustertune.checkpoint import restricted, store
+from clustertune.checkpoint import restricted, store, values
 from clustertune.errors import UserError
 from clustertune.rundir import RunDir
-from tests.training.benches import DDP, FSDP1, Bench, fsdp, output_of
-from tests.training.forked import FSDP2
+from tests.training.benches import Bench, output_of
 
 pytestmark = pytest.mark.timeout(900)
 
-PLAIN: dict[str, dict[str, Any]] = {
-    "ddp": DDP,
-    "fsdp1": FSDP1,
-    "fsdp2": FSDP2,
-    "fsdp2-slices": fsdp({"fsdp_cpu_ram_efficient_loading": True}),
-}
+STRATEGIES = ["ddp", "fsdp1", "fsdp2", "fsdp2-slices", "zero2", "zero3"]
 
 
-def make(bench: Bench, strategy: str) -> Path:
-    """A run folder in which training is next."""
-    return bench.make(strategy, 2, bench.zero(strategy) if strategy.startswith("zero") else PLAIN[strategy])
+def need(strategy: str) -> None:
+    if strategy.startswith("zero"):
+        pytest.importorskip("deepspeed")
 
 
 # -- damaged inputs ------------------------------------------------------------------------------------------------------
@@ -61,22 +58,21 @@ INPUTS = [
         ("ddp", INPUTS[1], 0),
         *(
             pytest.param(strategy, name, seed, marks=pytest.mark.jobs)
-            for seed, strategy in enumerate([*PLAIN, "zero2", "zero3"], 1)
+            for seed, strategy in enumerate(STRATEGIES, 1)
             for name in INPUTS
         ),
     ],
 )
 def test_a_damaged_input_is_not_trained_on(strategy: str, name: str, seed: int, bench: Bench) -> None:
-    if strategy.startswith("zero"):
-        pytest.importorskip("deepspeed")
-    path = make(bench, strategy)
+    need(strategy)
+    path = bench.make(strategy)
     damage(path / name, seed)
     assert bench.go(path) == [2, 2], output_of(path)
     assert Path(name).name in output_of(path) and not list(path.glob("checkpoints/*/MANIFEST.json"))
 
 
 def test_a_changed_recipe_of_a_run_is_not_followed(bench: Bench) -> None:
-    path = make(bench, "ddp")
+    path = bench.make("ddp")
     file = path / "run.json"
     body = json.loads(file.read_text())
     body["recipe"]["train_args"]["learning_rate"] *= 2
@@ -139,24 +135,15 @@ FAST = {("fsdp2", "optimizer_0!value")}
 @pytest.fixture(scope="module")
 def trained(bench: Bench) -> Any:
     """A finished run of a strategy, whose last checkpoint is taken away: it resumes from step 2."""
-    made: dict[str, Path] = {}
 
+    @functools.cache
     def one(strategy: str) -> Path:
-        if strategy not in made:
-            path = make(bench, strategy)
-            assert bench.go(path) == [0, 0], output_of(path)
-            shutil.rmtree(path / "checkpoints" / "step-000003")
-            made[strategy] = path
-        return made[strategy]
+        need(strategy)
+        path = bench.train(strategy)
+        shutil.rmtree(path / "checkpoints" / "step-000003")
+        return path
 
     return one
-
-
-def refused(bench: Bench, path: Path) -> str:
-    """What the ranks say about the checkpoint that they do not resume from."""
-    codes = bench.go(path, attempt=2)
-    assert 2 in codes and 0 not in codes, output_of(path)
-    return output_of(path)
 
 
 @pytest.mark.parametrize(
@@ -170,42 +157,53 @@ def refused(bench: Bench, path: Path) -> str:
 def test_a_hostile_pickle_under_a_valid_seal_never_runs(
     strategy: str, where: str, bench: Bench, trained: Any, tmp_path: Path
 ) -> None:
-    if strategy.startswith("zero"):
-        pytest.importorskip("deepspeed")
-    path = tmp_path / "run"
-    shutil.copytree(trained(strategy), path)
+    path = shutil.copytree(trained(strategy), tmp_path / "run")
     plant(path / "checkpoints" / "step-000002", where, tmp_path / "canary")
-    words = refused(bench, path)
+    codes, words = bench.go(path, attempt=2), output_of(path)
+    assert 2 in codes and 0 not in codes, words
     assert not (tmp_path / "canary").exists()
     assert "could run code" in words or "more than tensors and plain values" in words, words
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.jobs)])
-def test_a_checkpoint_that_others_can_write_to_is_not_gone_on_from(
-    strategy: str, bench: Bench, trained: Any, tmp_path: Path
-) -> None:
-    path = tmp_path / "run"
-    shutil.copytree(trained(strategy), path)
-    (path / "checkpoints" / "step-000002").chmod(0o777)
-    words = refused(bench, path)
-    assert "mode 0777" in words and "chmod -R go-w" in words
+def age(checkpoint: Path) -> None:
+    """Write a checkpoint as earlier releases did: torch's distributed checkpoints and ``torch.save``, SHA-256."""
+    restricted.install()
+    meta = manifest.read_manifest(checkpoint).meta
+    for index in checkpoint.glob("*/.metadata"):
+        state: dict[str, Any] = {}
+        dcp.state_dict_loader._load_state_dict(
+            state, dcp.FileSystemReader(index.parent), no_dist=True, planner=_EmptyStateDictLoadPlanner()
+        )
+        for file in index.parent.iterdir():
+            file.unlink()
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(index.parent), no_dist=True)
+    for file in checkpoint.glob("*.safetensors"):
+        name = file.stem
+        if name in ("optimizer", "scheduler") or name.startswith("rng_state"):
+            torch.save(values.load(checkpoint, name), checkpoint / (f"{name}.pth" if "rng" in name else f"{name}.pt"))
+            file.unlink()
+    (checkpoint / manifest.MANIFEST).unlink()
+    manifest.seal(checkpoint, store.KIND, meta)
 
 
-# -- each guard taken away -----------------------------------------------------------------------------------------------
+def tensors(checkpoint: Path) -> dict[str, str]:
+    found = manifest.read_manifest(checkpoint)
+    return {name: record.digest for name, record in found.files.items() if name.endswith(manifest.TENSORS)}
 
 
-def no_restriction() -> None:
-    """torch reads checkpoints as it does by itself."""
-    restricted.install = lambda: None
-    restricted.check = lambda _: None
-
-
-@pytest.mark.jobs
-# A value's pickle alone is not enough: without the restriction torch does not read the index of today's checkpoints at all.
-@pytest.mark.parametrize("where", SHARDED[:1])
-def test_without_the_restriction_a_hostile_pickle_runs(where: str, bench: Bench, trained: Any, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    shutil.copytree(trained("fsdp2"), path)
-    plant(path / "checkpoints" / "step-000002", where, tmp_path / "canary")
-    bench.go(path, attempt=2, breaks=f"{__name__}:no_restriction")
-    assert (tmp_path / "canary").exists()
+@pytest.mark.parametrize(
+    "strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.jobs), pytest.param("fsdp1", marks=pytest.mark.jobs)]
+)
+def test_a_checkpoint_of_an_earlier_release_is_gone_on_from_to_the_same_bytes(strategy: str, bench: Bench) -> None:
+    path = bench.make(strategy, "lora.lora_dropout=0.2")  # random numbers count
+    assert bench.go(path) == [0, 0], output_of(path)
+    second, third = path / "checkpoints" / "step-000002", path / "checkpoints" / "step-000003"
+    for file in [*second.rglob("*"), *third.rglob("*")]:
+        assert file.is_dir() or not file.read_bytes().startswith((b"PK", b"\x80")), f"{file} is a pickle"
+    expected = tensors(third)
+    assert {"scheduler.safetensors", "rng_state_0.safetensors", "rng_state_1.safetensors"} < set(expected)
+    third.rename(path / "third")
+    age(second)
+    assert len(list(second.glob("*.pt"))) + len(list(second.glob("*.pth"))) == 3 + (strategy == "ddp")
+    bench.end(path)
+    assert tensors(path / "checkpoints" / "step-000003.a2") == expected
