@@ -329,8 +329,8 @@ def test_p2p_is_judged_in_the_log_of_one_rank() -> None:
     """It names one rank only: how many GPUs there are it says elsewhere, or not at all."""
     line = "n1:1:2 [0] NCCL INFO NCCL_P2P_DISABLE set by environment to 1.\n"
     form = "n1:1:2 [0] NCCL INFO comm 0x1 rank 0 nRanks {0} nNodes 2 localRanks {1} localRank 0 MNNVL 0\n"
-    for given, status in ((line, [WARN]), (line + form.format(16, 8), [WARN]), (line + form.format(2, 1), [])):
-        assert [item.status for item in found(given)[1] if item.rule == "p2p-disabled"] == status
+    for said, status in ((line, [WARN]), (line + form.format(16, 8), [WARN]), (line + form.format(2, 1), [])):
+        assert [item.status for item in found(said)[1] if item.rule == "p2p-disabled"] == status
 
 
 def test_a_vlan_that_the_name_of_its_line_took() -> None:
@@ -384,8 +384,8 @@ def test_the_reason_stands_before_its_frame() -> None:
     """torch writes a paragraph around NCCL's words, in one line or in several."""
     frame = "terminate called: NCCL error: remote process exited, NCCL version 2.14.3 ncclRemoteError: A call failed."
     reason = "NET/IB : Got completion from peer 10.0.0.9<4000> with error 12, opcode 0, len 0, vendor err 129"
-    for given in (f"{frame} Last error: {reason}\n", f"{frame}\nLast error:\n{reason}\n"):
-        assert judge({}, {"log": given})[0].found == reason
+    for said in (f"{frame} Last error: {reason}\n", f"{frame}\nLast error:\n{reason}\n"):
+        assert judge({}, {"log": said})[0].found == reason
     lost = "socketProgressOpt: Call to recv from 10.0.0.9<4000> failed : Connection reset by peer"
     assert judge({}, {"log": f"{frame}\nLast error:\n{lost}\n"})[0].found.startswith(lost)
 

@@ -14,7 +14,6 @@ from clustertune.nccl_check.tune import TuneCandidate
 from tests.command import REPO
 from tests.launch.machines import machine
 from tests.nccl_check.test_result import document
-from tests.nccl_check.wires import wires
 
 CLUSTER = machine()
 
@@ -134,21 +133,3 @@ def test_what_is_set_already_is_not_tried() -> None:
     now = {"NCCL_MIN_NCHANNELS": "16"}
     found = tune.candidates(document(nodes=1, transport="P2P/CUMEM", environment=now), None)
     assert {"NCCL_MIN_NCHANNELS": "8"} in found and now not in found
-
-
-@pytest.mark.jobs
-def test_the_faster_interface_is_found(tmp_path: Path) -> None:
-    """Two cables, the one in use at a quarter of the other's rate: the ratio is measured, the line to set is printed."""
-    with wires(tmp_path, 2) as net:
-        net.cluster_file()
-        for node in (0, 1):
-            net.add_link(node, "eth1", f"10.78.0.{node + 1}")
-            net.shape(node, 50)
-            net.shape(node, 400, "eth1")
-        words = ["--collectives", "all_gather", "--scopes", "world", "--min", "256K", "--max", "1M"]
-        found, _ = net.check([*words, "--seconds", "40", "--tune"]).end()
-    (row,) = found["tune"]["candidates"]
-    assert row["environment"] == {"GLOO_SOCKET_IFNAME": "eth1"}
-    assert len(row["busbw_gb_s"]) >= 2, found["tune"]
-    assert row["ratio"] > 3
-    assert found["tune"]["lines"] == ["GLOO_SOCKET_IFNAME=eth1"]
