@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,30 +70,47 @@ def test_it_measures_and_judges_within_its_time(tmp_path: Path) -> None:
     assert found.file == tmp_path / "1-0-2" / "result.json"
 
 
+@pytest.fixture
+def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], check.LinkVerdict]:
+    """The check before a job of two nodes, whose ``srun`` is a line of shell."""
+
+    def called(answer: str) -> check.LinkVerdict:
+        (tmp_path / "srun").write_text(f"#!/bin/sh\n{answer}\n")
+        (tmp_path / "srun").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        target = check.job_target(Allocation("7", 0, ("n1", "n2"), 0, 2, 1, None), machine(gpus=0), os.environ)
+        return check.before_job(target, options(10.0), tmp_path / "run", lambda _text: None)
+
+    return called
+
+
 @pytest.mark.parametrize(
     "answer",
     ["echo 'srun: error: no such partition' >&2; exit 1", "kill -9 $$", pytest.param("exec sleep 600", marks=pytest.mark.jobs)],
 )
-def test_an_srun_that_breaks_is_bounded(tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_srun_that_breaks_is_bounded(before: Callable[[str], check.LinkVerdict], answer: str) -> None:
     """srun that fails, hangs or dies: over within the limit, told, and nothing that stops a job: no link was looked at."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\n{answer}\n")
-    (tmp_path / "bin" / "srun").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    given = Allocation("7", 0, ("n1", "n2"), 0, 2, 1, None)
     began = time.monotonic()
-    found = check.before_job(
-        check.job_target(given, machine(gpus=0), os.environ), options(10.0), tmp_path / "run", lambda _text: None
-    )
+    found = before(answer)
     assert time.monotonic() - began < 10 + 12
-    assert found.status == UNKNOWN, found
-    assert "could not be measured: no rank began on n1, n2" in found.headline
+    assert found.status == UNKNOWN and "could not be measured: no rank began on n1, n2" in found.headline, found
     assert found.file is not None
     document = json.loads(found.file.read_text())
-    assert document["hung"] == [] and document["results"] == []
+    assert document["hung"] == [] == document["results"]
     messages = " ".join(entry["message"] for entry in document["problems"])
     assert ("no such partition" in messages) is ("partition" in answer)
     check.decide(found, "stop")
+
+
+def test_what_the_nodes_lack_stops_a_job_whatever_else_broke(
+    before: Callable[[str], check.LinkVerdict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault that was seen is a fault, also where the ranks then did not start."""
+    monkeypatch.setattr(check.judging, "judge_log", lambda *_: [FAILED])
+    found = before("exit 1")
+    assert found.status == FAIL
+    with pytest.raises(UserError):
+        check.decide(found, "stop")
 
 
 def test_a_check_that_breaks_itself_is_unknown(tmp_path: Path) -> None:
@@ -134,22 +152,6 @@ def test_only_ranks_that_all_waited_show_that_a_link_is_dead(
     assert result.read_round(tmp_path, wanted).inconclusive == "", "the node says what is wrong with it"
 
 
-def test_what_the_nodes_lack_stops_a_job_whatever_else_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault that was seen is a fault, also where the ranks then did not start."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "srun").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "bin" / "srun").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(check.judging, "judge_log", lambda *_: [FAILED])
-    given = Allocation("7", 0, ("n1", "n2"), 0, 2, 1, None)
-    found = check.before_job(
-        check.job_target(given, machine(gpus=0), os.environ), options(10.0), tmp_path / "run", lambda _text: None
-    )
-    assert found.status == FAIL
-    with pytest.raises(UserError):
-        check.decide(found, "stop")
-
-
 @pytest.mark.parametrize("seconds", [10, 30, 120, 3600])
 def test_the_parts_of_its_time_fit(seconds: int) -> None:
     """Measuring, and one thing that hangs, end before the launcher ends everything."""
@@ -163,49 +165,28 @@ def test_the_parts_of_its_time_fit(seconds: int) -> None:
 # --- in a job ----------------------------------------------------------------------------------------------------------
 
 
-def job(slurm: ThrowawayCluster, folder: Path, on_fail: str, gbit: float) -> Job:  # noqa: F811
-    """A training whose cluster file asks for the check."""
-    file = cluster_file(folder, f"nccl_check: {{seconds: 60, on_fail: {on_fail}}}\n")
-    file.write_text(file.read_text().replace("gbit: 1}", f"gbit: {gbit:g}}}"))
+@pytest.mark.jobs
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("on_fail", ["stop", "warn"])
+def test_a_job_on_a_failed_check(slurm: ThrowawayCluster, tmp_path: Path, on_fail: str) -> None:  # noqa: F811
+    """A link at a hundredth of what the file says: under ``stop`` exit 93 before any rank trains, and it is not started again;
+    under ``warn`` it is told and then trained, and the report shows it."""
+    file = cluster_file(tmp_path, f"nccl_check: {{seconds: 60, on_fail: {on_fail}}}\n")
+    file.write_text(file.read_text().replace("gbit: 1}", "gbit: 10}"))
     words = ["recipes/tiny-oasst2", "--tiny", "--to", "train", "--cluster", str(file)]
-    words += ["train.max_steps=2", "train.eval_on_start=false", "train.max_length=64"]
-    made = Job(slurm, folder / "r", words=words)
+    made = Job(slurm, tmp_path / "r", words=[*words, "train.max_steps=2", "train.eval_on_start=false", "train.max_length=64"])
     made.options = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2", "--mem=8G", "--time=01:00:00"]
-    return made.submit()
-
-
-@pytest.mark.jobs
-@pytest.mark.timeout(900)
-def test_a_job_stops_on_a_failed_check(slurm: ThrowawayCluster, tmp_path: Path) -> None:  # noqa: F811
-    """A link at a hundredth of what the file says: exit 93 before any rank trains, and it is not started again."""
     slurm.limit("100mbit")
     try:
-        made = job(slurm, tmp_path, "stop", 10)
-        found = made.end()
+        found = made.submit().end()
     finally:
         slurm.limit(None)
-    assert (found["ExitCode"], found["Restarts"]) == ("93:0", "0"), made.text
     (event,) = events(made.run, "nccl")
-    assert event["status"] == "fail"
-    assert any(fault.startswith("inter-speed") for fault in event["faults"])
+    assert event["status"] == "fail" and any(fault.startswith("inter-speed") for fault in event["faults"])
     assert Path(event["file"]).is_file()
-    assert made.steps() == []
-
-
-@pytest.mark.jobs
-@pytest.mark.timeout(900)
-def test_a_job_that_is_only_warned_trains(slurm: ThrowawayCluster, tmp_path: Path) -> None:  # noqa: F811
-    """The same link under ``warn``: told, and then trained; the report shows it."""
-    slurm.limit("100mbit")
-    try:
-        made = job(slurm, tmp_path, "warn", 10)
-        found = made.end()
-    finally:
-        slurm.limit(None)
-    assert found["ExitCode"] == "0:0", made.text
-    assert [event["status"] for event in events(made.run, "nccl")] == ["fail"]
-    assert made.steps() == [1, 2]
-    assert "nccl-check, " in made.text
-    done = slurm.run([sys.executable, "-m", "clustertune", "report", str(made.run)])
-    assert done.returncode == 0
+    if on_fail == "stop":
+        assert (found["ExitCode"], found["Restarts"], made.steps()) == ("93:0", "0", []), made.text
+        return
+    assert (found["ExitCode"], made.steps()) == ("0:0", [1, 2]) and "nccl-check, " in made.text, made.text
+    slurm.run([sys.executable, "-m", "clustertune", "report", str(made.run)])
     assert "Links between ranks" in (made.run / "report.html").read_text()
