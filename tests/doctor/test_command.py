@@ -163,7 +163,8 @@ def test_a_recipe_that_is_refused_is_a_finding(seen: HostFacts, capsys: pytest.C
 
 Ended = subprocess.CompletedProcess[str]
 BareRun = Callable[..., Ended]
-PROGRAM = ["clustertune/doctor/__main__.py", *tree.sources("clustertune/check/")]
+STARTS = ("doctor/__main__.py", "doctor/sbatch.py", "nccl_check/judge.py", "nccl_check/log.py")
+"""The programs of a bare login node."""
 
 
 def program(*words: str, python: str = sys.executable, environ: dict[str, str] | None = None) -> Ended:
@@ -187,26 +188,13 @@ def bare_run(capsys: pytest.CaptureFixture[str]) -> BareRun:
     return called
 
 
-def test_it_needs_only_the_standard_library_of_python_3_8() -> None:
+def test_they_need_only_the_standard_library_of_python_3_8() -> None:
     """Login nodes have the system's Python and nothing else: by grammar, imports and names, whatever is installed here."""
-    sources = bare.closure(*PROGRAM)
-    assert {"clustertune/host/collect.py", "clustertune/check/machine_gpu.py", "clustertune/doctor/wire.py"} <= set(sources)
+    sources = bare.closure(*(f"clustertune/{name}" for name in STARTS), *tree.sources("clustertune/check/"))
+    assert {f"clustertune/{name}.py" for name in ("host/collect", "check/log_read", "doctor/wire")} <= set(sources)
     assert bare.faults(sources) == []
-
-
-LATER = [
-    "import yaml",
-    "from torch import x",
-    "match x:\n    case 1:\n        pass",
-    "'a'.removeprefix('b')",
-    "zip(a, strict=True)",
-]
-
-
-@pytest.mark.parametrize("text", LATER)
-def test_what_3_8_cannot_run_is_seen(text: str) -> None:
-    """The check itself."""
-    assert bare.faults({"x.py": text}) != []
+    later = ("import yaml", "from torch import x", "match x:\n    case 1:\n        pass", "zip(a, strict=True)")
+    assert all(bare.faults({"x.py": text}) for text in later), "the check itself"
 
 
 def test_a_real_old_python_runs_it() -> None:

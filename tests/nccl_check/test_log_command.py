@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +13,11 @@ import pytest
 from clustertune.check.rule import LINKS, checks
 from clustertune.nccl_check import log
 from clustertune.nccl_check.judge import page
-from tests import tree
 from tests.doctor import bare
 from tests.nccl_check.log_maker import Job, text
 
 REPO = Path(__file__).resolve().parents[2]
 LOGS = Path(__file__).with_name("logs")
-OLDEST = ("3.8", "3.9")
 
 RECORDED = {
     # file: exit code, version, a transport or network, an interface or adapter, the main fault's rule
@@ -62,19 +59,9 @@ def run(python: str, *arguments: str, stdin: bytes = b"") -> subprocess.Complete
     return subprocess.run(command, cwd=REPO, input=stdin, capture_output=True, timeout=120, check=False)
 
 
-def pythons() -> dict[str, str]:
-    """Old interpreters that are available, by version."""
-    found = {version: shutil.which(f"python{version}") for version in OLDEST}
-    for folder in sorted((Path.home() / ".pyenv" / "versions").glob("3.*")):
-        version = ".".join(folder.name.split(".")[:2])
-        if version in OLDEST and (folder / "bin" / "python").exists():
-            found[version] = str(folder / "bin" / "python")
-    return {version: path for version, path in found.items() if path}
-
-
 def test_it_runs_without_any_package() -> None:
     """Login nodes have the system's Python, an old one, and nothing else."""
-    for python in (sys.executable, *pythons().values()):
+    for python in (sys.executable, *bare.interpreters()):
         ended = run(python, "--json", str(LOGS / "silent-sockets-2.27-slurm.txt"))
         assert ended.returncode == 2, ended.stderr
         assert json.loads(ended.stdout)["status"] == "fail" and not ended.stderr
@@ -82,33 +69,26 @@ def test_it_runs_without_any_package() -> None:
         assert good.returncode == 0 and good.stdout.startswith(b"PASS: 2 nodes of 8 ranks over NET/IB/GDRDMA"), good.stderr
 
 
-def test_it_needs_only_the_standard_library_of_python_3_8() -> None:
-    """Checked by grammar and imports as well: an old interpreter is not everywhere at hand."""
-    sources = bare.closure("clustertune/nccl_check/log.py", *tree.sources("clustertune/check/"))
-    assert {"clustertune/check/links_net.py", "clustertune/check/log_read.py", "clustertune/host/facts.py"} <= set(sources)
-    assert bare.faults(sources) == []
-
-
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each mistake of a caller ends with a sentence that names the file."""
     empty, alien, binary = tmp_path / "empty", tmp_path / "alien.log", tmp_path / "binary"
     empty.touch()
     alien.write_text("epoch 1 loss 0.3\n" * 5)
     binary.write_bytes(bytes(range(256)) * 100)
     for wrong in (tmp_path / "absent", tmp_path, empty, alien, binary):
-        ended = run(sys.executable, str(wrong))
-        assert ended.returncode == 2 and not ended.stdout
-        assert str(wrong).encode() in ended.stderr and b" -> " in ended.stderr and b"Traceback" not in ended.stderr
-    assert run(sys.executable).returncode == 2
+        assert log.main([str(wrong)]) == 2
+        out, err = capsys.readouterr()
+        assert not out and str(wrong) in err and " -> " in err
+    with pytest.raises(SystemExit, match="2"):
+        log.main([])
 
 
-def test_a_log_cannot_steer_the_terminal(tmp_path: Path) -> None:
+def test_a_log_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its own words stand in the findings."""
     bad = tmp_path / "bad.log"
     bad.write_text("n1:1:2 [0] a.cc:1 NCCL WARN \x1b]0;title\x07 \x9b31m odd \u202e words\n")
-    ended = run(sys.executable, str(bad))
-    assert ended.returncode == 1
-    assert not {0x1B, 0x07} & set(ended.stdout) and "\u202e".encode() not in ended.stdout
+    assert log.main([str(bad)]) == 1
+    assert not set("\x1b\x07\u202e") & set(capsys.readouterr().out)
 
 
 def test_a_reader_that_leaves_early(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from clustertune.testbed.cluster import enter, inner_ids
@@ -48,11 +49,12 @@ class Check:
                     )
                 )  # fmt: skip
 
-    def rank_pid(self, net: FaultyCluster, rank: int) -> int:
+    def rank_pid(self, rank: int) -> int:
         """The process of a rank, once it has begun to measure."""
         path = self.out / "round-1" / f"rank-{rank}.jsonl"
         wait_for(lambda: path.exists() and '"event":"done"' in path.read_text(), "the first measurement", PATIENCE)
-        return net.processes(rank + 1, "nccl_check.rank")[-1]
+        below = psutil.Process(self.calls[rank].pid).children(recursive=True)
+        return next(child.pid for child in below if any("nccl_check.rank" in word for word in child.cmdline()))
 
     def end(self) -> tuple[dict[str, Any], int]:
         """The document of the first node and its exit code; all calls are over then."""
@@ -175,7 +177,7 @@ def test_one_slow_direction_is_found(net: FaultyCluster, tmp_path: Path) -> None
 def test_a_stopped_rank_is_bounded_and_named(net: FaultyCluster, tmp_path: Path) -> None:
     """A rank that is stopped in a collective ends that collective only: the others are measured, without it."""
     checking = Check(net, tmp_path, 3, ["--seconds", "30", "--max", "4M"])
-    os.kill(checking.rank_pid(net, 1), signal.SIGSTOP)
+    os.kill(checking.rank_pid(1), signal.SIGSTOP)
     document, code = checking.end()
     assert code == 2
     (hung,) = document["hung"]
