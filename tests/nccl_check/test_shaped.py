@@ -54,7 +54,8 @@ class Check:
         path = self.out / "round-1" / f"rank-{rank}.jsonl"
         wait_for(lambda: path.exists() and '"event":"done"' in path.read_text(), "the first measurement", PATIENCE)
         below = psutil.Process(self.calls[rank].pid).children(recursive=True)
-        return next(child.pid for child in below if any("nccl_check.rank" in word for word in child.cmdline()))
+        alive = [child for child in below if child.status() != psutil.STATUS_ZOMBIE]
+        return next(child.pid for child in alive if any("nccl_check.rank" in word for word in child.cmdline()))
 
     def end(self) -> tuple[dict[str, Any], int]:
         """The document of the first node and its exit code; all calls are over then."""
