@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +97,19 @@ def acs(control: int) -> bytes:
     return bytes(space)
 
 
+def written(root: Path, files: Mapping[str, str]) -> Path:
+    """A recorded tree of these files."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A node of one GPU, recorded."""
-    for name, text in FILES.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    written(tmp_path, FILES)
     (tmp_path / PCI / "0000:17:00.0/config").write_bytes(acs(0x1D))
     (tmp_path / NET / "ens1/device/driver").symlink_to("/sys/bus/pci/drivers/mlx5_core")
     return tmp_path
@@ -116,12 +122,8 @@ def recorded(command: Sequence[str], seconds: float) -> CommandOutput:
 
 def test_the_users_nccl_file_wins_over_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As NCCL reads them: what is reported is in force."""
-    for name, text in (
-        ("etc/nccl.conf", "NCCL_ALGO=Tree\nNCCL_DEBUG=INFO\n"),
-        ("users/me/.nccl.conf", "NCCL_ALGO=Ring # mine\n"),
-    ):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text(text)
+    system_wide = {"etc/nccl.conf": "NCCL_ALGO=Tree\nNCCL_DEBUG=INFO\n"}
+    written(tmp_path, {**system_wide, "users/me/.nccl.conf": "NCCL_ALGO=Ring # mine\n"})
     monkeypatch.setattr(Probe, "live", True)
     monkeypatch.setenv("HOME", "/users/me")
     monkeypatch.delenv("NCCL_CONF_FILE", raising=False)
@@ -208,24 +210,13 @@ def test_configuration_spaces() -> None:
 
 @pytest.mark.parametrize(
     ("types", "cmdline", "on"),
-    [
-        (["identity"], "", False),
-        (["DMA", "identity"], "", True),
-        ([""], "iommu=pt", False),
-        ([""], "quiet", True),
-        ([], "", False),
-    ],
+    [("identity", "", False), ("DMA identity", "", True), ("-", "iommu=pt", False), ("-", "quiet", True), ("", "", False)],
 )
-def test_an_iommu_that_translates(tmp_path: Path, types: list[str], cmdline: str, on: bool) -> None:
+def test_an_iommu_that_translates(tmp_path: Path, types: str, cmdline: str, on: bool) -> None:
     """In passthrough it is in nobody's way; old kernels do not tell the type."""
-    for index, kind in enumerate(types):
-        folder = tmp_path / f"sys/kernel/iommu_groups/{index}"
-        folder.mkdir(parents=True)
-        if kind:
-            (folder / "type").write_text(kind)
-    (tmp_path / "sys/kernel").mkdir(parents=True, exist_ok=True)
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cmdline").write_text(f"root=/dev/sda {cmdline}\n")
+    (tmp_path / "sys/kernel/iommu_groups" / ("0" if types else "")).mkdir(parents=True)
+    told = {f"sys/kernel/iommu_groups/{n}/type": kind for n, kind in enumerate(types.split()) if kind != "-"}
+    written(tmp_path, {**told, "proc/cmdline": f"root=/dev/sda {cmdline}\n"})
     assert gpus.iommu(Probe(tmp_path)) == {"iommu": on}
 
 
@@ -237,9 +228,7 @@ def test_limits_of_either_cgroup(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "4096",
         "sys/fs/cgroup/a/memory.max": "8192",
     }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    written(tmp_path, files)
     assert system.memory_limit(Probe(tmp_path)) == 4096
     (tmp_path / "proc/self/cgroup").unlink()
     assert system.memory_limit(Probe(tmp_path)) is None
@@ -277,23 +266,15 @@ def test_secrets_stay_out() -> None:
     assert credentials.has_login(found["http_proxy"])
 
 
-@pytest.mark.parametrize(
-    ("kind", "environ", "slurm", "expected"),
-    [
-        ("", {}, False, "here"),
-        ("", {}, True, "login"),
-        ("", {"SLURM_JOB_ID": "7"}, True, "here"),
-        ("", {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, True, "step"),
-        ("", {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "batch"}, True, "here"),
-        ("apptainer", {}, True, "container"),
-        ("apptainer", {"SLURM_STEP_ID": "1"}, False, "container+step"),
-        ("docker", {"SLURM_STEP_ID": "1"}, True, "step"),
-        ("docker", {}, False, "here"),
-    ],
-)
-def test_places(kind: str, environ: dict[str, str], slurm: bool, expected: str) -> None:
+def test_places() -> None:
     """Login node, step, container; nodes that are containers themselves are not an image of the ranks."""
-    assert look.find_place(kind, environ, slurm=slurm) == expected
+    job, step = {"SLURM_JOB_ID": "7"}, {"SLURM_STEP_ID": "1"}
+    for kind, environ, slurm, expected in (
+        ("", {}, False, "here"), ("", {}, True, "login"), ("", job, True, "here"), ("", {**job, **step}, True, "step"),
+        ("", {**job, "SLURM_STEP_ID": "batch"}, True, "here"), ("apptainer", {}, True, "container"),
+        ("apptainer", step, False, "container+step"), ("docker", step, True, "step"), ("docker", {}, False, "here"),
+    ):  # fmt: skip
+        assert look.find_place(kind, environ, slurm=slurm) == expected
 
 
 # --- this machine ------------------------------------------------------------------------------------------------------

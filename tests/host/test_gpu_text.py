@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from clustertune.host import gpus as gpu_text
@@ -100,32 +102,18 @@ def test_complaints_in_front_of_the_answer_are_passed_over() -> None:
     assert len(gpu_text.parse_xml(f"Unable to determine the device handle for GPU1: Unknown Error\n{FULL}")[2]) == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [
-        ("00000000:C1:00.0", "0000:c1:00.0"),
-        ("0000:c1:00.0", "0000:c1:00.0"),
-        ("00010000:01:00.0", "10000:01:00.0"),
-        ("C1:00.0", "0000:c1:00.0"),
-        ("N/A", ""),
-        ("", ""),
-    ],
-)
-def test_pci_addresses_are_the_kernels(text: str, address: str) -> None:
+def test_pci_addresses_are_the_kernels() -> None:
     """nvidia-smi writes the domain with eight digits, /sys with four, or five behind a VMD."""
-    assert gpu_text.bus_address(text) == address
+    found = [gpu_text.bus_address(f"{domain}1:00.0") for domain in ("00000000:C", "0000:c", "00010000:0", "C")]
+    assert found == ["0000:c1:00.0", "0000:c1:00.0", "10000:01:00.0", "0000:c1:00.0"]
+    assert gpu_text.bus_address("N/A") == gpu_text.bus_address("") == ""
 
 
 def test_the_short_answer() -> None:
     """Lines that are not GPUs are skipped."""
     first, second = gpu_text.parse_csv(CSV)
-    assert (first.index, first.name, first.bus, first.memory_mib, first.used_mib) == (
-        0,
-        "NVIDIA A100-SXM4-40GB",
-        "0000:07:00.0",
-        40960,
-        3,
-    )
+    assert (first.index, first.name, first.bus) == (0, "NVIDIA A100-SXM4-40GB", "0000:07:00.0")
+    assert (first.memory_mib, first.used_mib) == (40960, 3)
     assert (second.bus, second.memory_mib, second.used_mib) == ("0001:0f:00.0", None, None)
 
 
@@ -135,17 +123,11 @@ def test_the_map_of_links() -> None:
     assert gpu_text.gpu_links("") == {} == gpu_text.gpu_links("GPU0 X")
 
 
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs)", "580.65.06"),
-        ("", ""),
-    ],
-)
-def test_the_kernel_modules_version(text: str, version: str) -> None:
+def test_the_kernel_modules_version() -> None:
     """Both kinds of kernel modules."""
-    assert module_version(text) == version
+    old = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023"
+    new = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs)"
+    assert [module_version(text) for text in (old, new, "")] == ["535.104.05", "580.65.06", ""]
 
 
 # --- asking ------------------------------------------------------------------------------------------------------------
@@ -160,8 +142,6 @@ def probe(**answers: CommandOutput) -> tuple[Probe, list[str]]:
         calls.append(words[1])
         assert seconds > 0
         return answers.get(words[1].strip("-").partition("=")[0].replace("-", "_"), ABSENT)
-
-    from pathlib import Path
 
     return Probe(Path("/nonexistent"), ask), calls
 
