@@ -1,4 +1,4 @@
-"""The reader of NCCL's logs: every version and launcher's form, lines that run into each other, what is cut, size; its command."""
+"""The reader of NCCL's logs, and its command: every version and launcher's form, lines that run into each other, cuts, size."""
 
 from __future__ import annotations
 
