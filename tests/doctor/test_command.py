@@ -351,7 +351,7 @@ def test_facts_come_through_in_short_lines_in_any_order() -> None:
 def test_damaged_facts_are_a_fault_of_the_node() -> None:
     """Never an exception, never half of the facts: lines that are lost, cut or changed, what are no facts, and what is huge."""
     first, *rest = lines = wire.encode(from_dict(GOOD))
-    damaged = [[first, *rest[1:]], [first[:-7], *rest], [first.replace(first.split()[3], "00000000"), *rest]]
+    damaged = [[first, *rest[1:]], [first[:-7], *rest], [line.replace(first.split()[3], "00000000") for line in lines]]
     for text in (b"[1]", b" " * (wire.MAX_BYTES + 10)):
         packed = base64.b64encode(zlib.compress(text)).decode()
         damaged.append([f"clustertune-facts gpu01 1/1 {zlib.crc32(text):08x} {packed}"])
