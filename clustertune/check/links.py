@@ -17,6 +17,7 @@ from clustertune.check.log_read import Log, LoggedDevice
 from clustertune.check.machine import Expects, Machine
 from clustertune.check.rule import FAIL, LINKS, Check, Seen, listed, rule
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
+from clustertune.host.gpus import has_nvlink
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "p2p")
 """What is measured, in the order of what training needs most: sharded data parallelism gathers and scatters."""
@@ -70,6 +71,11 @@ class LinkContext:
             value = value.get(key) if isinstance(value, Mapping) else None
         return dict(value) if isinstance(value, Mapping) else {}
 
+    def stated(self, part: str, key: str) -> str:
+        """A string of what the cluster file says; empty where it says nothing."""
+        value = self.section("expected", part).get(key)
+        return value if isinstance(value, str) else ""
+
     @cached_property
     def backend(self) -> str:
         """``nccl``, ``gloo``; empty where nothing says it."""
@@ -112,8 +118,8 @@ class LinkContext:
     @cached_property
     def kind(self) -> str:
         """The network's kind, as the cluster file says; empty where it does not."""
-        kind = self.section("expected", "network").get("kind")
-        return kind if isinstance(kind, str) and kind not in ("unknown", "none") else ""
+        kind = self.stated("network", "kind")
+        return kind if kind not in ("unknown", "none") else ""
 
     @cached_property
     def line_gbit(self) -> float:
@@ -125,8 +131,7 @@ class LinkContext:
     @cached_property
     def told_interface(self) -> str:
         """The interface that ranks of several nodes must use; empty: none is named."""
-        stated = self.section("expected", "network").get("interface")
-        return self.text("interface") or (stated if isinstance(stated, str) else "")
+        return self.text("interface") or self.stated("network", "interface")
 
     @cached_property
     def over(self) -> set[str]:
@@ -169,12 +174,11 @@ class LinkContext:
         variables = {name: value for name, value in self.section("environment").items() if isinstance(value, str)}
         stated = {
             "kind": self.kind,
-            "subnet": network.get("subnet") if isinstance(network.get("subnet"), str) else None,
+            "subnet": self.stated("network", "subnet") or None,
             "hca": [name for name in hca if isinstance(name, str)] if isinstance(hca, (list, tuple)) else [],
             "ports": int(number(network.get("ports"))),
         }
-        interconnect = self.section("expected", "compute").get("interconnect")
-        compute = {"interconnect": interconnect if isinstance(interconnect, str) else None}
+        compute = {"interconnect": self.stated("compute", "interconnect") or None}
         gpus = (self.ranks or None) if self.backend == "nccl" else None
         found = []
         for facts in self.facts:
@@ -249,12 +253,6 @@ def number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return 0.0
     return float(value) if math.isfinite(value) else 0.0
-
-
-def has_nvlink(topology: str) -> bool:
-    """Whether ``nvidia-smi topo -m`` shows NVLink between GPUs (``NV4``, ``NV18``)."""
-    rows = [line.split() for line in topology.splitlines() if line.lstrip().startswith("GPU")]
-    return any(word.startswith("NV") and word[2:].isdigit() for row in rows for word in row)
 
 
 _TYPES = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float), "list": (list,), "dict": (dict,)}

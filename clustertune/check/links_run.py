@@ -563,8 +563,7 @@ def _scope(context: LinkContext, name: str) -> list[dict[str, Any]]:
 def _expected(context: LinkContext, name: str) -> tuple[float, float, str]:
     """What a link should carry, its nominal speed, and a hint."""
     section = context.section("expected", name)
-    hint = section.get("hint")
-    return number(section.get("expected_gb_s")), number(section.get("nominal_gb_s")), hint if isinstance(hint, str) else ""
+    return number(section.get("expected_gb_s")), number(section.get("nominal_gb_s")), context.stated(name, "hint")
 
 
 def _judged(where: str, gb_s: float, seconds: float, expected: float, nominal: float, hint: str) -> Iterator[Seen]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from clustertune.check.machine import Machine
 from clustertune.check.rule import FAIL, MACHINE, WARN, Seen, either, listed, rule
 from clustertune.host.credentials import has_login
-from clustertune.host.gpus import gpu_links
+from clustertune.host.gpus import has_nvlink
 
 SLOW = {
     "NCCL_P2P_DISABLE": ("1", "traffic between GPUs of a node goes through host memory"),
@@ -169,7 +169,7 @@ def nccl(m: Machine) -> Iterator[Seen]:
             bad.append(f"{name}={value}{origin}: {meaning}")
     stops = "NCCL_ALGO" in settings and only_all_reduce(settings["NCCL_ALGO"][0])
     through_host = settings.get("NCCL_P2P_DISABLE", ("",))[0] == "1"
-    nvlink = any(link.startswith("NV") for link in gpu_links(m.facts.topology).values())
+    nvlink = has_nvlink(m.facts.topology)
     yield from either(FAIL if stops or (through_host and nvlink) else WARN, "; ".join(bad), "none")
 
 

@@ -127,10 +127,10 @@ def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[str]]]:
     return list(found.values())
 
 
-def describe(item: Finding, places: Sequence[str]) -> list[str]:
-    """The lines of one finding."""
+def describe(item: Finding, places: Sequence[str], width: int = 7) -> list[str]:
+    """The lines of one finding. ``width``: of its status, behind which the reasons are indented."""
     where = f"{rules.listed(places, 8)}: " if places else ""
-    lines = [f"{item.status.upper():<7} {item.rule}: {where}{item.found}"]
+    lines = [f"{item.status.upper():<{width}} {item.rule}: {where}{item.found}"]
     if item.fix:
-        lines += [f"        why: {item.why}", f"        fix: {item.fix}", f"        see: {item.link}"]
+        lines += [f"{'':{width}} {word}: {text}" for word, text in (("why", item.why), ("fix", item.fix), ("see", item.link))]
     return [rules.printable(line) for line in lines]

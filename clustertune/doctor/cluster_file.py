@@ -15,6 +15,7 @@ from clustertune.cluster.schema import Cluster, Host, expand_hosts, shorten_host
 from clustertune.doctor import wire
 from clustertune.doctor.preflight import facts_command
 from clustertune.host.facts import HostFacts, Mount
+from clustertune.host.gpus import has_nvlink
 from clustertune.host.mounts import lies_elsewhere
 from clustertune.host.probe import ask
 from clustertune.process import captured
@@ -100,7 +101,7 @@ def _compute(cluster: Cluster, facts: HostFacts | None) -> tuple[dict[str, Any],
     gpu = seen.gpu or (recognise(models[0]) if len(models) == 1 else None)
     if gpu:
         values["gpu"], known = gpu, read_hardware().gpus[gpu]
-        if facts and known.nvlink and any(f"NV{n}" in facts.topology for n in range(1, 37)):
+        if facts and known.nvlink and has_nvlink(facts.topology):
             values["interconnect"] = f"nvlink{known.nvlink}"
         elif facts and facts.topology and known.host_link.startswith("pcie") and seen.gpus > 1:
             values["interconnect"] = known.host_link

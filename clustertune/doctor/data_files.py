@@ -47,7 +47,7 @@ def dataset(context: RecipeContext) -> Iterator[Seen]:
     Why: prepare fails, and with it every job that waits for it
     See: https://huggingface.co/docs/datasets/loading
     """
-    if context.silent or context.staged_problems:
+    if not context.inputs_seen:
         return
     for key, path in bundle.data_inputs(context.resolved).items():
         if not is_there(path):
@@ -121,8 +121,7 @@ def own_rows(context: RecipeContext) -> Iterator[Seen]:
     Why: without them the project's own few are scored: that is not the benchmark's score
     See: https://huggingface.co/docs/huggingface_hub/guides/cli
     """
-    looked = context.offline and not context.silent and not context.staged_problems
-    for name, task in with_rows(_compared(context)).items() if looked else ():
+    for name, task in with_rows(_compared(context)).items() if context.offline and context.inputs_seen else ():
         hub = task.hub
         folder = snapshot(context.hub, "datasets", hub.name, hub.revision) if hub else None
         if hub and (folder is None or not is_there(folder / hub.file)):
@@ -140,7 +139,7 @@ def tasks(context: RecipeContext) -> Iterator[Seen]:
     """
     own = with_rows(context.recipe.eval.tasks)
     names = [name for name in context.recipe.eval.tasks if name not in own]
-    if not names or context.silent or context.staged_problems:
+    if not names or not context.inputs_seen:
         return
     if importlib.util.find_spec("lm_eval") is None:
         yield Seen(UNKNOWN, f"lm-eval is not installed here, which knows {', '.join(names)}")
@@ -236,7 +235,7 @@ def _sees_cache(context: RecipeContext) -> bool:
 def _is_absent(context: RecipeContext) -> bool:
     """Whether a model of the Hub is not in the cache."""
     there = context.model is not None and context.model.config is not None
-    return _remote(context) and not there and not context.silent and not context.staged_problems
+    return _remote(context) and not there and context.inputs_seen
 
 
 @rule("model-absent", RECIPE)
@@ -247,11 +246,10 @@ def absent(context: RecipeContext) -> Iterator[Seen]:
     See: https://huggingface.co/docs/huggingface_hub/guides/download
     """
     recipe = context.recipe.model
-    if context.is_real and recipe.path is not None and context.model is None:
-        if not context.silent and not context.staged_problems:
-            fix = "give the folder of the weights, or leave model.path out"
-            status = FAIL if context.is_ours else UNKNOWN
-            yield Seen(status, f"model.path {recipe.path} is not a folder on this machine", fix)
+    if context.is_real and recipe.path is not None and context.model is None and context.inputs_seen:
+        fix = "give the folder of the weights, or leave model.path out"
+        status = FAIL if context.is_ours else UNKNOWN
+        yield Seen(status, f"model.path {recipe.path} is not a folder on this machine", fix)
     elif _is_absent(context):
         size = weight_bytes(context.resolved.architecture)
         text = f"{recipe.name} at {recipe.revision} is not in {context.hub}" + (f" ({size / 1e9:,.0f} GB)" if size else "")
@@ -427,9 +425,7 @@ def vocabulary(context: RecipeContext) -> Iterator[Seen]:
 
 def _weights_lie(context: RecipeContext) -> FolderFileSystem | None:
     """The file system of the weights; None where they are not to be looked at."""
-    if not context.is_real or context.silent or context.staged_problems:
-        return None
-    return context.lies_on(_real(context))
+    return context.lies_on(_real(context)) if context.is_real and context.inputs_seen else None
 
 
 def _unmappable(lies: FolderFileSystem) -> bool:
@@ -481,8 +477,7 @@ def home(context: RecipeContext) -> Iterator[Seen]:
     See: https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables
     """
     size = weight_bytes(context.resolved.architecture) or 0
-    seen = context.home_cache and context.is_ours and not context.silent and not context.staged_problems
-    if seen and _remote(context) and size > HOME_BYTES:
+    if context.home_cache and context.is_ours and context.inputs_seen and _remote(context) and size > HOME_BYTES:
         yield Seen(WARN, f"HF_HOME is not set: {size / 1e9:,.0f} GB go to {context.hub}")
 
 

@@ -305,6 +305,11 @@ class RecipeContext:
         return not self.resolved.tiny and self.recipe.model.weights == "hub"
 
     @property
+    def inputs_seen(self) -> bool:
+        """Whether there is a point in looking at model and data: every folder answers, and what was staged is whole."""
+        return not self.silent and not self.staged_problems
+
+    @property
     def several_nodes(self) -> bool:
         """Ranks run on more than one node."""
         return self.recipe.slurm.nodes > 1

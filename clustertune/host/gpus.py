@@ -162,6 +162,12 @@ def gpu_links(topology: str) -> dict[tuple[int, int], str]:
     return links
 
 
+def has_nvlink(topology: str) -> bool:
+    """Whether ``nvidia-smi topo -m`` shows NVLink between GPUs (``NV4``, ``NV18``)."""
+    rows = [line.split() for line in topology.splitlines() if line.lstrip().startswith("GPU")]
+    return any(word.startswith("NV") and word[2:].isdigit() for row in rows for word in row)
+
+
 def xid_lines(log: str) -> list[str]:
     """The lines of a kernel's log in which the NVIDIA driver reports an error of a GPU, the newest last."""
     return [line.strip()[:400] for line in log.splitlines() if "NVRM: Xid" in line][-100:]

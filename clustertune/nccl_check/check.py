@@ -526,26 +526,28 @@ START_MINUTES = 5
 
 def job_shape(cluster: Cluster, nodes: int | None, time: str | None, seconds: float) -> JobShape:
     """Whole nodes, all of the cluster by default: a neighbour's traffic would be measured, too. Raises UserError."""
-    there, problems = len(cluster.compute_nodes), []
+    there = len(cluster.compute_nodes)
+    problems: list[Problem] = []
     if cluster.slurm is None:
         fix = "add a slurm section to its file, or --cluster names another one; without --submit it runs here"
         raise UserError(Problem(f"cluster {cluster.name} has no Slurm", file=cluster.source, key="slurm", fix=fix))
+
+    def wrong(text: str, key: str, fix: str) -> None:
+        problems.append(Problem(text, file="command line", key=key, fix=fix))
+
     wanted = there if nodes is None else nodes
     if wanted > there:
-        text = f"{wanted} nodes, cluster {cluster.name} has {there}"
-        problems.append(Problem(text, file="command line", key="--nodes", fix=f"at most --nodes {there}"))
-    minutes = math.ceil(seconds / 60) + START_MINUTES if time is None else parse_minutes(time)
+        wrong(f"{wanted} nodes, cluster {cluster.name} has {there}", "--nodes", f"at most --nodes {there}")
+    usual = math.ceil(seconds / 60) + START_MINUTES
+    minutes = usual if time is None else parse_minutes(time)
     longest = parse_minutes(cluster.slurm.max_time)
     if minutes is None or minutes < 1:
-        fix = "write --time MINUTES or HH:MM:SS"
-        problems.append(Problem(f"{time!r} is not a time limit", file="command line", key="--time", fix=fix))
+        wrong(f"{time!r} is not a time limit", "--time", "write --time MINUTES or HH:MM:SS")
     elif minutes * 60 < seconds + MARGIN_SECONDS:
-        text = f"{minutes:g} min are too short for --seconds {seconds:g} and the start of a job"
-        fix = f"--time {math.ceil(seconds / 60) + START_MINUTES}"
-        problems.append(Problem(text, file="command line", key="--time", fix=fix))
+        wrong(f"{minutes:g} min are too short for --seconds {seconds:g} and the start of a job", "--time", f"--time {usual}")
     elif longest is not None and minutes > longest:
         text = f"{minutes:g} min, jobs of {cluster.name} run {longest:g} min at most"
-        problems.append(Problem(text, file="command line", key="--time", fix="ask for less time, or give fewer --seconds"))
+        wrong(text, "--time", "ask for less time, or give fewer --seconds")
     if problems:
         raise UserError(problems)
     compute = cluster.compute

@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from typing import IO, Any
 
 from clustertune.check.log_read import Log, LoggedDevice, read
-from clustertune.check.report import put
-from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, as_json, exit_code, printable, worst
+from clustertune.check.report import describe, put
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, as_json, exit_code, listed, printable, worst
 from clustertune.nccl_check.judge import headline, judge_log
 
 BLOCK = 8 * 2**20
@@ -115,11 +115,7 @@ def show(log: Log, findings: Sequence[Finding], verdict: str) -> Iterator[str]:
         yield f"  settings     {' '.join(given[:SHOWN_SETTINGS])}"
     for item in findings:
         if item.status in (FAIL, WARN):
-            where = f"{item.where}: " if item.where else ""
-            yield f"{item.status.upper():<5} {item.rule}: {where}{item.found}"
-            yield f"      why: {item.why}"
-            yield f"      fix: {item.fix}"
-            yield f"      see: {item.link}"
+            yield from describe(item, [item.where] if item.where else [], 5)
     passed = sum(item.status == PASS for item in findings)
     unknown = sum(item.status == UNKNOWN for item in findings)
     yield f"{passed} rules passed" + (f", {unknown} could not be judged" if unknown else "")
@@ -131,7 +127,7 @@ def _grouped(found: dict[str, list[LoggedDevice]]) -> Iterator[str]:
     for host, devices in found.items():
         groups.setdefault(", ".join(device.name for device in devices), []).append(host)
     for names, hosts in list(groups.items())[:8]:
-        some = ", ".join(sorted(hosts)[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+        some = listed(sorted(hosts), 4)
         yield f"{names} ({some})" if some else names
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import urllib.error
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ import pytest
 from clustertune.containers import build, pins, wheelhouse
 from clustertune.containers import lock as locks
 from clustertune.containers.build import BaseImage, BuildRequest
-from clustertune.containers.lock import PackageLock
+from clustertune.containers.lock import LockedPackage, PackageLock
+from clustertune.containers.wheelhouse import Wheel
 from clustertune.errors import UserError
 from tests import tree
 from tests.slurm import wait_for
@@ -34,33 +36,16 @@ def options(kind: str, *words: str) -> BuildRequest:
     return build.request(parser.parse_args(words))
 
 
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (["--extras", "flash"], "EXTRAS"),
-        (["--extras", "ray", "--variant", "cpu"], "EXTRAS"),
-        (["--extras", "ray", "--definition", "reference"], "EXTRAS"),
-        (["--base", "ubuntu:24.04"], "BASE"),
-        (["--base", "docker.io/x@sha256:abc"], "BASE"),
-        (["--base", "no/such/file.tar"], "BASE"),
-        (["--tag", "A B"], "TAG"),
-        (["--tag", "--help"], "TAG"),
-    ],
-)
-def test_what_cannot_be_built_is_refused(words: list[str], key: str) -> None:
-    """Before three gigabytes are fetched. A base by its tag is another one tomorrow."""
-    if words[0] == "--tag":
-        words = [f"--tag={words[1]}"]
-    with pytest.raises(UserError) as caught:
-        options("build-sif", *words)
-    assert {problem.key for problem in caught.value.problems} == {key}
-
-
-def test_every_refusal_at_once() -> None:
-    """One by one would be one try each."""
-    with pytest.raises(UserError) as caught:
-        options("build-sif", "--extras", "flash", "--base", "x:y", "--tag", "X")
-    assert [problem.key for problem in caught.value.problems] == ["EXTRAS", "TAG", "BASE"]
+def test_what_cannot_be_built_is_refused() -> None:
+    """Before three gigabytes are fetched, and all at once. A base by its tag is another one tomorrow."""
+    bases = ["--base ubuntu:24.04", "--base docker.io/x@sha256:abc", "--base no/such/file.tar"]
+    extras = ["--extras flash", "--extras ray --variant cpu", "--extras ray --definition reference"]
+    wrong = {"EXTRAS": extras, "BASE": bases, "TAG": ["--tag=A/B", "--tag=--help"]}
+    for keys, lines in {**wrong, "EXTRAS TAG BASE": ["--extras flash --base x:y --tag X"]}.items():
+        for words in lines:
+            with pytest.raises(UserError) as caught:
+                options("build-sif", *words.split())
+            assert [problem.key for problem in caught.value.problems] == keys.split()
 
 
 def test_which_lock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +183,10 @@ def test_a_build_that_fails_leaves_the_old_image(fake: Path) -> None:
 def test_an_old_sum_never_lies_beside_a_new_image(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever checks it would be told that the image was altered; without one, that the build did not end."""
     out = fake / "x.sif"
-    build.build_sif(BuildRequest("build-sif", base=DIGEST, out=out), lambda _: None)
+    build.build_sif(BuildRequest("build-sif", out=out), lambda _: None)
+    assert f"--build-arg base={pins.read_bases()['BASE_TRAIN']}" in (fake / "log").read_text(), (
+        "without BASE: base.env's digest"
+    )
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -209,30 +197,23 @@ def test_an_old_sum_never_lies_beside_a_new_image(fake: Path, monkeypatch: pytes
     assert not (fake / "x.sif.sha256").exists() and out.exists()
 
 
-def test_production_pulls_by_digest(fake: Path) -> None:
-    """Without BASE: what base.env says."""
-    build.build_sif(BuildRequest("build-sif", out=fake / "x.sif"), lambda _: None)
-    assert f"--build-arg base={pins.read_bases()['BASE_TRAIN']}" in (fake / "log").read_text()
+ANSWERS: dict[str, tuple[str, OSError | None, str]] = {
+    "nvcr.io/nvidia/nemo": ("nvcr.io", OSError("no route"), "nvcr.io does not answer (no route)"),
+    "nvidia/cuda": ("registry-1.docker.io", urllib.error.URLError("unknown name"), "docker.io does not answer"),
+    "docker.io/nvidia/cuda": ("registry-1.docker.io", TimeoutError("timed out"), "BASE=standin"),
+    "localhost/x": ("localhost", urllib.error.URLError(ssl.SSLError("plain")), ""),
+    "example.org:5000/x": ("example.org:5000", urllib.error.HTTPError("u", 401, "who", {}, None), ""),  # type: ignore[arg-type]
+    "example.org/x": ("example.org", None, ""),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "expected", "answer", "warning"),
-    [
-        ("nvcr.io/nvidia/nemo", "https://nvcr.io/v2/", OSError("no route"), "nvcr.io does not answer (no route)"),
-        ("nvidia/cuda", "https://registry-1.docker.io/v2/", urllib.error.URLError("unknown name"), "docker.io does not answer"),
-        ("docker.io/nvidia/cuda", "https://registry-1.docker.io/v2/", TimeoutError("timed out"), "BASE=standin"),
-        ("localhost/x", "https://localhost/v2/", urllib.error.URLError(ssl.SSLError("plain")), ""),
-        ("example.org:5000/x", "https://example.org:5000/v2/", urllib.error.HTTPError("u", 401, "who", {}, None), ""),  # type: ignore[arg-type]
-        ("example.org/x", "https://example.org/v2/", None, ""),
-    ],
-)
-def test_a_registry_that_does_not_answer_is_told_first(
-    name: str, expected: str, answer: OSError | None, warning: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_registry_that_does_not_answer_is_told_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three gigabytes are fetched before the engine would say so. One that asks for a password is there."""
+    expected, answer, warning = ANSWERS[name]
 
     def urlopen(address: str, timeout: float) -> io.BytesIO:
-        assert address == expected and timeout < 60
+        assert address == f"https://{expected}/v2/" and timeout < 60
         if answer:
             raise answer
         return io.BytesIO()
@@ -240,9 +221,8 @@ def test_a_registry_that_does_not_answer_is_told_first(
     monkeypatch.setattr(build.urllib.request, "urlopen", urlopen)
     messages: list[str] = []
     build.look_for_registry(BaseImage(f"{name}@sha256:{'a' * 64}"), messages.append)
-    assert [warning in line for line in messages] == ([True] if warning else []), messages
     build.look_for_registry(BaseImage("stand-in", Path("x.tar")), messages.append)
-    assert len(messages) == bool(warning)
+    assert [warning in line for line in messages] == ([True] if warning else []), messages
 
 
 def test_a_dry_run_does_nothing(fake: Path) -> None:
@@ -351,3 +331,44 @@ def test_a_base_is_told_by_name_not_by_path(tmp_path: Path) -> None:
     archive = tmp_path / "own.tar"
     archive.write_text("")
     assert build.base_of(BuildRequest("build-sif", base=str(archive)), "3.12", lambda _: None) == BaseImage("own.tar", archive)
+
+
+# --- the bill of materials: every package once, with the hash of the file that was installed -------------------------------
+
+LOCK = PackageLock("train", "3.12", "x86_64-manylinux_2_28", "2030-01-31", {})
+WHEELS = [
+    Wheel(LockedPackage("kiln", "2.0+cpu", ("a" * 64,)), Path("k.whl"), "a" * 64),
+    Wheel(LockedPackage("pan", "1", ("c" * 64,)), Path("p.whl"), "b" * 64, "c" * 64),
+]
+HELD = {
+    "python": [
+        {"name": "kiln", "version": "2.0+cpu", "expression": "MIT OR Zlib", "license": "", "requires": ["pan", "none"]},
+        {"name": "pan", "version": "1", "expression": "", "license": "BSD License", "requires": []},
+    ],
+    "system": [["libc6", "2.36-9+deb12u1", "amd64"]],
+    "distribution": "debian",
+    "release": "12",
+}  # fmt: skip
+NOW = datetime(2030, 1, 31, tzinfo=UTC)
+
+
+def test_what_scanners_read() -> None:
+    """Names as package URLs, hashes, licences, who asks for whom."""
+    document = build.bill_of("train.sif", LOCK, WHEELS, HELD, "stand-in bookworm", NOW)
+    assert (document["bomFormat"], document["specVersion"], document["version"]) == ("CycloneDX", "1.6", 1)
+    kiln, pan, libc = document["components"]
+    assert kiln["purl"] == "pkg:pypi/kiln@2.0%2Bcpu" and kiln["hashes"] == [{"alg": "SHA-256", "content": "a" * 64}]
+    assert kiln["licenses"] == [{"expression": "MIT OR Zlib"}] and pan["licenses"] == [{"license": {"name": "BSD License"}}]
+    assert pan["properties"] == [{"name": "clustertune:built-from-sha256", "value": "c" * 64}]
+    assert libc["purl"] == "pkg:deb/debian/libc6@2.36-9%2Bdeb12u1?arch=amd64&distro=debian-12"
+    refs = [component["bom-ref"] for component in document["components"]]
+    asks = {item["ref"]: item["dependsOn"] for item in document["dependencies"]}
+    assert asks[kiln["bom-ref"]] == [pan["bom-ref"]] and sorted(asks["image:train.sif"]) == sorted(refs) and len(set(refs)) == 3
+
+
+@pytest.mark.parametrize("change", ["gone", "strange"])
+def test_an_image_that_is_not_what_was_locked_gets_none(change: str) -> None:
+    """A bill that leaves out a package is worse than none."""
+    python = HELD["python"][:1] if change == "gone" else [*HELD["python"], {**HELD["python"][0], "name": "guest"}]
+    with pytest.raises(ValueError, match="pan" if change == "gone" else "guest"):
+        build.bill_of("train.sif", LOCK, WHEELS, {**HELD, "python": python}, "x", NOW)

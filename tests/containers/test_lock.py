@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clustertune.containers import __main__ as commands
 from clustertune.containers import lock, pins
 from clustertune.containers import lock as locks
-from clustertune.containers.lock import ANY, ARM, SPECS, X86, LockedPackage, PackageLock
+from clustertune.containers.lock import ANY, ARM, SPECS, X86, LockedPackage, NoDatabase, PackageLock, Vulnerability
 from clustertune.errors import UserError
 from tests import tree
 
@@ -57,31 +64,25 @@ def test_no_lock_names_an_index() -> None:
     assert [text for text in texts if re.search(r"https?:|file:|--(extra-)?index|--find-links|--trusted", text)] == []
 
 
-@pytest.mark.parametrize(
-    ("wheel", "python", "platform", "fit"),
-    [
-        ("a-1-py3-none-any.whl", "3.12", X86, True),
-        ("a-1-py2.py3-none-any.whl", "3.12", ANY, True),
-        ("a-1-py2-none-any.whl", "3.12", X86, False),
-        ("a-1-cp312-cp312-manylinux_2_28_x86_64.whl", "3.12", X86, True),
-        ("a-1-cp312-cp312-manylinux_2_17_x86_64.manylinux2014_x86_64.whl", "3.12", X86, True),
-        ("a-1-cp312-cp312-manylinux_2_34_x86_64.whl", "3.12", X86, False),
-        ("a-1-cp312-cp312-manylinux_2_28_aarch64.whl", "3.12", X86, False),
-        ("a-1-cp312-cp312-manylinux_2_28_aarch64.whl", "3.12", ARM, True),
-        ("a-1-cp312-cp312t-manylinux_2_28_x86_64.whl", "3.12", X86, False),
-        ("a-1-cp311-cp311-manylinux_2_28_x86_64.whl", "3.12", X86, False),
-        ("a-1-cp39-abi3-manylinux_2_28_x86_64.whl", "3.12", X86, True),
-        ("a-1-cp313-abi3-manylinux_2_28_x86_64.whl", "3.12", X86, False),
-        ("a-1-py3-none-manylinux2010_x86_64.whl", "3.12", X86, True),
-        ("a-1-py3-none-win_amd64.whl", "3.12", X86, False),
-        ("a-1-py3-none-manylinux_2_28_x86_64.whl", "3.12", ANY, False),
-        ("a-1-cp312-cp312-musllinux_1_2_x86_64.whl", "3.12", X86, False),
-        ("a-1-0build-cp312-cp312-macosx_11_0_arm64.whl", "3.12", X86, False),
-    ],
-)
-def test_which_wheels_are_hashed(wheel: str, python: str, platform: str, fit: bool) -> None:
+FIT = {
+    X86: """py3-none-any cp312-cp312-manylinux_2_28_x86_64 cp312-cp312-manylinux_2_17_x86_64.manylinux2014_x86_64
+            cp39-abi3-manylinux_2_28_x86_64 py3-none-manylinux2010_x86_64""",
+    ANY: "py2.py3-none-any",
+    ARM: "cp312-cp312-manylinux_2_28_aarch64",
+}
+UNFIT = {
+    X86: """py2-none-any cp312-cp312-manylinux_2_34_x86_64 cp312-cp312-manylinux_2_28_aarch64 py3-none-win_amd64
+            cp312-cp312t-manylinux_2_28_x86_64 cp311-cp311-manylinux_2_28_x86_64 cp313-abi3-manylinux_2_28_x86_64
+            cp312-cp312-musllinux_1_2_x86_64 0build-cp312-cp312-macosx_11_0_arm64""",
+    ANY: "py3-none-manylinux_2_28_x86_64",
+}
+
+
+def test_which_wheels_are_hashed() -> None:
     """A hash too many lets in a file that nobody tried; one too few and the image is built from source."""
-    assert lock.fits(wheel, python, platform) is fit
+    for table, fit in ((FIT, True), (UNFIT, False)):
+        for platform, tags in table.items():
+            assert [tag for tag in tags.split() if lock.fits(f"a-1-{tag}.whl", "3.12", platform) is not fit] == []
 
 
 def package(name: str, version: str, *wheels: str, sdist: str = "") -> dict[str, Any]:
@@ -158,3 +159,187 @@ def test_the_reference_is_the_documents_stack() -> None:
     """Its eight packages, to the version."""
     found = locks.read(lock.path_of("reference"))
     assert {name: found.entries[name].version for name in PINS["REF"]} == PINS["REF"] and len(PINS["REF"]) == 8
+
+
+# --- the lock format: whatever pip would not hold to a hash is refused --------------------------------------------------
+
+A, B = "a" * 64, "b" * 64
+MADE = PackageLock(
+    "train", "3.12", "x86_64-manylinux_2_28", "2030-01-31",
+    {"kiln": LockedPackage("kiln", "1.0", (A, B)), "oven-x": LockedPackage("oven-x", "2+cpu", (B,))}, ("kiln",),
+)  # fmt: skip
+
+
+def test_read_what_was_written() -> None:
+    """Byte for byte: lock-check tells an edit by hand by it."""
+    assert locks.parse(MADE.text(), "x.lock") == MADE
+    assert locks.parse(MADE.text(), "x.lock").text() == MADE.text()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        (f" \\\n    --hash=sha256:{A} \\\n    --hash=sha256:{B}", "", "has no hash"),
+        (A, A[:-1], "no NAME==VERSION with --hash"),
+        (A, A.upper(), "no NAME==VERSION with --hash"),
+        ("kiln==1.0", "kiln>=1.0", "no NAME==VERSION with --hash"),
+        ("kiln==1.0", "kiln @ https://example.org/kiln.whl", "no NAME==VERSION with --hash"),
+        ("kiln==1.0", "--index-url https://example.org kiln==1.0", "no NAME==VERSION with --hash"),
+        ("oven-x==2+cpu", "Kiln==2", "appears twice"),
+        ("# python: 3.12\n", "", "does not say `python`"),
+        ("# from source: kiln\n", "# from source: spoon\n", "built from source and not in the lock"),
+    ],
+)
+def test_what_pip_would_not_hold_to_a_hash(old: str, new: str, fault: str) -> None:
+    """One line without a hash turns hash checking off for what it names."""
+    assert old in MADE.text()
+    with pytest.raises(UserError) as caught:
+        locks.parse(MADE.text().replace(old, new), "x.lock")
+    assert [problem.message for problem in caught.value.problems if fault in problem.message]
+    assert all(problem.file == "x.lock" for problem in caught.value.problems)
+    with pytest.raises(UserError) as caught:
+        locks.parse("", "x.lock")
+    assert len(caught.value.problems) == 5, "all faults at once"
+
+
+def test_a_layer_adds_and_never_changes() -> None:
+    """Else an extra would move the version that the image was tested with."""
+
+    def layer(name: str, version: str, *sources: str) -> PackageLock:
+        entries = {name: LockedPackage(name, version, (A,))}
+        return PackageLock(f"extra-{name}", "3.12", MADE.platform, MADE.before, entries, sources, "train")
+
+    whole = MADE.with_layer(layer("pan", "1", "pan"))
+    assert set(whole.entries) == {"kiln", "oven-x", "pan"} and whole.from_source == ("kiln", "pan")
+    with pytest.raises(UserError, match=r"kiln is 2\.0 here and 1\.0"):
+        MADE.with_layer(layer("kiln", "2.0"))
+
+
+# --- containers/versions.env and base.env as the builds read them ---------------------------------------------------------
+
+GOOD = """# why
+
+PY_LM_EVAL=1.2
+DEV_RUFF=0.1
+BUILD_PIP=3
+EXTRA_RAY=4
+REF_LM_EVAL=0.9
+DATE_LOCKS=2030-01-31
+DATE_REFERENCE=2029-01-01
+"""
+
+
+def test_each_group_by_itself() -> None:
+    """The reference's versions are other versions of the same packages, and must not mix with the stack's."""
+    found = pins.parse(GOOD)
+    assert found["PY"] == {"lm-eval": "1.2"} and found["REF"] == {"lm-eval": "0.9"}
+    assert found.date_of("train") == "2030-01-31" and found.date_of("reference") == "2029-01-01"
+
+
+@pytest.mark.parametrize(
+    "line", ["PY_TORCH = 1", "PY_TORCH='1'", "export PY_TORCH=1", "PY_TORCH=1 # why", "PY_LM_EVAL=2", "DATE_X=today", "PIN_X=1"]
+)
+def test_a_line_that_make_reads_differently_is_refused(line: str) -> None:
+    """One file, three readers (make, the shell, this): a quote or a blank means another thing to each."""
+    with pytest.raises(UserError) as caught:
+        pins.parse(f"{GOOD}{line}\n")
+    assert len(caught.value.problems) == 1 and caught.value.problems[0].file == "containers/versions.env:10"
+
+
+def test_every_fault_at_once() -> None:
+    """Also the missing day of the locks."""
+    with pytest.raises(UserError) as caught:
+        pins.parse("oops\nPY_A=x\n")
+    assert [problem.file for problem in caught.value.problems] == [
+        "containers/versions.env:1", "containers/versions.env:2", "containers/versions.env",
+    ]  # fmt: skip
+
+
+def test_bases_are_names_with_digests() -> None:
+    """A tag moves; Apptainer takes no tag beside a digest."""
+    bases = pins.read_bases()
+    for key in ("BASE_TRAIN", "BASE_MEGATRON"):
+        name, _, digest = bases[key].partition("@sha256:")
+        assert ":" not in name and len(digest) == 64 and set(digest) <= set("0123456789abcdef")
+
+
+# --- the vulnerability scan against a database on the loopback, one that lies, and none ---------------------------------
+
+ENTRIES = {name: LockedPackage(name, version, ("h",)) for name, version in (("kiln", "1.0"), ("oven", "2.0+cpu"))}
+LOCK = PackageLock("x", "3.12", "any", "", ENTRIES)
+
+
+@contextmanager
+def database(answer: Any) -> Iterator[tuple[str, list[Any]]]:
+    """A server that answers everything with one text (or document), and what it was asked."""
+    requests: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            requests.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            body = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Quiet."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", requests
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_what_is_known_is_told_once() -> None:
+    """With the version that is locked, without torch's mark of a build, which the database does not know."""
+    with database({"results": [{}, {"vulns": [{"id": "PYSEC-1"}, {"id": "GHSA-2"}]}]}) as (address, requests):
+        known = locks.ask([LOCK, LOCK], address)
+    assert known == [Vulnerability("oven", "2.0", "PYSEC-1"), Vulnerability("oven", "2.0", "GHSA-2")]
+    ((path, question),) = requests
+    assert path == "/v1/querybatch"
+    assert question["queries"] == [
+        {"package": {"name": "kiln", "ecosystem": "PyPI"}, "version": "1.0"},
+        {"package": {"name": "oven", "ecosystem": "PyPI"}, "version": "2.0"},
+    ]
+    (problem,) = locks.judge(known, {"GHSA-2": "not used"})
+    assert problem.key == "oven" and "PYSEC-1" in problem.message and "GHSA" not in problem.message
+    assert locks.judge(known, {"GHSA-2": "a", "PYSEC-1": "b"}) == []
+
+
+def test_a_mirror_is_named_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """make lock-check DATABASE=<address>: a machine that reaches a mirror only has it scanned too."""
+    monkeypatch.setattr(commands.lock, "check_all", lambda *_, **__: {"x": LOCK})
+    with database({"results": [{}, {"vulns": [{"id": "PYSEC-1"}]}]}) as (address, requests):
+        assert commands.main(["lock-check", "--database", address]) == 2
+    assert requests and "oven: 2.0: PYSEC-1" in capsys.readouterr().err
+    assert commands.main(["lock-check", "--database", "http://127.0.0.1:9"]) == 0
+    assert "not done: known vulnerabilities" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answer", ["<html>", "[]", {"results": [{}]}, {"results": "none"}, {"error": 1}])
+def test_an_answer_that_is_none_is_no_clean_bill(answer: Any) -> None:
+    """A portal's login page is not `nothing known`."""
+    with database(answer) as (address, _), pytest.raises(NoDatabase):
+        locks.ask([LOCK], address)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "file:///etc/passwd", "nonsense"])
+def test_no_database_is_told(address: str) -> None:
+    """Not done is not the same as clean."""
+    with pytest.raises(NoDatabase):
+        locks.ask([LOCK], address)
+
+
+def test_what_is_lived_with_has_a_reason(tmp_path: Path) -> None:
+    """Else the list becomes a way to be quiet."""
+    listed = tmp_path / "x.txt"
+    listed.write_text("# why\nPYSEC-1 only on Windows\nGHSA-2\nGHSA-3 \n")
+    with pytest.raises(UserError) as caught:
+        locks.accepted(listed)
+    assert [problem.file for problem in caught.value.problems] == [f"{listed}:3", f"{listed}:4"]
+    locks.accepted()

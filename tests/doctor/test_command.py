@@ -128,27 +128,20 @@ slurm: {partition: gpu}
     assert call("--cluster", str(path)) == 0, "a machine that is not one of the cluster's"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--ignore", "gpu-migg"], "there is no rule 'gpu-migg'"),
-        (["--place", "moon"], "'moon' is not a place"),
-        (["--nodes", "2"], "is read only with --submit"),
-        (["--time", "5"], "is read only with --submit"),
-        (["--submit", "--here"], "a job looks at its own nodes"),
-        (["--submit", "--cluster", "local"], "has no Slurm"),
-        (["--dry-run"], "--dry-run needs --submit"),
-        (["--run-dir", "runs/x"], "a recipe is missing"),
-        (["--cluster", "nonsense"], "there is no cluster 'nonsense'"),
-        (["--seconds", "0"], "--seconds"),
-        (["--what"], "--what"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_wrong_usage(words: list[str], message: str) -> None:
+USAGE = {
+    "--ignore gpu-migg": "there is no rule 'gpu-migg'", "--place moon": "'moon' is not a place", "--what": "--what",
+    "--nodes 2": "is read only with --submit", "--time 5": "is read only with --submit", "--seconds 0": "--seconds",
+    "--submit --here": "a job looks at its own nodes", "--submit --cluster local": "has no Slurm",
+    "--dry-run": "--dry-run needs --submit", "--run-dir runs/x": "a recipe is missing",
+    "--cluster nonsense": "there is no cluster 'nonsense'",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", USAGE)
+def test_wrong_usage(words: str) -> None:
     """Words and what to do instead, exit code 2."""
-    done = run("doctor", *words)
-    assert done.code == 2 and message in done.err and done.out == ""
+    done = run("doctor", *words.split())
+    assert done.code == 2 and USAGE[words] in done.err and done.out == ""
 
 
 def test_a_recipe_that_is_refused_is_a_finding(seen: HostFacts, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +156,8 @@ def test_a_recipe_that_is_refused_is_a_finding(seen: HostFacts, capsys: pytest.C
 
 Ended = subprocess.CompletedProcess[str]
 BareRun = Callable[..., Ended]
-PROGRAM = ["clustertune/doctor/__main__.py", *tree.sources("clustertune/check/")]
+STARTS = ("doctor/__main__.py", "doctor/sbatch.py", "nccl_check/judge.py", "nccl_check/log.py")
+"""The programs of a bare login node."""
 
 
 def program(*words: str, python: str = sys.executable, environ: dict[str, str] | None = None) -> Ended:
@@ -187,26 +181,13 @@ def bare_run(capsys: pytest.CaptureFixture[str]) -> BareRun:
     return called
 
 
-def test_it_needs_only_the_standard_library_of_python_3_8() -> None:
+def test_they_need_only_the_standard_library_of_python_3_8() -> None:
     """Login nodes have the system's Python and nothing else: by grammar, imports and names, whatever is installed here."""
-    sources = bare.closure(*PROGRAM)
-    assert {"clustertune/host/collect.py", "clustertune/check/machine_gpu.py", "clustertune/doctor/wire.py"} <= set(sources)
+    sources = bare.closure(*(f"clustertune/{name}" for name in STARTS), *tree.sources("clustertune/check/"))
+    assert {f"clustertune/{name}.py" for name in ("host/collect", "check/log_read", "doctor/wire")} <= set(sources)
     assert bare.faults(sources) == []
-
-
-LATER = [
-    "import yaml",
-    "from torch import x",
-    "match x:\n    case 1:\n        pass",
-    "'a'.removeprefix('b')",
-    "zip(a, strict=True)",
-]
-
-
-@pytest.mark.parametrize("text", LATER)
-def test_what_3_8_cannot_run_is_seen(text: str) -> None:
-    """The check itself."""
-    assert bare.faults({"x.py": text}) != []
+    later = ("import yaml", "from torch import x", "match x:\n    case 1:\n        pass", "zip(a, strict=True)")
+    assert all(bare.faults({"x.py": text}) for text in later), "the check itself"
 
 
 def test_a_real_old_python_runs_it() -> None:
@@ -229,48 +210,41 @@ def facts_file(tmp_path: Path, **patch: Any) -> str:
     return str(path)
 
 
-def test_exit_codes(bare_run: BareRun, tmp_path: Path) -> None:
-    """0: nothing, 1: warnings, 2: failures; ignored ones do not count."""
+def test_exit_codes_and_the_document(bare_run: BareRun, tmp_path: Path) -> None:
+    """0: nothing, 1: warnings, 2: failures; ignored ones do not count. One JSON document with every finding, worst first."""
     assert program("--from", facts_file(tmp_path)).returncode == 0
     warned = bare_run("--from", facts_file(tmp_path, nofile=1024))
     assert warned.returncode == 1 and warned.stdout.startswith("WARN    open-files: gpu01: 1024\n        why: ")
-    failed = bare_run("--from", facts_file(tmp_path, nofile=128, gpus__0__mig=True))
+    path = facts_file(tmp_path, nofile=128, gpus__0__mig=True)
+    failed, ignored = bare_run("--from", path), bare_run("--from", path, "--ignore", "gpu-mig", "--ignore=open-files")
     assert failed.returncode == 2 and failed.stdout.index("gpu-mig") < failed.stdout.index("gpu01 (step): 2 failed")
-    ignored = bare_run(
-        "--from", facts_file(tmp_path, nofile=128, gpus__0__mig=True), "--ignore", "gpu-mig", "--ignore=open-files"
-    )
     assert ignored.returncode == 0 and "ignored: gpu-mig, open-files" in ignored.stdout
-
-
-def test_the_document(bare_run: BareRun, tmp_path: Path) -> None:
-    """One JSON document with every finding, worst first."""
-    done = bare_run("--from", facts_file(tmp_path, nofile=128), "--json")
+    done = bare_run("--from", path, "--json", "--ignore", "gpu-mig")
     document = json.loads(done.stdout)
     assert done.returncode == 2 and done.stderr == ""
     assert (document["place"], document["host"], document["verdict"]) == ("step", "gpu01", "fail")
     assert [item["rule"] for item in document["findings"] if item["status"] == "fail"] == ["open-files"]
     assert set(document["findings"][0]) == {"rule", "status", "where", "found", "fix", "why", "link"}
+    listed = [line.partition(":")[0] for line in bare_run("--list").stdout.splitlines()]
+    assert listed == [rule.id for rule in machine_rules()]
 
 
-def test_the_same_facts_at_another_place(bare_run: BareRun, tmp_path: Path) -> None:
-    """Limits and cores of a step are judged in a step, those of a login node are not a fault."""
+def test_the_same_facts_at_another_place(bare_run: BareRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits and cores of a step are judged in a step, those of a login node are not a fault. --place reaches the collector."""
     path = facts_file(tmp_path, nofile=128, memlock_bytes=65536, affinity=1, affinity_list="0", nvidia_devices=0, gpus=[])
-    assert bare_run("--from", path).returncode == 2
-    assert bare_run("--from", path, "--place", "login").returncode == 0
-    assert bare_run("--from", path, "--place", "container+step").returncode == 2
+    for words, code in (([], 2), (["--place", "login"], 0), (["--place", "container+step"], 2)):
+        assert bare_run("--from", path, *words).returncode == code
+    monkeypatch.setattr(bare_doctor, "collect", lambda place, *_, **__: HostFacts("x", place or "here"))
+    done = bare_run("--place", "login")
+    assert done.returncode == 0 and "x (login)" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--from", "/nonexistent"], ["--from", "/"], ["--from", "pyproject.toml"], ["--ignore", "nonsense"],
-        ["--place", "moon"], ["--seconds", "0"], ["--seconds", "x"], ["--what"], ["recipe"],
-    ],
-)  # fmt: skip
-def test_wrong_usage_of_a_bare_one(bare_run: BareRun, words: list[str]) -> None:
+def test_wrong_usage_of_a_bare_one(bare_run: BareRun) -> None:
     """Words, exit code 2, no traceback."""
-    done = bare_run(*words)
-    assert done.returncode == 2 and done.stderr.strip() and "Traceback" not in done.stderr and done.stdout == ""
+    files = ("--from /nonexistent", "--from /", "--from pyproject.toml")
+    for line in (*files, "--ignore nonsense", "--place moon", "--seconds 0", "--seconds x", "--what", "recipe"):
+        done = bare_run(*line.split())
+        assert done.returncode == 2 and done.stderr.strip() and "Traceback" not in done.stderr and done.stdout == "", line
 
 
 def test_facts_that_are_none(bare_run: BareRun, tmp_path: Path) -> None:
@@ -290,19 +264,6 @@ def test_the_lines_of_srun() -> None:
     done = program("--facts", "--lines", "--name=localhost", environ={"SLURMD_NODENAME": "node7"})
     facts, faults, others = wire.decode(done.stdout.splitlines())
     assert set(facts) == {"node7"} and faults == {} and others == [] and facts["node7"].names["localhost"]
-
-
-def test_the_list_of_rules(bare_run: BareRun) -> None:
-    """Every rule that it may name."""
-    listed = [line.partition(":")[0] for line in bare_run("--list").stdout.splitlines()]
-    assert listed == [rule.id for rule in machine_rules()]
-
-
-def test_place_of_facts_is_kept(bare_run: BareRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--place reaches the collector."""
-    monkeypatch.setattr(bare_doctor, "collect", lambda place, *_, **__: HostFacts("x", place or "here"))
-    done = bare_run("--place", "login")
-    assert done.returncode == 0 and "x (login)" in done.stdout
 
 
 # --- reports, the wire and the page ------------------------------------------------------------------------------------
@@ -387,22 +348,16 @@ def test_facts_come_through_in_short_lines_in_any_order() -> None:
     assert faults == {} and others == ["srun: warning: something"]
 
 
-@pytest.mark.parametrize("damage", ["lost", "cut", "changed", "not facts", "huge"])
-def test_damaged_facts_are_a_fault_of_the_node(damage: str) -> None:
-    """Never an exception, never half of the facts."""
-    lines = wire.encode(from_dict(GOOD))
-    if damage == "lost":
-        lines.pop(1)
-    elif damage == "cut":
-        lines[0] = lines[0][:-7]
-    elif damage == "changed":
-        lines[0] = lines[0].replace(lines[0].split()[3], "00000000")
-    else:
-        text = json.dumps([1]).encode() if damage == "not facts" else b" " * (wire.MAX_BYTES + 10)
+def test_damaged_facts_are_a_fault_of_the_node() -> None:
+    """Never an exception, never half of the facts: lines that are lost, cut or changed, what are no facts, and what is huge."""
+    first, *rest = lines = wire.encode(from_dict(GOOD))
+    damaged = [[first, *rest[1:]], [first[:-7], *rest], [line.replace(first.split()[3], "00000000") for line in lines]]
+    for text in (b"[1]", b" " * (wire.MAX_BYTES + 10)):
         packed = base64.b64encode(zlib.compress(text)).decode()
-        lines = [f"clustertune-facts gpu01 1/1 {zlib.crc32(text):08x} {packed}"]
-    facts, faults, _ = wire.decode(lines)
-    assert facts == {} and set(faults) == {"gpu01"}
+        damaged.append([f"clustertune-facts gpu01 1/1 {zlib.crc32(text):08x} {packed}"])
+    for found in damaged:
+        facts, faults, _ = wire.decode(found)
+        assert facts == {} and set(faults) == {"gpu01"} and found != lines
 
 
 # --- the cluster file --------------------------------------------------------------------------------------------------

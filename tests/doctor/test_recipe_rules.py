@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -20,10 +19,9 @@ import yaml
 
 from clustertune import manifest
 from clustertune.chain import default_run_dir
-from clustertune.check.rule import FAIL, UNKNOWN, WARN, exit_code
+from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, exit_code
 from clustertune.cluster.load import load_cluster
 from clustertune.containers import pins
-from clustertune.containers import pins as containers
 from clustertune.doctor import recipe_context, recipe_findings, recipe_plan, run_folder
 from clustertune.doctor.recipe_context import ModelFolder, has_generation_marks
 from clustertune.doctor.recipe_findings import recipe_rules
@@ -44,7 +42,6 @@ from tests.doctor.recipe_case import (
     checkpoint,
     env,
     full_disk,
-    make,
     weight_file,
     write_checkpoint,
     write_model,
@@ -61,16 +58,16 @@ def override(*words: str) -> Spoil:
     return lambda case: case.overrides.extend(words)
 
 
-def cluster(**changes: Any) -> Spoil:
-    return lambda case: case.cluster.update({key.replace("__", "."): value for key, value in changes.items()})
+def updates(attribute: str, old: str, new: str) -> Callable[..., Spoil]:
+    """Sets keys of a mapping of the case; ``old`` stands for ``new`` in their names."""
+
+    def given(**changes: Any) -> Spoil:
+        return lambda case: getattr(case, attribute).update({key.replace(old, new): value for key, value in changes.items()})
+
+    return given
 
 
-def versions(**changes: str) -> Spoil:
-    return lambda case: case.versions.update({key.replace("_", "-"): value for key, value in changes.items()})
-
-
-def environment(**changes: str) -> Spoil:
-    return lambda case: case.environment.update(changes)
+cluster, versions, environment = updates("cluster", "__", "."), updates("versions", "_", "-"), updates("environment", " ", "")
 
 
 def train(**changes: Any) -> Spoil:
@@ -89,10 +86,6 @@ def section(name: str, **changes: Any) -> Spoil:
 
 def edit(name: str, **changes: Any) -> Spoil:
     return lambda case: case.edit(name, **changes)
-
-
-def counted(**counts: int) -> Spoil:
-    return lambda case: case.recipe["data"]["expect"].update(counts)
 
 
 def both(*parts: Spoil) -> Spoil:
@@ -212,12 +205,6 @@ def huge(case: Case) -> None:
     case.change = lambda resolved: replace(resolved, architecture={**resolved.architecture, "num_hidden_layers": 2400})
 
 
-def huge_by_transformers(case: Case) -> None:
-    """The same, scored in one process."""
-    huge(case)
-    case.recipe.setdefault("eval", {})["backend"] = "hf"
-
-
 def full_dicts(case: Case) -> None:
     """resolve() refuses it; a run.json of another program may have it."""
     config = {**ACCELERATE["fsdp_config"], "fsdp_state_dict_type": "FULL_STATE_DICT"}
@@ -288,14 +275,18 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("host-memory", FAIL, both(fsdp1(), cluster(compute__memory_gb=24))),
     ("load-timeout", WARN, both(fsdp1(), slow_storage(0.012))),
     ("load-timeout", FAIL, both(fsdp1(), slow_storage(0.005))),
-    ("prepare-time", WARN, both(cluster(slurm__max_time="24:00:00"), counted(train=10**12))),
+    (
+        "prepare-time",
+        WARN,
+        both(cluster(slurm__max_time="24:00:00"), override("data.expect.train=1000000000000")),
+    ),
     ("saves-seldom", WARN, both(long_steps(120), section("train", save_steps=80), section("slurm", time="5-00:00:00"))),
     ("saves-often", WARN, both(section("train", save_steps=1), cluster(storage__write_gb_s=0.05))),
     ("warning-lead", WARN, both(long_steps(300), section("train", save_steps=5), section("slurm", time="20-00:00:00"))),
     ("warning-lead", FAIL, override("slurm.time=00:05:00")),
     ("time-limit", WARN, both(override("train.num_train_epochs=30", "slurm.time=02:00:00"))),
     ("much-evaluation", WARN, override("train.eval_steps=1")),
-    ("eval-gpus", WARN, huge_by_transformers),
+    ("eval-gpus", WARN, both(huge, lambda c: c.recipe.setdefault("eval", {}).update(backend="hf"))),
     ("small-micro-batch", WARN, both(long_steps(20), section("train", per_device_train_batch_size=1, save_steps=40))),
     ("model-absent", WARN, hub),
     ("model-absent", FAIL, both(hub, environment(HF_HUB_OFFLINE="1"))),
@@ -413,16 +404,12 @@ def test_a_refused_recipe_is_told_as_findings() -> None:
     assert exit_code([found]) == 2
 
 
-@pytest.mark.parametrize(
-    ("rule", "spoil"),
-    [
-        ("saves-seldom", both(long_steps(120), section("train", save_steps=80), section("slurm", time="5-00:00:00"))),
-        ("saves-often", both(section("train", save_steps=1), cluster(storage__write_gb_s=0.05))),
-        ("load-timeout", both(fsdp1(), slow_storage(0.005))),
-        ("small-micro-batch", both(long_steps(20), section("train", per_device_train_batch_size=1))),
-    ],
-)
-def test_the_remedy_is_one(rule: str, spoil: Spoil, case: Case) -> None:
+REMEDY = ("saves-seldom", "saves-often", "small-micro-batch", "load-timeout")
+REMEDIED = [case for case in CASES if case[0] in REMEDY and case[:2] != ("load-timeout", WARN)]
+
+
+@pytest.mark.parametrize(("rule", "_", "spoil"), REMEDIED)
+def test_the_remedy_is_one(rule: str, _: str, spoil: Spoil, case: Case) -> None:
     """What a finding proposes, laid over the recipe, takes the finding away, and puts no other in its place."""
     spoil(case)
     before = case.findings()
@@ -430,9 +417,7 @@ def test_the_remedy_is_one(rule: str, spoil: Spoil, case: Case) -> None:
     remedy = re.search(r"train\.\w+=\d+", found.fix)
     assert remedy is not None
     case.overrides.append(remedy[0])
-    after = case.rules()
-    assert rule not in after
-    assert after <= {item.rule for item in before}
+    assert case.rules() <= {item.rule for item in before} - {rule}
 
 
 def test_what_is_staged_is_looked_at_where_it_lies(case: Case, tmp_path: Path) -> None:
@@ -592,49 +577,36 @@ def test_the_disk_of_a_laptop_is_not_the_clusters(
 # --- releases with known faults ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ranges", "inside", "outside"),
-    [
-        ("<1.15", "1.14.0 1.15.0.dev0 1.15.0rc1 1.9.0", "1.15 1.15.0"),
-        (">=2.28.3,<2.28.9", "2.28.3", "2.28.9.post1 2.28.2"),
-        (">=0.21.0,<=0.21.2", "0.21.2 0.21", "0.21.3"),
-        ("<2.6", "2.5.1+cu124", "2.6.0+cpu"),
-        (">=4.57.2,<4.57.4", "v4.57.3", "4.57.4"),
-        ("==4.57.2", "4.57.2", "4.57.2.post1"),
-    ],
-)
-def test_versions_are_compared_as_pip_does(ranges: str, inside: str, outside: str) -> None:
+def test_versions_are_compared_as_pip_does() -> None:
     """1.9 is before 1.15, a release candidate before its release, a local part counts for nothing."""
-    assert all(holds(version, ranges) for version in inside.split())
-    assert not any(holds(version, ranges) for version in [*outside.split(), "nonsense", ""])
+    for ranges, inside, outside in (
+        ("<1.15", "1.14.0 1.15.0.dev0 1.15.0rc1 1.9.0", "1.15 1.15.0"), (">=2.28.3,<2.28.9", "2.28.3", "2.28.9.post1 2.28.2"),
+        (">=0.21.0,<=0.21.2", "0.21.2 0.21", "0.21.3"), ("<2.6", "2.5.1+cu124", "2.6.0+cpu"),
+        (">=4.57.2,<4.57.4", "v4.57.3", "4.57.4"), ("==4.57.2", "4.57.2", "4.57.2.post1"),
+    ):  # fmt: skip
+        assert all(holds(version, ranges) for version in inside.split()), ranges
+        assert not any(holds(version, ranges) for version in [*outside.split(), "nonsense", ""]), ranges
 
 
-def test_the_pins_themselves_have_no_known_fault(tmp_path: Path) -> None:
-    """What the project installs must pass its own table, and the pins must be read at all."""
-    pins = containers.read()[containers.PY]
-    assert pins["torch"]
-    assert pins["lm-eval"]
-    assert "pytest" not in pins
-    assert [item.rule for item in make(tmp_path).findings()] == []
+RANGES = {
+    "frozen-base-in-float32": ("accelerate", "1.13.0", "1.6.0 1.12.0"),
+    "empty-adapter": ("peft", "0.20.0 0.21.3", "0.21.0 0.21.2"),
+    "packed-see-each-other": ("transformers", "4.53.1", "4.40.0 4.53.0"),
+    "nccl-2-28": ("nvidia-nccl-cu13", "2.28.2 2.28.9", "2.28.3 2.28.8"),
+    "nccl-hang-2-29-2": ("nvidia-nccl-cu13", "2.29.1 2.29.3", "2.29.2"),
+    "checkpoint-runs-code": ("torch", "2.6.0", "2.0.0 2.5.1"),
+    "punkt-format": ("nltk", "3.8.2", "3.8.0 3.8.1"),
+}
 
 
-@pytest.mark.parametrize(
-    ("rule", "package", "outside", "inside"),
-    [
-        ("frozen-base-in-float32", "accelerate", "1.13.0", "1.6.0 1.12.0"),
-        ("empty-adapter", "peft", "0.20.0 0.21.3", "0.21.0 0.21.2"),
-        ("packed-see-each-other", "transformers", "4.53.1", "4.40.0 4.53.0"),
-        ("nccl-2-28", "nvidia-nccl-cu13", "2.28.2 2.28.9", "2.28.3 2.28.8"),
-        ("nccl-hang-2-29-2", "nvidia-nccl-cu13", "2.29.1 2.29.3", "2.29.2"),
-        ("checkpoint-runs-code", "torch", "2.6.0", "2.0.0 2.5.1"),
-        ("punkt-format", "nltk", "3.8.2", "3.8.0 3.8.1"),
-    ],
-)
-def test_a_range_ends_where_it_ends(rule: str, package: str, outside: str, inside: str, case: Case) -> None:
+def test_a_range_ends_where_it_ends(case: Case) -> None:
     """A fix that is not seen keeps people from upgrading; a fault that is not seen costs them the run."""
-    for version in f"{outside} {inside}".split():
-        case.versions[package] = version
-        assert (rule in case.rules()) is (version in inside.split()), version
+    context = case.context()
+    looks = {one.rule.id: one for one in recipe_findings.recipe_checks(RECIPE)}
+    for rule, (package, outside, inside) in RANGES.items():
+        for version in f"{outside} {inside}".split():
+            found = list(looks[rule](replace(context, versions={**context.versions, package: version})))
+            assert bool(found) is (version in inside.split()), (rule, version)
 
 
 def test_every_range_can_be_read() -> None:
@@ -655,8 +627,8 @@ def test_what_is_in_the_image_is_not_judged_from_outside(case: Case) -> None:
 
 def test_what_a_recipe_may_need_is_looked_for_on_nodes() -> None:
     """A package that no node is asked for would be called missing wherever facts come from a node."""
-    needed = {"bitsandbytes", "torchao", "gptqmodel", "fbgemm-gpu", "deepspeed", "flash-attn", "kernels", "liger-kernel"}
-    assert needed <= set(packages.STACK)
+    wanted = {"bitsandbytes", "torchao", "gptqmodel", "fbgemm-gpu", "deepspeed", "flash-attn", "kernels", "liger-kernel"}
+    assert wanted <= set(packages.STACK)
 
 
 # --- all rules together ------------------------------------------------------------------------------------------------
@@ -677,19 +649,16 @@ def test_the_shipped_recipes(tmp_path: Path) -> None:
 def test_a_login_node_needs_no_torch() -> None:
     """Importing it takes seconds there, and a bare environment does not have it."""
     program = (
-        "import json, sys\n"
+        "import sys\n"
         "from clustertune.cluster.load import load_cluster\n"
         "from clustertune.resolve.resolve import resolve\n"
         "from clustertune.doctor import recipe_context, recipe_findings\n"
         "context = recipe_context.build(resolve('llama405b-oasst2'), load_cluster('rno-rtxpro6000'))\n"
-        "found = recipe_findings.recipe_findings(context)\n"
-        "heavy = sorted({'torch', 'transformers', 'trl', 'peft', 'datasets', 'nltk'} & set(sys.modules))\n"
-        "json.dump([len(found), heavy], sys.stdout)\n"
+        "assert recipe_findings.recipe_findings(context)\n"
+        "print(sorted({'torch', 'transformers', 'trl', 'peft', 'datasets', 'nltk'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True, cwd=REPO)
-    count, heavy = json.loads(done.stdout)
-    assert count > 0
-    assert heavy == []
+    assert done.stdout == "[]\n"
 
 
 def test_a_folder_that_hangs_holds_nobody(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -712,13 +681,9 @@ def test_a_look_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_variables_that_name_the_cache(case: Case) -> None:
     """As huggingface_hub takes them, the first that is set."""
     del case.environment["HF_HOME"]
-    for name, value, where in (
-        ("XDG_CACHE_HOME", "/x", "/x/huggingface/hub"),
-        ("HF_HOME", "/h", "/h/hub"),
-        ("HUGGINGFACE_HUB_CACHE", "/c", "/c"),
-        ("HF_HUB_CACHE", "/d", "/d"),
-    ):
-        case.environment[name] = value
+    wanted = {"XDG_CACHE_HOME": "/x/huggingface/hub", "HF_HOME": "/h/hub", "HUGGINGFACE_HUB_CACHE": "/c", "HF_HUB_CACHE": "/d"}
+    for name, where in wanted.items():
+        case.environment[name] = where[:2]
         assert case.context().hub == Path(where)
 
 
@@ -784,14 +749,18 @@ def test_no_file_of_a_model_or_a_run_can_end_the_doctor(kind: str, case: Case) -
     """A download that was cut, a page or a folder in place of a file, a run after a power loss: the other rules still speak."""
     write_run(case)
     write_checkpoint(case, 40)
-    for path in [*(case.model / name for name in SMALL), *(case.run / name for name in OF_A_RUN)]:
-        before = path.read_bytes() if path.exists() else None
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(GARBAGE[kind])
+    paths = [*(case.model / name for name in SMALL), *(case.run / name for name in OF_A_RUN)]
+    alone = [[path] for path in paths] if kind in ("odd", "null") else []
+    for group in [*alone, paths]:
+        before = {path: path.read_bytes() for path in group if path.exists()}
+        for path in group:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(GARBAGE[kind])
         case.findings()
-        path.unlink()
-        if before is not None:
-            path.write_bytes(before)
+        for path in group:
+            path.unlink()
+        for path, content in before.items():
+            path.write_bytes(content)
 
 
 def test_a_folder_in_place_of_a_file_is_no_trouble(case: Case) -> None:
@@ -850,48 +819,39 @@ def test_other_kinds_of_tokenizers(case: Case) -> None:
         last = name
 
 
-def test_one_file_of_weights_needs_no_index(tmp_path: Path) -> None:
-    """Small models come so."""
-    (tmp_path / "model.safetensors").write_bytes(b"x" * 10)
-    assert ModelFolder(tmp_path).weights == (10, [], None)
-    os.truncate(tmp_path / "model.safetensors", 0)
-    assert ModelFolder(tmp_path).weights == (0, ["model.safetensors"], None)
-
-
-def test_special_tokens_and_templates_in_every_layout(tmp_path: Path) -> None:
-    """Text or object, in the configuration or beside it; a template as a file, as a key, or as one of several."""
+def test_a_model_folder_in_every_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Special tokens as text or object, in the configuration or beside it; a template as a file, a key, or one of several;
+    Unigram lists its tokens, the others map them, added ones stand apart; one file of weights needs no index."""
     write_model(tmp_path)
     folder = ModelFolder(tmp_path)
     assert (folder.special("eos_token"), folder.special("pad_token")) == ("<|eot_id|>", "<|finetune_right_pad_id|>")
-    (tmp_path / "tokenizer_config.json").write_text(
-        '{"chat_template": [{"name": "default", "template": "D"}, {"name": "tool"}]}'
-    )
-    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "</s>"}}')
+    templates = [{"name": "default", "template": "D"}, {"name": "tool"}]
+    added = {"9": {"content": "<y>"}, "z": {}}
+    vocab = {"model": {"vocab": [["<unk>", 0.0], ["a", -1.0]]}, "added_tokens": [{"id": 5, "content": "<x>"}]}
+    for name, body in {
+        "tokenizer_config.json": {"chat_template": templates, "added_tokens_decoder": added},
+        "special_tokens_map.json": {"eos_token": {"content": "</s>"}},
+        "tokenizer.json": vocab,
+    }.items():
+        (tmp_path / name).write_text(json.dumps(body))
     folder = ModelFolder(tmp_path)
     assert (folder.special("eos_token"), folder.special("pad_token"), folder.template) == ("</s>", None, "D")
+    assert folder.vocabulary == {"<unk>": 0, "a": 1, "<x>": 5, "<y>": 9}
     (tmp_path / "chat_template.jinja").write_text("J")
     assert ModelFolder(tmp_path).template == "J"
-
-
-def test_the_vocabulary_of_every_kind_of_tokenizer(tmp_path: Path) -> None:
-    """Unigram lists its tokens, the others map them; added ones stand apart, and in the configuration."""
-    body = {"model": {"vocab": [["<unk>", 0.0], ["a", -1.0]]}, "added_tokens": [{"id": 5, "content": "<x>"}]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(body))
-    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"9": {"content": "<y>"}, "z": {}}}')
-    assert ModelFolder(tmp_path).vocabulary == {"<unk>": 0, "a": 1, "<x>": 5, "<y>": 9}
+    for path in tmp_path.glob("*safetensors*"):
+        path.unlink()
+    for size, weights in ((10, (10, [], None)), (0, (0, ["model.safetensors"], None))):
+        (tmp_path / "model.safetensors").write_bytes(b"x" * size)
+        assert ModelFolder(tmp_path).weights == weights
+    monkeypatch.setattr(recipe_context, "MOST_BYTES", 10)
+    assert ModelFolder(tmp_path).config is None, "somebody's weights named config.json"
 
 
 def test_a_model_with_pictures_is_judged_by_its_text_part(case: Case) -> None:
     """Its vocabulary and layers stand one level deeper."""
     case.edit("config.json", text_config={"vocab_size": 3})
     assert {"tokenizer-mismatch", "model-json"} & case.rules()
-
-
-def test_a_file_too_large_to_be_one_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody's weights named config.json."""
-    monkeypatch.setattr(recipe_context, "MOST_BYTES", 10)
-    (tmp_path / "config.json").write_text('{"vocab_size": 3}')
-    assert ModelFolder(tmp_path).config is None
 
 
 def test_generation_marks_are_told_from_words_alike() -> None:

@@ -19,9 +19,8 @@ from clustertune.check.rule import SCRIPT, checks
 from clustertune.check.script_batch import read_header
 from clustertune.cli import doctor
 from clustertune.cli.app import run_command
-from clustertune.doctor.sbatch import lint
-from tests import tree
-from tests.doctor import bare
+from clustertune.doctor.sbatch import lint, main
+from tests.tree import REPO
 
 GOOD = """#!/usr/bin/env bash
 #SBATCH --job-name=tune
@@ -105,7 +104,6 @@ def test_a_key_is_never_repeated(checkout: Path) -> None:
 
 # --- the lint as a whole -----------------------------------------------------------------------------------------------
 
-REPO = Path(__file__).resolve().parents[2]
 GOOD_SCRIPTS = re.findall(
     r"^=== (\w+)\n(.*?)(?=^=== |\Z)", Path(__file__).with_name("good.txt").read_text(), re.MULTILINE | re.DOTALL
 )
@@ -132,7 +130,7 @@ srun_ bash_-c_ $( ` ${ } ) $(( )) " ' \\ | & || [[_ _]] case_x_in esac { f()_{ A
 PIECES = ["\0", "\r\n", "\r", "\ufeff", "\u2028", *(piece.replace("_", " ").replace("@", "\n") for piece in PIECES)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.one_of(st.text(max_size=300), st.lists(st.sampled_from(PIECES), max_size=40).map("".join)))
 def test_any_text_is_taken(text: str) -> None:
     """Half a script, another language or a binary: findings or none, in lines that exist, and no exception."""
@@ -145,53 +143,46 @@ def test_any_text_is_taken(text: str) -> None:
 )
 def test_a_large_script_takes_no_time(unit: str) -> None:
     """Deeply nested or self-referring text must neither end in a RecursionError nor in hours."""
-    lint((unit * 20_000)[:40_000], "x.sbatch")
+    lint((unit * 10_000)[:20_000], "x.sbatch")
 
 
 def test_case_scripts_cut_anywhere_are_taken() -> None:
     """An editor that was killed leaves half a file."""
     for _, bad, _ in CASES:
-        for end in range(0, len(bad), 19):
+        for end in range(0, len(bad), 41):
             lint(bad[:end], "x.sbatch")
 
 
 # --- a bare Python -----------------------------------------------------------------------------------------------------
 
 
-def test_the_lint_needs_only_the_standard_library_of_python_3_8() -> None:
-    """Login nodes have the system's Python and nothing else: by grammar, imports and names, whatever is installed here."""
-    sources = bare.closure("clustertune/doctor/sbatch.py", *tree.sources("clustertune/check/"))
-    assert len(sources) > 8
-    assert bare.faults(sources) == []
+BAD, FINE = ("#!/bin/bash\n#SBATCH --time=1\n" + line for line in ("export MASTER_PORT=29500\n", "true\n"))
 
 
-def test_it_runs_without_any_package(tmp_path: Path) -> None:
+def test_it_runs_without_any_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit codes and output of the module itself, with site-packages switched off."""
     bad, good = tmp_path / "bad.sbatch", tmp_path / "good.sbatch"
-    bad.write_text("#!/bin/bash\n#SBATCH --time=1\nexport MASTER_PORT=29500\n")
-    good.write_text("#!/bin/bash\n#SBATCH --time=1\ntrue\n")
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-S", "-E", "-m", "clustertune.doctor.sbatch", *arguments]
-        return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
-
-    found = run(str(bad), str(good))
-    assert found.returncode == 1
-    assert found.stdout.startswith(f"{bad}:3: fixed-port: the port is always 29500 -> ")
-    assert run(str(good)).returncode == 0
-    assert json.loads(run("--json", str(bad)).stdout)["files"][0]["findings"][0]["line"] == 3
-    for wrong in ([], [str(tmp_path / "absent")], [str(tmp_path)], ["--what"]):
-        ended = run(*wrong)
-        assert ended.returncode == 2 and "Traceback" not in ended.stderr and ended.stderr.strip()
+    bad.write_text(BAD)
+    good.write_text(FINE)
+    command = [sys.executable, "-S", "-E", "-m", "clustertune.doctor.sbatch", str(bad), str(good)]
+    found = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    assert found.returncode == 1 and found.stdout.startswith(f"{bad}:3: fixed-port: the port is always 29500 -> ")
+    assert main([str(good)]) == 0 and main(["--json", str(bad)]) == 1
+    assert json.loads(capsys.readouterr().out)["files"][0]["findings"][0]["line"] == 3
+    for wrong in (tmp_path / "absent", tmp_path):
+        assert main([str(wrong)]) == 2 and capsys.readouterr().err.strip()
+    for words in ([], ["--what"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
 
 
-def test_what_a_script_says_cannot_steer_the_terminal(tmp_path: Path) -> None:
+def test_what_a_script_says_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its words stand in the findings."""
     script = tmp_path / "a.sbatch"
     script.write_bytes(b"#!/bin/bash\n#SBATCH --time=1 \x1b[2J\xc2\x9b31m\xff\n#SBATCH --nodes=$\x1b]0;x\x07N\n")
-    command = [sys.executable, "-m", "clustertune.doctor.sbatch", str(script)]
-    shown = subprocess.run(command, cwd=REPO, capture_output=True, check=False).stdout
-    assert shown and not set(shown.decode()) & set("\x1b\x07\x9b")
+    main([str(script)])
+    shown = capsys.readouterr().out
+    assert shown and not set(shown) & set("\x1b\x07\x9b")
 
 
 # --- sbatch itself -----------------------------------------------------------------------------------------------------
@@ -240,8 +231,8 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """``clustertune doctor sbatch``: findings on stdout, one JSON document with --json, every unreadable file at once."""
     bad, good = tmp_path / "bad.sbatch", tmp_path / "good.sbatch"
-    bad.write_text("#!/bin/bash\n#SBATCH --time=1\nexport MASTER_PORT=29500\n")
-    good.write_text("#!/bin/bash\n#SBATCH --time=1\ntrue\n")
+    bad.write_text(BAD)
+    good.write_text(FINE)
     assert call(monkeypatch, str(good)) == 0
     assert capfd.readouterr().out == ""
     assert call(monkeypatch, str(bad), str(good)) == 1

@@ -7,6 +7,7 @@ and a time before warnings; 2.29 ends channels of RDMA with ``/Shared`` and tell
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -64,6 +65,7 @@ def lines(job: Job) -> Iterator[tuple[int, str]]:
                 yield rank, f"{host}:{4000 + local}:{4100 + local} [{local}] NCCL INFO {steps[rank][turn]}"
 
 
+@functools.cache
 def text(job: Job, prefix: str = "plain") -> str:
     """The log of all ranks in one file."""
     return "".join(f"{PREFIXES[prefix](rank, line)}\n" for rank, line in lines(job))

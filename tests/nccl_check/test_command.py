@@ -63,18 +63,15 @@ def test_links_that_were_not_measured_are_unknown(tmp_path: Path, monkeypatch: p
     [
         ("gloo", "no GPU here: gloo between CPU ranks", "rno-it-gpu0007-1", "rno-rtxpro6000", "NCCL was not touched"),
         ("gloo", "one GPU has no peer: gloo between CPU ranks", "laptop", "local", "NCCL was not touched"),
-        ("gloo", "asked for", "laptop", "local", ""),
-        ("gloo", "asked for", "rno-it-gpu0007-1", "rno-rtxpro6000", ""),
+        ("gloo", "asked for", "laptop", "local", ""), ("gloo", "asked for", "rno-it-gpu0007-1", "rno-rtxpro6000", ""),
         ("gloo", "asked for", "laptop", "rno-rtxpro6000", "laptop: no compute node"),
         ("nccl", "8 GPUs", "laptop", "rno-rtxpro6000", "laptop: no compute node"),
-        ("nccl", "8 GPUs", "laptop", "local", ""),
-        ("nccl", "8 GPUs", "rno-it-gpu0007-1.site.org", "rno-rtxpro6000", ""),
+        ("nccl", "8 GPUs", "laptop", "local", ""), ("nccl", "8 GPUs", "rno-it-gpu0007-1.site.org", "rno-rtxpro6000", ""),
     ],
-)
+)  # fmt: skip
 def test_what_a_verdict_is_about(backend: str, why: str, host: str, cluster: str, expected: str) -> None:
     """Its own links, those of the cluster that was named, over the library that trains."""
-    found = {"backend": backend, "backend_why": why, "hosts": [host]}
-    reason = not_judged(found, load_cluster(cluster))
+    reason = not_judged({"backend": backend, "backend_why": why, "hosts": [host]}, load_cluster(cluster))
     assert expected in reason and bool(expected) == bool(reason)
 
 
@@ -145,23 +142,16 @@ def test_the_margin_is_told() -> None:
     assert f"20 s of measuring, over after {20 + MARGIN_SECONDS:g} s at the latest" in done.output
 
 
-def test_recorded_logs_are_judged_alone(tmp_path: Path) -> None:
+def test_recorded_logs_are_judged_alone() -> None:
     """Nothing is measured; the exit code is the verdict's."""
-    log = tmp_path / "rank0.log"
-    log.write_text(
-        "n1:100:200 [0] NCCL INFO NET/IB : No device found.\n"
-        "n1:100:200 [0] NCCL INFO NET/Socket : Using [0]docker0:172.17.0.1<0>\n"
-        "n1:100:200 [0] NCCL INFO Using network Socket\n"
-        "n1:100:200 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/Socket/0\n"
-        "n1:100:200 [0] NCCL WARN socketPollConnect: connect returned Connection refused\n"
-        "n1:100:200 [0] NCCL INFO NCCL version 2.28.9+cuda13.0\n"
+    log = Path(__file__).with_name("logs") / "silent-sockets-2.27-slurm.txt"
+    done, shown = run("nccl-check", "--logs", log, "--json"), run("nccl-check", "--logs", log)
+    assert (done.code, done.json["verdict"]["status"], done.json["verdict"]["findings"][0]["rule"]) == (
+        2,
+        "fail",
+        "socket-fallback",
     )
-    done = run("nccl-check", "--logs", log, "--json")
-    assert done.json["verdict"]["status"] in ("warn", "fail")
-    assert done.code == {"warn": 1, "fail": 2}[done.json["verdict"]["status"]]
-    shown = run("nccl-check", "--logs", log)
-    assert (shown.code, shown.out) == (done.code, "")
-    assert "Connection refused" in shown.err
+    assert (shown.code, shown.out) == (2, "") and "socket-fallback" in shown.err
 
 
 @pytest.mark.parametrize(
@@ -181,18 +171,13 @@ def test_the_backend_is_chosen_and_said(gpus: int, nodes: int, changes: dict[str
     assert program._backend(command_line(**changes), gpus, nodes) == found
 
 
-@pytest.mark.parametrize(("text", "size"), [("1K", 1024), ("64M", 64 << 20), ("1GiB", 1 << 30), ("1g", 1 << 30), ("7", 7)])
-def test_sizes(text: str, size: int) -> None:
-    """Powers of two, as nccl-tests takes them."""
-    assert parse_size(text) == size
-    assert parse_size(show_size(size).replace(" ", "")) == size
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "1.5M", "K", "1KK", "99999999999999999999"])
-def test_no_sizes(text: str) -> None:
-    """Each is refused, not guessed."""
-    with pytest.raises(ValueError, match="is not a size"):
-        parse_size(text)
+def test_sizes() -> None:
+    """Powers of two, as nccl-tests takes them; what is none is refused, not guessed."""
+    for text, size in (("1K", 1024), ("64M", 64 << 20), ("1GiB", 1 << 30), ("1g", 1 << 30), ("7", 7)):
+        assert parse_size(text) == parse_size(show_size(size).replace(" ", "")) == size
+    for text in ("", "0", "-1", "1.5M", "K", "1KK", "99999999999999999999"):
+        with pytest.raises(ValueError, match="is not a size"):
+            parse_size(text)
 
 
 def test_an_unwritable_folder_is_told(tmp_path: Path) -> None:

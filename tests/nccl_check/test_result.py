@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
+from clustertune.cluster.hardware import read_hardware
 from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
 from clustertune.nccl_check import check
 from clustertune.nccl_check import result as table
+from clustertune.plan.machine import machine as planned_machine
 from clustertune.plan.measured import find_measured, read_measured
 from clustertune.report import page
+from tests.command import REPO
 
 
 def entry(scope: str, collective: str = "all_gather", size: int = 1 << 30, busbw: float = 40.0, **more: Any) -> dict[str, Any]:
@@ -98,28 +101,14 @@ def test_a_cluster_that_was_found_has_no_place(tmp_path: Path) -> None:
     assert "no file" in check.not_kept(document(), machine)
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("per_pair", 0, "nodes"), ["n1"]),
-        (("per_pair", 0, "busbw_gb_s"), -1),
-        (("results", 0, "collective"), "all_to_all"),
-        (("results", 0, "spread"), "5 %"),
-        (("unheard_of",), 1),
-    ],
-)
-def test_the_file_is_read_strictly(tmp_path: Path, path: tuple[Any, ...], value: Any) -> None:
+def test_the_file_is_read_strictly(tmp_path: Path) -> None:
     """Also in what a plan does not need: a wrong file is another program's."""
-    changed = json.loads(json.dumps(document()))
-    inner = changed
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
-    file = tmp_path / "x.json"
-    file.write_text(json.dumps(changed))
-    with pytest.raises(UserError) as error:
-        read_measured(file)
-    assert str(path[0]) in str(error.value)
+    pair, row, file = document()["per_pair"][0], document()["results"][0], tmp_path / "x.json"
+    wrong = [{"per_pair": [{**pair, "nodes": ["n1"]}]}, {"per_pair": [{**pair, "busbw_gb_s": -1}]}, {"unheard_of": 1}]
+    for changes in [*wrong, {"results": [{**row, "collective": "all_to_all"}]}, {"results": [{**row, "spread": "5 %"}]}]:
+        file.write_text(json.dumps(document(**changes)))
+        with pytest.raises(UserError, match=next(iter(changes))):
+            read_measured(file)
 
 
 # --- for people --------------------------------------------------------------------------------------------------------
@@ -154,8 +143,6 @@ def test_the_report_draws_it(tmp_path: Path) -> None:
         sizes = [entry("world", name, 1 << n, 40.0 * n / 30) for name in ("all_gather", "p2p") for n in range(10, 31, 4)]
         verdict = {"status": "warn", "headline": headline, "findings": []}
         (folder / "result.json").write_text(json.dumps(document(results=sizes, verdict=verdict)))
-        import os
-
         os.utime(folder / "result.json", (int(name[-1]) + 1, int(name[-1]) + 1))
     found = page.section(tmp_path, None)
     assert found is not None
@@ -173,16 +160,66 @@ def test_the_report_takes_the_clusters(tmp_path: Path) -> None:
     found = page.section(tmp_path / "run", dumped)
     assert found is not None
     assert "NET/IB" in found["subtitle"]
-    (tmp_path / "mine.nccl-check.json").write_text("{")
-    assert page.section(tmp_path / "run", dumped) is None
+    for text in ("{", "", "[]", "{}", f'{{"schema": "{table.SCHEMA}"}}', f'{{"schema": "{table.SCHEMA}", "results": 3}}'):
+        (tmp_path / "mine.nccl-check.json").write_text(text)
+        assert page.section(tmp_path / "run", dumped) is None
+
+
+# --- what a cluster's links should carry: the planner's figures, and nothing where the cluster file says nothing ------------
+
+REFERENCE = "rno-rtxpro6000"
+
+
+def changed(section: str, **values: object) -> Cluster:
+    """The reference cluster with other facts."""
+    cluster = load_cluster(REFERENCE)
+    return cluster.model_copy(update={section: getattr(cluster, section).model_copy(update=values)})
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"schema": "clustertune.nccl-check/1"}', '{"schema": "clustertune.nccl-check/1", "results": 3}']
-)
-def test_the_report_comes_without_a_broken_one(tmp_path: Path, text: str) -> None:
-    """A run that failed is the one that a person wants to look at."""
-    folder = tmp_path / "nccl-check" / "1-0"
-    folder.mkdir(parents=True)
-    (folder / "result.json").write_text(text)
-    assert page.section(tmp_path, {"source": 3}) is None
+    ("section", "values"),
+    [
+        ("network", {}), ("network", {"kind": "infiniband", "gbit": 400.0, "ports": 8}), ("network", {"gbit": 1.0}),
+        ("network", {"kind": "roce", "gbit": 100.0, "ports": 2}), ("compute", {"interconnect": "pcie4"}),
+        ("compute", {"interconnect": "nvlink4", "gpu": "h100-sxm"}),
+    ],
+)  # fmt: skip
+def test_it_is_what_the_planner_computes_with(section: str, values: dict[str, object]) -> None:
+    """One home for each figure: a plan and a verdict that differ are both doubted."""
+    cluster = changed(section, **values)
+    found, planned = check.expected(cluster), planned_machine(cluster)
+    for level, link in (("intra", planned.intra), ("inter", planned.inter)):
+        assert found[level]["expected_gb_s"] == pytest.approx(link.bytes_per_s / 1e9)
+        assert found[level]["nominal_gb_s"] == pytest.approx(link.nominal_bytes_per_s / 1e9)
+        assert found[level]["sources"] and all("ops/hardware.yaml" in source for source in found[level]["sources"])
+
+
+def test_what_was_measured_is_not_what_should_be() -> None:
+    """A cluster file may hold the figure of the fault that the check looks for."""
+    slow = changed("network", measured_gb_s=0.1)
+    assert check.expected(slow)["inter"] == check.expected(load_cluster(REFERENCE))["inter"]
+
+
+def test_what_nobody_said_is_left_out() -> None:
+    """No nominal speed, no verdict on speed."""
+    assert "inter" not in check.expected(changed("network", gbit=None))
+    assert "inter" not in check.expected(changed("network", kind="unknown"))
+    assert "intra" not in check.expected(changed("compute", interconnect=None))
+    assert "intra" not in check.expected(changed("compute", gpus=1))
+    alone = load_cluster(REFERENCE)
+    assert "inter" not in check.expected(alone.model_copy(update={"nodes": alone.nodes[:2]}))
+
+
+def test_the_rules_are_told_what_the_file_says() -> None:
+    """Kind, interface and adapters of the cluster file are what several rules compare with."""
+    found = check.expected(changed("network", hca=("mlx5_0:1",)))
+    assert found["network"]["kind"] == "ethernet" and found["network"]["interface"] == "bond0"
+    assert found["network"]["hca"] == ["mlx5_0:1"] and found["network"]["subnet"] == "10.21.133.0/24"
+    assert found["compute"] == {"gpus": 8, "gpu": "rtx-pro-6000-blackwell-server", "interconnect": "pcie5", "nvlink_domain": 0}
+    assert read_hardware().links["pcie5"].hint == found["intra"]["hint"]
+
+
+def test_reading_takes_the_clusters_of_the_repository() -> None:
+    """Every cluster file that is shipped has something to expect."""
+    for path in (REPO / "ops" / "clusters").glob("*.yaml"):
+        assert {"intra", "inter"} <= set(check.expected(load_cluster(path.stem)))

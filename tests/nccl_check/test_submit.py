@@ -1,67 +1,66 @@
-"""The check as a Slurm job: its script, and the job itself on a real Slurm."""
+"""The check as a Slurm job, its script and itself on a real Slurm; and the short check before a training job."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from clustertune.check.rule import EXIT
+from clustertune.check.rule import EXIT, FAIL, PASS, UNKNOWN, WARN, Rule, finding
 from clustertune.cli import nccl_check
-from clustertune.errors import UserError
-from clustertune.nccl_check import check
+from clustertune.doctor.sbatch import lint
+from clustertune.errors import ExitCode, UserError
+from clustertune.launch.allocation import Allocation
+from clustertune.nccl_check import check, result
+from clustertune.nccl_check.setup import CheckOptions
 from clustertune.testbed.cluster import ThrowawayCluster
-from tests.command import REPO, run
+from tests.command import REPO, events, run
 from tests.launch.machines import CLUSTER_FILES, machine
 from tests.nccl_check.command_line import command_line, job
+from tests.nccl_check.documents import Files, setup
 from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures
+from tests.slurm_job import Job
 
 
-@pytest.mark.parametrize("name", CLUSTER_FILES)
-def test_the_command_prints_what_it_would_submit(name: str) -> None:
-    """Without Slurm, and without leaving anything behind."""
+def test_the_command_prints_what_it_would_submit() -> None:
+    """Without Slurm, and without leaving anything behind; what it is on each cluster stands in the goldens."""
     before = set((REPO / "runs").glob("nccl-check/*"))
-    done = run("nccl-check", "--submit", "--cluster", name, "--nodes", "2", "--dry-run", "--json")
-    assert done.code == 0
-    assert "#SBATCH --nodes=2\n" in done.json["script"]
-    assert done.json["command"][0] == "sbatch"
+    done = run("nccl-check", "--submit", "--cluster", CLUSTER_FILES[0], "--nodes", "2", "--dry-run", "--json")
+    assert done.code == 0 and "#SBATCH --nodes=2\n" in done.json["script"] and done.json["command"][0] == "sbatch"
     assert set((REPO / "runs").glob("nccl-check/*")) == before
 
 
-def test_the_scripts_have_no_known_mistake(tmp_path: Path) -> None:
+def test_the_scripts_have_no_known_mistake() -> None:
     """By the project's own lint of batch scripts."""
-    for number, text in enumerate((job(CLUSTER_FILES[0]).script, check.SCRIPT.read_text())):
-        path = tmp_path / f"{number}.sbatch"
-        path.write_text(text)
-        done = run("doctor", "sbatch", str(path))
-        assert done.code == 0, done.out
+    for text in (job(CLUSTER_FILES[0]).script, check.SCRIPT.read_text()):
+        assert lint(text, "job.sbatch", REPO) == []
 
 
 @pytest.mark.parametrize(
-    ("nodes", "time", "seconds", "word"),
+    ("nodes", "time", "seconds", "words"),
     [
         (9, None, 300, "9 nodes"),
         (None, "3", 300, "too short"),
-        (None, "soon", 300, "not a time limit"),
+        (None, "soon", 300, "not a time"),
         (None, None, 90_000, "at most"),
     ],
 )
-def test_what_cannot_be_submitted(nodes: int | None, time: str | None, seconds: float, word: str) -> None:
-    """Before the queue, each with its option."""
+def test_what_cannot_be_submitted(nodes: int | None, time: str | None, seconds: float, words: str) -> None:
+    """Before the queue, each with its option; a cluster without Slurm can still be measured here."""
     cluster = machine(slurm={"partition": "gpu", "gres": None, "max_time": "12:00:00"})
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=words) as error:
         check.job_shape(cluster, nodes, time, seconds)
-    assert word in str(error.value)
     assert "--" in str(error.value)
-
-
-def test_a_cluster_without_slurm_is_told_so() -> None:
-    """It can still be measured here."""
     with pytest.raises(UserError, match="no Slurm"):
-        check.job_shape(machine(slurm=None), None, None, 60)
+        check.job_shape(machine(slurm=None), nodes, time, seconds)
 
 
 def test_the_job_gets_what_was_given() -> None:
@@ -118,3 +117,171 @@ def test_the_script_says_where_to_call_it(tmp_path: Path) -> None:
     done = subprocess.run(["bash", str(check.SCRIPT)], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "is not a checkout of clustertune" in done.stderr
+
+
+# --- the short check before a job: within its time, told, and never the reason why a job dies that would have trained ---
+
+RULE = Rule("a-rule", "something", "it hurts", "https://example.org")
+FAILED = finding(RULE, FAIL, "eth0 is down", "plug it in", where="n2")
+
+
+def verdict(status: str) -> check.LinkVerdict:
+    return check.LinkVerdict(status, "the headline", Path("x/result.json"), 3.0, (FAILED,) if status == FAIL else ())
+
+
+def options(seconds: float, **changes: Any) -> CheckOptions:
+    return check.options_for(seconds, "gloo", "a test", 2, 2, 1, **changes)
+
+
+def test_only_a_failure_stops_and_only_where_it_is_to() -> None:
+    """Exit 93 is what no launcher starts again."""
+    for status in (PASS, WARN, UNKNOWN, FAIL):
+        check.decide(verdict(status), "warn")
+    for status in (PASS, WARN, UNKNOWN):
+        check.decide(verdict(status), "stop")
+    with pytest.raises(UserError) as error:
+        check.decide(verdict(FAIL), "stop")
+    assert error.value.code is ExitCode.STOP
+    assert "n2: eth0 is down" in str(error.value) and "plug it in" in str(error.value)
+
+
+def test_the_event_names_the_faults() -> None:
+    """``metrics.jsonl`` is the truth of a run, and one line."""
+    event = verdict(FAIL).event()
+    assert event == {
+        "status": "fail", "headline": "the headline", "seconds": 3.0, "file": "x/result.json", "faults": ["a-rule n2"],
+    }  # fmt: skip
+
+
+def test_it_measures_and_judges_within_its_time(tmp_path: Path) -> None:
+    """On one machine by the code that srun starts on nodes, in a folder of its own where one start was made before by hand."""
+    (tmp_path / "1-0").mkdir()
+    target = check.local_target(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
+    began = time.monotonic()
+    short = replace(options(60.0), largest=check.MIB, collectives=("all_gather",), iterations=3)
+    found = check.before_job(target, short, tmp_path / "1-0", lambda _text: None)
+    assert time.monotonic() - began < 60 + 20
+    assert found.status == UNKNOWN and "NCCL was not touched" in found.headline, found
+    assert found.file == tmp_path / "1-0-2" / "result.json"
+
+
+@pytest.fixture
+def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], check.LinkVerdict]:
+    """The check before a job of two nodes, whose ``srun`` is a line of shell."""
+
+    def called(answer: str) -> check.LinkVerdict:
+        (tmp_path / "srun").write_text(f"#!/bin/sh\n{answer}\n")
+        (tmp_path / "srun").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        target = check.job_target(Allocation("7", 0, ("n1", "n2"), 0, 2, 1, None), machine(gpus=0), os.environ)
+        return check.before_job(target, options(10.0), tmp_path / "run", lambda _text: None)
+
+    return called
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["echo 'srun: error: no such partition' >&2; exit 1", "kill -9 $$", pytest.param("exec sleep 600", marks=pytest.mark.jobs)],
+)
+def test_an_srun_that_breaks_is_bounded(before: Callable[[str], check.LinkVerdict], answer: str) -> None:
+    """srun that fails, hangs or dies: over within the limit, told, and nothing that stops a job: no link was looked at."""
+    began = time.monotonic()
+    found = before(answer)
+    assert time.monotonic() - began < 10 + 12
+    assert found.status == UNKNOWN and "could not be measured: no rank began on n1, n2" in found.headline, found
+    assert found.file is not None
+    document = json.loads(found.file.read_text())
+    assert document["hung"] == [] == document["results"]
+    messages = " ".join(entry["message"] for entry in document["problems"])
+    assert ("no such partition" in messages) is ("partition" in answer)
+    check.decide(found, "stop")
+
+
+def test_what_the_nodes_lack_stops_a_job_whatever_else_broke(
+    before: Callable[[str], check.LinkVerdict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault that was seen is a fault, also where the ranks then did not start."""
+    monkeypatch.setattr(check.judging, "judge_log", lambda *_: [FAILED])
+    found = before("exit 1")
+    assert found.status == FAIL
+    with pytest.raises(UserError):
+        check.decide(found, "stop")
+
+
+def test_a_check_that_breaks_itself_is_unknown(tmp_path: Path) -> None:
+    """A file where its folder must be, or a fault in a rule: told, not raised, and no reason to stop."""
+    (tmp_path / "file").write_text("")
+    target = check.local_target(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
+    found = check.before_job(target, options(10.0), tmp_path / "file" / "x", lambda _text: None)
+    assert found.status == UNKNOWN
+    assert "could not be made" in found.headline
+    check.decide(found, "stop")
+
+
+@pytest.mark.parametrize(
+    ("started", "early", "start_seconds", "word"),
+    [
+        ((0, 1), (0, 1), 30.0, ""),
+        ((0, 1), (0,), 30.0, ""),
+        ((0,), (0,), 30.0, "no rank began on n2"),
+        ((), (), 30.0, "no rank began on n1, n2"),
+        ((0, 1), (), 30.0, "were over before"),
+        ((0, 1), (0, 1), 5.0, "too short"),
+    ],
+)
+def test_only_ranks_that_all_waited_show_that_a_link_is_dead(
+    tmp_path: Path, started: tuple[int, ...], early: tuple[int, ...], start_seconds: float, word: str
+) -> None:
+    """Of a rank that never began, or began when the others had given up, nothing follows for the network."""
+    wanted = setup(2, start_seconds=start_seconds)
+    files = Files(tmp_path, wanted, bare=True)
+    for rank in started:
+        files.say(rank, "start", rank=rank, pid=1)
+    for rank in early:
+        files.say(rank, "hung", step=0, seconds=start_seconds)
+    found = result.read_round(tmp_path, wanted).inconclusive
+    assert found.count(word) == 1 if word else found == "", found
+    if not word:
+        return
+    files.node(1, [], problems=["there is no interface eth0"])
+    assert result.read_round(tmp_path, wanted).inconclusive == "", "the node says what is wrong with it"
+
+
+@pytest.mark.parametrize("seconds", [10, 30, 120, 3600])
+def test_the_parts_of_its_time_fit(seconds: int) -> None:
+    """Measuring, and one thing that hangs, end before the launcher ends everything."""
+    wanted = options(float(seconds))
+    setup = check.make_setup(check.local_target(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2)), wanted)
+    assert wanted.most_seconds == seconds
+    assert setup.limit <= setup.most_seconds < seconds, "what does not answer has to be ended, too"
+    assert setup.start_seconds + setup.case_seconds <= setup.most_seconds
+
+
+# --- in a job ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.jobs
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("on_fail", ["stop", "warn"])
+def test_a_job_on_a_failed_check(slurm: ThrowawayCluster, tmp_path: Path, on_fail: str) -> None:  # noqa: F811
+    """A link at a hundredth of what the file says: under ``stop`` exit 93 before any rank trains, and it is not started again;
+    under ``warn`` it is told and then trained, and the report shows it."""
+    file = cluster_file(tmp_path, f"nccl_check: {{seconds: 60, on_fail: {on_fail}}}\n")
+    file.write_text(file.read_text().replace("gbit: 1}", "gbit: 10}"))
+    words = ["recipes/tiny-oasst2", "--tiny", "--to", "train", "--cluster", str(file)]
+    made = Job(slurm, tmp_path / "r", words=[*words, "train.max_steps=2", "train.eval_on_start=false", "train.max_length=64"])
+    made.options = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2", "--mem=8G", "--time=01:00:00"]
+    slurm.limit("100mbit")
+    try:
+        found = made.submit().end()
+    finally:
+        slurm.limit(None)
+    (event,) = events(made.run, "nccl")
+    assert event["status"] == "fail" and any(fault.startswith("inter-speed") for fault in event["faults"])
+    assert Path(event["file"]).is_file()
+    if on_fail == "stop":
+        assert (found["ExitCode"], found["Restarts"], made.steps()) == ("93:0", "0", []), made.text
+        return
+    assert (found["ExitCode"], made.steps()) == ("0:0", [1, 2]) and "nccl-check, " in made.text, made.text
+    slurm.run([sys.executable, "-m", "clustertune", "report", str(made.run)])
+    assert "Links between ranks" in (made.run / "report.html").read_text()

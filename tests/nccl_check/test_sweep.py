@@ -1,0 +1,393 @@
+"""What is measured in which order, and what has no time, by a clock that only moves when something is measured; real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from clustertune.nccl_check import rank as measure
+from clustertune.nccl_check import result as gather
+from clustertune.nccl_check import setup as schedule
+from clustertune.nccl_check.node import NodeCheck, probe_pairs
+from clustertune.nccl_check.result import COLLECTIVES, bus_factor
+from clustertune.nccl_check.setup import CaseSchedule, CollectiveCase, Setup, members, shapes, tournament
+from tests.command import REPO
+from tests.nccl_check.documents import setup
+
+MIB = 1 << 20
+
+
+def play(
+    wanted: Setup, gb_s: Callable[[CollectiveCase], float], *, seconds: float = 60.0, latency: float = 1e-4, room: int = 1 << 40
+) -> tuple[list[CollectiveCase], list[tuple[str, str, int, str]], float]:
+    """The cases of a round on links of a rate; what was left out; and the time that it took."""
+    now = [0.0]
+    left_out: list[tuple[str, str, int, str]] = []
+    report = lambda **entry: left_out.append(tuple(entry.values()))  # noqa: E731
+    cases, run = [], CaseSchedule(wanted, lambda: now[0], seconds, room, report).run()
+    try:
+        case = next(run)
+        while True:
+            cases.append(case)
+            each = latency + case.bytes / gb_s(case) / 1e9
+            now[0] += each * (case.iterations + case.warmup + 1)
+            case = run.send(each)
+    except StopIteration:
+        return cases, left_out, now[0]
+
+
+def even(rate: float) -> Callable[[CollectiveCase], float]:
+    return lambda _case: rate
+
+
+def test_everything_is_measured_where_there_is_time() -> None:
+    """Every size of every collective in every scope, once in full; large sizes before small ones."""
+    wanted = setup(2, 2, largest=4 * MIB, smallest=1 << 10)
+    cases, left_out, _ = play(wanted, even(10.0))
+    full = {(c.scope, c.collective, c.bytes) for c in cases if c.iterations == 20}
+    sizes = [4 * MIB >> 2 * n for n in range(7)]
+    assert full >= {(s, c, b) for s in ("world", "intra", "inter") for c in COLLECTIVES for b in sizes}
+    assert {(c.collective, c.back) for c in cases if c.scope == "pair"} == {("p2p", False), ("p2p", True)}, (
+        "the world is the pair"
+    )
+    assert left_out == []
+    order = [c.bytes for c in cases if (c.scope, c.collective) == ("world", "all_gather") and c.iterations == 20]
+    assert order == sizes
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.01, 0.1, 1.0, 50.0])
+def test_time_is_kept_on_any_link(rate: float) -> None:
+    """The limit of a prolog is a promise: a slow link gets fewer iterations and sizes, never more time."""
+    cases, left_out, took = play(setup(3, 1, largest=64 * MIB), even(rate), seconds=30.0)
+    # The first try of a size cannot know the link yet.
+    assert took <= 30.0 + 5 * MIB / rate / 1e9
+    for case in cases:
+        assert case.iterations >= 3 <= schedule.LEAST_ITERATIONS
+    reported = {(scope, name, size) for scope, name, size, _ in left_out}
+    measured = {(c.scope, c.collective, c.bytes) for c in cases}
+    wanted = {("world", c, 64 * MIB >> 2 * n) for c in COLLECTIVES for n in range(9)}
+    assert wanted <= reported | measured, "what was not measured is reported"
+    assert not reported or all(reason for *_, reason in left_out)
+
+
+@pytest.mark.parametrize("seconds", [20.0, 60.0, 300.0])
+@pytest.mark.parametrize("rate", [0.000125, 0.0025, 0.0375, 0.125, 1.0])
+def test_slow_is_not_hung(rate: float, seconds: float) -> None:
+    """1 Mbit/s to 8 Gbit/s: all iterations together are over before the time after which one of them counts as hung."""
+    wanted = setup(3, 1, largest=64 * MIB, case_seconds=max(10.0, seconds / 4))
+    cases, _, _ = play(wanted, even(rate), seconds=seconds)
+    assert len({(*case.track, case.bytes) for case in cases}) >= len(COLLECTIVES)
+    for case in cases:
+        each = 1e-4 + case.bytes / rate / 1e9
+        assert each * (case.iterations + case.warmup + 1) < wanted.case_seconds / 2 + each, case
+        assert not case.seconds or case.seconds <= wanted.case_seconds / 2
+
+
+def test_no_time_at_all_is_told() -> None:
+    """A budget of nothing leaves out everything, and says so once for each."""
+    cases, left_out, _ = play(setup(2), even(1.0), seconds=0.0)
+    assert cases == []
+    assert {reason for *_, reason in left_out} <= {"no time was left", "would take 0 s, 0 s are left for it"}
+    assert len(left_out) == len({entry[:3] for entry in left_out}) > 10
+
+
+def test_a_slow_scope_does_not_starve_the_others() -> None:
+    """Two nodes on 10 Mbit/s: the links inside the nodes are measured with all sizes all the same."""
+    wanted = setup(2, 2, largest=16 * MIB)
+    cases, left_out, _ = play(wanted, lambda case: 10.0 if case.scope == "intra" else 0.00125, seconds=60.0)
+    assert {c.bytes for c in cases if c.scope == "intra" and c.iterations == 20} >= {16 * MIB, 1 << 10}
+    assert any(scope == "world" for scope, *_ in left_out)
+
+
+def test_pairs_have_time_of_their_own() -> None:
+    """They find the slow node: large sizes of the world must not eat what is theirs."""
+    cases, _, _ = play(setup(5, largest=256 * MIB), even(0.02), seconds=60.0)
+    measured = {(c.turn, c.back) for c in cases if c.scope == "pair" and c.collective == "p2p" and c.bytes > MIB}
+    assert measured == {(turn, back) for turn in range(5) for back in (False, True)}
+
+
+def test_the_only_pair_has_time_of_its_own() -> None:
+    """One way at a time is the only look at a line that gloo cannot fill both ways."""
+    cases, _, _ = play(setup(2, largest=256 * MIB), even(0.005), seconds=20.0)
+    assert {c.back for c in cases if c.scope == "pair" and c.bytes >= MIB} == {False, True}
+
+
+def test_memory_bounds_the_sizes() -> None:
+    """A rank that has no memory for a size must not find out in the middle of a collective."""
+    cases, left_out, _ = play(setup(1, 2, largest=64 * MIB), even(10.0), room=4 * MIB)
+    assert max(c.bytes for c in cases) == 4 * MIB
+    assert ("intra", "all_gather", 64 * MIB, "does not fit into memory") in left_out
+
+
+def test_what_was_done_or_hung_before_is_not_made_again() -> None:
+    """The round after a hang measures the rest."""
+    wanted = setup(2, largest=MIB)
+    first, _, _ = play(wanted, even(1.0))
+    known = tuple((*case.track, case.bytes, 0.001) for case in first[:5])
+    keys = {entry[:5] for entry in known}
+    second, _, _ = play(setup(2, largest=MIB, known=known, skip=(("world", "all_reduce", 0),)), even(1.0))
+    assert not {(*case.track, case.bytes) for case in second} & set(keys)
+    assert not any((c.scope, c.collective) == ("world", "all_reduce") for c in second)
+    assert len(second) > 10
+
+
+def test_a_later_round_knows_the_link() -> None:
+    """It would take a slow link for one without limits, measure the largest size for minutes, and call that hung."""
+    known = tuple(("world", name, 0, False, size, size / MIB * 8) for name in COLLECTIVES for size in schedule.FIRST_BYTES)
+    wanted = setup(2, largest=64 * MIB, scopes=("world",), known=known)
+    cases, left_out, took = play(wanted, even(MIB / 8e9), seconds=30.0)
+    assert took <= 30.0
+    assert 0 < max(case.bytes for case in cases) < MIB
+    assert {entry[2] for entry in left_out} >= {64 * MIB, 16 * MIB, 4 * MIB}
+
+
+@pytest.mark.parametrize("players", [2, 3, 4, 5, 8, 17])
+def test_a_tournament_has_every_pair_once(players: int) -> None:
+    """In as few turns as there can be, and no node twice in one."""
+    turns = tournament(players)
+    assert sorted(pair for turn in turns for pair in turn) == list(combinations(range(players), 2))
+    for turn in turns:
+        assert len({player for pair in turn for player in pair}) == 2 * len(turn)
+    assert len(turns) == players - 1 + players % 2
+
+
+def test_members() -> None:
+    """Three nodes of two ranks: who measures with whom."""
+    wanted = setup(3, 2)
+    assert members(wanted, "world", 0, 3) == [0, 1, 2, 3, 4, 5]
+    assert members(wanted, "intra", 0, 3) == [2, 3]
+    assert members(wanted, "inter", 0, 2) == [0, 2, 4]
+    assert members(wanted, "inter", 0, 3) == []
+    turn = next(number for number, pairs in enumerate(tournament(3)) if (0, 2) in pairs)
+    assert members(wanted, "pair", turn, 5) == [0, 1, 4, 5]
+    assert members(wanted, "pair", turn, 2) == []
+
+
+def test_scopes_that_mean_something() -> None:
+    """A collective of one rank has no bandwidth."""
+    found = [shapes(setup(nodes, each)) for nodes, each in ((1, 1), (1, 2), (2, 1), (2, 4))]
+    assert found == [[], ["intra"], ["world", "pair"], ["world", "intra", "inter", "pair"]]
+
+
+def test_bus_factors() -> None:
+    """Those of nccl-tests' doc/PERFORMANCE.md."""
+    assert [bus_factor(name, 8) for name in COLLECTIVES] == [0.875, 0.875, 1.75, 1.0, 1.0]
+    assert (bus_factor("all_reduce", 2), bus_factor("all_gather", 2)) == (1.0, 0.5)
+
+
+# --- the collectives themselves: real ranks here ------------------------------------------------------------------------
+
+KIB = 1 << 10
+OF_TRAINING = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_ALGO": "Ring"}
+
+
+def run_here(folder: Path, wanted: Setup) -> gather.Round:
+    """All ranks of a round as one machine, in a process of its own as under srun."""
+    wanted.write(folder)
+    words = [sys.executable, "-m", "clustertune.nccl_check.node", "--folder", str(folder), "--node", "0"]
+    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr + "".join(path.read_text() for path in folder.glob("*.out"))
+    return gather.read_round(folder, wanted)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> gather.Round:
+    """Three ranks, whose number divides no size."""
+    wanted = setup(1, 3, largest=64 * KIB, smallest=KIB, factor=16, iterations=3, warmup=1, seconds=60.0, facts=False)
+    return run_here(tmp_path_factory.mktemp("swept"), replace(wanted, addresses=("127.0.0.1",), environment=OF_TRAINING))
+
+
+def test_every_collective_is_measured_and_right(swept: gather.Round) -> None:
+    """gloo's own results pass the check that NCCL's have to pass."""
+    found = gather.measurements([swept])["results"]
+    assert {entry["collective"] for entry in found} == {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "p2p"}
+    assert all(entry["correct"] for entry in found)
+    for entry in found:
+        assert entry["median_s"] > 0
+        assert entry["algbw_gb_s"] == pytest.approx(entry["bytes"] / entry["median_s"] / 1e9, rel=1e-4)
+        part = 3 * 4 if entry["collective"] in ("all_gather", "reduce_scatter") else 4
+        assert entry["bytes"] % part == 0
+    assert gather.faults([swept]) == ([], [])
+    assert gather.software(swept) == [
+        {"node": "n1", "torch": torch.__version__, "nccl": None, "cuda": None, "python": gather_python(), "ranks": [0, 1, 2]}
+    ]
+
+
+def test_a_wrong_result_is_told() -> None:
+    """Whatever the time that it took."""
+    case = CollectiveCase("world", "all_reduce", KIB, iterations=2)
+    for right in (True, False):
+        operation = measure.Operation(run=lambda: None, fill=lambda: None, check=lambda right=right: right)
+        assert measure.measure(case, operation, torch.device("cpu"), agree=float).correct is right
+
+
+def test_communicators_are_made_before_anything_is_measured(swept: gather.Round) -> None:
+    """Of 512 ranks they take as long as a measurement may before it counts as hung."""
+    assert set(swept.connected) == {"intra"} and swept.connected["intra"] > 0
+    for rank in range(3):
+        events = [event["event"] for event in gather.read_events(swept.folder / f"rank-{rank}.jsonl")]
+        assert events.index("connected") < events.index("up") < events.index("begin")
+        assert events.count("connected") == 1
+
+
+def gather_python() -> str:
+    return ".".join(map(str, sys.version_info[:3]))
+
+
+def test_ranks_get_the_environment_of_training(swept: gather.Round) -> None:
+    """A link is fast or slow with these variables, not with those of the shell."""
+    assert gather.steering(swept).items() >= OF_TRAINING.items()
+
+
+def test_what_looks_like_a_secret_stays_out() -> None:
+    """The document is kept, shown and pasted into issues."""
+    from clustertune.nccl_check.node import steering
+
+    given = {"NCCL_ALGO": "Ring", "HF_TOKEN": "x", "NCCL_X": "http://me:secret@host", "NCCL_Y": "a\nb", "PATH": "/bin"}
+    assert steering(given) == {"NCCL_ALGO": "Ring"}
+
+
+# --- the check of results ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spoilt", [0, 1, 250, 251, 4999, (0, 1), (100, 101), (0, 250), (256, 512)])
+def test_one_wrong_element_is_noticed(spoilt: int | tuple[int, int]) -> None:
+    """Anywhere, and by the smallest possible amount; and a block that arrived at another block's place."""
+    buffers = measure.Buffers.make(5000 * 4, torch.device("cpu"))
+    buffers.fill(buffers.first, 3)
+    assert buffers.holds(buffers.first, 3)
+    if isinstance(spoilt, int):
+        buffers.first[spoilt] += 1
+    else:
+        buffers.first[list(spoilt)] = buffers.first[list(reversed(spoilt))]
+    assert not buffers.holds(buffers.first, 3)
+
+
+def test_a_collective_that_did_nothing_is_noticed() -> None:
+    """The buffer must not hold the answer from the measurement before."""
+    buffers = measure.Buffers.make(1024, torch.device("cpu"))
+    made = measure.make_operation(CollectiveCase("world", "all_gather", 1024), buffers, None, [0, 1], 0, 1)
+    for rank in (0, 1):
+        buffers.fill(buffers.second[128 * rank : 128 * (rank + 1)], rank + 1)
+    assert made.check(), "this is the answer"
+    made.fill()
+    assert not made.check()
+
+
+def test_sizes_are_those_of_nccl_tests() -> None:
+    """The whole buffer of an all-gather; what each rank has of an all-reduce; all that a node sends of a pair."""
+    assert measure.bytes_of(CollectiveCase("world", "all_gather", 1000), 3, 1) == 996
+    assert measure.bytes_of(CollectiveCase("world", "all_reduce", 1000), 3, 1) == 1000
+    assert measure.bytes_of(CollectiveCase("pair", "p2p", 1000), 4, 2) == 1000
+    assert measure.bytes_of(CollectiveCase("world", "reduce_scatter", 4), 64, 8) == 256, "one element for each at least"
+
+
+def test_median_and_spread() -> None:
+    """One outlier moves neither as it would move a mean."""
+    middle, spread = measure.summary([1.0] * 10 + [1.1] * 9 + [50.0])
+    assert middle == pytest.approx(1.05)
+    assert 0.05 < spread < 0.2
+
+
+def test_what_is_slower_than_thought_gets_fewer_iterations() -> None:
+    """A machine that is busy, or caches that are too small: the time of a case is kept, and nothing is called hung."""
+    slow = {(0.1, 2.45): (2, 20), (0.1, 1.25): (0, 10), (1.0, 2.4): (0, 3), (100.0, 2.4): (0, 3)}
+    for (each, seconds), made in {**dict.fromkeys([(0.1, 10.0), (0.1, 0.0), (0.0, 1.0)], (4, 20)), **slow}.items():
+        assert measure.fitted(CollectiveCase("world", "all_gather", KIB, 20, 5, seconds=seconds), each) == made
+
+
+def test_ranks_agree_on_how_often() -> None:
+    """By the slowest of them: one that made more iterations would wait for ever."""
+    made = []
+    operation = measure.Operation(lambda: made.append("run"), lambda: None, lambda: True)
+    proposed: list[float] = []
+
+    def agree(value: float) -> float:
+        proposed.append(value)
+        return 1.0
+
+    alive: list[int] = []
+    case = CollectiveCase("world", "all_gather", KIB, 20, 5, seconds=7.5)
+    timing = measure.measure(case, operation, torch.device("cpu"), agree, lambda: alive.append(len(made)))
+    assert timing.iterations == 5
+    assert len(made) == 1 + 1 + 5
+    assert len(proposed) == 2 and proposed[0] < 1.0
+    assert alive[-1] == len(made) and len(alive) >= 7, "each iteration that ends is a sign of life"
+
+
+# --- the node's program ------------------------------------------------------------------------------------------------
+
+
+def other_torch(folder: Path, text: str) -> None:
+    """A torch of one line."""
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(f"{text}\n")
+
+
+def test_ranks_that_cannot_start_are_told(tmp_path: Path) -> None:
+    """A stack without torch, or a library that does not load: the words are in the document."""
+    other_torch(tmp_path, "raise ImportError('libcudart.so.13: cannot open shared object file')")
+    wanted = setup(1, 2, facts=False, environment={"PYTHONPATH": str(tmp_path)})
+    folder = tmp_path / "round"
+    wanted.write(folder)
+    assert NodeCheck(folder, wanted, 0).run() == 1
+    (entry,), _ = gather.faults([gather.read_round(folder, wanted)])
+    assert "libcudart.so.13: cannot open shared object file" in entry["message"]
+
+
+def test_an_interface_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
+    """gloo and NCCL need a minute for it, and other words."""
+    wanted = setup(1, 2, facts=False, interface="bond7")
+    wanted.write(tmp_path)
+    began = time.monotonic()
+    assert NodeCheck(tmp_path, wanted, 0).run() == 1
+    assert time.monotonic() - began < wanted.start_seconds
+    _, problems = gather.faults([gather.read_round(tmp_path, wanted)])
+    assert "no interface bond7" in problems[0]["message"]
+
+
+@pytest.mark.jobs
+def test_the_probe_of_two_is_right() -> None:
+    """The same program that two GPUs run, on gloo."""
+    (entry,) = probe_pairs(2, "gloo", os.environ, 60.0, pairwise=False)
+    assert (entry["gpus"], entry["status"], entry["message"]) == ([0, 1], "ok", "")
+
+
+def test_a_probe_that_hangs_is_ended(tmp_path: Path) -> None:
+    """Of four GPUs pairs go side by side; after a hang no further pair is tried, and no process is left."""
+    touch = f"pathlib.Path({str(tmp_path)!r}, f'pid-{{os.getpid()}}').touch()"
+    other_torch(tmp_path, f"import os, pathlib, time; {touch}; time.sleep(600)")
+    found = probe_pairs(4, "gloo", {**os.environ, "PYTHONPATH": str(tmp_path)}, 60.0, pairwise=True, seconds=3.0)
+    assert [entry["status"] for entry in found] == ["hung"] * 2 + ["skipped"] * 4
+    assert sorted(tuple(entry["gpus"]) for entry in found) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    pids = [int(path.name.partition("-")[2]) for path in tmp_path.glob("pid-*")]
+    assert len(pids) == 4
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_probe_that_fails_says_how(tmp_path: Path) -> None:
+    """The last line of what it said."""
+    other_torch(tmp_path, "raise RuntimeError('CUDA error: peer access is not supported')")
+    (entry,) = probe_pairs(2, "gloo", {**os.environ, "PYTHONPATH": str(tmp_path)}, 60.0, pairwise=False)
+    assert entry["status"] == "failed"
+    assert "peer access is not supported" in entry["message"]
+
+
+def test_a_setup_of_another_program_is_refused(tmp_path: Path) -> None:
+    """With words, exit 2, and no traceback."""
+    (tmp_path / "setup.json").write_text(json.dumps({"hosts": 3}))
+    words = [sys.executable, "-m", "clustertune.nccl_check.node", "--folder", str(tmp_path), "--node", "0"]
+    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "contains no setup of a check" in done.stderr
+    assert "Traceback" not in done.stderr
