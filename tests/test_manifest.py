@@ -12,7 +12,7 @@ import pytest
 
 from clustertune import manifest
 from clustertune.errors import Problem, UserError
-from tests.faults import CALLS, sweep
+from tests.faults import CALLS, fault_at, sweep
 
 
 def test_killed_at_any_open_fsync_or_rename_it_is_whole_or_not_there(tmp_path: Path) -> None:
@@ -28,14 +28,27 @@ def test_killed_at_any_open_fsync_or_rename_it_is_whole_or_not_there(tmp_path: P
         if number < 4:  # the files themselves are flushed first
             assert not whole
     assert 8 < number < 29
+    with fault_at(0, calls=("fsync", "replace")) as seen:
+        manifest.seal(tmp_path / "29", "thing", {})
+    assert seen[: seen.index("replace")] == ["fsync"] * 5, "both files, both folders, the manifest itself"
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b"])
-def test_a_manifest_that_leaves_its_folder_is_refused(tmp_path: Path, name: str) -> None:
-    body = {"format": 1, "kind": "thing", "meta": {}, "files": {name: {"size": 1, "sha256": "0"}}}
-    (tmp_path / manifest.MANIFEST).write_text(json.dumps(body))
-    with pytest.raises(UserError, match="leaves the folder"):
-        manifest.read_manifest(tmp_path)
+def test_a_manifest_that_is_none_is_refused(tmp_path: Path) -> None:
+    """It can name nothing outside its folder; a record has one digest of a known kind; unreadable text is no traceback."""
+
+    def body(**files: object) -> str:
+        return json.dumps({"format": 1, "kind": "merged", "meta": {}, "files": files})
+
+    good = {"size": 1, "sha256": "0"}
+    outside = [body(**{name: good}) for name in ("../outside", "/etc/passwd", "a/../../b")]
+    records = [body(f=record) for record in ({"size": 1, "md5": "0"}, {**good, "xxh3_128": "0"}, 3)]
+    texts = ["", "{", "[]", '{"files": 3}', '{"kind": "x", "files": {}, "meta": null}', "\x00"]
+    for text in (*outside, *records, *texts):
+        (tmp_path / manifest.MANIFEST).write_text(text)
+        (problem,) = manifest.find_problems(tmp_path)
+        assert problem.message.startswith("unreadable manifest") and ("leaves the folder" in problem.message) == (
+            text in outside
+        )
 
 
 def seal_fast(folder: Path, kind: str) -> None:
@@ -67,20 +80,6 @@ def test_everything_else_takes_sha256_only(tmp_path: Path, kind: str, monkeypatc
         manifest.seal(tmp_path / "c", kind, {}, {"f": manifest.hash_file(tmp_path / "c" / "f", "xxh3_128")})
     monkeypatch.setattr(manifest, "_FAST_KINDS", {kind})
     assert manifest.find_problems(tmp_path / "c", kind) == []
-
-
-@pytest.mark.parametrize("record", [{"size": 1, "md5": "0"}, {"size": 1, "sha256": "0", "xxh3_128": "0"}, 3])
-def test_a_record_has_one_digest_of_a_known_kind(tmp_path: Path, record: object) -> None:
-    body = {"format": 1, "kind": "merged", "meta": {}, "files": {"f": record}}
-    (tmp_path / manifest.MANIFEST).write_text(json.dumps(body))
-    with pytest.raises(UserError, match="unreadable manifest"):
-        manifest.read_manifest(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', '{"kind": "x", "files": {}, "meta": null}', "\x00"])
-def test_an_unreadable_manifest_is_no_traceback(tmp_path: Path, text: str) -> None:
-    (tmp_path / manifest.MANIFEST).write_text(text)
-    assert "unreadable" in str(manifest.find_problems(tmp_path)[0])
 
 
 def test_write_durably_replaces_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

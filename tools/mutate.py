@@ -31,7 +31,7 @@ PAGE = RESULTS.with_suffix(".md")
 COLUMNS = ("before", "after")
 MARKS = "not long and not gpu and not jobs and not containers"
 """The tests of ``make test``."""
-ROOMS = {"check": "doctor", "export": "adapter"}
+ROOMS = {"check": "doctor"}
 """Folders of tests that are not called as the package's folder is."""
 UNSTABLE_LIMIT = 3
 """Tests that fail without the mutation too, after which a copy is given up."""

@@ -17,21 +17,13 @@ from clustertune.evaluate.scores import clustered_stderr, judge, render, require
 from clustertune.recipe.schema import Eval
 from clustertune.recipe.tasks import first_task
 
-SCORES = dict(zip(first_task().metrics, (0.5, 0.6, 0.55, 0.7), strict=True))
-
-
-ROW = {"n": 30} | {f"{name},none": value for name, value in SCORES.items()}
+ROW = {"n": 30} | {f"{name},none": score for name, score in zip(first_task().metrics, (0.5, 0.6, 0.55, 0.7), strict=True)}
 
 
 def make_result(marks: dict[str, float], **changes: Any) -> dict[str, Any]:
     errors = {f"{name}_stderr,none": None if name == "inst_level_loose_acc" else 0.01 for name in first_task().metrics}
-    result = {
-        "model": "runs/a/merged",
-        "tasks": {"ifeval": {**ROW, **errors}},
-        "details": {"ifeval": {"data": ["mine"]}},
-        "notes": [],
-        **changes,
-    }
+    tasks = {"tasks": {"ifeval": {**ROW, **errors}}, "details": {"ifeval": {"data": ["mine"]}}}
+    result = {"model": "runs/a/merged", **tasks, "notes": [], **changes}
     return {**result, "pass": judge(result, Eval(pass_mark={"ifeval": marks}))}
 
 
@@ -83,10 +75,8 @@ def test_every_miss_is_named() -> None:
     with pytest.raises(UserError) as caught:
         require_pass(make_result(marks))
     assert caught.value.code == ExitCode.FAILED
-    assert [problem.key for problem in caught.value.problems] == [
-        "eval.pass_mark.ifeval.prompt_level_strict_acc",
-        "eval.pass_mark.ifeval.inst_level_loose_acc",
-    ]
+    missed = ["prompt_level_strict_acc", "inst_level_loose_acc"]
+    assert [problem.key for problem in caught.value.problems] == [f"eval.pass_mark.ifeval.{name}" for name in missed]
     assert "is 0.5000, the pass mark is 0.9000 (30 documents)" in str(caught.value)
 
 
@@ -94,7 +84,5 @@ def test_scores_errors_and_marks() -> None:
     text = show(make_result({"prompt_level_strict_acc": 0.9, "inst_level_strict_acc": 0.1}))
     rows = {line.split()[3]: line for line in text.splitlines() if "_acc" in line}
     assert list(rows) == list(first_task().metrics)
-    assert "0.5000" in rows["prompt_level_strict_acc"]
-    assert "below" in rows["prompt_level_strict_acc"]
-    assert "passed" in rows["inst_level_strict_acc"]
-    assert "0.0100" in rows["inst_level_strict_acc"]
+    first, second = rows["prompt_level_strict_acc"], rows["inst_level_strict_acc"]
+    assert "0.5000" in first and "below" in first and "passed" in second and "0.0100" in second

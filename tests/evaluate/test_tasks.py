@@ -125,7 +125,7 @@ def test_a_killed_one_goes_on_with_fewer_requests(
             with self.path.open("ab") as log:
                 log.write(b'{"key": "half a li')
             raise KeyboardInterrupt
-        append(entries)
+        append(self, entries)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(AnswerLog, "append", die)
