@@ -19,14 +19,13 @@ from clustertune.recipe.findings import Found, as_problems, schema_findings
 from clustertune.recipe.native_rules import LORA_VARIANTS
 from clustertune.recipe.schema import Number, Positive
 from clustertune.recipe.yamlfile import Document
-from clustertune.tensorfile import Tensor, read_header
+from clustertune.tensorfile import FLOATS, Tensor, read_header
 
 if TYPE_CHECKING:
     from clustertune.training.loading_sources import ParameterSource
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-FLOATS = {"BF16", "F16", "F32"}
 _EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000)}
 """Per dtype its unsigned form and the exponent's bits, which are all set in NaN and infinity and in nothing else."""
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+?)(?:\.(?P<part>lora_A|lora_B|base_layer)\.weight)?")

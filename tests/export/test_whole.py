@@ -122,6 +122,7 @@ def test_a_value_that_the_base_s_type_cannot_hold_is_not_published(tmp_path: Pat
     assert "infinite as torch.float16" in refused(checkpoint, tmp_path / "out", base)
     (base / "model.safetensors").write_bytes(b"no weights")
     assert "model.safetensors: unreadable" in refused(checkpoint, tmp_path / "out", base)
+    (base / "model.safetensors").unlink()
     shard = max((checkpoint / "pytorch_model_fsdp_0").glob("*.distcp"), key=lambda file: file.stat().st_size)
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
