@@ -318,12 +318,12 @@ def _readable(path: Path, *args: Any, **more: Any) -> Problem | None:
         return Problem(f"unreadable: {error.strerror}", file=str(path))
 
 
-def hub_record(path: Path) -> FileRecord | None:
-    """What the Hub's cache says about a file: it keeps each content once, under its digest, and links to it."""
+def hub_digest(path: Path) -> tuple[str, str] | None:
+    """The digest and its algorithm by which the Hub's cache names a file: it keeps each content once, and links to it."""
     target = path.readlink() if path.is_symlink() else path
     if target.parent.name != "blobs" or not _BLOB.fullmatch(target.name):
         return None
-    return FileRecord(path.stat().st_size, target.name, SHA256 if len(target.name) == 64 else GIT_SHA1)
+    return target.name, SHA256 if len(target.name) == 64 else GIT_SHA1
 
 
 def find_records(folder: Path) -> tuple[str, dict[Path, FileRecord]]:
@@ -348,7 +348,8 @@ def find_records(folder: Path) -> tuple[str, dict[Path, FileRecord]]:
             return found.kind, {path: record for path, record in named.items() if folder.absolute() in path.parents}
     listed = sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")])
     read = (path for path in listed if path.suffix not in _OTHER_WEIGHTS and not path.name.startswith("consolidated"))
-    return _HUB, {path: record for path in read if path.is_file() and (record := hub_record(path)) is not None}
+    digests = {path: digest for path in read if path.is_file() and (digest := hub_digest(path)) is not None}
+    return _HUB, {path: FileRecord(path.stat().st_size, *digest) for path, digest in digests.items()}
 
 
 class DigestComparison:

@@ -26,6 +26,9 @@ BITS = {
 }
 """Bits of one element, for every dtype of safetensors 0.8."""
 
+FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""The types in which weights are published, by torch's names."""
+
 MAX_HEADER = 100_000_000
 """Bytes; the limit of the reference implementation."""
 

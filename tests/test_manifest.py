@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +12,43 @@ import pytest
 
 from clustertune import manifest
 from clustertune.errors import Problem, UserError
-
-WRITER = """
-import sys
-from pathlib import Path
-from clustertune import manifest
-folder = Path(sys.argv[1]); folder.mkdir()
-(folder / "sub").mkdir()
-for name in ("a.bin", "sub/b.bin"):
-    (folder / name).write_bytes(name.encode() * 1000)
-manifest.seal(folder, "thing", {"step": 1})
-"""
+from tests.faults import CALLS, fault_at, sweep
 
 
-@pytest.mark.parametrize("nth", range(1, 13, 2))
-def test_killed_at_any_write_fsync_or_rename_it_is_whole_or_not_there(tmp_path: Path, nth: int) -> None:
-    """The writer is ended at its nth call of write, fsync or rename; the manifest must not precede what it names."""
-    program = (
-        "import os, signal\n"
-        f"left = [{nth}]\n"
-        "def wrap(name):\n"
-        "    real = getattr(os, name)\n"
-        "    def call(*a, **k):\n"
-        "        left[0] -= 1\n"
-        "        if left[0] == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "        return real(*a, **k)\n"
-        "    setattr(os, name, call)\n"
-        "for name in ('fsync', 'replace', 'rename', 'open'): wrap(name)\n" + WRITER
-    )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "out")], check=False)
-    problems = manifest.find_problems(tmp_path / "out", "thing")
-    assert done.returncode in (0, -signal.SIGKILL)
-    whole = not problems
-    assert whole == (tmp_path / "out" / manifest.MANIFEST).exists()
-    assert (tmp_path / "out" / "sub" / "b.bin").read_bytes() == b"sub/b.bin" * 1000 or not whole
+def test_killed_at_any_open_fsync_or_rename_it_is_whole_or_not_there(tmp_path: Path) -> None:
+    """The manifest must not precede what it names."""
+    for nth in range(30):
+        (tmp_path / str(nth) / "sub").mkdir(parents=True)
+        for name in ("a.bin", "sub/b.bin"):
+            (tmp_path / str(nth) / name).write_bytes(name.encode() * 1000)
+    number = 0
+    for number in sweep(lambda nth: manifest.seal(tmp_path / str(nth), "thing", {"step": 1}), calls=(*CALLS, "open")):
+        whole = not manifest.find_problems(tmp_path / str(number), "thing")
+        assert whole == (tmp_path / str(number) / manifest.MANIFEST).exists()
+        if number < 4:  # the files themselves are flushed first
+            assert not whole
+    assert 8 < number < 29
+    with fault_at(0, calls=("fsync", "replace")) as seen:
+        manifest.seal(tmp_path / "29", "thing", {})
+    assert seen[: seen.index("replace")] == ["fsync"] * 5, "both files, both folders, the manifest itself"
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b"])
-def test_a_manifest_that_leaves_its_folder_is_refused(tmp_path: Path, name: str) -> None:
-    body = {"format": 1, "kind": "thing", "meta": {}, "files": {name: {"size": 1, "sha256": "0"}}}
-    (tmp_path / manifest.MANIFEST).write_text(json.dumps(body))
-    with pytest.raises(UserError, match="leaves the folder"):
-        manifest.read_manifest(tmp_path)
+def test_a_manifest_that_is_none_is_refused(tmp_path: Path) -> None:
+    """It can name nothing outside its folder; a record has one digest of a known kind; unreadable text is no traceback."""
+
+    def body(**files: object) -> str:
+        return json.dumps({"format": 1, "kind": "merged", "meta": {}, "files": files})
+
+    good = {"size": 1, "sha256": "0"}
+    outside = [body(**{name: good}) for name in ("../outside", "/etc/passwd", "a/../../b")]
+    records = [body(f=record) for record in ({"size": 1, "md5": "0"}, {**good, "xxh3_128": "0"}, 3)]
+    texts = ["", "{", "[]", '{"files": 3}', '{"kind": "x", "files": {}, "meta": null}', "\x00"]
+    for text in (*outside, *records, *texts):
+        (tmp_path / manifest.MANIFEST).write_text(text)
+        (problem,) = manifest.find_problems(tmp_path)
+        assert problem.message.startswith("unreadable manifest") and ("leaves the folder" in problem.message) == (
+            text in outside
+        )
 
 
 def seal_fast(folder: Path, kind: str) -> None:
@@ -87,20 +80,6 @@ def test_everything_else_takes_sha256_only(tmp_path: Path, kind: str, monkeypatc
         manifest.seal(tmp_path / "c", kind, {}, {"f": manifest.hash_file(tmp_path / "c" / "f", "xxh3_128")})
     monkeypatch.setattr(manifest, "_FAST_KINDS", {kind})
     assert manifest.find_problems(tmp_path / "c", kind) == []
-
-
-@pytest.mark.parametrize("record", [{"size": 1, "md5": "0"}, {"size": 1, "sha256": "0", "xxh3_128": "0"}, 3])
-def test_a_record_has_one_digest_of_a_known_kind(tmp_path: Path, record: object) -> None:
-    body = {"format": 1, "kind": "merged", "meta": {}, "files": {"f": record}}
-    (tmp_path / manifest.MANIFEST).write_text(json.dumps(body))
-    with pytest.raises(UserError, match="unreadable manifest"):
-        manifest.read_manifest(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', '{"kind": "x", "files": {}, "meta": null}', "\x00"])
-def test_an_unreadable_manifest_is_no_traceback(tmp_path: Path, text: str) -> None:
-    (tmp_path / manifest.MANIFEST).write_text(text)
-    assert "unreadable" in str(manifest.find_problems(tmp_path)[0])
 
 
 def test_write_durably_replaces_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,10 @@ from clustertune.recipe.tasks import PinnedRows, Seeds, TaskFile
 NLTK = "nltk_data"
 
 
+Wrong = tuple[str | None, str, str | None]
+"""Something wrong in a row: the column, or a place within it; what; and what to do. The file and the line are added."""
+
+
 class TaskRows:
     """The rows of one task, read and checked before a model is loaded: lm-eval scores after all generation, so that a bad row
     would cost the run. A task that needs more checks has a class of its own in :mod:`clustertune.evaluate.own`."""
@@ -41,33 +45,33 @@ class TaskRows:
         problems: list[Problem] = []
         wanted = frozenset(task.columns)
         for at, row in read_file(lambda: path.open("rb"), RowLocation(path.name, 0), str(path), wanted):
-            location = f"{path}:{at.line}"
             if isinstance(row, BadRow):
-                problems.append(Problem(f"{row.reason}: {row.detail}", file=location))
+                found: list[Wrong] = [(None, f"{row.reason}: {row.detail}", None)]
             else:
-                problems += self._check_columns(row, location) or self.check(row, location)
+                found = list(self._check_columns(row)) or list(self.check(row, at.line))
                 self.rows.append(row)
+            problems += [Problem(text, f"{path}:{at.line}", key, fix) for key, text, fix in found]
         if not self.rows and not problems:
             problems.append(Problem("contains no rows", file=str(path), fix=f"give a JSON Lines file of {task.title} rows"))
         raise_if(problems)
         self.sha256 = hash_file(path).sha256
         """Of the file as it was given."""
 
-    def _check_columns(self, row: Mapping[str, Any], location: str) -> list[Problem]:
+    def _check_columns(self, row: Mapping[str, Any]) -> Iterator[Wrong]:
         """Columns that are missing, and what lm-eval cannot read."""
-        fix = f"a row has {', '.join(self.task.columns)}"
-        problems = [Problem("missing", file=location, key=name, fix=fix) for name in self.task.columns if name not in row]
+        for name in self.task.columns:
+            if name not in row:
+                yield name, "missing", f"a row has {', '.join(self.task.columns)}"
         try:
             json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError:
-            problems.append(Problem("holds half of a surrogate pair (\\ud800 to \\udfff)", file=location))
+            yield None, "holds half of a surrogate pair (\\ud800 to \\udfff)", None
         except (ValueError, RecursionError) as error:  # NaN and infinity; thousands of levels
-            problems.append(Problem(f"not JSON: {error}", file=location))
-        return problems
+            yield None, f"not JSON: {error}", None
 
-    def check(self, row: Mapping[str, Any], location: str) -> list[Problem]:  # noqa: ARG002
+    def check(self, row: Mapping[str, Any], line: int) -> Iterable[Wrong]:  # noqa: ARG002
         """What is wrong with a row that has every column."""
-        return []
+        return ()
 
     def plain(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """What of a row counts, in one type each: lm-eval reads rows through Arrow, which refuses a column of two types."""

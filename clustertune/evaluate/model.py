@@ -239,20 +239,10 @@ def _resolve_length(folder: Path, tokenizer: Any, max_gen_toks: int) -> tuple[in
         return 0, "", [Problem(f"transformers does not accept it: {error}", file=str(folder / "config.json"))]
     length = int(resolve_max_length(config, tokenizer))
     dtype = str(config.dtype or "auto").removeprefix("torch.")
-    if max_gen_toks >= length:
-        return (
-            length,
-            dtype,
-            [
-                Problem(
-                    f"{max_gen_toks} tokens of answer leave no room for a prompt in this model's {length}",
-                    file=str(folder),
-                    key="eval.max_gen_toks",
-                    fix="lower it",
-                )
-            ],
-        )
-    return length, dtype, []
+    if max_gen_toks < length:
+        return length, dtype, []
+    text = f"{max_gen_toks} tokens of answer leave no room for a prompt in this model's {length}"
+    return length, dtype, [Problem(text, file=str(folder), key="eval.max_gen_toks", fix="lower it")]
 
 
 def _fingerprint(folder: Path) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, UserError
+from clustertune.evaluate.replaced import replaced
 from clustertune.manifest import write_durably
 
 FOLDER = Path("tokenizers", "punkt_tab", "english")
@@ -94,11 +95,8 @@ def prepare(texts: Iterable[str], folder: Path) -> Punkt:
     missing = [name for name in FILES if not (root / FOLDER / name).is_file()]
     problem = f"lacks {', '.join(missing)}" if missing else _try_out(root)
     if problem:
-        raise UserError(
-            f"NLTK's punkt_tab data {problem}",
-            file=str(root / FOLDER),
-            fix="unpack punkt_tab.zip of nltk_data there again, or take the folder out of NLTK_DATA",
-        )
+        fix = "unpack punkt_tab.zip of nltk_data there again, or take the folder out of NLTK_DATA"
+        raise UserError(f"NLTK's punkt_tab data {problem}", file=str(root / FOLDER), fix=fix)
     digest = hashlib.sha256()
     for name in FILES:
         digest.update((root / FOLDER / name).read_bytes())
@@ -132,21 +130,14 @@ def installed(root: Path) -> Iterator[None]:
     import nltk
     from nltk import tokenize
 
-    path, download = list(nltk.data.path), nltk.download
-    nltk.data.path.insert(0, str(root))
-    nltk.download = _refuse
     _forget(tokenize)
     try:
-        yield
+        with replaced(nltk.data, path=[str(root), *nltk.data.path]), replaced(nltk, download=_refuse):
+            yield
     except NoDownloadError as error:
-        raise UserError(
-            str(error),
-            file=str(root),
-            fix="give the data by NLTK_DATA; nothing is downloaded at run time",
-            code=ExitCode.FAILED,
-        ) from error
+        fix = "give the data by NLTK_DATA; nothing is downloaded at run time"
+        raise UserError(str(error), ExitCode.FAILED, file=str(root), fix=fix) from error
     finally:
-        nltk.data.path[:], nltk.download = path, download
         _forget(tokenize)
 
 

@@ -32,6 +32,7 @@ from clustertune.evaluate.model import (
     trained_on,
     weight_bytes,
 )
+from clustertune.evaluate.replaced import replaced
 from clustertune.evaluate.scores import METHOD, RESULT, clustered_stderr, compare, judge, read_result
 from clustertune.recipe.schema import Eval
 from clustertune.recipe.tasks import Seeds
@@ -473,10 +474,8 @@ def load_lm(folder: Path, device: str, batch_size: int, adapter: Path | None = N
     placing = {"parallelize": True} if device == "auto" else {"device": device}
     with out_of_memory(folder), _watched() as reports:
         try:
-            parts = {
-                "peft": adapter and str(adapter),
-                "tokenizer": str(tokenizer) if tokenizer and tokenizer != folder else None,
-            }
+            own = tokenizer is None or tokenizer == folder
+            parts = {"peft": adapter and str(adapter), "tokenizer": None if own else str(tokenizer)}
             lm = HFLM(pretrained=str(folder), dtype="auto", batch_size=batch_size, **parts, **placing)
         except RuntimeError:
             _judge(folder, reports)
@@ -495,13 +494,8 @@ def _judge(folder: Path, reports: list[Any]) -> None:
         for what, names in kinds.items():
             if names:
                 more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-                problems.append(
-                    Problem(
-                        f"{len(names)} tensors are {what}: {', '.join(names[:_NAMED])}{more}",
-                        file=str(folder),
-                        fix="copy or merge the model again",
-                    )
-                )
+                text = f"{len(names)} tensors are {what}: {', '.join(names[:_NAMED])}{more}"
+                problems.append(Problem(text, file=str(folder), fix="copy or merge the model again"))
     raise_if(problems)
 
 
@@ -517,11 +511,8 @@ def _watched() -> Iterator[list[Any]]:
         reports.append(kwargs["loading_info"])
         original(*args, **kwargs)
 
-    modeling_utils.log_state_dict_report = keep
-    try:
+    with replaced(modeling_utils, log_state_dict_report=keep):
         yield reports
-    finally:
-        modeling_utils.log_state_dict_report = original
 
 
 @contextlib.contextmanager
@@ -532,13 +523,9 @@ def out_of_memory(folder: Path) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"does not fit: {error}",
-            file=str(folder),
-            key="eval.batch_size",
-            fix="lower the batch size, or spread the model over all GPUs with --device auto",
-            code=ExitCode.FAILED,
-        ) from error
+        fix = "lower the batch size, or spread the model over all GPUs with --device auto"
+        text = f"does not fit: {error}"
+        raise UserError(text, ExitCode.FAILED, file=str(folder), key="eval.batch_size", fix=fix) from error
 
 
 # --- progress --------------------------------------------------------------------------------------------------------------
@@ -556,30 +543,24 @@ def quiet() -> Iterator[None]:
     import datasets  # isort: skip
     import transformers  # isort: skip
 
-    logger = logging.getLogger("lm_eval")
-    level, bar = logger.level, contexts.tqdm
-    verbosity = transformers.utils.logging.get_verbosity()
-    bars, datasets_bars = transformers.utils.logging.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()
-    # ERROR too: the scorer logs every answer without letters as one, at full length.
-    logger.setLevel(logging.CRITICAL)
-    contexts.tqdm = functools.partial(bar, disable=True)
-    # load_dataset("json") reports itself to s3.amazonaws.com (datasets 5.2.0): 3 s lost behind a firewall that drops.
-    counting, datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS, False
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        logger.setLevel(level)
-        contexts.tqdm = bar
-        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counting
-        transformers.utils.logging.set_verbosity(verbosity)
-        if bars:
-            transformers.utils.logging.enable_progress_bar()
-        if datasets_bars:
-            datasets.enable_progress_bars()
+    logger, noise = logging.getLogger("lm_eval"), transformers.utils.logging
+    with contextlib.ExitStack() as stack:
+        # CRITICAL, not ERROR: the scorer logs every answer without letters as one, at full length.
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.CRITICAL)
+        stack.enter_context(replaced(contexts, tqdm=functools.partial(contexts.tqdm, disable=True)))
+        # load_dataset("json") reports itself to s3.amazonaws.com (datasets 5.2.0): 3 s lost behind a firewall that drops.
+        stack.enter_context(replaced(datasets.config, HF_UPDATE_DOWNLOAD_COUNTS=False))
+        stack.callback(noise.set_verbosity, noise.get_verbosity())
+        noise.set_verbosity_error()
+        if noise.is_progress_bar_enabled():
+            stack.callback(noise.enable_progress_bar)
+        noise.disable_progress_bar()
+        if not datasets.are_progress_bars_disabled():
+            stack.callback(datasets.enable_progress_bars)
+        datasets.disable_progress_bars()
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
 
 
 @contextlib.contextmanager

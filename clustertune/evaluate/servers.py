@@ -33,7 +33,7 @@ from clustertune.launch.serving import ModelSize, Serving, serving, start_second
 from clustertune.manifest import write_durably
 from clustertune.process import Stopped, captured, die_with_parent, stop_signals
 from clustertune.recipe.schema import Eval
-from clustertune.tensorfile import read_header
+from clustertune.tensorfile import FLOATS, read_header
 
 PROGRAM = "CLUSTERTUNE_VLLM"
 """The variable that names vLLM's program where it is not on the PATH: vLLM asks for another numpy than training."""
@@ -484,8 +484,7 @@ def dtype_of(folder: Path) -> str:
     config = json.loads((folder / "config.json").read_bytes())
     if named := config.get("dtype") or config.get("torch_dtype"):
         return str(named)
-    first = read_header(min(folder.glob("*.safetensors"))).tensors[0].dtype
-    return {"BF16": "bfloat16", "F16": "float16"}.get(first, "float32")
+    return FLOATS.get(read_header(min(folder.glob("*.safetensors"))).tensors[0].dtype, "float32")
 
 
 def rank_of(adapter: Path) -> int:

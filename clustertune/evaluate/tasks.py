@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError, raise_if
+from clustertune.evaluate.replaced import replaced
 from clustertune.recipe.load import did_you_mean
 from clustertune.recipe.schema import Eval
 from clustertune.recipe.tasks import with_rows
@@ -103,11 +104,8 @@ def local_data_sets() -> Iterator[dict[str, str]]:
             fix = f"hf download {path} --repo-type dataset on a machine with a network, or clustertune stage RECIPE --to DIR"
             raise UserError(f"the data set {path} is not available: {text}", key=KEY, fix=fix) from error
 
-    datasets.load_dataset = load
-    try:
+    with replaced(datasets, load_dataset=load):
         yield places
-    finally:
-        datasets.load_dataset = original
 
 
 def load(names: Sequence[str], own: Mapping[str, Path], settings: Eval) -> tuple[dict[str, Any], dict[str, str]]:

@@ -28,7 +28,7 @@ from clustertune.export.export import (
     verify_files,
 )
 from clustertune.manifest import Manifest, agree, find_problem, find_records
-from clustertune.tensorfile import read_header
+from clustertune.tensorfile import FLOATS, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +42,6 @@ SHARD_BYTES = 5_000_000_000
 BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.*",
           "generation_config.json", "LICENSE*", "USE_POLICY*", "NOTICE*")  # fmt: skip
 """Files of the base that go with the weights."""
-_STORED_IN = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-"""safetensors' names of the types that are published, by torch's."""
 _OWN = re.compile(r"(model.*\.safetensors(\.index\.json)?|config\.json)$")
 _LAYER = re.compile(r"^.*?\.\d+\.")
 _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
@@ -230,9 +228,9 @@ def read_types(base: Path) -> tuple[str | None, dict[str, str]]:
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"unreadable: {error}", file=str(file), fix="look at the base model's folder") from None
     named = config.get("dtype") or config.get("torch_dtype")
-    by_name = {name: _STORED_IN[dtype] for name, dtype in types.items() if dtype in _STORED_IN}
+    by_name = {name: FLOATS[dtype] for name, dtype in types.items() if dtype in FLOATS}
     commonest = max(set(by_name.values()), key=list(by_name.values()).count, default=None)
-    return (named if named in _STORED_IN.values() else commonest), by_name
+    return (named if named in FLOATS.values() else commonest), by_name
 
 
 def _units(names: Iterable[str]) -> list[list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,21 +19,23 @@ from clustertune.recipe.findings import Found, as_problems, schema_findings
 from clustertune.recipe.native_rules import LORA_VARIANTS
 from clustertune.recipe.schema import Number, Positive
 from clustertune.recipe.yamlfile import Document
-from clustertune.tensorfile import Tensor, read_header
+from clustertune.tensorfile import FLOATS, Tensor, read_header
 
 if TYPE_CHECKING:
     from clustertune.training.loading_sources import ParameterSource
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-FLOATS = {"BF16", "F16", "F32"}
 _EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000)}
 """Per dtype its unsigned form and the exponent's bits, which are all set in NaN and infinity and in nothing else."""
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+?)(?:\.(?P<part>lora_A|lora_B|base_layer)\.weight)?")
 _FOREIGN = re.compile(r"\.(lora_embedding_[AB]|lora_magnitude_vector|lora_B\.bias|base_layer\.bias)\b")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHOWN = 5
 _BLOCK = 4 << 20
 """Bytes that are searched for NaN at a time."""
+_OTHER_MODEL = "adapter and base belong to different models, or r is wrong"
+_RESIZED = "a resized vocabulary cannot be merged: resize the base first"
 
 
 @dataclass(frozen=True)
@@ -84,149 +86,218 @@ def _shown(names: list[str]) -> str:
     return ", ".join(sorted(names)[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _sort_tensors(tensors: list[Tensor], file: str) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], list[Problem]]:
-    """Tensors of the adapter by module and factor, the whole tensors by base name, and those of no known kind."""
-    factors: dict[str, dict[str, Tensor]] = {}
-    whole: dict[str, Tensor] = {}
-    strange = []
-    for tensor in tensors:
-        match = None if _FOREIGN.search(tensor.name) else _KEY.fullmatch(tensor.name)
-        if match is None or ".lora_" in match["module"]:
-            strange.append(tensor.name)
-        elif match["part"]:
-            factors.setdefault(match["module"], {})[match["part"]] = tensor
-        else:
-            whole[match["module"]] = tensor
-    problems = []
-    if strange:
-        message = f"tensors that are neither LoRA A/B of a linear layer nor a saved module: {_shown(strange)}"
-        problems.append(Problem(message, file=file, fix="LoRA on embeddings, DoRA vectors and the like cannot be merged here"))
-    return factors, whole, problems
+class _Fit:
+    """An adapter's tensors laid over a base. Each method finds one kind of fault; all of them are reported at once."""
+
+    def __init__(self, settings: LoraSettings, tensors: list[Tensor], folder: Path) -> None:
+        self.settings, self.file, self.config = settings, str(folder / WEIGHTS), str(folder / CONFIG)
+        self.problems: list[Problem] = []
+        self.warnings: list[str] = []
+        self.updates: dict[str, Update] = {}
+        self.factors: dict[str, dict[str, Tensor]] = {}
+        """A, B and PEFT's own copy of the weight, by module."""
+        self.whole: dict[str, Tensor] = {}
+        """Tensors of saved modules, by name in the base."""
+        strange = []
+        for tensor in tensors:
+            match = None if _FOREIGN.search(tensor.name) else _KEY.fullmatch(tensor.name)
+            if match is None or ".lora_" in match["module"]:
+                strange.append(tensor.name)
+            elif match["part"]:
+                self.factors.setdefault(match["module"], {})[match["part"]] = tensor
+            else:
+                self.whole[match["module"]] = tensor
+        fix = "LoRA on embeddings, DoRA vectors and the like cannot be merged here"
+        self._wrong_names("tensors that are neither LoRA A/B of a linear layer nor a saved module: {}", strange, fix=fix)
+        self._check_finite(tensors)
+
+    def _wrong(self, text: str, file: str | None = None, *, key: str | None = None, fix: str | None = None) -> None:
+        self.problems.append(Problem(text, file or self.file, key, fix))
+
+    def _wrong_names(self, text: str, names: list[str], *, fix: str | None = None) -> None:
+        if names:
+            self._wrong(text.format(_shown(names)), fix=fix)
+
+    def _is_float(self, tensor: Tensor) -> bool:
+        if tensor.dtype not in FLOATS:
+            self._wrong(f"{tensor.name} of the base is {tensor.dtype}: not a plain float", str(tensor.file))
+        return tensor.dtype in FLOATS
+
+    def _check_finite(self, tensors: list[Tensor]) -> None:
+        """NaN or infinity anywhere in the adapter, found in blocks; without torch, which the copies need not wait for."""
+        import numpy as np
+
+        bad = []
+        for tensor in tensors:
+            dtype, exponent = _EXPONENTS[tensor.dtype]
+            for start in range(0, tensor.size, _BLOCK):
+                count = min(_BLOCK, tensor.size - start) // np.dtype(dtype).itemsize
+                values = np.fromfile(tensor.file, dtype, count, offset=tensor.offset + start)
+                if len(values) < count:
+                    self._wrong("ends before its last tensor", fix="export it again")
+                    return
+                if bool(((values & exponent) == exponent).any()):
+                    bad.append(tensor.name)
+                    break
+        self._wrong_names("NaN or infinity in {}", bad, fix="the training has diverged: take an earlier checkpoint")
+
+    def find_updates(self, base: Base) -> None:
+        """Linear modules: A and B together, selected by the config, and of the base's shape."""
+        absent, unselected = [], []
+        for module, pair in self.factors.items():
+            weight = base.tensors.get(f"{module}.weight")
+            if lacks := {"lora_A", "lora_B"} - set(pair):
+                self._wrong(f"{module} has {', '.join(sorted(pair))} but no {', '.join(sorted(lacks))}")
+                continue
+            if not self.settings.selects(module):
+                unselected.append(module)
+            if weight is None:
+                absent.append(module)
+                continue
+            a, b, rank = pair["lora_A"], pair["lora_B"], self.settings.rank(module)
+            own = pair.get("base_layer", weight)
+            if len(weight.shape) != 2:
+                self._wrong(f"{weight.name} of the base has shape {list(weight.shape)}: not a linear layer")
+            elif a.shape != (rank, weight.shape[1]) or b.shape != (weight.shape[0], rank):
+                have = f"A {list(a.shape)} and B {list(b.shape)}"
+                self._wrong(f"{module}: {have} do not fit rank {rank} and the base's {list(weight.shape)}", fix=_OTHER_MODEL)
+            elif self._is_float(weight) and (own.shape, own.dtype) != (weight.shape, weight.dtype):
+                have = f"{own.dtype} {list(own.shape)}, the base's is {weight.dtype} {list(weight.shape)}"
+                self._wrong(f"{own.name} is {have}", fix=_RESIZED)
+            self.updates[weight.name] = Update(a, b, self.settings.scaling(module), own)
+        self._wrong_names("the base has no {}", absent, fix="give the base that the adapter was trained on")
+        fix = "adapter_config.json and the tensors come from different runs"
+        self._wrong_names("target_modules does not select {}, for which there are tensors", unselected, fix=fix)
+
+    def check_coverage(self, base: Base) -> None:
+        """What the config announces and the tensors do not hold: an interrupted or empty export."""
+        settings = self.settings
+        if settings.target_modules != r".*":
+            linear = [n.removesuffix(".weight") for n, t in base.tensors.items() if n.endswith(".weight") and len(t.shape) == 2]
+            lacking = [module for module in linear if settings.selects(module) and module not in self.factors]
+            self._wrong_names("no tensors for {}, which target_modules selects", lacking)
+        if isinstance(settings.target_modules, list):
+            modules = [n.rpartition(".")[0] for n in base.tensors]
+            for target in settings.target_modules:
+                if not any(m == target or m.endswith(f".{target}") for m in modules):
+                    self._wrong(f"the base has no module {target!r}", key="target_modules")
+        unsaved = [name for name in base.tensors if settings.saves(name) and name not in self.whole]
+        self._wrong_names("no tensors for {}, which modules_to_save names", unsaved)
+
+    def check_replacements(self, base: Base) -> None:
+        """Tensors that are saved whole; and embeddings that the base has once."""
+        for name, tensor in self.whole.items():
+            target = base.tensors.get(name)
+            if target is None:
+                self._wrong(f"the base has no tensor {name} to replace")
+            elif target.shape != tensor.shape:
+                self._wrong(f"{name} has shape {list(tensor.shape)}, the base's has {list(target.shape)}", fix=_RESIZED)
+            elif name.removesuffix(".weight") in self.factors:
+                self._wrong(f"{name} is both saved whole and updated by LoRA")
+            else:
+                self._is_float(target)
+        touched = [n for n in (*self.whole, *(f"{m}.weight" for m in self.factors)) if EMBEDDINGS.search(n)]
+        if base.tied and touched:
+            text = f"input and output embeddings are one tensor, the adapter changes {_shown(touched)} alone"
+            fix = "untie the base first: load it with tie_word_embeddings=False, copy the head, save it"
+            self._wrong(text, str(base.folder / "config.json"), key="tie_word_embeddings", fix=fix)
+
+    def check_provenance(self, base: Base) -> None:
+        """The base that the adapter names: another revision is an error, another name a warning."""
+        folder, wanted, named = base.folder.resolve(), self.settings.revision, self.settings.base_name
+        known = folder.name if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name) else None
+        names = {folder.name, str(base.config.get("_name_or_path", "")).rstrip("/").rpartition("/")[2]}
+        names |= {part.rpartition("--")[2] for part in folder.parts if part.startswith("models--")}
+        if known and wanted and _COMMIT.fullmatch(wanted) and wanted != known:
+            fix = "give the base of that revision"
+            self._wrong(f"trained on revision {wanted}, the base is {known}", self.config, key="revision", fix=fix)
+        elif named and named.rstrip("/").rpartition("/")[2] not in names:
+            text = f"trained on {named!r}, merged into {base.folder.name!r}; names and shapes fit, contents are not compared"
+            self.warnings.append(f"{self.config}: {text}")
+        if ambiguous := self.settings.ambiguous(self.factors):
+            text = f"several patterns with different values match {_shown(ambiguous)}; the first in the file counts, as in PEFT"
+            self.warnings.append(f"{self.config}: {text}")
+
+    # LoRA on fused experts (``target_parameters``): which tensors of the base's files take which part of A and B.
+    #
+    # transformers 5 keeps all experts of a layer in one parameter (experts, out, in). Files mostly hold one matrix for each
+    # expert, gate and up projection apart. Which is which is asked of transformers' own rules, as the training does when it
+    # loads them.
+
+    def find_experts(self, base: Base) -> None:
+        """The updates of the base's experts; their factors are no linear module's any more.
+
+        PEFT wraps the holder of a parameter once for each parameter that is targeted, in their order, so that the first one's
+        factors lie innermost (peft 0.20, ``_inject_parameters``).
+        """
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        from clustertune.training.loading_sources import Unfollowed, find
+
+        shown = str(base.folder / "config.json")
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**base.config))
+            rules = SimpleNamespace(weight_mapping=get_model_conversion_mapping(model), dtype_plan=None)
+            sources = find(model, base.tensors, rules, model.state_dict()).by_name
+        except UserError as error:
+            self.problems += error.problems
+            return
+        except (Unfollowed, ValueError, TypeError, KeyError, AttributeError) as error:
+            self._wrong(f"transformers does not say where its experts lie: {error}", shown)
+            return
+        for holder, module in model.named_modules():
+            parameters = [name for name, _ in module.named_parameters(recurse=False)]
+            names = [name for name in parameters if self.settings.selects_parameter(f"{holder}.{name}")]
+            for depth, name in enumerate(reversed(names)):
+                parameter, inner = f"{holder}.{name}", holder + depth * ".base_layer"
+                pair, shape = self.factors.pop(inner, {}), tuple(getattr(module, name).shape)
+                shape = (1, *shape) if len(shape) == 2 else shape  # a router is one matrix
+                if len(shape) != 3 or getattr(module, "is_transposed", False):
+                    self._wrong(f"{parameter} {list(shape)}: not experts of (out, in)", key="target_parameters")
+                elif self._fits_experts(parameter, inner, pair, shape):
+                    self._update_experts(parameter, pair, shape, _parts(sources[parameter], shape[1]), shown)
+        for target in self.settings.target_parameters:
+            if not any(name == target or name.endswith(f".{target}") for name in sources):
+                self._wrong(f"the base has no parameter {target!r}", key="target_parameters")
+
+    def _fits_experts(self, parameter: str, inner: str, pair: Mapping[str, Tensor], shape: Sequence[int]) -> bool:
+        rank = self.settings.rank(parameter)
+        wanted = {"lora_A": (shape[0] * rank, shape[2]), "lora_B": (shape[1], shape[0] * rank)}
+        if {part: tensor.shape for part, tensor in pair.items()} == wanted:
+            return True
+        has = {part: list(tensor.shape) for part, tensor in pair.items()} or "nothing"
+        self._wrong(f"{parameter} has {has}, rank {rank} asks for {wanted}", key=f"{inner}.lora_A", fix=_OTHER_MODEL)
+        return False
+
+    def _update_experts(
+        self, parameter: str, pair: Mapping[str, Tensor], shape: Sequence[int], parts: list[_Part], shown: str
+    ) -> None:
+        if not parts:
+            self._wrong(f"{parameter}: its form in the files is not merged", shown)
+        for tensor, expert, row in parts:
+            self._is_float(tensor)
+            scaling = self.settings.scaling(parameter)
+            self.updates[tensor.name] = Update(pair["lora_A"], pair["lora_B"], scaling, tensor, shape[0], expert, row)
 
 
-def _find_updates(
-    base: Base, settings: LoraSettings, factors: dict[str, dict[str, Tensor]], file: str
-) -> tuple[dict[str, Update], list[Problem]]:
-    updates, problems, absent, unselected = {}, [], [], []
-    for module, pair in factors.items():
-        weight = base.tensors.get(f"{module}.weight")
-        if lacks := {"lora_A", "lora_B"} - set(pair):
-            has = ", ".join(sorted(pair))
-            problems.append(Problem(f"{module} has {has} but no {', '.join(sorted(lacks))}", file=file))
-            continue
-        if not settings.selects(module):
-            unselected.append(module)
-        if weight is None:
-            absent.append(module)
-            continue
-        a, b, rank = pair["lora_A"], pair["lora_B"], settings.rank(module)
-        own = pair.get("base_layer", weight)
-        if len(weight.shape) != 2:
-            problems.append(Problem(f"{weight.name} of the base has shape {list(weight.shape)}: not a linear layer", file=file))
-        elif a.shape != (rank, weight.shape[1]) or b.shape != (weight.shape[0], rank):
-            message = (
-                f"{module}: A {list(a.shape)} and B {list(b.shape)} do not fit rank {rank} and the base's {list(weight.shape)}"
-            )
-            problems.append(Problem(message, file=file, fix="adapter and base belong to different models, or r is wrong"))
-        elif weight.dtype not in FLOATS:
-            problems.append(Problem(f"{weight.name} of the base is {weight.dtype}: not a plain float", file=str(weight.file)))
-        elif (own.shape, own.dtype) != (weight.shape, weight.dtype):
-            message = f"{own.name} is {own.dtype} {list(own.shape)}, the base's is {weight.dtype} {list(weight.shape)}"
-            problems.append(Problem(message, file=file, fix="a resized vocabulary cannot be merged: resize the base first"))
-        updates[weight.name] = Update(a, b, settings.scaling(module), own)
-    if absent:
-        problems.append(
-            Problem(f"the base has no {_shown(absent)}", file=file, fix="give the base that the adapter was trained on")
-        )
-    if unselected:
-        message = f"target_modules does not select {_shown(unselected)}, for which there are tensors"
-        problems.append(Problem(message, file=file, fix="adapter_config.json and the tensors come from different runs"))
-    return updates, problems
+_Part = tuple[Tensor, int | None, int]
 
 
-def _coverage_problems(
-    base: Base, settings: LoraSettings, factors: dict[str, dict[str, Tensor]], whole: dict[str, Tensor], file: str
-) -> list[Problem]:
-    """What the config announces and the tensors do not hold: an interrupted or empty export."""
-    problems = []
-    if settings.target_modules != r".*":
-        linear = [n.removesuffix(".weight") for n, t in base.tensors.items() if n.endswith(".weight") and len(t.shape) == 2]
-        lacking = [module for module in linear if settings.selects(module) and module not in factors]
-        if lacking:
-            problems.append(Problem(f"no tensors for {_shown(lacking)}, which target_modules selects", file=file))
-    if isinstance(settings.target_modules, list):
-        modules = [n.rpartition(".")[0] for n in base.tensors]
-        for target in settings.target_modules:
-            if not any(m == target or m.endswith(f".{target}") for m in modules):
-                problems.append(Problem(f"the base has no module {target!r}", file=file, key="target_modules"))
-    unsaved = [name for name in base.tensors if settings.saves(name) and name not in whole]
-    if unsaved:
-        problems.append(Problem(f"no tensors for {_shown(unsaved)}, which modules_to_save names", file=file))
-    return problems
+def _parts(source: ParameterSource, rows: int) -> list[_Part]:
+    """The tensors of one parameter, each with its expert and its first row of that; expert None: one tensor holds all of them.
 
-
-def _replacement_problems(
-    base: Base, whole: dict[str, Tensor], factors: dict[str, dict[str, Tensor]], file: str
-) -> list[Problem]:
-    problems = []
-    for name, tensor in whole.items():
-        target = base.tensors.get(name)
-        if target is None:
-            problems.append(Problem(f"the base has no tensor {name} to replace", file=file))
-        elif target.shape != tensor.shape:
-            message = f"{name} has shape {list(tensor.shape)}, the base's has {list(target.shape)}"
-            problems.append(Problem(message, file=file, fix="a resized vocabulary cannot be merged: resize the base first"))
-        elif name.removesuffix(".weight") in factors:
-            problems.append(Problem(f"{name} is both saved whole and updated by LoRA", file=file))
-        elif target.dtype not in FLOATS:
-            problems.append(Problem(f"{name} of the base is {target.dtype}: not a plain float", file=str(target.file)))
-    touched = [n for n in (*whole, *(f"{m}.weight" for m in factors)) if EMBEDDINGS.search(n)]
-    if base.tied and touched:
-        message = f"input and output embeddings are one tensor, the adapter changes {_shown(touched)} alone"
-        fix = "untie the base first: load it with tie_word_embeddings=False, copy the head, save it"
-        problems.append(Problem(message, file=str(base.folder / "config.json"), key="tie_word_embeddings", fix=fix))
-    return problems
-
-
-def _check_finite(tensors: list[Tensor], file: str) -> list[Problem]:
-    """NaN or infinity anywhere in the adapter, found in blocks; without torch, which the copies need not wait for."""
-    import numpy as np
-
-    bad = []
-    for tensor in tensors:
-        dtype, exponent = _EXPONENTS[tensor.dtype]
-        for start in range(0, tensor.size, _BLOCK):
-            size = min(_BLOCK, tensor.size - start)
-            count = size // np.dtype(dtype).itemsize
-            values = np.fromfile(tensor.file, dtype, count, offset=tensor.offset + start)
-            if len(values) < count:
-                return [Problem("ends before its last tensor", file=file, fix="export it again")]
-            if bool(((values & exponent) == exponent).any()):
-                bad.append(tensor.name)
-                break
-    fix = "the training has diverged: take an earlier checkpoint"
-    return [Problem(f"NaN or infinity in {_shown(bad)}", file=file, fix=fix)] if bad else []
-
-
-def _revision(folder: Path) -> str | None:
-    """The commit of a folder of the Hub's cache (``snapshots/<40 hex>``)."""
-    name = folder.resolve().name
-    return name if folder.resolve().parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", name) else None
-
-
-def _provenance(base: Base, settings: LoraSettings, file: str) -> tuple[list[str], list[Problem]]:
-    known = _revision(base.folder)
-    if known and settings.revision and re.fullmatch(r"[0-9a-f]{40}", settings.revision) and settings.revision != known:
-        message = f"trained on revision {settings.revision}, the base is {known}"
-        return [], [Problem(message, file=file, key="revision", fix="give the base of that revision")]
-    named = settings.base_name
-    names = {base.folder.resolve().name, str(base.config.get("_name_or_path", "")).rstrip("/").rpartition("/")[2]}
-    names |= {part.rpartition("--")[2] for part in base.folder.resolve().parts if part.startswith("models--")}
-    if named and named.rstrip("/").rpartition("/")[2] not in names:
-        return [
-            f"{file}: trained on {named!r}, merged into {base.folder.name!r}; names and shapes fit, contents are not compared"
-        ], []
-    return [], []
+    Empty where a tensor of the files is not a run of rows of one expert.
+    """
+    if source.converter is None:
+        return [(source.parts[0][2], None, 0)]
+    found, row = list[_Part](), 0
+    for tensor in source.experts() or ():
+        found.append((tensor, row // rows, row % rows))
+        row += tensor.shape[0]
+    return found
 
 
 def _read_files(folder: Path) -> tuple[LoraSettings, list[Tensor]]:
@@ -263,113 +334,17 @@ def read_adapter(folder: Path, base: Base | None) -> Adapter:
     Raises UserError with every problem found; nothing is written.
     """
     settings, tensors = _read_files(folder)
-    file = str(folder / WEIGHTS)
-    factors, whole, problems = _sort_tensors(tensors, file)
-    problems += _check_finite(tensors, file)
-    updates: dict[str, Update] = {}
-    warnings: list[str] = []
+    fit = _Fit(settings, tensors, folder)
     if base is not None:
         if settings.target_parameters:
-            updates, factors, found = _find_experts(base, settings, factors, file)
-            problems += found
-        linear, found = _find_updates(base, settings, factors, file)
-        updates |= linear
-        problems += found
-        problems += _coverage_problems(base, settings, factors, whole, file)
-        problems += _replacement_problems(base, whole, factors, file)
-        warnings, found = _provenance(base, settings, str(folder / CONFIG))
-        problems += found
-        if ambiguous := settings.ambiguous(factors):
-            message = (
-                f"several patterns with different values match {_shown(ambiguous)}; the first in the file counts, as in PEFT"
-            )
-            warnings.append(f"{folder / CONFIG}: {message}")
-    raise_if(problems)
+            fit.find_experts(base)
+        fit.find_updates(base)
+        fit.check_coverage(base)
+        fit.check_replacements(base)
+        fit.check_provenance(base)
+    raise_if(fit.problems)
     digests = {name: hash_file(folder / name).sha256 for name in (CONFIG, WEIGHTS)}
-    return Adapter(folder, settings, updates, whole, digests, warnings)
-
-
-# --- experts --------------------------------------------------------------------------------------------------------------
-
-# LoRA on fused experts (``target_parameters``): which tensors of the base's files take which part of A and B.
-#
-# transformers 5 keeps all experts of a layer in one parameter (experts, out, in). Files mostly hold one matrix for each expert,
-# gate and up projection apart. Which is which is asked of transformers' own rules, as the training does when it loads them.
-
-_Factors = dict[str, dict[str, Tensor]]
-
-
-def _find_experts(
-    base: Base, settings: LoraSettings, factors: _Factors, file: str
-) -> tuple[dict[str, Update], _Factors, list[Problem]]:
-    """The updates of the base's tensors by name, the factors of other modules, and what does not fit.
-
-    PEFT wraps the holder of a parameter once for each parameter that is targeted, in their order, so that the first one's
-    factors lie innermost (peft 0.20, ``_inject_parameters``).
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    from clustertune.training.loading_sources import Unfollowed, find
-
-    shown = str(base.folder / "config.json")
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**base.config))
-        rules = SimpleNamespace(weight_mapping=get_model_conversion_mapping(model), dtype_plan=None)
-        sources = find(model, base.tensors, rules, model.state_dict()).by_name
-    except UserError as error:
-        return {}, factors, error.problems
-    except (Unfollowed, ValueError, TypeError, KeyError, AttributeError) as error:
-        return {}, factors, [Problem(f"transformers does not say where its experts lie: {error}", file=shown)]
-    updates: dict[str, Update] = {}
-    problems: list[Problem] = []
-    left = dict(factors)
-    for holder, module in model.named_modules():
-        names = [name for name, _ in module.named_parameters(recurse=False) if settings.selects_parameter(f"{holder}.{name}")]
-        for depth, name in enumerate(reversed(names)):
-            parameter, inner = f"{holder}.{name}", holder + depth * ".base_layer"
-            pair, shape = left.pop(inner, {}), tuple(getattr(module, name).shape)
-            rank, shape = settings.rank(parameter), (1, *shape) if len(shape) == 2 else shape  # a router is one matrix
-            if len(shape) != 3 or getattr(module, "is_transposed", False):
-                message = f"{parameter} {list(shape)}: not experts of (out, in)"
-                problems.append(Problem(message, file=file, key="target_parameters"))
-                continue
-            wanted = {"lora_A": (shape[0] * rank, shape[2]), "lora_B": (shape[1], shape[0] * rank)}
-            if {part: tensor.shape for part, tensor in pair.items()} != wanted:
-                has = {part: list(tensor.shape) for part, tensor in pair.items()} or "nothing"
-                message = f"{parameter} has {has}, rank {rank} asks for {wanted}"
-                fix = "adapter and base belong to different models, or r is wrong"
-                problems.append(Problem(message, file=file, key=f"{inner}.lora_A", fix=fix))
-                continue
-            parts = _parts(sources[parameter], shape[1])
-            if not parts:
-                problems.append(Problem(f"{parameter}: its form in the files is not merged", file=shown))
-            for tensor, expert, row in parts:
-                if tensor.dtype not in FLOATS:
-                    message = f"{tensor.name} of the base is {tensor.dtype}: not a plain float"
-                    problems.append(Problem(message, file=str(tensor.file)))
-                scaling = settings.scaling(parameter)
-                updates[tensor.name] = Update(pair["lora_A"], pair["lora_B"], scaling, tensor, shape[0], expert, row)
-    for target in settings.target_parameters:
-        if not any(name == target or name.endswith(f".{target}") for name in sources):
-            problems.append(Problem(f"the base has no parameter {target!r}", file=file, key="target_parameters"))
-    return updates, left, problems
-
-
-def _parts(source: ParameterSource, rows: int) -> list[tuple[Tensor, int | None, int]]:
-    """The tensors of one parameter, each with its expert and its first row of that; expert None: one tensor holds all of them.
-
-    Empty where a tensor of the files is not a run of rows of one expert.
-    """
-    if source.converter is None:
-        return [(source.parts[0][2], None, 0)]
-    found, row = list[tuple[Tensor, int | None, int]](), 0
-    for tensor in source.experts() or ():
-        found.append((tensor, row // rows, row % rows))
-        row += tensor.shape[0]
-    return found
+    return Adapter(folder, settings, fit.updates, fit.whole, digests, fit.warnings)
 
 
 # --- lora config ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 from clustertune.errors import UserError, storage_error
 from clustertune.manifest import XXH3_128, FileRecord, fsync_path, new_hasher
 from clustertune.merge.lora import Adapter, Update
-from clustertune.tensorfile import BITS, Tensor, build_header
+from clustertune.tensorfile import BITS, FLOATS, Tensor, build_header
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def torch_dtype(name: str) -> Any:
     """The torch dtype of a safetensors float dtype."""
     import torch
 
-    return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[name]
+    return getattr(torch, FLOATS[name])
 
 
 class Scratch:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.manifest import MANIFEST, XXH3_128, FileRecord, hub_record, new_hasher, read_manifest
+from clustertune.manifest import MANIFEST, XXH3_128, FileRecord, hub_digest, new_hasher, read_manifest
 from clustertune.process import die_with_parent
 
 # --- what a folder holds, which of its files are needed, and what is known of their content --------------------------
@@ -71,11 +71,10 @@ def survey(root: Path, what: str) -> list[SourceFile]:
     files, problems = [], []
     for name in names:
         path = found[name]
-        state = path.stat()
-        record = known.get(name) or hub_record(path)
-        size, digest, algorithm = (record.size, record.digest, record.algorithm) if record else (state.st_size, None, None)
-        if size != state.st_size:
-            problems.append(Problem(f"{state.st_size} bytes, the folder's manifest says {size}", file=str(path)))
+        state, record = path.stat(), known.get(name)
+        if record and record.size != state.st_size:
+            problems.append(Problem(f"{state.st_size} bytes, the folder's manifest says {record.size}", file=str(path)))
+        digest, algorithm = (record.digest, record.algorithm) if record else hub_digest(path) or (None, None)
         files.append(SourceFile(name, state.st_size, state.st_mtime_ns, state.st_ctime_ns, digest, algorithm))
     problems += [Problem("missing", file=str(root / name)) for name in known if name not in found]
     if problems:

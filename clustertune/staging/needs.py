@@ -46,11 +46,11 @@ def model_folder(resolved: Resolved, run: RunDir | None) -> Path | None:
 
 def model_source(run: RunDir, resolved: Resolved) -> tuple[str, str | None]:
     """Where the base model is read from: a folder, or a Hub id and its commit."""
-    if resolved.recipe.model.weights == "random":
-        return str(run.local_model(resolved.recipe.model.name)), None
-    if (staged := bundle.staged_folder(resolved)) and (found := bundle.model_folder(staged)):
-        return str(found), None
-    return resolved.recipe.model.path or resolved.recipe.model.name, resolved.recipe.model.revision
+    model = resolved.recipe.model
+    found = local_model(resolved, run)
+    if found is None or found == Path(model.path or ""):
+        return model.path or model.name, model.revision
+    return str(found), None
 
 
 def sources(resolved: Resolved, run: RunDir | None) -> tuple[list[SourceFolder], list[str]]:

@@ -8,6 +8,7 @@ seconds are the process's own with its children's. ``taskset -c 0`` in front of 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -18,6 +19,8 @@ from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 VOCABULARY = 130_000
 SYLLABLES = [a + b for a in ("b", "ch", "d", "f", "gr", "k", "l", "m", "n", "p", "r", "st", "t", "v", "w") for b in "aeiouy"]
@@ -74,34 +77,14 @@ class Memory:
 
     def _watch(self) -> None:
         while self._on:
-            self.peak = max(self.peak, sum(map(_pss, _family(os.getpid()))))
+            family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+            with contextlib.suppress(psutil.Error):
+                self.peak = max(self.peak, sum(process.memory_full_info().pss for process in family))
             time.sleep(0.5)
 
     def stop(self) -> int:
         self._on = False
         return self.peak
-
-
-def _family(root: int) -> list[int]:
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-    found = [root]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found
-
-
-def _pss(process: int) -> int:
-    try:
-        text = Path(f"/proc/{process}/smaps_rollup").read_text()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:"))
 
 
 def cpu() -> float:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from clustertune.data.prepare import choose_eval, prepare
 from clustertune.errors import ExitCode, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest, seal
 from clustertune.recipe.schema import Data, ExpectedSplits
+from tests.faults import sweep
 
 SETTINGS = Data(name="x", format="lima", eval_fraction=0.25, max_rejected=1)
 
@@ -152,87 +151,38 @@ def test_a_full_disk_is_a_storage_error_and_leaves_the_old_dataset(source, tmp_p
     assert find_problems(out, "dataset") == []
 
 
-# --- crashes: a child process dies at its n-th change of the disk
-
-
-def dies_at(step: int, work: Callable[[], object]) -> bool:
-    """Run ``work`` in a child that is killed before its ``step``-th fsync, rename or unlink. True if it died."""
-    child = os.fork()
-    if child == 0:
-        left = step
-        try:
-            for name in ("fsync", "replace", "unlink"):
-                real = getattr(os, name)
-
-                def counted(*args, real=real, **options):
-                    nonlocal left
-                    left -= 1
-                    if left == 0:
-                        os._exit(9)
-                    return real(*args, **options)
-
-                setattr(os, name, counted)
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, 9)
-    return status == 9
-
-
-def crash_everywhere(work: Callable[[], object], check: Callable[[int], None], reset: Callable[[], None]) -> int:
-    step = 0
-    while True:
-        step += 1
-        reset()
-        if not dies_at(step, work):
-            return step
-        check(step)
+# --- crashes at every change of the disk
 
 
 def test_a_crash_at_any_moment_leaves_the_old_the_new_or_none(source, tmp_path):
     out, fresh = tmp_path / "out", tmp_path / "fresh"
     make(source, fresh, seed=2)
-    new = content(fresh)
-    seen = set()
-
-    def reset() -> None:
-        make(source, out, seed=1)
-
-    reset()
-    old = content(out)
-    assert old["train.jsonl"] != new["train.jsonl"]
-
-    def check(step: int) -> None:
+    make(source, out, seed=1)
+    known = {str(content(out)): "old", str(new := content(fresh)): "new"}
+    assert len(known) == 2
+    seen, number = set(), 0
+    for number in sweep(lambda _: make(source, out, seed=2)):
         if find_problems(out, "dataset"):
-            assert not (out / MANIFEST).exists(), step
+            assert not (out / MANIFEST).exists(), number
             seen.add("none")
         else:
-            seen.add({str(old): "old", str(new): "new"}[str(content(out))])
+            seen.add(known[str(content(out))])
         assert make(source, out, seed=2)["train"]["conversations"] == 6
         assert content(out) == new
         assert [p.name for p in out.iterdir() if p.name.endswith(".new.tmp")] == []
-
-    assert crash_everywhere(lambda: make(source, out, seed=2), check, reset) > 10
-    assert seen == {"old", "none", "new"}
+        make(source, out, seed=1)
+    assert number > 10 and seen == {"old", "none", "new"}
 
 
 def test_a_crash_of_the_first_preparation_can_always_be_repeated(source, tmp_path):
-    numbers = iter(range(1000))
-    out = tmp_path / "0"
-
-    def reset() -> None:
-        nonlocal out
-        out = tmp_path / f"out{next(numbers)}"
-
-    def check(step: int) -> None:
+    number = 0
+    for number in sweep(lambda n: make(source, tmp_path / f"out{n}")):
+        out = tmp_path / f"out{number}"
         if (out / MANIFEST).exists():
             assert find_problems(out, "dataset") == []
         assert make(source, out)["eval"]["conversations"] == 2
         assert find_problems(out, "dataset") == []
-
-    assert crash_everywhere(lambda: make(source, out), check, reset) > 8
+    assert number > 8
 
 
 # --- which conversations are held out

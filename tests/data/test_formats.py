@@ -40,47 +40,28 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 PAIR = [user("q"), assistant("a")]
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "expected"),
-    [
-        ("messages", {"messages": [{"role": "developer", "content": "s"}, *PAIR]}, [{"role": "system", "content": "s"}, *PAIR]),
-        ("messages", {"messages": json.dumps(PAIR)}, PAIR),
-        (
-            "messages",
-            {"messages": [user([{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]), assistant("a")]},
-            [user("one two"), assistant("a")],
-        ),
-        (
-            "messages",
-            {"messages": [user("q"), assistant("a", reasoning_content="hm", weight=1)]},
-            [user("q"), assistant("a", reasoning_content="hm")],
-        ),
-        (
-            "sharegpt",
-            {
-                "system": "s",
-                "conversations": [
-                    {"from": "human", "value": "q"},
-                    {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Bonn"}}'},
-                    {"from": "observation", "value": "warm"},
-                    {"from": "gpt", "value": "a"},
-                ],
-            },
-            [
-                {"role": "system", "content": "s"},
-                user("q"),
-                assistant("", tool_calls=[CALL]),
-                {"role": "tool", "content": "warm"},
-                assistant("a"),
-            ],
-        ),
-        (
-            "alpaca",
-            {"system": "s", "history": [["q0", "a0"]], "instruction": "q", "input": "x", "output": "a"},
-            [{"role": "system", "content": "s"}, user("q0"), assistant("a0"), user("q\n\nx"), assistant("a")],
-        ),
-    ],
-)
+SYSTEM = {"role": "system", "content": "s"}
+SHAREGPT = [
+    {"from": "human", "value": "q"},
+    {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Bonn"}}'},
+    {"from": "observation", "value": "warm"},
+    {"from": "gpt", "value": "a"},
+]
+BECOMES: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
+    ("messages", {"messages": [{"role": "developer", "content": "s"}, *PAIR]}, [SYSTEM, *PAIR]),
+    ("messages", {"messages": json.dumps(PAIR)}, PAIR),
+    ("messages", {"messages": [user([{"type": "text", "text": "q"}, {"type": "text", "text": "r"}]), PAIR[1]]},
+     [user("qr"), PAIR[1]]),
+    ("messages", {"messages": [*PAIR, user("q") | {"name": "n"}, assistant("a", reasoning="hm", weight=1)]},
+     [*PAIR, user("q"), assistant("a", reasoning="hm")]),
+    ("sharegpt", {"system": "s", "conversations": SHAREGPT},
+     [SYSTEM, user("q"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "warm"}, assistant("a")]),
+    ("alpaca", {"system": "s", "history": [["q0", "a0"]], "instruction": "q", "input": "x", "output": "a"},
+     [SYSTEM, user("q0"), assistant("a0"), user("q\n\nx"), assistant("a")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "row", "expected"), BECOMES)
 def test_a_row_becomes_messages(name, row, expected):
     assert read(name, row) == {"messages": expected}
 
@@ -94,30 +75,67 @@ def test_calls_of_tools_come_with_their_arguments_as_objects():
     assert found["messages"] == [user("q"), assistant("", tool_calls=[{"id": "c1", **CALL}]), answer, assistant("a")]
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "reason"),
-    [
-        ("messages", {"messages": [user("q"), assistant(None, tool_calls=[CALL]), user("q"), assistant("a")]}, "wrong-turn"),
-        ("messages", {"messages": [user("q"), assistant("", tool_calls=[{"name": "f", "arguments": "{"}])]}, "invalid-json"),
-        ("messages", {"messages": [user("q"), assistant("", tool_calls=["f"])]}, "wrong-column"),
-        ("messages", {"messages": PAIR, "tools": "f(x)"}, "invalid-json"),
-        ("messages", {"messages": PAIR, "tools": [{"name": "\ud800"}]}, "not-utf8"),
-        ("sharegpt", {"conversations": [{"from": "narrator", "value": "x"}]}, "unknown-role"),
-        ("sharegpt", {"conversations": [{"from": "gpt", "value": "x"}]}, "wrong-turn"),
-        ("sharegpt", {"conversations": [{"from": "human", "value": "q"}]}, "unanswered"),
-        ("alpaca", {"history": [["q"]], "instruction": "q", "output": "a"}, "wrong-column"),
-        ("prompt-completion", {"prompt": PAIR, "completion": "a"}, "wrong-turn"),
-        ("prompt-completion", {"prompt": "q", "completion": [user("q")]}, "wrong-turn"),
-        ("prompt-completion", {"prompt": "q"}, "wrong-column"),
-        ("preference", {"prompt": "q", "chosen": "a", "rejected": "a"}, "no-preference"),
-        ("preference", {"chosen": PAIR, "rejected": [user("other"), assistant("b")]}, "wrong-turn"),
-        ("preference", {"prompt": "q", "chosen": "a"}, "wrong-column"),
-        ("text", {"text": " \n"}, "empty-text"),
-    ],
-)  # fmt: skip
-def test_a_row_is_refused(name, row, reason):
-    with pytest.raises(BadRow) as caught:
-        read(name, row)
+def called(*calls):
+    return [user("q"), assistant("", tool_calls=list(calls))]
+
+
+REFUSED: list[tuple[str, Any, str, str]] = [
+    # By the turns of "messages" and of "lima".
+    ("messages", [], "empty-text", "messages is empty"),
+    ("messages", [SYSTEM], "unanswered", "ends with a system"),
+    ("messages", [user("a")], "unanswered", "ends with a user"),
+    ("messages", [assistant("a")], "wrong-turn", r"messages\[0\] is a assistant"),
+    ("messages", [user("a"), user("b")], "wrong-turn", r"messages\[1\]"),
+    ("messages", [*PAIR, assistant("c")], "wrong-turn", r"messages\[2\]"),
+    ("messages", [user("a"), SYSTEM, assistant("b")], "wrong-turn", r"messages\[1\] is a system"),
+    ("messages", [SYSTEM, SYSTEM, *PAIR], "wrong-turn", r"messages\[1\]"),
+    ("messages", [user("a"), {"role": "tool", "content": "b"}], "wrong-turn", "tool"),
+    ("messages", [user("q"), assistant(None, tool_calls=[CALL]), *PAIR], "wrong-turn", "a tool message must stand"),
+    ("messages", [user("a"), {"role": "narrator", "content": "b"}], "unknown-role", "narrator"),
+    ("messages", [user("a"), {"role": "assistant"}], "wrong-column", r"messages\[1\].content is missing"),
+    ("messages", [user("a"), assistant(None)], "wrong-column", r"messages\[1\].content is null"),
+    ("messages", [user([{"type": "text"}]), PAIR[1]], "wrong-column", r"messages\[0\].content\[0\].text is missing"),
+    ("messages", [user([{"type": "image_url"}]), PAIR[1]], "not-text", "image_url"),
+    ("messages", [user("a"), assistant(" ")], "empty-text", r"messages\[1\].content"),
+    ("messages", ["hello"], "wrong-column", r"messages\[0\]"),
+    ("messages", None, "wrong-column", "messages is null"),
+    ("messages", called({"name": "f", "arguments": "{"}), "invalid-json", "arguments"),
+    ("messages", called("f"), "wrong-column", "not a call"),
+    ("lima", ["a"], "unanswered", ""),
+    ("lima", ["a", "b", "c"], "unanswered", ""),
+    ("lima", [], "empty-text", ""),
+    ("lima", ["a", ""], "empty-text", ""),
+    ("lima", ["a", None], "wrong-column", ""),
+    ("lima", [{"from": "human", "value": "a"}], "wrong-column", ""),
+    ("lima", "ab", "invalid-json", ""),
+    ("sharegpt", [{"from": "narrator", "value": "x"}], "unknown-role", ""),
+    ("sharegpt", [{"from": "gpt", "value": "x"}], "wrong-turn", ""),
+    ("sharegpt", [{"from": "human", "value": "q"}], "unanswered", ""),
+    # By whole rows.
+    ("messages", {"messages": PAIR, "tools": "f(x)"}, "invalid-json", "tools"),
+    ("messages", {"messages": PAIR, "tools": [{"name": "\ud800"}]}, "not-utf8", "tools"),
+    ("alpaca", {"instruction": "", "output": "x"}, "empty-text", ""),
+    ("alpaca", {"instruction": "x", "output": "\n"}, "empty-text", ""),
+    ("alpaca", {"instruction": "x"}, "wrong-column", ""),
+    ("alpaca", {"instruction": "x", "input": ["y"], "output": "z"}, "wrong-column", ""),
+    ("alpaca", {"instruction": "x", "output": "y" * 10_000_000}, "message-too-long", ""),
+    ("alpaca", {"instruction": "x", "output": "\udcff"}, "not-utf8", ""),
+    ("alpaca", {"history": [["q"]], "instruction": "q", "output": "a"}, "wrong-column", ""),
+    ("prompt-completion", {"prompt": PAIR, "completion": "a"}, "wrong-turn", ""),
+    ("prompt-completion", {"prompt": "q", "completion": [user("q")]}, "wrong-turn", ""),
+    ("prompt-completion", {"prompt": "q"}, "wrong-column", ""),
+    ("preference", {"prompt": "q", "chosen": "a", "rejected": "a"}, "no-preference", ""),
+    ("preference", {"chosen": PAIR, "rejected": [user("other"), assistant("b")]}, "wrong-turn", ""),
+    ("preference", {"prompt": "q", "chosen": "a"}, "wrong-column", ""),
+    ("text", {"text": " \n"}, "empty-text", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "reason", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_a_row_is_refused(name, row, reason, words):
+    column = {"messages": "messages", "lima": "conversations", "sharegpt": "conversations"}.get(name)
+    with pytest.raises(BadRow, match=words) as caught:
+        read(name, row if isinstance(row, dict) else {column: row})
     assert caught.value.reason == reason
 
 
@@ -207,11 +225,7 @@ def test_columns_are_given_the_names_of_the_format(run, lines):
 @pytest.mark.parametrize(
     ("row", "named", "hint"),
     [
-        (
-            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-            "messages",
-            "data.format: sharegpt",
-        ),
+        ({"conversations": [SHAREGPT[0], SHAREGPT[3]]}, "messages", "data.format: sharegpt"),
         ({"messages": PAIR}, "sharegpt", "data.format: messages"),
         ({"dialog": PAIR}, "messages", "data.format: messages and data.columns: {messages: dialog}"),
         ({"conversations": ["q", "a"]}, "sharegpt", "data.format: lima"),
@@ -228,6 +242,29 @@ def test_another_format_is_recognised_and_named(run, lines, row, named, hint):
     with pytest.raises(UserError) as caught:
         run(lines([row] * 3), format=named, language=None)
     assert hint in str(caught.value)
+
+
+def test_the_source_names_file_and_row(run, lines):
+    content = b"\n" + lines([{"instruction": "x"}]) + lines([{"instruction": "x", "output": "y"}])
+    got = run(content, format="alpaca", language=None)
+    assert got.conversations[0]["source"] == {"tree": "rows.jsonl:2", "file": "rows.jsonl", "row": 2}
+    assert got.lines("rejected") == [{"file": "rows.jsonl", "line": 2, "reason": "wrong-column", "detail": "output is missing"}]
+
+
+def test_copies_of_a_conversation_never_stand_in_both_splits(run):
+    content = [{"conversations": [f"question {i % 10}", "answer"]} for i in range(40)]
+    got = run(content, format="lima", eval_fraction=0.3)
+    train, held_out = ({line["messages"][0]["content"] for line in got.lines(name)} for name in ("train", "eval"))
+    assert (len(train), len(held_out), train & held_out) == (7, 3, set())
+    assert any("data.language" in warning for warning in got.result["warnings"]), "it does nothing for this format"
+
+
+def test_a_limit_takes_the_first_conversations(run, lines):
+    """The source's 2,048 samples: what stands behind them is not taken, and another limit is another dataset."""
+    rows = [{"instruction": f"ask {n}", "output": f"answer {n}"} for n in range(20)]
+    found = run(lines(rows), format="alpaca", limit=8)
+    assert sorted(c["source"]["row"] for c in found.conversations) == list(range(1, 9))
+    assert len(run(lines(rows), format="alpaca").conversations) == 20
 
 
 def test_too_many_bad_rows_stop_and_are_named(run, lines):
@@ -283,9 +320,8 @@ def test_of_prompt_and_completion_trl_labels_the_same(run, lines, tokenizer, tra
 
 
 def test_of_a_text_every_token_is_trained_and_it_ends(run, lines, tokenizer):
-    _, found = rows_of(
-        run, lines, [{"text": "question 1"}, {"text": "answer 2"}], tokenizer, {"assistant_only_loss": True}, format="text"
-    )
+    rows = [{"text": "question 1"}, {"text": "answer 2"}]
+    _, found = rows_of(run, lines, rows, tokenizer, {"assistant_only_loss": True}, format="text")
     assert [row["labels"].tolist() for row in found] == [row["input_ids"].tolist() for row in found]
     assert {tokenizer.decode(row["input_ids"]) for row in found} <= {"question 1<|eot_id|>", "answer 2<|eot_id|>"}
 
@@ -316,10 +352,8 @@ def test_a_mixture_takes_each_source_by_its_weight(tmp_path, lines):
     made = prepare(data, recipe_folder=tmp_path, seed=3, out=tmp_path / "out")
     again = prepare(data, recipe_folder=tmp_path, seed=3, out=tmp_path / "out")
     assert (made["reused"], again["reused"]) == (False, True)
-    assert [(part["name"], part["conversations"], part["rows"]) for part in made["sources"]] == [
-        ("chat", 40, 41),
-        ("doc", 20, 21),
-    ]
+    counted = [(part["name"], part["conversations"], part["rows"]) for part in made["sources"]]
+    assert counted == [("chat", 40, 41), ("doc", 20, 21)]
     split = {name: [json.loads(line) for line in (tmp_path / "out" / f"{name}.jsonl").open()] for name in ("train", "eval")}
     counts = {name: Counter(json.dumps(line) for line in found) for name, found in split.items()}
     assert not counts["train"].keys() & counts["eval"].keys()
@@ -379,15 +413,11 @@ def test_rows_behind_an_address_are_read_and_counted(tmp_path, lines):
         made = prepare(data, recipe_folder=tmp_path, seed=1, out=tmp_path / "out")
         assert made["train"]["conversations"] + made["eval"]["conversations"] == 8
         assert json.loads((tmp_path / "out" / "rejected.jsonl").read_text())["line"] == 9
-        with pytest.raises(UserError, match=r"data\.input: cannot be read"):
-            prepare(
-                data.model_copy(update={"input": f"{at}/gone.jsonl"}), recipe_folder=tmp_path, seed=1, out=tmp_path / "other"
-            )
+        for address, words in ((f"{at}/gone.jsonl", r"data\.input: cannot be read"), ("s3://bucket/rows.jsonl", "s3fs")):
+            with pytest.raises(UserError, match=words):
+                other = data.model_copy(update={"input": address})
+                prepare(other, recipe_folder=tmp_path, seed=1, out=tmp_path / "other")
         server.shutdown()
-    with pytest.raises(UserError, match="s3fs"):
-        prepare(
-            data.model_copy(update={"input": "s3://bucket/rows.jsonl"}), recipe_folder=tmp_path, seed=1, out=tmp_path / "other"
-        )
 
 
 def test_a_folder_of_an_object_store_is_one_of_files(tmp_path, lines):

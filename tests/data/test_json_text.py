@@ -35,21 +35,21 @@ def test_every_cut_of_a_record_is_called_truncated(value, data):
     assert caught.value.truncated
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"a": 1,, "b": 2}',
-        "{'a': 1}",
-        '{"a" 1}',
-        "[1 2]",
-        '{"a": "x\ny"}',
-        '["\\q____"]',
-        "{1: 2}",
-        "[}",
-        "[01, 2]",
-        '["\\u12"]',
-    ],
-)
+WRONG = [
+    '{"a": 1,, "b": 2}',
+    "{'a': 1}",
+    '{"a" 1}',
+    "[1 2]",
+    '{"a": "x\ny"}',
+    '["\\q____"]',
+    "{1: 2}",
+    "[}",
+    "[01, 2]",
+    '["\\u12"]',
+]
+
+
+@pytest.mark.parametrize("text", WRONG)
 def test_what_is_wrong_in_the_middle_is_not(text):
     with pytest.raises(JsonError) as caught:
         parse(text)

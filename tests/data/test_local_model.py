@@ -1,13 +1,25 @@
-"""The locally made model: deterministic, whole or absent, and with a chat template that TRL can mask."""
+"""The locally made model: deterministic, whole or absent, its template one that TRL can mask; large ones drawn in blocks."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from clustertune import manifest
 from clustertune.data import local_model
+from clustertune.data import tokenizer as tokenizers
+from clustertune.errors import UserError
+from clustertune.evaluate.model import _load_tokenizer
 from tests.conftest import TEXTS, TINY_LLAMA
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 512, "max_position_embeddings": 128,
+}  # fmt: skip
+LOOPS = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
 
 
 def make(out: Path, seed: int = 0) -> manifest.Manifest:
@@ -16,20 +28,16 @@ def make(out: Path, seed: int = 0) -> manifest.Manifest:
 
 
 def test_same_seed_same_bytes_other_seed_other_weights(tmp_path: Path, tiny_model: Path) -> None:
+    """An unfinished folder is made again."""
     first = manifest.read_manifest(tiny_model)
-    assert make(tmp_path / "again").files == first.files
+    broken = Path(shutil.copytree(tiny_model, tmp_path / "broken"))
+    (broken / manifest.MANIFEST).unlink()
+    (broken / "model.safetensors").write_bytes(b"half")
+    assert make(broken).files == first.files
+    assert manifest.find_problems(broken, local_model.KIND) == []
     other = make(tmp_path / "other", seed=1).files
     assert other["tokenizer.json"] == first.files["tokenizer.json"]
     assert other["model.safetensors"] != first.files["model.safetensors"]
-
-
-def test_an_unfinished_folder_is_made_again(tmp_path: Path, tiny_model: Path) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(tiny_model, broken)
-    (broken / manifest.MANIFEST).unlink()
-    (broken / "model.safetensors").write_bytes(b"half")
-    make(broken)
-    assert manifest.find_problems(broken, local_model.KIND) == []
 
 
 def test_the_template_masks_the_user_and_trains_the_stop_token(tiny_model: Path) -> None:
@@ -41,8 +49,57 @@ def test_the_template_masks_the_user_and_trains_the_stop_token(tiny_model: Path)
     trained = [i for i, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
     assert tokenizer.decode(trained) == "The second.<|eot_id|>"
     text = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
-    assert text == (
-        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWhich node?<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    )
+    user, assistant = (f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("user", "assistant"))
+    assert text == f"<|begin_of_text|>{user}Which node?<|eot_id|>{assistant}"
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("llama", {}), ("qwen2", {"tie_word_embeddings": True}), ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2})],
+)
+def test_transformers_loads_random_weights_whole(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """A missing key would be drawn again by each rank, and ranks would train different models."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind, **SIZES, **more)
+    written = local_model.write_random_weights(config, tmp_path, 1, shard_bytes=100_000)
+    model, found = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, output_loading_info=True)
+    assert not any(found.values()), found
+    assert written == sum(p.numel() for p in model.parameters()) and len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert model.config.architectures == [type(model).__name__]
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    assert all(0.01 < float(p.detach().float().std()) < 0.03 for p in matrices), "normal, of the configuration's deviation"
+    assert torch.isfinite(model(torch.arange(8)[None]).logits).all()
+    assert not torch.equal(matrices[1].flatten()[:64], matrices[2].flatten()[:64]), "tensors begin at other places of the block"
+
+
+def test_a_large_model_of_a_run_is_written_that_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way that a benchmark of 8 billion parameters takes, on one that is called large: sealed, with its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.setattr(local_model, "LARGE", 1000)
+    architecture = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
+    seen: list[int] = []
+    written = local_model.write_random_weights
+    monkeypatch.setattr(local_model, "write_random_weights", lambda *given: seen.append(written(*given)) or seen[-1])
+    out = local_model.make_local_model(architecture, ["some words to learn from"] * 20, tmp_path / "m", 1)
+    assert seen == [139_584] and manifest.find_problems(out, local_model.KIND) == []
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert model.config.eos_token_id == tokenizer.eos_token_id and model.config.vocab_size == 512
+
+
+def test_a_template_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where training and evaluation first render it; one that refuses a lone turn is taken."""
+    monkeypatch.setattr(tokenizers, "TEMPLATE_SECONDS", 0.5)
+    made = local_model.local_tokenizer({"vocab_size": 300, "max_position_embeddings": 64}, ["some words"] * 9)
+    made.chat_template = LOOPS
+    made.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"took longer than 0\.5 s for one turn"):
+        tokenizers.load_tokenizer(str(tmp_path), None, None, {})
+    assert "took longer" in str(_load_tokenizer(tmp_path, True)[1][0])
+    made.chat_template = "{{ raise_exception('a system turn first') }}"
+    made.save_pretrained(tmp_path)
+    monkeypatch.undo()
+    assert tokenizers.load_tokenizer(str(tmp_path), None, None, {}).chat_template

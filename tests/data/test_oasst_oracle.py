@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +15,9 @@ from clustertune.data import chats as oasst
 from clustertune.data.rows import Rejects, RowLocation
 
 Row = dict[str, Any]
+DATA = Path(__file__).parents[3] / "shared" / "data"
+OASST = DATA / "oasst2_en_100_trees.rows.jsonl"
+ALPACA = DATA / "alpaca_format_gsm8k_2048.json"
 
 
 def oracle(rows: list[Row], language: str) -> dict[str, list[tuple[str, str]]]:
@@ -102,3 +108,27 @@ def walk(rows: list[Row]) -> dict[str, list[tuple[str, str]]]:
 @given(forests())
 def test_the_walk_equals_the_enumeration_of_all_paths(rows):
     assert walk(rows) == oracle(rows, "en")
+
+
+@pytest.mark.real_input
+@pytest.mark.skipif(not OASST.exists(), reason="the real trees are not on this machine")
+def test_real_trees_equal_the_second_implementation(run, nest):
+    rows = [json.loads(line) for line in OASST.read_bytes().splitlines()]
+    wanted = {tree: [text for _, text in path] for tree, path in oracle(rows, "en").items()}
+    got = run(path=OASST, bad_rows="stop")
+    assert got.texts == wanted
+    assert (got.result["train"]["conversations"], got.result["eval"]["conversations"]) == (95, 5)
+    assert run(nest(rows)).texts == wanted
+    assert run(rows[::-1]).texts.keys() == wanted.keys()
+
+
+@pytest.mark.real_input
+@pytest.mark.skipif(not ALPACA.exists(), reason="the real records are not on this machine")
+def test_real_alpaca_records_all_become_conversations(run):
+    records = json.loads(ALPACA.read_bytes())
+    got = run(path=ALPACA, format="alpaca", language=None, bad_rows="stop")
+    assert (got.result["train"]["conversations"], got.result["eval"]["conversations"]) == (1946, 102)
+    by_row = {line["source"]["row"]: line["messages"] for line in got.conversations}
+    for number, record in enumerate(records, 1):
+        assert by_row[number][1]["content"] == record["output"]
+        assert by_row[number][0]["content"].startswith(record["instruction"])

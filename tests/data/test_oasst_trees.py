@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from pathlib import Path
 
 import pytest
 
@@ -71,25 +72,18 @@ def deep(row, depth):
     return [row(identity, parent) for identity, parent in zip(ids, [None, *ids], strict=False)]
 
 
-def test_a_tree_of_5000_levels_flat_in_any_order(run, row):
+def test_a_tree_of_5000_levels_flat_in_any_order_and_nested(run, row):
     rows = deep(row, 5000)
-    wanted = [r["text"] for r in rows]
-    for order in (list, lambda r: random.Random(1).sample(r, len(r))):
-        start = time.process_time()
-        assert run(order(rows)).texts == {"t": wanted}
-        assert time.process_time() - start < 5
-
-
-def test_a_tree_of_5000_levels_nested(run, row):
-    rows = deep(row, 5000)
-    text = "".join(
-        f'{{"message_id": "{r["message_id"]}", "role": "{r["role"]}", "text": "{r["text"]}", "lang": "en", "replies": ['
-        for r in rows
-    )
+    start, wanted = time.process_time(), [r["text"] for r in rows]
+    for order in (rows, random.Random(1).sample(rows, len(rows))):
+        assert run(order).texts == {"t": wanted}
+    assert time.process_time() - start < 10
+    kept = ({key: r[key] for key in ("message_id", "role", "text", "lang")} for r in rows)
+    text = "".join(json.dumps(one)[:-1] + ', "replies": [' for one in kept)
     nested = f'{{"message_tree_id": "t", "prompt": {text}{"]}" * len(rows)}}}\n'.encode()
     with pytest.raises(RecursionError):
         json.loads(nested)
-    assert run(nested).texts == {"t": [r["text"] for r in rows]}
+    assert run(nested).texts == {"t": wanted}
 
 
 def test_a_chain_of_5000_in_a_cycle_is_found_in_time(run, row):
@@ -97,3 +91,16 @@ def test_a_chain_of_5000_in_a_cycle_is_found_in_time(run, row):
     rows[0]["parent_id"] = rows[-1]["message_id"]
     good = [row("p_", None, **OTHER), row("a_", "p_", **OTHER)]
     assert run(rows + good).rejected == {"cycle": 5000}
+
+
+def test_the_conversations_that_the_project_ships(run):
+    """Every feature that the walk has rules for, enough conversations, and no bad row."""
+    file = Path(__file__).parents[2] / "recipes" / "tiny-oasst2" / "conversations.jsonl"
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert {r["lang"] for r in rows} == {"en", "de", "fr", "es", "tr"} and {r["rank"] for r in rows} == {None, 0, 1, 2}
+    assert sum(r["deleted"] for r in rows) >= 3 and sum(r["review_result"] is False for r in rows) >= 3
+    assert len({r["text"] for r in rows}) > 0.98 * len(rows)
+    got = run(path=file, bad_rows="stop")
+    assert 80 <= len(got.conversations) <= 95
+    assert set(got.rejected) <= {"no-assistant-reply"}
+    assert {len(line["messages"]) for line in got.conversations} == {2, 4, 6}

@@ -49,21 +49,16 @@ def test_every_encoding_gives_the_same_conversations(run, trees, lines, tmp_path
         run(lines(found), ".json"),
         run(path=write_parquet(tmp_path / "rows.parquet", found)),
     ]
-    first = results[0]
-    assert len(first.conversations) == 10
-    for other in results[1:]:
-        assert [other.lines(name) for name in ("train", "eval", "rejected")] == [
-            first.lines(n) for n in ("train", "eval", "rejected")
-        ]
+    assert len(results[0].conversations) == 10
+    found = [[one.lines(name) for name in ("train", "eval", "rejected")] for one in results]
+    assert all(one == found[0] for one in found)
 
 
 def test_line_numbers_in_an_array_are_those_of_the_file(run, trees):
     found = trees(0, 1)
     array = f'[\n{json.dumps(found[0])},\n\n{{\n"message_id": 7}},\n{json.dumps(found[1])}, 5]\n'.encode()
-    assert [(entry["line"], entry["reason"]) for entry in run(array, ".json").lines("rejected")] == [
-        (4, "wrong-column"),
-        (6, "wrong-column"),
-    ]
+    rejected = [(entry["line"], entry["reason"]) for entry in run(array, ".json").lines("rejected")]
+    assert rejected == [(4, "wrong-column"), (6, "wrong-column")]
 
 
 def test_an_array_that_is_cut_off_keeps_what_is_whole(run, trees):
@@ -107,22 +102,17 @@ def test_parquet_rows_that_are_not_utf8_are_left_out(run, trees, tmp_path):
     assert got.lines("rejected")[0] | {"detail": ""} == {"file": "rows.parquet", "line": 16, "reason": "not-utf8", "detail": ""}
 
 
-@pytest.mark.parametrize(
-    ("split", "names"),
-    [
-        (
-            "train",
-            "train.jsonl train-00000-of-00002.parquet train_sft oasst2.train.json TRAIN.jsonl trainset.json training_1.jsonl",
-        ),
-        (
-            "eval",
-            "validation.jsonl valid.json eval-1.jsonl.gz evaluation.json dev.jsonl test_en.parquet val.json testset.jsonl",
-        ),
-        (None, "conversations.jsonl latest.jsonl trainers.jsonl developers.json train_test.json data.parquet"),
-    ],
-)
-def test_splits_by_name(split, names):
-    assert {name: split_of(name) for name in names.split()} == dict.fromkeys(names.split(), split)
+NAMED = {
+    "train": "train.jsonl train-00000-of-00002.parquet train_sft oasst2.train.json TRAIN.jsonl trainset.json training_1.jsonl",
+    "eval": "validation.jsonl valid.json eval-1.jsonl.gz evaluation.json dev.jsonl test_en.parquet val.json testset.jsonl",
+    None: "conversations.jsonl latest.jsonl trainers.jsonl developers.json train_test.json data.parquet",
+}
+
+
+def test_splits_by_name():
+    assert {name: split_of(name) for names in NAMED.values() for name in names.split()} == {
+        name: split for split, names in NAMED.items() for name in names.split()
+    }
 
 
 def fill(folder: Path, files: dict[str, bytes]) -> Path:
@@ -132,45 +122,36 @@ def fill(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def test_a_folder_keeps_its_own_splits(run, trees, lines, tmp_path):
-    folder = fill(
-        tmp_path / "set",
+FOLDERS = {  # by file: the first tree and their number, or a content; then the trees of each split, and words of a warning
+    "own splits": (
+        {"train.jsonl": (0, 5), "validation.jsonl": (5, 2), "test.jsonl": (7, 1), "notes.json": b"[]", "README.md": b""},
+        (5, 3), "notes.json",
+    ),
+    "a snapshot of the Hub": (
         {
-            "train.jsonl": lines(trees(0, 5)),
-            "validation.jsonl": lines(trees(5, 2)),
-            "test.jsonl": lines(trees(7, 1)),
-            "notes.json": b"[]",
-            "README.md": b"",
+            "data/train-00000-of-00002.parquet": (0, 5), "data/train-00001-of-00002.parquet": (5, 1),
+            "data/validation-00000-of-00001.parquet": (6, 2), "all.trees.jsonl.gz": b"not read", "dataset_infos.json": b"{}",
         },
-    )
-    got = run(path=folder)
-    assert {line["source"]["tree"] for line in got.lines("eval")} == {"t5", "t6", "t7"}
-    assert got.result["train"] == {"conversations": 5, "messages": 10}
-    assert any("notes.json" in warning for warning in got.result["warnings"])
+        (6, 2), None,
+    ),
+    "one pool": ({"a.jsonl": (0, 4), "b.jsonl": (4, 2), ".hidden.jsonl": b"x"}, (4, 2), None),
+}  # fmt: skip
 
 
-def test_a_snapshot_of_the_hub_is_read_from_its_data_folder(run, trees, tmp_path):
-    found = trees(0, 6)
-    write_parquet(tmp_path / "snap/data/train-00000-of-00002.parquet", found[:5])
-    write_parquet(tmp_path / "snap/data/train-00001-of-00002.parquet", found[5:])
-    write_parquet(tmp_path / "snap/data/validation-00000-of-00001.parquet", trees(6, 2))
-    fill(tmp_path / "snap", {"all.trees.jsonl.gz": b"not read", "dataset_infos.json": b"{}"})
-    got = run(path=tmp_path / "snap")
-    assert (got.result["train"]["conversations"], got.result["eval"]["conversations"]) == (6, 2)
-    assert got.rejected == {}
-
-
-def test_files_without_split_names_are_one_pool(run, trees, lines, tmp_path):
-    folder = fill(
-        tmp_path / "set", {"a.jsonl": lines(trees(0, 6)[:7]), "b.jsonl": lines(trees(0, 6)[7:]), ".hidden.jsonl": b"x"}
-    )
-    got = run(path=folder, eval_fraction=0.34)
-    assert (got.result["train"]["conversations"], got.result["eval"]["conversations"]) == (4, 2)
-
-
-def test_only_eval_files_are_refused(run, trees, lines, tmp_path):
-    with pytest.raises(UserError, match="no train split"):
-        run(path=fill(tmp_path / "set", {"test.jsonl": lines(trees(0, 2))}))
+@pytest.mark.parametrize("what", FOLDERS)
+def test_a_folder_keeps_its_own_splits(run, trees, lines, tmp_path, what):
+    """Files that are named after a split, or in a folder of data; else they are one pool."""
+    files, counts, warned = FOLDERS[what]
+    for name, given in files.items():
+        if name.endswith(".parquet"):
+            write_parquet(tmp_path / "set" / name, trees(*given))
+        else:
+            fill(tmp_path / "set", {name: given if isinstance(given, bytes) else lines(trees(*given))})
+    got = run(path=tmp_path / "set", eval_fraction=0.34)
+    assert (got.result["train"]["conversations"], got.result["eval"]["conversations"]) == counts
+    assert got.rejected == {} and (warned is None or any(warned in warning for warning in got.result["warnings"]))
+    if what != "one pool":
+        assert {line["source"]["tree"] for line in got.lines("eval")} == {f"t{n}" for n in range(counts[0], sum(counts))}
 
 
 def test_an_eval_split_without_answers_is_replaced(run, tmp_path, lines):
@@ -191,24 +172,23 @@ def test_a_tree_never_stands_in_both_splits(run, trees, row, lines, tmp_path):
     assert {entry["file"] for entry in got.lines("rejected")} == {"eval.jsonl"}
 
 
-def test_what_cannot_be_an_input_is_refused(run, tmp_path):
+def test_what_cannot_be_an_input_is_refused(run, trees, lines, tmp_path):
     (tmp_path / "rows.docx").write_text("a,b")
     (tmp_path / "empty").mkdir()
-    for path, words in (
-        (tmp_path / "rows.docx", "known kind; there is rows.docx"),
-        (tmp_path / "empty", "no file of a known kind"),
+    fill(tmp_path / "set", {"test.jsonl": lines(trees(0, 2))})
+    for name, words in (
+        ("rows.docx", "known kind; there is rows.docx"),
+        ("empty", "no file of a known kind"),
+        ("gone", r"--input: no such file or folder \(looked for .*gone"),
+        ("set", "no train split"),
     ):
         with pytest.raises(UserError, match=words):
-            run(path=path)
-    with pytest.raises(UserError, match=r"--input: no such file or folder \(looked for .*gone"):
-        run(path=tmp_path / "gone")
+            run(path=tmp_path / name)
 
 
 def test_data_input_is_sought_beside_the_recipe_then_here(trees, lines, tmp_path, monkeypatch):
-    recipe, working = (
-        fill(tmp_path / "recipe", {"c.jsonl": lines(trees(0, 2))}),
-        fill(tmp_path / "here", {"c.jsonl": lines(trees(2, 2))}),
-    )
+    recipe = fill(tmp_path / "recipe", {"c.jsonl": lines(trees(0, 2))})
+    working = fill(tmp_path / "here", {"c.jsonl": lines(trees(2, 2))})
     monkeypatch.chdir(working)
 
     def get(name: str) -> set[str]:
@@ -280,9 +260,7 @@ def test_the_hub_gives_what_the_same_files_give(hub, run, trees, lines, tmp_path
     folder = fill(tmp_path / "set", {"train.jsonl": lines(content["train"]), "validation.jsonl": lines(content["validation"])})
     local = run(path=folder)
     assert calls == [("org/set", "a" * 40)]
-    assert {key: got[key] for key in ("train", "eval", "rejected")} == {
-        key: local.result[key] for key in ("train", "eval", "rejected")
-    }
+    assert all(got[key] == local.result[key] for key in ("train", "eval", "rejected"))
     for name in ("train.jsonl", "eval.jsonl"):
         assert (tmp_path / "out" / name).read_bytes() == (local.out / name).read_bytes()
     rejected = json.loads((tmp_path / "out" / "rejected.jsonl").read_text())
@@ -290,19 +268,14 @@ def test_the_hub_gives_what_the_same_files_give(hub, run, trees, lines, tmp_path
 
 
 def test_a_pinned_dataset_is_reused_without_asking_the_hub(hub, trees, tmp_path):
+    """Splits of no known name are left aside."""
     calls, content = hub
-    content["train"] = trees(0, 4)
-    assert [from_hub(tmp_path)["reused"], from_hub(tmp_path)["reused"]] == [False, True]
-    assert len(calls) == 1
-    assert from_hub(tmp_path, revision="b" * 40)["reused"] is False
-
-
-def test_splits_of_no_known_name_are_left_aside(hub, trees, tmp_path):
-    _, content = hub
     content |= {"train": trees(0, 4), "ideas": trees(4, 4)}
-    got = from_hub(tmp_path)
-    assert got["train"]["conversations"] + got["eval"]["conversations"] == 4
-    assert any("ideas" in warning for warning in got["warnings"])
+    first, again = from_hub(tmp_path), from_hub(tmp_path)
+    assert [first["reused"], again["reused"]] == [False, True] and len(calls) == 1
+    assert first["train"]["conversations"] + first["eval"]["conversations"] == 4
+    assert any("ideas" in warning for warning in first["warnings"])
+    assert from_hub(tmp_path, revision="b" * 40)["reused"] is False
 
 
 @pytest.mark.parametrize("error", [ConnectionError("Couldn't reach 'org/set' on the Hub"), RuntimeError("")])

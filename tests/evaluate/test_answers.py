@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,41 +13,7 @@ from hypothesis import strategies as st
 from clustertune.errors import ExitCode, UserError
 from clustertune.evaluate.answers import AnswerLog, RecordedLM, hold
 
-ANSWERS = {"one": "b\n", "two": "ü", "three": ""}
-REQUEST = SimpleNamespace(task_name="t", doc_id=0)
-
-
-def write_log(path: Path) -> bytes:
-    log = AnswerLog(path)
-    for key, answer in ANSWERS.items():
-        log.append([(key, REQUEST, answer)])
-    log.close()
-    return path.read_bytes()
-
-
-class TestLog:
-    def test_after_a_cut_at_any_byte_the_whole_lines_are_there(self, tmp_path: Path) -> None:
-        path = tmp_path / "log"
-        content = write_log(path)
-        ends = [i + 1 for i, byte in enumerate(content) if byte == ord("\n")]
-        for length in range(len(content) + 1):
-            path.write_bytes(content[:length])
-            log = AnswerLog(path)
-            whole = sum(end <= length for end in ends)
-            assert [key for key, text in ANSWERS.items() if log.find(key, "generate_until") == text] == list(ANSWERS)[:whole]
-            log.append([("next", REQUEST, "x")])
-            log.close()
-            assert len(path.read_text().splitlines()) == whole + 1
-
-    @pytest.mark.parametrize("line", [b"[]\n", b'{"key": "k"}\n', b"\xff\n", b"null\n"])
-    def test_foreign_lines_are_cut_off(self, line: bytes, tmp_path: Path) -> None:
-        path = tmp_path / "log"
-        content = write_log(path)
-        path.write_bytes(content + line + content)
-        log = AnswerLog(path)
-        assert log.find("three", "generate_until") == ""
-        log.close()
-        assert path.read_bytes() == content
+TEXTS = ["aaa", "b", "", "\u00fc\n", "cc", "b", "abc"]
 
 
 def test_a_folder_is_held_by_one(tmp_path: Path) -> None:
@@ -81,63 +46,49 @@ def make_requests(texts: list[str]) -> list[Any]:
     return [SimpleNamespace(args=(text, {"max_gen_toks": 10}), task_name="t", doc_id=i) for i, text in enumerate(texts)]
 
 
-def answer(texts: list[str], size: int, log: AnswerLog) -> tuple[list[str], Echo, RecordedLM]:
-    echo = Echo()
+def answer(texts: list[str], size: int, path: Path) -> tuple[list[str], Echo, RecordedLM]:
+    log, echo = AnswerLog(path), Echo()
     lm = RecordedLM(echo, log, size, lambda _done, _total: None, whole=False)
-    return lm.generate_until(make_requests(texts)), echo, lm
+    found = lm.generate_until(make_requests(texts))
+    log.close()
+    return found, echo, lm
 
 
-texts_and_size = given(
-    texts=st.lists(st.text(st.sampled_from("abc"), max_size=6), min_size=1, max_size=20), size=st.integers(1, 7)
-)
+@settings(deadline=None, max_examples=15)
+@given(texts=st.lists(st.text(st.sampled_from("abc"), max_size=6), min_size=1, max_size=20), size=st.integers(1, 7))
+def test_batches_are_those_of_hflm(tmp_path_factory: pytest.TempPathFactory, texts: list[str], size: int) -> None:
+    from lm_eval.models.utils import Collator
 
-
-class TestResumable:
-    @settings(deadline=None, max_examples=15)
-    @texts_and_size
-    def test_batches_are_those_of_hflm(self, tmp_path_factory: pytest.TempPathFactory, texts: list[str], size: int) -> None:
-        from lm_eval.models.utils import Collator
-
-        log = AnswerLog(tmp_path_factory.mktemp("log") / "log")
-        _, echo, _ = answer(texts, size, log)
-        log.close()
-        collator = Collator(
-            [request.args for request in make_requests(texts)],
-            sort_fn=lambda args: (-len(args[0]), args[0]),
-            group_by="gen_kwargs",
-            group_fn=lambda args: args[1],
-        )
-        assert echo.batches == [[context for context, _ in batch] for batch in collator.get_batched(n=size)]
-
-    @settings(deadline=None, max_examples=15)
-    @given(
-        texts=st.lists(st.text(st.sampled_from("abc"), max_size=6), min_size=1, max_size=20),
-        size=st.integers(1, 7),
-        cut=st.floats(0, 1),
+    _, echo, _ = answer(texts, size, tmp_path_factory.mktemp("log") / "log")
+    collator = Collator(
+        [request.args for request in make_requests(texts)],
+        sort_fn=lambda args: (-len(args[0]), args[0]),
+        group_by="gen_kwargs",
+        group_fn=lambda args: args[1],
     )
-    def test_resumed_at_any_point_the_answers_are_the_same(
-        self, tmp_path_factory: pytest.TempPathFactory, texts: list[str], size: int, cut: float
-    ) -> None:
-        path = tmp_path_factory.mktemp("log") / "log"
-        log = AnswerLog(path)
-        expected, whole, _ = answer(texts, size, log)
-        log.close()
-        content = path.read_bytes()
-        path.write_bytes(content[: int(cut * len(content))])
-        kept = path.read_bytes().count(b"\n")
-        log = AnswerLog(path)
-        found, echo, lm = answer(texts, size, log)
-        log.close()
-        assert found == expected
-        done = kept // size if kept < len(texts) else len(whole.batches)  # a batch that lacks one answer is asked again
-        assert echo.batches == whole.batches[done:]
-        assert lm.resumed == sum(map(len, whole.batches[:done]))
-        keys = [json.loads(line)["key"] for line in path.read_text().splitlines()]
-        assert len(keys) == len(set(keys)) == len(texts)
+    assert echo.batches == [[context for context, _ in batch] for batch in collator.get_batched(n=size)]
 
-    def test_prompts_that_lose_their_beginning_are_counted(self, tmp_path: Path) -> None:
-        _, _, lm = answer(["a" * 30, "a" * 31, "a"], 2, AnswerLog(tmp_path / "log"))
-        assert lm.truncated == 1
+
+def test_after_a_kill_at_any_byte_the_answers_are_the_same(tmp_path: Path) -> None:
+    """Torn and foreign lines, and what follows them, are cut off; a batch that lacks one answer is asked again, whole."""
+    path, size = tmp_path / "log", 3
+    expected, whole, _ = answer(TEXTS, size, path)
+    content = path.read_bytes()
+    ends = [at + 1 for at, byte in enumerate(content) if byte == ord("\n")]
+    places = {*range(0, len(content), 13), *(end + step for end in ends for step in (-1, 0))}
+    lines = [content[: ends[1]] + line + content for line in (b"[]\n", b'{"key": "k"}\n', b"\xff\n", b"null\n")]
+    for left in [*(content[:at] for at in sorted(places)), *lines]:
+        path.write_bytes(left)
+        kept = sum(left[:end] == content[:end] for end in ends)
+        done = kept // size if kept < len(TEXTS) else len(whole.batches)
+        found, echo, lm = answer(TEXTS, size, path)
+        assert found == expected and path.read_bytes() == content
+        assert echo.batches == whole.batches[done:] and lm.resumed == sum(map(len, whole.batches[:done]))
+
+
+def test_prompts_that_lose_their_beginning_are_counted(tmp_path: Path) -> None:
+    _, _, lm = answer(["a" * 30, "a" * 31, "a"], 2, tmp_path / "log")
+    assert lm.truncated == 1
 
 
 class Fake:

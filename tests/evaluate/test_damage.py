@@ -25,22 +25,16 @@ def sealed(tiny_model: Path, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"),
-    [
-        *((name, 0) for name in [*SMALL, WEIGHTS, manifest.MANIFEST]),
-        *(pytest.param(name, seed, marks=pytest.mark.jobs) for seed in range(1, 6) for name in [*SMALL, WEIGHTS]),
-    ],
-)
-def test_a_damaged_model_is_not_scored(name: str, seed: int, sealed: Path, parity_data: Path, tmp_path: Path) -> None:
-    path = sealed / name
-    data = bytearray(path.read_bytes())
-    draw = random.Random(f"{name} {seed}")
-    data[draw.randrange(len(data) // 2, len(data))] ^= 1 << draw.randrange(8)
-    path.write_bytes(data)
-    with pytest.raises(UserError, match=name.partition(".")[0]):
-        evaluate(sealed, tmp_path / "out", settings=SETTINGS, data=parity_data)
-    assert not (tmp_path / "out" / manifest.MANIFEST).exists()
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.jobs) for seed in range(1, 6))])
+def test_a_damaged_model_is_not_scored(seed: int, sealed: Path, parity_data: Path, tmp_path: Path) -> None:
+    for path in [sealed / name for name in [*SMALL, WEIGHTS, manifest.MANIFEST]]:
+        before, data, draw = path.read_bytes(), bytearray(path.read_bytes()), random.Random(f"{path.name} {seed}")
+        data[draw.randrange(len(data) // 2, len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=path.name.partition(".")[0]):
+            evaluate(sealed, tmp_path / "out", settings=SETTINGS, data=parity_data)
+        assert not (tmp_path / "out" / manifest.MANIFEST).exists()
+        path.write_bytes(before)
 
 
 def test_damaged_prompts_are_not_asked(sealed: Path, parity_data: Path, tmp_path: Path) -> None:

@@ -21,117 +21,106 @@ from tests.evaluate.conftest import IFEVAL, forbid_network
 GIVEN = yaml.safe_load((IFEVAL.folder / "task.yaml").read_text())
 
 
-def write(path: Path, **changes: object) -> Path:
-    shutil.copytree(IFEVAL.folder, path / "ifeval")
-    (path / "ifeval" / "task.yaml").write_text(yaml.safe_dump({**GIVEN, **changes}))
-    return path / "ifeval" / "task.yaml"
+def test_decoding_is_lm_evals_own() -> None:
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    upstream = load_yaml(room.locate_upstream(IFEVAL), resolve_func=False)
+    assert GIVEN["generation_kwargs"] == upstream["generation_kwargs"]
+    assert GIVEN["metrics"] == [row["metric"] for row in upstream["metric_list"]]
+    assert GIVEN["hub"]["name"] == upstream["dataset_path"]
 
 
-class TestTaskFile:
-    def test_decoding_is_lm_evals_own(self) -> None:
-        from lm_eval.tasks._yaml_loader import load_yaml
-
-        upstream = load_yaml(room.locate_upstream(IFEVAL), resolve_func=False)
-        assert GIVEN["generation_kwargs"] == upstream["generation_kwargs"]
-        assert GIVEN["metrics"] == [row["metric"] for row in upstream["metric_list"]]
-        assert GIVEN["hub"]["name"] == upstream["dataset_path"]
-
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"task": "other"}, "its folder is ifeval"),
-            ({"include": ""}, "include"),
-            ({"generation_kwargs": {"until": [], "do_sample": True, "temperature": 0.0}}, "generation_kwargs.do_sample"),
-            ({"sampling": 1}, "sampling"),
-            ({"task": "../up"}, "task"),
-            ({"hub": {**GIVEN["hub"], "revision": "main"}}, "hub.revision"),
-        ],
-    )
-    def test_refused(self, changes: dict[str, object], message: str, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match=message):
-            read_task_file(write(tmp_path, **changes))
-
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"version": 3.0}, "installed lm-eval has version 4.0"),
-            ({"include": "none.yaml"}, "neither in this folder nor below"),
-        ],
-    )
-    def test_another_definition_is_refused(self, changes: dict[str, object], message: str, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match=message):
-            room.check_version(read_task_file(write(tmp_path, **changes)))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": "other"}, "its folder is ifeval"),
+        ({"include": ""}, "include"),
+        ({"generation_kwargs": {"until": [], "do_sample": True, "temperature": 0.0}}, "generation_kwargs.do_sample"),
+        ({"sampling": 1}, "sampling"),
+        ({"task": "../up"}, "task"),
+        ({"hub": {**GIVEN["hub"], "revision": "main"}}, "hub.revision"),
+        ({"version": 3.0}, "installed lm-eval has version 4.0"),
+        ({"include": "none.yaml"}, "neither in this folder nor below"),
+    ],
+)
+def test_a_task_file_is_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    """The last two are well formed, and another definition than the installed one."""
+    shutil.copytree(IFEVAL.folder, tmp_path / "ifeval")
+    (tmp_path / "ifeval" / "task.yaml").write_text(yaml.safe_dump({**GIVEN, **changes}))
+    with pytest.raises(UserError, match=message):
+        room.check_version(read_task_file(tmp_path / "ifeval" / "task.yaml"))
 
 
-class TestSource:
-    @pytest.fixture(autouse=True)
-    def empty_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.delenv("HF_DATASETS_OFFLINE", raising=False)
-        monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_args, **_kwargs: None)
-
-    def test_a_given_file_is_taken_without_a_look_elsewhere(self) -> None:
-        with forbid_network() as attempts:
-            assert room.choose_source(IFEVAL, Path("x/mine.jsonl")) == (Path("x/mine.jsonl"), "mine.jsonl")
-        assert attempts == []
-
-    def test_without_a_network_our_own(self) -> None:
-        with forbid_network() as attempts:
-            found = room.choose_source(IFEVAL, None)
-        assert found == (IFEVAL.folder / "prompts.jsonl", "clustertune-ifeval-smoke")
-        assert attempts  # it did ask
-
-    @pytest.mark.parametrize("variable", ["hub", "datasets"])
-    def test_told_to_be_offline_it_does_not_ask(self, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        if variable == "hub":
-            monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        else:
-            monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-        with forbid_network() as attempts:
-            assert room.choose_source(IFEVAL, None)[1] == "clustertune-ifeval-smoke"
-        assert attempts == []
-
-    def test_the_cached_benchmark_comes_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked = []
-
-        def find(repo: str, file: str, *, revision: str, repo_type: str) -> str:
-            asked.append((repo, file, revision, repo_type))
-            return str(tmp_path / "cached.jsonl")
-
-        monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", find)
-        with forbid_network() as attempts:
-            assert room.choose_source(IFEVAL, None) == (tmp_path / "cached.jsonl", "google/IFEval")
-        assert attempts == []
-        assert asked == [("google/IFEval", GIVEN["hub"]["file"], GIVEN["hub"]["revision"], "dataset")]
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_DATASETS_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_args, **_kwargs: None)
 
 
-class TestQuiet:
-    def test_what_prints_goes_to_stderr(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with quiet():
-            sys.stdout.write("Downloaded something\n")
-            logging.getLogger("lm_eval").error("noise")
-        assert capsys.readouterr().out == ""
+def test_a_given_file_is_taken_without_a_look_elsewhere() -> None:
+    with forbid_network() as attempts:
+        assert room.choose_source(IFEVAL, Path("x/mine.jsonl")) == (Path("x/mine.jsonl"), "mine.jsonl")
+    assert attempts == []
 
-    @pytest.mark.parametrize("guarded", [True, False])
-    def test_reading_a_local_file_is_not_reported_to_anyone(
-        self, guarded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Without the guard, datasets sends a request for each ``load_dataset("json")`` of a local file."""
-        import datasets
 
-        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
-        (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
+def test_without_a_network_our_own() -> None:
+    with forbid_network() as attempts:
+        found = room.choose_source(IFEVAL, None)
+    assert found == (IFEVAL.folder / "prompts.jsonl", "clustertune-ifeval-smoke")
+    assert attempts  # it did ask
 
-        def load() -> None:
-            datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
 
-        with forbid_network() as attempts:
-            if guarded:
-                with quiet():
-                    load()
-            else:
+@pytest.mark.parametrize("variable", ["hub", "datasets"])
+def test_told_to_be_offline_it_does_not_ask(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if variable == "hub":
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    else:
+        monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    with forbid_network() as attempts:
+        assert room.choose_source(IFEVAL, None)[1] == "clustertune-ifeval-smoke"
+    assert attempts == []
+
+
+def test_the_cached_benchmark_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def find(repo: str, file: str, *, revision: str, repo_type: str) -> str:
+        asked.append((repo, file, revision, repo_type))
+        return str(tmp_path / "cached.jsonl")
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", find)
+    with forbid_network() as attempts:
+        assert room.choose_source(IFEVAL, None) == (tmp_path / "cached.jsonl", "google/IFEval")
+    assert attempts == []
+    assert asked == [("google/IFEval", GIVEN["hub"]["file"], GIVEN["hub"]["revision"], "dataset")]
+
+
+def test_what_prints_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    with quiet():
+        sys.stdout.write("Downloaded something\n")
+        logging.getLogger("lm_eval").error("noise")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_reading_a_local_file_is_not_reported_to_anyone(guarded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the guard, datasets sends a request for each ``load_dataset("json")`` of a local file."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
+
+    def load() -> None:
+        datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
+
+    with forbid_network() as attempts:
+        if guarded:
+            with quiet():
                 load()
-        assert bool(attempts) is not guarded
-        assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS is True
+        else:
+            load()
+    assert bool(attempts) is not guarded
+    assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS is True

@@ -46,17 +46,16 @@ def one(kind: str, **kwargs: Any) -> dict[str, Any]:
     return {**GOOD, "instruction_id_list": [kind], "kwargs": [kwargs]}
 
 
-class TestOwnPrompts:
-    def test_cover_all_kinds_and_leave_nothing_to_chance(self) -> None:
-        from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
+def test_cover_all_kinds_and_leave_nothing_to_chance() -> None:
+    from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
 
-        found = read_prompts(OWN)
-        kinds = {kind for row in found.rows for kind in row["instruction_id_list"]}
-        assert kinds == set(INSTRUCTION_DICT)
-        assert len(kinds) == room.KINDS
-        assert len(found.rows) >= 30
-        assert found.drawn == 0
-        assert not found.is_benchmark
+    found = read_prompts(OWN)
+    kinds = {kind for row in found.rows for kind in row["instruction_id_list"]}
+    assert kinds == set(INSTRUCTION_DICT)
+    assert len(kinds) == room.KINDS
+    assert len(found.rows) >= 30
+    assert found.drawn == 0
+    assert not found.is_benchmark
 
 
 BAD = [
@@ -81,101 +80,98 @@ BAD = [
 ]
 
 
-class TestRefused:
-    @pytest.mark.parametrize(("row", "message"), BAD)
-    def test_with_its_place(self, row: Any, message: str, tmp_path: Path) -> None:
-        with pytest.raises(UserError) as caught:
-            read_prompts(write(tmp_path, row))
-        assert message in str(caught.value)
-        assert all(str(problem.file).endswith("rows.jsonl:1") for problem in caught.value.problems)
+@pytest.mark.parametrize(("row", "message"), BAD)
+def test_with_its_place(row: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        read_prompts(write(tmp_path, row))
+    assert message in str(caught.value)
+    assert all(str(problem.file).endswith("rows.jsonl:1") for problem in caught.value.problems)
 
-    def test_all_lines_at_once(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError) as caught:
-            read_prompts(write(tmp_path, *(row for row, _ in BAD)))
-        lines = {int(str(problem.file).rsplit(":", 1)[1]) for problem in caught.value.problems}
-        assert lines == set(range(1, len(BAD) + 1))
 
-    def test_a_key_twice(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match=r"rows\.jsonl:3: key: key 1 stands in line 1 too"):
-            read_prompts(write(tmp_path, GOOD, b"", GOOD))
+def test_all_lines_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        read_prompts(write(tmp_path, *(row for row, _ in BAD)))
+    lines = {int(str(problem.file).rsplit(":", 1)[1]) for problem in caught.value.problems}
+    assert lines == set(range(1, len(BAD) + 1))
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(
-        row=st.fixed_dictionaries(
-            {},
-            optional={
-                "key": st.one_of(st.integers(), st.text(max_size=3), st.none()),
-                "prompt": st.one_of(st.text(max_size=5), st.integers()),
-                "instruction_id_list": st.lists(st.sampled_from(["punctuation:no_comma", "x", 3]), max_size=3),
-                "kwargs": st.lists(
-                    st.one_of(st.none(), st.dictionaries(st.sampled_from(["num_words", "keywords", "q"]), st.floats())),
-                    max_size=3,
-                ),
-            },
-        )
+
+def test_a_key_twice(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rows\.jsonl:3: key: key 1 stands in line 1 too"):
+        read_prompts(write(tmp_path, GOOD, b"", GOOD))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    row=st.fixed_dictionaries(
+        {},
+        optional={
+            "key": st.one_of(st.integers(), st.text(max_size=3), st.none()),
+            "prompt": st.one_of(st.text(max_size=5), st.integers()),
+            "instruction_id_list": st.lists(st.sampled_from(["punctuation:no_comma", "x", 3]), max_size=3),
+            "kwargs": st.lists(
+                st.one_of(st.none(), st.dictionaries(st.sampled_from(["num_words", "keywords", "q"]), st.floats())),
+                max_size=3,
+            ),
+        },
     )
-    def test_never_with_another_error(self, row: dict[str, Any], tmp_path: Path) -> None:
-        try:
-            found = read_prompts(write(tmp_path, row))
-        except UserError as error:
-            assert error.problems
-        else:
-            assert [json.loads(line)["key"] for line in found.to_jsonl().splitlines()] == [row["key"]]
-
-
-class TestAccepted:
-    def test_nulls_whole_floats_and_other_columns(self, tmp_path: Path) -> None:
-        row = {**GOOD, "kwargs": [{"num_words": 5.0, "relation": "less than", "keywords": None}], "remark": [1]}
+)
+def test_never_with_another_error(row: dict[str, Any], tmp_path: Path) -> None:
+    try:
         found = read_prompts(write(tmp_path, row))
-        assert json.loads(found.to_jsonl()) == GOOD
-        assert found.find_difference([GOOD]) is None
-
-    def test_what_is_drawn_is_counted_and_no_draw_is_spent(self, tmp_path: Path) -> None:
-        rows = [one("keywords:letter_frequency", letter="#", let_frequency=4, let_relation="at least"), {**GOOD, "key": 2}]
-        random.seed(5)
-        state = random.getstate()
-        assert read_prompts(write(tmp_path, *rows)).drawn == 1
-        assert random.getstate() == state
-
-    def test_a_column_that_arrow_takes_for_dates_is_seen(self, tmp_path: Path) -> None:
-        import datasets
-
-        found = read_prompts(write(tmp_path, one("startend:end_checker", end_phrase="2024-01-01")))
-        (tmp_path / "plain.jsonl").write_text(found.to_jsonl())
-        table = datasets.load_dataset(
-            "json", data_files=str(tmp_path / "plain.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
-        )
-        problem = found.find_difference(list(table))
-        assert (problem is None) == (table[0]["kwargs"][0]["end_phrase"] == "2024-01-01")
-        assert found.find_difference([]) is not None
-        assert found.find_difference([{**found.rows[0], "prompt": "other"}]) is not None
+    except UserError as error:
+        assert error.problems
+    else:
+        assert [json.loads(line)["key"] for line in found.to_jsonl().splitlines()] == [row["key"]]
 
 
-class TestBenchmark:
-    @staticmethod
-    def make_rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-        """541 rows with 834 instructions of 25 kinds, of which the wording is declared the benchmark's."""
-        from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
+def test_nulls_whole_floats_and_other_columns(tmp_path: Path) -> None:
+    row = {**GOOD, "kwargs": [{"num_words": 5.0, "relation": "less than", "keywords": None}], "remark": [1]}
+    found = read_prompts(write(tmp_path, row))
+    assert json.loads(found.to_jsonl()) == GOOD
+    assert found.find_difference([GOOD]) is None
 
-        kinds = sorted(INSTRUCTION_DICT)
-        rows = [{"key": i, "prompt": f"prompt {i}", "instruction_id_list": [kinds[i % 25]], "kwargs": [{}]} for i in range(541)]
-        for row in rows[: 834 - 541]:
-            row["instruction_id_list"] = [*row["instruction_id_list"], kinds[0]]
-        monkeypatch.setattr(room, "LANDMARKS", {i: room.hash_landmark(rows[i]) for i in range(5)})
-        return rows
 
-    def test_recognised(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert recognise_benchmark(self.make_rows(monkeypatch))
+def test_what_is_drawn_is_counted_and_no_draw_is_spent(tmp_path: Path) -> None:
+    rows = [one("keywords:letter_frequency", letter="#", let_frequency=4, let_relation="at least"), {**GOOD, "key": 2}]
+    random.seed(5)
+    state = random.getstate()
+    assert read_prompts(write(tmp_path, *rows)).drawn == 1
+    assert random.getstate() == state
 
-    def test_two_reworded_landmarks_are_tolerated_three_are_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        rows = self.make_rows(monkeypatch)
-        rows[0]["prompt"] = rows[1]["prompt"] = "fixed"
-        assert recognise_benchmark(rows)
-        rows[2]["prompt"] = "fixed"
-        assert not recognise_benchmark(rows)
 
-    def test_a_row_less_or_an_instruction_less_is_another_set(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        rows = self.make_rows(monkeypatch)
-        assert not recognise_benchmark(rows[1:])
-        rows[0]["instruction_id_list"] = rows[0]["instruction_id_list"][:1]
-        assert not recognise_benchmark(rows)
+def test_a_column_that_arrow_takes_for_dates_is_seen(tmp_path: Path) -> None:
+    import datasets
+
+    found = read_prompts(write(tmp_path, one("startend:end_checker", end_phrase="2024-01-01")))
+    (tmp_path / "plain.jsonl").write_text(found.to_jsonl())
+    table = datasets.load_dataset(
+        "json", data_files=str(tmp_path / "plain.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    problem = found.find_difference(list(table))
+    assert (problem is None) == (table[0]["kwargs"][0]["end_phrase"] == "2024-01-01")
+    assert found.find_difference([]) is not None
+    assert found.find_difference([{**found.rows[0], "prompt": "other"}]) is not None
+
+
+def make_rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """541 rows with 834 instructions of 25 kinds, of which the wording is declared the benchmark's."""
+    from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
+
+    kinds = sorted(INSTRUCTION_DICT)
+    rows = [{"key": i, "prompt": f"prompt {i}", "instruction_id_list": [kinds[i % 25]], "kwargs": [{}]} for i in range(541)]
+    for row in rows[: 834 - 541]:
+        row["instruction_id_list"] = [*row["instruction_id_list"], kinds[0]]
+    monkeypatch.setattr(room, "LANDMARKS", {i: room.hash_landmark(rows[i]) for i in range(5)})
+    return rows
+
+
+def test_two_reworded_landmarks_are_tolerated_three_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a row less, or an instruction less, is another set."""
+    rows = make_rows(monkeypatch)
+    assert recognise_benchmark(rows)
+    assert not recognise_benchmark(rows[1:])
+    assert not recognise_benchmark([rows[0] | {"instruction_id_list": rows[0]["instruction_id_list"][:1]}, *rows[1:]])
+    rows[0]["prompt"] = rows[1]["prompt"] = "fixed"
+    assert recognise_benchmark(rows)
+    rows[2]["prompt"] = "fixed"
+    assert not recognise_benchmark(rows)

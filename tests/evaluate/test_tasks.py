@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from clustertune.data.local_model import make_local_model
 from clustertune.errors import UserError
 from clustertune.evaluate import tasks
 from clustertune.evaluate.answers import AnswerLog
 from clustertune.evaluate.run import evaluate
 from clustertune.evaluate.scores import read_result
+from clustertune.manifest import find_problems, seal
 from clustertune.recipe.schema import Eval, Recipe, without_old_keys
 from tests.conftest import TEXTS, TINY_LLAMA
 from tests.evaluate.conftest import forbid_network
@@ -72,8 +74,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from clustertune.data.local_model import make_local_model
-
     return make_local_model(TINY_LLAMA, TEXTS, tmp_path_factory.mktemp("other") / "tiny-llama", seed=1)
 
 
@@ -87,78 +87,87 @@ def beside(tiny_model: Path, other_model: Path, tmp_path_factory: pytest.TempPat
     return result, out
 
 
-class TestTasks:
-    def test_generation_and_choices_with_few_shot(self, beside: tuple[dict[str, Any], Path]) -> None:
-        result, out = beside
-        assert {name: row["n"] for name, row in result["tasks"].items()} == {"gsm8k": 6, "arc_easy": 6}
-        assert {"exact_match,strict-match", "exact_match_stderr,flexible-extract"} <= set(result["tasks"]["gsm8k"])
-        assert 0 < result["tasks"]["arc_easy"]["acc_stderr,none"] < 1
-        detail = result["details"]["gsm8k"]
-        assert detail["num_fewshot"] == 2 and detail["revisions"] == {"openai/gsm8k": COMMIT}
-        assert detail["limited"] and not detail["comparable"]
-        samples = [json.loads(line) for line in (out / "tuned" / "samples.jsonl").read_text().splitlines()]
-        prompt = next(row for row in samples if row["task"] == "gsm8k")["arguments"][0][0]
-        assert prompt.count("Question:") == 3 and prompt.count("<|start_header_id|>user") == 3
-        assert "scores" not in result and read_result(out / "tuned") == result
+def test_generation_and_choices_with_few_shot(beside: tuple[dict[str, Any], Path]) -> None:
+    result, out = beside
+    assert {name: row["n"] for name, row in result["tasks"].items()} == {"gsm8k": 6, "arc_easy": 6}
+    assert {"exact_match,strict-match", "exact_match_stderr,flexible-extract"} <= set(result["tasks"]["gsm8k"])
+    assert 0 < result["tasks"]["arc_easy"]["acc_stderr,none"] < 1
+    detail = result["details"]["gsm8k"]
+    assert detail["num_fewshot"] == 2 and detail["revisions"] == {"openai/gsm8k": COMMIT}
+    assert detail["limited"] and not detail["comparable"]
+    samples = [json.loads(line) for line in (out / "tuned" / "samples.jsonl").read_text().splitlines()]
+    prompt = next(row for row in samples if row["task"] == "gsm8k")["arguments"][0][0]
+    assert prompt.count("Question:") == 3 and prompt.count("<|start_header_id|>user") == 3
+    assert "scores" not in result and read_result(out / "tuned") == result
 
-    def test_the_base_is_asked_the_same(self, beside: tuple[dict[str, Any], Path]) -> None:
-        result, out = beside
-        row = result["paired"]["arc_easy"]["acc,none"]
-        before = read_result(out / "base")
-        assert before is not None and row["base"] == pytest.approx(before["tasks"]["arc_easy"]["acc,none"])
-        assert row["tuned"] == pytest.approx(result["tasks"]["arc_easy"]["acc,none"])
-        assert row["ci95"][0] <= row["difference"] <= row["ci95"][1]
-        assert set(result["paired"]["gsm8k"]) == {"exact_match,strict-match", "exact_match,flexible-extract"}
 
-    def test_a_killed_one_goes_on_with_fewer_requests(
-        self, beside: tuple[dict[str, Any], Path], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        append, calls = AnswerLog.append, []
-
-        def die(self: AnswerLog, entries: Any) -> None:
-            calls.append(1)
-            if len(calls) == 3:
-                raise KeyboardInterrupt
-            append(self, entries)
-
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(AnswerLog, "append", die)
-            evaluate(tiny_model, tmp_path / "out", settings=SETTINGS, device="cpu")
-        (log,) = (tmp_path / "out").glob(".answers-*.tmp")
-        lines = [json.loads(line) for line in log.read_text().splitlines()]
-        assert {(line["task"], line["doc"]) for line in lines} and len(lines) == 4
-        result = evaluate(tiny_model, tmp_path / "out", settings=SETTINGS, device="cpu")
-        assert result["resumed_prompts"] == 4
-        assert result["tasks"] == beside[0]["tasks"]
-
-    def test_another_number_of_examples_is_another_evaluation(
-        self, beside: tuple[dict[str, Any], Path], other_model: Path
-    ) -> None:
+def test_the_base_is_asked_the_same(beside: tuple[dict[str, Any], Path], other_model: Path) -> None:
+    result, out = beside
+    row = result["paired"]["arc_easy"]["acc,none"]
+    before = read_result(out / "base")
+    assert before is not None and row["base"] == pytest.approx(before["tasks"]["arc_easy"]["acc,none"])
+    assert row["tuned"] == pytest.approx(result["tasks"]["arc_easy"]["acc,none"])
+    assert row["ci95"][0] <= row["difference"] <= row["ci95"][1]
+    assert set(result["paired"]["gsm8k"]) == {"exact_match,strict-match", "exact_match,flexible-extract"}
+    with pytest.raises(UserError, match=r"another .*prompts"):
         settings = SETTINGS.model_copy(update={"num_fewshot": 1})
-        with pytest.raises(UserError, match=r"another .*prompts"):
-            evaluate(other_model, beside[1] / "base", settings=settings, device="cpu")
+        evaluate(other_model, out / "base", settings=settings, device="cpu")
 
-    def test_unknown_names_come_with_near_ones(self, tiny_model: Path, tmp_path: Path) -> None:
-        settings = Eval(tasks=["gsm8", "arc_easy"], pass_mark={"arc_easy": {"accuracy": 0.5}})
-        with pytest.raises(UserError, match="gsm8k"):
-            evaluate(tiny_model, tmp_path / "out", settings=settings, device="cpu")
-        with pytest.raises(UserError, match="no metric 'accuracy'"):
-            evaluate(tiny_model, tmp_path / "out", settings=settings.model_copy(update={"tasks": ["arc_easy"]}), device="cpu")
-        assert not (tmp_path / "out").exists()
 
-    def test_a_data_set_that_is_not_there(self, tiny_model: Path, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="Rowan/hellaswag is not available") as caught:
-            evaluate(tiny_model, tmp_path / "out", settings=Eval(tasks=["hellaswag"]), device="cpu")
-        assert "hf download Rowan/hellaswag" in str(caught.value)
+def test_a_killed_one_goes_on_with_fewer_requests(
+    beside: tuple[dict[str, Any], Path], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, calls = AnswerLog.append, []
 
-    def test_the_data_sets_of_groups_and_tags(self) -> None:
-        found = tasks.data_sets(["ifeval", "gsm8k", "ai2_arc", "mmlu_stem"])
-        assert set(found.values()) == {"openai/gsm8k", "allenai/ai2_arc", "cais/mmlu"}
-        assert tasks.data_sets(["ifeval"]) == {}
+    def die(self: AnswerLog, entries: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            with self.path.open("ab") as log:
+                log.write(b'{"key": "half a li')
+            raise KeyboardInterrupt
+        append(self, entries)
 
-    def test_a_model_beside_itself_is_refused(self, tiny_model: Path, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="is the model that is scored"):
-            evaluate(tiny_model, tmp_path / "a", settings=SETTINGS, base=tiny_model, base_out=tmp_path / "b", device="cpu")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(AnswerLog, "append", die)
+        evaluate(tiny_model, tmp_path / "out", settings=SETTINGS, device="cpu")
+    (log,) = (tmp_path / "out").glob(".answers-*.tmp")
+    lines = [json.loads(line) for line in log.read_text().splitlines()[:-1]]
+    assert {(line["task"], line["doc"]) for line in lines} and len(lines) == 4
+    result = evaluate(tiny_model, tmp_path / "out", settings=SETTINGS, device="cpu")
+    assert result["resumed_prompts"] == 4
+    assert result["tasks"] == beside[0]["tasks"]
+    assert not find_problems(tmp_path / "out", "evaluation") and not list((tmp_path / "out").glob(".*"))
+    samples = [(out / "samples.jsonl").read_text() for out in (tmp_path / "out", beside[1] / "tuned")]
+    assert samples[0] == samples[1]
+
+
+def test_another_number_of_examples_is_another_evaluation(beside: tuple[dict[str, Any], Path], other_model: Path) -> None:
+    settings = SETTINGS.model_copy(update={"num_fewshot": 1})
+    with pytest.raises(UserError, match=r"another .*prompts"):
+        evaluate(other_model, beside[1] / "base", settings=settings, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (Eval(tasks=["gsm8", "arc_easy"], pass_mark={"arc_easy": {"accuracy": 0.5}}), "gsm8k"),
+        (Eval(tasks=["arc_easy"], pass_mark={"arc_easy": {"accuracy": 0.5}}), "no metric 'accuracy'"),
+        (Eval(tasks=["hellaswag"]), "Rowan/hellaswag is not available.* -> .*hf download Rowan/hellaswag"),
+        (SETTINGS, "is the model that is scored"),
+    ],
+)
+def test_what_cannot_be_scored(tiny_model: Path, tmp_path: Path, settings: Eval, message: str) -> None:
+    """Unknown names come with near ones, a data set that is not there with the way to it; a model is not its own base."""
+    beside = {"base": tiny_model, "base_out": tmp_path / "base"} if settings is SETTINGS else {}
+    with pytest.raises(UserError, match=message):
+        evaluate(tiny_model, tmp_path / "out", settings=settings, device="cpu", **beside)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_data_sets_of_groups_and_tags() -> None:
+    found = tasks.data_sets(["ifeval", "gsm8k", "ai2_arc", "mmlu_stem"])
+    assert set(found.values()) == {"openai/gsm8k", "allenai/ai2_arc", "cais/mmlu"}
+    assert tasks.data_sets(["ifeval"]) == {}
 
 
 @pytest.fixture(scope="module")
@@ -177,88 +186,85 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class TestAdapter:
-    def test_it_is_scored_as_the_merged_model(self, adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
-        from clustertune.merge import merge
+def test_it_is_scored_as_the_merged_model(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
+    from clustertune.merge import merge
 
-        settings = SETTINGS.model_copy(update={"tasks": ["arc_easy"], "num_fewshot": 0})
-        merge(tiny_model, adapter, tmp_path / "merged")
-        merged = evaluate(tmp_path / "merged", tmp_path / "a", settings=settings, device="cpu")
-        applied = evaluate(tiny_model, tmp_path / "b", settings=settings, device="cpu", adapter=adapter)
-        assert applied["adapter"] == str(adapter.resolve())
+    settings = SETTINGS.model_copy(update={"tasks": ["arc_easy"], "num_fewshot": 0})
+    merge(tiny_model, adapter, tmp_path / "merged")
+    merged = evaluate(tmp_path / "merged", tmp_path / "a", settings=settings, device="cpu")
+    applied = evaluate(tiny_model, tmp_path / "b", settings=settings, device="cpu", adapter=adapter)
+    assert applied["adapter"] == str(adapter.resolve())
 
-        def likelihoods(folder: Path) -> list[float]:
-            lines = (folder / "samples.jsonl").read_text().splitlines()
-            return [float(given[0][0]) for line in lines for given in json.loads(line)["resps"]]
+    def likelihoods(folder: Path) -> list[float]:
+        lines = (folder / "samples.jsonl").read_text().splitlines()
+        return [float(given[0][0]) for line in lines for given in json.loads(line)["resps"]]
 
-        # Merged weights are rounded to bfloat16 once more.
-        assert likelihoods(tmp_path / "b") == pytest.approx(likelihoods(tmp_path / "a"), rel=0.05)
-        assert merged["tasks"]["arc_easy"]["n"] == applied["tasks"]["arc_easy"]["n"]
-
-    def test_the_base_that_it_was_trained_on_is_named(self, adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
-        """Trained on NF4 it may be scored on NF4 or on bfloat16: two evaluations, each of which names both."""
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-
-        from clustertune import manifest
-        from clustertune.data.local_model import make_local_model
-        from clustertune.merge import merge
-
-        trained = shutil.copytree(adapter, tmp_path / "adapter")
-        manifest.seal(trained, "adapter", {"base_quantization": "bitsandbytes nf4"})
-        settings = SETTINGS.model_copy(update={"tasks": ["arc_easy"], "num_fewshot": 0, "limit": 1})
-
-        def score(model: Path, out: str, adapter: Path | None) -> dict[str, Any]:
-            return evaluate(model, tmp_path / out, settings=settings, device="cpu", adapter=adapter)
-
-        plain = score(tiny_model, "plain", trained)
-        assert (plain["trained_on"], plain["quantization"]) == ("bitsandbytes nf4", None)
-        assert plain["notes"][0] == "The adapter was trained on a base in bitsandbytes nf4; it is scored on bfloat16 weights."
-        assert score(tiny_model, "unknown", adapter)["trained_on"] == "unknown"
-        merge(tiny_model, trained, tmp_path / "merged")
-        merged = score(tmp_path / "merged", "merged-scores", None)
-        assert (merged["trained_on"], merged["notes"][0]) == ("bitsandbytes nf4", plain["notes"][0])
-        assert score(tiny_model, "base", None)["trained_on"] is None
-
-        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-        # bitsandbytes' kernel for CPUs takes rows of whole blocks of 64.
-        even = make_local_model({**TINY_LLAMA, "intermediate_size": 128}, TEXTS, tmp_path / "even", seed=0)
-        model = AutoModelForCausalLM.from_pretrained(even, quantization_config=config, dtype=torch.bfloat16)
-        model.save_pretrained(tmp_path / "nf4")
-        AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "nf4")
-        packed = score(tmp_path / "nf4", "packed", trained)
-        assert (packed["trained_on"], packed["quantization"]) == ("bitsandbytes nf4", "bitsandbytes nf4")
-        with pytest.raises(UserError, match=r"another .*quantization"):
-            score(tmp_path / "nf4", "plain", trained)
-        with pytest.raises(UserError, match=r"another .*trained_on"):
-            score(tiny_model, "plain", adapter)
-
-    def test_of_another_shape_is_refused(self, adapter: Path, tmp_path: Path) -> None:
-        from clustertune.data.local_model import make_local_model
-
-        large = make_local_model({**TINY_LLAMA, "hidden_size": 128}, TEXTS, tmp_path / "large", seed=0)
-        with pytest.raises(UserError, match="q_proj"):
-            evaluate(large, tmp_path / "out", settings=SETTINGS, device="cpu", adapter=adapter)
-        assert not (tmp_path / "out").exists()
+    # Merged weights are rounded to bfloat16 once more.
+    assert likelihoods(tmp_path / "b") == pytest.approx(likelihoods(tmp_path / "a"), rel=0.05)
+    assert merged["tasks"]["arc_easy"]["n"] == applied["tasks"]["arc_easy"]["n"]
 
 
-class TestOldKeys:
-    def test_a_recipe_of_when_there_was_one_task(self) -> None:
-        old = {
-            "eval": {"ifeval": {"max_gen_toks": 64, "pass_mark": {"prompt_level_strict_acc": 0.5}}},
-            "expect": {"ifeval": {"inst_level_loose_acc": 0.8}, "steps": 3},
-        }
-        new = without_old_keys(old)
-        assert Eval(**new["eval"]) == Eval(max_gen_toks=64, pass_mark={"ifeval": {"prompt_level_strict_acc": 0.5}})
-        assert new["expect"] == {"tasks": {"ifeval": {"inst_level_loose_acc": 0.8}}, "steps": 3}
-        base = {"model": {"name": "m"}, "data": {"name": "d", "format": "lima"}, "train": {}}
-        assert Recipe.model_validate({**base, **old}).eval.max_gen_toks == 64
-        assert without_old_keys(new) == new
+def test_the_base_that_it_was_trained_on_is_named(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """Trained on NF4 it may be scored on NF4 or on bfloat16: two evaluations, each of which names both."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-    @pytest.mark.parametrize(
-        "wrong",
-        [{"pass_difference": {"ifeval": {"prompt_level_strict_acc": 0.0}}}, {"tasks": []}, {"tasks": ["../up"]}, {"limit": 0}],
-    )
-    def test_refused(self, wrong: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match=r"."):
-            Eval(**wrong)
+    from clustertune.merge import merge
+
+    trained = shutil.copytree(adapter, tmp_path / "adapter")
+    seal(trained, "adapter", {"base_quantization": "bitsandbytes nf4"})
+    settings = SETTINGS.model_copy(update={"tasks": ["arc_easy"], "num_fewshot": 0, "limit": 1})
+
+    def score(model: Path, out: str, adapter: Path | None) -> dict[str, Any]:
+        return evaluate(model, tmp_path / out, settings=settings, device="cpu", adapter=adapter)
+
+    plain = score(tiny_model, "plain", trained)
+    assert (plain["trained_on"], plain["quantization"]) == ("bitsandbytes nf4", None)
+    assert plain["notes"][0] == "The adapter was trained on a base in bitsandbytes nf4; it is scored on bfloat16 weights."
+    assert score(tiny_model, "unknown", adapter)["trained_on"] == "unknown"
+    merge(tiny_model, trained, tmp_path / "merged")
+    merged = score(tmp_path / "merged", "merged-scores", None)
+    assert (merged["trained_on"], merged["notes"][0]) == ("bitsandbytes nf4", plain["notes"][0])
+    assert score(tiny_model, "base", None)["trained_on"] is None
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    # bitsandbytes' kernel for CPUs takes rows of whole blocks of 64.
+    even = make_local_model({**TINY_LLAMA, "intermediate_size": 128}, TEXTS, tmp_path / "even", seed=0)
+    model = AutoModelForCausalLM.from_pretrained(even, quantization_config=config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "nf4")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "nf4")
+    packed = score(tmp_path / "nf4", "packed", trained)
+    assert (packed["trained_on"], packed["quantization"]) == ("bitsandbytes nf4", "bitsandbytes nf4")
+    with pytest.raises(UserError, match=r"another .*quantization"):
+        score(tmp_path / "nf4", "plain", trained)
+    with pytest.raises(UserError, match=r"another .*trained_on"):
+        score(tiny_model, "plain", adapter)
+
+
+def test_of_another_shape_is_refused(adapter: Path, tmp_path: Path) -> None:
+    large = make_local_model({**TINY_LLAMA, "hidden_size": 128}, TEXTS, tmp_path / "large", seed=0)
+    with pytest.raises(UserError, match="q_proj"):
+        evaluate(large, tmp_path / "out", settings=SETTINGS, device="cpu", adapter=adapter)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_of_when_there_was_one_task() -> None:
+    old = {
+        "eval": {"ifeval": {"max_gen_toks": 64, "pass_mark": {"prompt_level_strict_acc": 0.5}}},
+        "expect": {"ifeval": {"inst_level_loose_acc": 0.8}, "steps": 3},
+    }
+    new = without_old_keys(old)
+    assert Eval(**new["eval"]) == Eval(max_gen_toks=64, pass_mark={"ifeval": {"prompt_level_strict_acc": 0.5}})
+    assert new["expect"] == {"tasks": {"ifeval": {"inst_level_loose_acc": 0.8}}, "steps": 3}
+    base = {"model": {"name": "m"}, "data": {"name": "d", "format": "lima"}, "train": {}}
+    assert Recipe.model_validate({**base, **old}).eval.max_gen_toks == 64
+    assert without_old_keys(new) == new
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"pass_difference": {"ifeval": {"prompt_level_strict_acc": 0.0}}}, {"tasks": []}, {"tasks": ["../up"]}, {"limit": 0}],
+)
+def test_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Eval(**wrong)

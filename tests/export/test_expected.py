@@ -15,14 +15,9 @@ from clustertune.export.expected import build_expected
 from tests.export.conftest import ARCHITECTURE, LORA
 
 LLAMA_405B: dict[str, Any] = ARCHITECTURE | {
-    "hidden_size": 16384,
-    "intermediate_size": 53248,
-    "num_hidden_layers": 126,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-}
+    "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -19,16 +18,15 @@ from clustertune.errors import ExitCode, UserError
 from clustertune.export import export as module
 from clustertune.export.export import ADAPTER_FILES, export
 from clustertune.manifest import MANIFEST, find_problems, read_manifest, seal
-from tests.export.conftest import ARCHITECTURE, LORA, Maker, make_tensors
-
-CASES = ("fsdp1", "fsdp2-head", "ddp")
+from tests.export.conftest import ARCHITECTURE, LORA, Maker, make_tensors, seal_checkpoint
+from tests.faults import sweep
 
 
 def read_all(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["fsdp1", "fsdp2-head", "ddp"])
 def test_peft_loads_what_the_ranks_had_trained(
     case: str, real_checkpoint: Callable[[str], Path], real_shards: Path, tmp_path: Path
 ) -> None:
@@ -55,19 +53,17 @@ def test_the_manifest_names_how_the_base_was_stored(make_checkpoint: Maker, tmp_
     checkpoint = make_checkpoint()
     recipe = json.loads((checkpoint / "recipe.json").read_bytes())
     if quantised:
-        recipe["train_args"] = {
-            "model_init_kwargs": {"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
-        }
+        settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+        recipe["train_args"] = {"model_init_kwargs": {"quantization_config": settings}}
     (checkpoint / "recipe.json").write_text(json.dumps(recipe))
-    meta = read_manifest(checkpoint).meta
-    (checkpoint / MANIFEST).unlink()
-    seal(checkpoint, "checkpoint", meta)
-    export(checkpoint, tmp_path / "out")
+    export(seal_checkpoint(checkpoint), tmp_path / "out")
     assert read_manifest(tmp_path / "out").meta["base_quantization"] == ("bitsandbytes nf4" if quantised else "none")
 
 
 def test_files_are_readable_sorted_and_the_same_each_time(make_checkpoint: Maker, tmp_path: Path) -> None:
-    checkpoint = make_checkpoint()
+    """And of the type that was trained."""
+    tensors = {key: value.bfloat16() for key, value in make_tensors().items()}
+    checkpoint = make_checkpoint(tensors)
     export(checkpoint, tmp_path / "a")
     export(checkpoint, tmp_path / "b")
     assert read_all(tmp_path / "a") == read_all(tmp_path / "b")
@@ -79,17 +75,12 @@ def test_files_are_readable_sorted_and_the_same_each_time(make_checkpoint: Maker
     manifest = read_manifest(tmp_path / "a", "adapter")
     assert manifest.meta["recipe"] == "tiny" and manifest.meta["checkpoint"]["name"] == "step-000002"
     assert not find_problems(tmp_path / "a", "adapter")
-
-
-def test_dtype_stays_as_trained(make_checkpoint: Maker, tmp_path: Path) -> None:
-    tensors = {key: value.bfloat16() for key, value in make_tensors().items()}
-    export(make_checkpoint(tensors), tmp_path / "out")
-    written = load_file(tmp_path / "out" / ADAPTER_FILES[0])
+    written = load_file(tmp_path / "a" / ADAPTER_FILES[0])
     assert all(torch.equal(written[key.removeprefix("model.")], value) for key, value in tensors.items())
     assert {value.dtype for value in written.values()} == {torch.bfloat16}
 
 
-def test_same_checkpoint_is_reused_and_another_refused(make_checkpoint: Maker, tmp_path: Path) -> None:
+def test_same_checkpoint_is_reused_and_another_or_a_damaged_adapter_refused(make_checkpoint: Maker, tmp_path: Path) -> None:
     first, out = make_checkpoint(), tmp_path / "out"
     assert export(first, out)["reused"] is False
     before, inode = read_all(out), (out / ADAPTER_FILES[0]).stat().st_ino
@@ -98,14 +89,9 @@ def test_same_checkpoint_is_reused_and_another_refused(make_checkpoint: Maker, t
     with pytest.raises(UserError, match="holds the adapter of step-000002"):
         export(make_checkpoint(make_tensors(seed=1), name="step-000004", step=4), out)
     assert read_all(out) == before and (out / ADAPTER_FILES[0]).stat().st_ino == inode
-
-
-def test_damaged_adapter_is_neither_reused_nor_overwritten(make_checkpoint: Maker, tmp_path: Path) -> None:
-    checkpoint, out = make_checkpoint(), tmp_path / "out"
-    export(checkpoint, out)
     (out / ADAPTER_FILES[0]).write_bytes(b"x" * (out / ADAPTER_FILES[0]).stat().st_size)
     with pytest.raises(UserError, match="damaged"):
-        export(checkpoint, out)
+        export(first, out)
     assert (out / ADAPTER_FILES[0]).read_bytes().startswith(b"xxx")
 
 
@@ -118,8 +104,6 @@ def test_foreign_output_is_left_alone(kind: str, make_checkpoint: Maker, tmp_pat
         out.mkdir()
         (out / "notes.txt").write_text("mine")
     if kind == "merged":
-        from clustertune.manifest import seal
-
         seal(out, "merged", {})
     with pytest.raises(UserError) as refused:
         export(checkpoint, out)
@@ -149,24 +133,20 @@ def test_storage_failure_leaves_no_adapter_and_the_next_call_makes_it(
     assert read_all(out) == read_all(tmp_path / "reference")
 
 
-def test_kill_at_every_write_leaves_nothing_half(real_shards: Path, tmp_path: Path) -> None:
-    killed = tmp_path / "killed"
-    shutil.copytree(real_shards / "killed", killed)
-    checkpoint, points = killed / "step-000002", int((killed / "points").read_text())
-    assert points > 10, "the sweep must reach the writes"
+def test_kill_at_every_change_of_the_disk_leaves_nothing_half(make_checkpoint: Maker, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint()
     export(checkpoint, tmp_path / "reference")
-    reference = read_all(tmp_path / "reference")
-    unfinished = 0
-    for point in range(1, points + 1):
-        out = killed / f"out{point}"
+    number = unfinished = 0
+    for number in sweep(lambda n: export(checkpoint, tmp_path / f"out{n}")):
+        out = tmp_path / f"out{number}"
         if (out / MANIFEST).exists():
             assert not find_problems(out, "adapter", allow_extra=True)
         else:
             unfinished += 1
         export(checkpoint, out)
         files = {name: data for name, data in read_all(out).items() if not name.startswith(".MANIFEST")}
-        assert files == reference
-    assert unfinished >= points // 2
+        assert files == read_all(tmp_path / "reference")
+    assert number > 10 and unfinished >= number // 2, "the sweep must reach the writes"
 
 
 def test_second_export_at_the_same_time_is_told_to_come_again(make_checkpoint: Maker, tmp_path: Path) -> None:

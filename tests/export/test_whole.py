@@ -16,13 +16,8 @@ from clustertune.export import whole
 from clustertune.manifest import find_problems, read_manifest
 from tests.export.conftest import ARCHITECTURE, save_shards, seal_checkpoint, write_recipe
 
-MIXTRAL = {
-    **ARCHITECTURE,
-    "model_type": "mixtral",
-    "architectures": ["MixtralForCausalLM"],
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
+MIXTRAL = {**ARCHITECTURE, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+MIXTRAL |= {"num_local_experts": 4, "num_experts_per_tok": 2}
 TIED = {**ARCHITECTURE, "tie_word_embeddings": True}
 
 
@@ -119,15 +114,20 @@ def test_without_a_base_the_type_is_what_was_computed_in(tmp_path: Path, train: 
 
 
 def test_a_value_that_the_base_s_type_cannot_hold_is_not_published(tmp_path: Path, base: Path) -> None:
+    """Nor a model whose base cannot be read, or whose shard has other bytes."""
     tensors = dict(model(ARCHITECTURE).state_dict())
     tensors["model.norm.weight"][3] = 70_000.0
     (base / "config.json").write_text('{"torch_dtype": "float16"}')
-    assert "infinite as torch.float16" in refused(make(tmp_path / "ck", ARCHITECTURE, tensors), tmp_path / "out", base)
-
-
-def test_a_base_that_cannot_be_read_is_named(tmp_path: Path, base: Path) -> None:
+    checkpoint = make(tmp_path / "ck", ARCHITECTURE, tensors)
+    assert "infinite as torch.float16" in refused(checkpoint, tmp_path / "out", base)
     (base / "model.safetensors").write_bytes(b"no weights")
-    assert "model.safetensors: unreadable" in refused(make(tmp_path / "ck", ARCHITECTURE), tmp_path / "out", base)
+    assert "model.safetensors: unreadable" in refused(checkpoint, tmp_path / "out", base)
+    (base / "model.safetensors").unlink()
+    shard = max((checkpoint / "pytorch_model_fsdp_0").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert "content differs" in refused(checkpoint, tmp_path / "out", base)
 
 
 def test_what_save_pretrained_wrote_is_taken_too(tmp_path: Path, base: Path) -> None:
@@ -156,15 +156,6 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path, base: Path) ->
     text = refused(make(tmp_path / "ck", ARCHITECTURE, tensors), tmp_path / "out", base)
     assert "model.norm.weight [32] is missing" in text and "has shape [95, 32], expected [96, 32]" in text
     assert "model.model.other.weight is not a parameter" in text
-
-
-def test_a_shard_with_other_bytes_is_not_read(tmp_path: Path, base: Path) -> None:
-    checkpoint = make(tmp_path / "ck", ARCHITECTURE)
-    shard = max((checkpoint / "pytorch_model_fsdp_0").glob("*.distcp"), key=lambda file: file.stat().st_size)
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    assert "content differs" in refused(checkpoint, tmp_path / "out", base)
 
 
 def test_nothing_is_written_over(tmp_path: Path, base: Path) -> None:

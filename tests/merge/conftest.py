@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,14 @@ def file_hashes(folder: Path) -> dict[str, str]:
     return {p.relative_to(folder).as_posix(): hash_file(p).sha256 for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+@pytest.fixture(autouse=True)
+def torch_threads() -> Iterator[None]:
+    """A test may set them; the next one starts afresh."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bf16 base in several files. Read only."""
@@ -110,11 +118,6 @@ def own_adapter(adapter: Path, tmp_path: Path) -> Path:
     return shutil.copytree(adapter, tmp_path / "own-adapter")
 
 
-@pytest.fixture
-def edit_json() -> Callable[..., None]:
+def edit_json(path: Path, **changes: Any) -> None:
     """Change keys of a JSON file."""
-
-    def edit(path: Path, **changes: Any) -> None:
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    return edit
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

@@ -134,27 +134,21 @@ def test_one_rounding_and_not_two(base: Path, adapter: Path, tmp_path: Path, mon
     assert any(not same_bytes(found[n], expected[n]) for n in expected)
 
 
-@pytest.mark.parametrize("rank", [1, 8, 256])
-@pytest.mark.parametrize("shape", [(4097, 1025), (2200, 1000), (131, 20011), (300_007, 1), (300_007, 2)])
-def test_blocks_of_a_large_product_are_the_whole_product(shape: tuple[int, int], rank: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "columns", "rank"), [(4097, 1025, 1), (2200, 1000, 8), (131, 20011, 256), (300_007, 1, 8), (300_007, 2, 8)]
+)
+def test_blocks_of_a_large_product_are_the_whole_product(rows: int, columns: int, rank: int) -> None:
     """For 1 and 2 threads, at the real block size and at shapes of which it makes several blocks (but of a single column)."""
-    rows, columns = shape
     torch.manual_seed(rank)
     a, b, weight = torch.randn(rank, columns), torch.randn(rows, rank), torch.randn(rows, columns).bfloat16()
-    before = torch.get_num_threads()
-    try:
-        wholes = []
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            whole = weight.clone()
-            whole += (b @ a) * 0.7
-            wholes.append(whole)
-        torch.set_num_threads(1)
-        scratch = Scratch()
-        for start, end in row_blocks(rows, columns):
-            add_update(weight[start:end], a, b[start:end], 0.7, scratch)
-    finally:
-        torch.set_num_threads(before)
+    wholes, scratch = [], Scratch()
+    for threads in (2, 1):
+        torch.set_num_threads(threads)
+        whole = weight.clone()
+        whole += (b @ a) * 0.7
+        wholes.append(whole)
+    for start, end in row_blocks(rows, columns):
+        add_update(weight[start:end], a, b[start:end], 0.7, scratch)
     assert (len(row_blocks(rows, columns)) > 1) == (columns > 1)
     assert same_bytes(wholes[0], wholes[1])
     assert same_bytes(weight, wholes[0])
@@ -173,31 +167,24 @@ def test_row_blocks_cover_all_and_are_never_thin(rows: int, columns: int) -> Non
 
 def test_same_bytes_whatever_the_file_size_and_the_workers(base: Path, adapter: Path, tmp_path: Path) -> None:
     merge(base, adapter, tmp_path / "one")
-    assert [p.name for p in (tmp_path / "one").glob("*.safetensors")] == ["model.safetensors"]
-    assert not (tmp_path / "one" / "model.safetensors.index.json").exists()
+    assert [p.name for p in (tmp_path / "one").glob("*.safetensors*")] == ["model.safetensors"]
     expected = load_all(tmp_path / "one")
-    for number, (size, workers) in enumerate([("40KB", 1), ("40KB", 4), (1, 3)]):
-        out = tmp_path / str(number)
+    for size, workers in [("40KB", 1), ("40KB", 4), (1, 3)]:
+        out = tmp_path / f"{size}-{workers}"
         merge(base, adapter, out, shard_size=size, workers=workers)
         found = load_all(out)
-        assert all(same_bytes(found[n], expected[n]) for n in expected)
-        assert found.keys() == expected.keys()
+        assert found.keys() == expected.keys() and all(same_bytes(found[n], expected[n]) for n in expected)
 
 
 def test_a_file_is_what_the_library_would_write(base: Path, adapter: Path, tmp_path: Path) -> None:
     """Header and order too: nobody needs to know that this file was streamed."""
+    from safetensors import safe_open
     from safetensors.torch import save
 
     merge(base, adapter, tmp_path / "first", shard_size="40KB")
     merge(tmp_path / "first", adapter, tmp_path / "out", shard_size="40KB")
     for path in (tmp_path / "out").glob("*.safetensors"):
-        tensors = load_all_of(path)
+        with safe_open(path, "pt") as src:
+            tensors = {name: src.get_tensor(name) for name in src.offset_keys()}
         if list(tensors) == sorted(tensors):
             assert path.read_bytes() == save(tensors, metadata={"format": "pt"})
-
-
-def load_all_of(path: Path) -> dict[str, torch.Tensor]:
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as src:
-        return {name: src.get_tensor(name) for name in src.offset_keys()}

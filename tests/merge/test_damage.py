@@ -30,12 +30,6 @@ def sealed(own_base: Path, own_adapter: Path) -> tuple[Path, Path]:
     return own_base, own_adapter
 
 
-def damage(path: Path, draw: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.jobs) for seed in range(2, 12))])
 def test_no_damage_is_merged(sealed: tuple[Path, Path], tmp_path: Path, seed: int) -> None:
     base, adapter = sealed
@@ -44,7 +38,9 @@ def test_no_damage_is_merged(sealed: tuple[Path, Path], tmp_path: Path, seed: in
     assert len(files) > 10
     for path in files:
         before, times = path.read_bytes(), path.stat()
-        damage(path, random.Random(f"{path.name} {seed}"))
+        draw, data = random.Random(f"{path.name} {seed}"), bytearray(before)
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
         with pytest.raises(UserError) as refused:
             merge(base, adapter, out)
         assert path.name in str(refused.value) or path.suffix == ".json", (path, refused.value)

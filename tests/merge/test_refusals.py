@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,8 @@ from safetensors.torch import load_file, save_file
 from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
 from clustertune.merge import merge, plan, streaming
-from tests.merge.conftest import save_adapter, save_llama
+from tests.merge.conftest import edit_json, save_adapter, save_llama
 
-Edit = Callable[..., None]
 CONFIG_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "peft_type": ({"peft_type": "LOHA"}, "only LORA"),
     "use_dora": ({"use_dora": True}, "DoRA"),
@@ -36,7 +36,7 @@ CONFIG_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("key", CONFIG_REFUSALS)
-def test_settings_that_change_the_arithmetic(own_adapter: Path, base: Path, tmp_path: Path, edit_json: Edit, key: str) -> None:
+def test_settings_that_change_the_arithmetic(own_adapter: Path, base: Path, tmp_path: Path, key: str) -> None:
     changes, word = CONFIG_REFUSALS[key]
     edit_json(own_adapter / "adapter_config.json", **changes)
     with pytest.raises(UserError, match=word) as caught:
@@ -65,46 +65,36 @@ def retensor(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) ->
 KEY = "base_model.model.model.layers.1.self_attn.q_proj"
 
 
+def put(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.update({name: torch.zeros(shape)})
+
+
+def copied(part: str, other: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.update({k.replace(part, other): v.clone() for k, v in tensors.items() if part in k})
+
+
 def drop(*names: str) -> Callable[[dict[str, torch.Tensor]], None]:
     return lambda tensors: [tensors.pop(n) for n in names] and None
 
 
 TENSOR_REFUSALS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "A without B": (drop(f"{KEY}.lora_B.weight"), "has lora_A but no lora_B"),
-    "a module is missing": (
-        drop(f"{KEY}.lora_A.weight", f"{KEY}.lora_B.weight"),
-        "no tensors for model.layers.1.self_attn.q_proj",
-    ),
+    "no module": (drop(f"{KEY}.lora_A.weight", f"{KEY}.lora_B.weight"), "no tensors for model.layers.1.self_attn.q_proj"),
     "empty": (lambda t: t.clear(), "contains no tensors"),
     "NaN": (lambda t: t[f"{KEY}.lora_A.weight"].view(-1)[5].fill_(float("nan")), "NaN or infinity in .*layers.1"),
-    "shape of A": (lambda t: t.update({f"{KEY}.lora_A.weight": torch.zeros(8, 71)}), r"A \[8, 71\]"),
+    "shape of A": (put(f"{KEY}.lora_A.weight", 8, 71), r"A \[8, 71\]"),
     "other rank": (
         lambda t: t.update({f"{KEY}.lora_A.weight": torch.zeros(4, 72), f"{KEY}.lora_B.weight": torch.zeros(72, 4)}),
         "do not fit rank 8",
     ),
-    "unknown module": (
-        lambda t: t.update({k.replace("layers.1", "layers.9"): v.clone() for k, v in t.items() if "layers.1" in k}),
-        "the base has no model.layers.9",
-    ),
-    "not selected": (
-        lambda t: t.update({k.replace("q_proj", "o_proj"): v.clone() for k, v in t.items() if "q_proj" in k}),
-        "target_modules does not select",
-    ),
-    "embedding": (
-        lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(8, 301)}),
-        "neither LoRA",
-    ),
-    "bias": (lambda t: t.update({f"{KEY}.lora_B.bias": torch.zeros(72)}), "neither LoRA"),
-    "adapter name inside": (lambda t: t.update({f"{KEY}.lora_A.default.weight": torch.zeros(8, 72)}), "neither LoRA"),
-    "whole tensor the base lacks": (
-        lambda t: t.update({"base_model.model.score.weight": torch.zeros(2, 72)}),
-        "no tensor score.weight",
-    ),
-    "resized vocabulary": (
-        lambda t: t.update({"base_model.model.lm_head.weight": torch.zeros(400, 72)}),
-        r"shape \[400, 72\], the base's has \[301, 72\]",
-    ),
-    "saved and updated": (lambda t: t.update({f"{KEY}.weight": torch.zeros(72, 72)}), "both saved whole and updated"),
+    "unknown module": (copied("layers.1", "layers.9"), "the base has no model.layers.9"),
+    "not selected": (copied("q_proj", "o_proj"), "target_modules does not select"),
+    "embedding": (put("base_model.model.model.embed_tokens.lora_embedding_A", 8, 301), "neither LoRA"),
+    "bias": (put(f"{KEY}.lora_B.bias", 72), "neither LoRA"),
+    "adapter name inside": (put(f"{KEY}.lora_A.default.weight", 8, 72), "neither LoRA"),
+    "whole tensor the base lacks": (put("base_model.model.score.weight", 2, 72), "no tensor score.weight"),
+    "resized vocabulary": (put("base_model.model.lm_head.weight", 400, 72), r"shape \[400, 72\], the base's has \[301, 72\]"),
+    "saved and updated": (put(f"{KEY}.weight", 72, 72), "both saved whole and updated"),
     "double": (lambda t: t.update({f"{KEY}.lora_A.weight": torch.zeros(8, 72, dtype=torch.float64)}), "neither float32"),
 }
 
@@ -134,49 +124,47 @@ def test_a_base_that_is_not_whole(own_base: Path, adapter: Path, tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
-def test_bases_that_are_refused(own_base: Path, adapter: Path, tmp_path: Path, edit_json: Edit) -> None:
-    config = own_base / "config.json"
-    whole = config.read_text()
+INDEX = "model.safetensors.index.json"
 
-    def refused(word: str) -> None:
-        with pytest.raises(UserError, match=word):
-            merge(own_base, adapter, tmp_path / "out")
-        config.write_text(whole)
 
-    edit_json(config, quantization_config={"quant_method": "bitsandbytes"})
-    refused("quantised .bitsandbytes")
-    edit_json(config, model_type="gpt2")
-    refused("Conv1D")
-    config.write_text("[")
-    refused("unreadable")
-    config.write_text("[1]")
-    refused("not a JSON object")
-    index = own_base / "model.safetensors.index.json"
-    names = json.loads(index.read_text())["weight_map"]
-    edit_json(index, weight_map={**names, "ghost.weight": next(iter(names.values()))})
-    refused("ghost.weight")
-    edit_json(index, weight_map={**names, "x": "../evil.safetensors"})
-    refused("outside the folder")
-    edit_json(index, weight_map=[])
-    refused("weight_map")
-    for path in own_base.glob("*.safetensors*"):
+def shards(base: Path) -> list[Path]:
+    return sorted(base.glob("*.safetensors"))
+
+
+def names_more(base: Path, **more: str) -> None:
+    edit_json(base / INDEX, weight_map={**json.loads((base / INDEX).read_text())["weight_map"], **more})
+
+
+def without_weights(base: Path) -> None:
+    for path in base.glob("*.safetensors*"):
         path.unlink()
-    refused("no model here")
-    (own_base / "pytorch_model.bin").write_bytes(b"x")
-    refused("pickle")
 
 
-def test_a_tensor_that_stands_twice(own_base: Path, adapter: Path, tmp_path: Path) -> None:
-    one, two, *_ = sorted(own_base.glob("*.safetensors"))
-    save_file({**load_file(two), next(iter(load_file(one))): torch.zeros(1)}, two)
-    with pytest.raises(UserError, match=r"stands in .* as well"):
-        merge(own_base, adapter, tmp_path / "out")
+BASE_REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "quantised": (
+        lambda b: edit_json(b / "config.json", quantization_config={"quant_method": "bitsandbytes"}), "quantised .bitsandbytes"
+    ),
+    "transposed": (lambda b: edit_json(b / "config.json", model_type="gpt2"), "Conv1D"),
+    "config is cut": (lambda b: (b / "config.json").write_text("["), "unreadable"),
+    "config is a list": (lambda b: (b / "config.json").write_text("[1]"), "not a JSON object"),
+    "no such tensor": (lambda b: names_more(b, ghost=shards(b)[0].name), "ghost"),
+    "outside": (lambda b: names_more(b, x="../evil.safetensors"), "outside the folder"),
+    "no map": (lambda b: edit_json(b / INDEX, weight_map=[]), "weight_map"),
+    "no weights": (without_weights, "no model here"),
+    "pickles": (lambda b: (without_weights(b), (b / "pytorch_model.bin").write_bytes(b"x")), "pickle"),
+    "a tensor twice": (
+        lambda b: save_file({**load_file(shards(b)[1]), next(iter(load_file(shards(b)[0]))): torch.zeros(1)}, shards(b)[1]),
+        r"stands in .* as well",
+    ),
+    "flax": (lambda b: save_file(load_file(shards(b)[0]), shards(b)[0], metadata={"format": "flax"}), "layout of 'flax'"),
+}  # fmt: skip
 
 
-def test_weights_of_another_framework(own_base: Path, adapter: Path, tmp_path: Path) -> None:
-    path = sorted(own_base.glob("*.safetensors"))[0]
-    save_file(load_file(path), path, metadata={"format": "flax"})
-    with pytest.raises(UserError, match="layout of 'flax'"):
+@pytest.mark.parametrize("case", BASE_REFUSALS)
+def test_bases_that_are_refused(own_base: Path, adapter: Path, tmp_path: Path, case: str) -> None:
+    change, word = BASE_REFUSALS[case]
+    change(own_base)
+    with pytest.raises(UserError, match=word):
         merge(own_base, adapter, tmp_path / "out")
 
 
@@ -189,7 +177,7 @@ def test_tied_embeddings_are_not_changed_on_one_side(tmp_path: Path, settings: d
     assert "tie_word_embeddings" in {p.key for p in caught.value.problems}
 
 
-def test_everything_wrong_is_said_at_once(own_base: Path, own_adapter: Path, edit_json: Edit) -> None:
+def test_everything_wrong_is_said_at_once(own_base: Path, own_adapter: Path) -> None:
     edit_json(own_base / "config.json", quantization_config={"quant_method": "fp8"})
     edit_json(own_adapter / "adapter_config.json", use_dora=True, surprise=1)
     retensor(own_adapter, TENSOR_REFUSALS["double"][0])
@@ -260,9 +248,7 @@ def test_adapters_that_cannot_be_read(own_adapter: Path, base: Path, tmp_path: P
         merge(tmp_path / "nowhere", own_adapter, tmp_path / "out")
 
 
-def test_another_name_is_a_warning_and_another_revision_an_error(
-    base: Path, own_adapter: Path, tmp_path: Path, edit_json: Edit
-) -> None:
+def test_another_name_is_a_warning_and_another_revision_an_error(base: Path, own_adapter: Path, tmp_path: Path) -> None:
     config = own_adapter / "adapter_config.json"
     edit_json(config, base_model_name_or_path="meta-llama/Llama-9")
     assert "meta-llama/Llama-9" in plan(base, own_adapter, tmp_path / "out")["warnings"][0]
@@ -277,7 +263,7 @@ def test_another_name_is_a_warning_and_another_revision_an_error(
         plan(snapshot, own_adapter, tmp_path / "out")
 
 
-def test_patterns_that_contradict_each_other_are_told(base: Path, own_adapter: Path, tmp_path: Path, edit_json: Edit) -> None:
+def test_patterns_that_contradict_each_other_are_told(base: Path, own_adapter: Path, tmp_path: Path) -> None:
     edit_json(own_adapter / "adapter_config.json", alpha_pattern={"q_proj": 3, "layers.1.self_attn.q_proj": 4})
     warnings = plan(base, own_adapter, tmp_path / "out")["warnings"]
     assert any("several patterns" in s and "layers.1.self_attn.q_proj" in s for s in warnings)
@@ -285,19 +271,14 @@ def test_patterns_that_contradict_each_other_are_told(base: Path, own_adapter: P
 
 def test_files_beside_the_weights(base: Path, own_adapter: Path, tmp_path: Path) -> None:
     """The base's, but for a tokenizer or a chat template of the adapter's own; never code or pickles."""
+    os.umask(umask := os.umask(0))
     own = shutil.copytree(base, tmp_path / "base")
     for name in ("modeling_x.py", "training_args.bin", "README.md", "generation_config.json", "LICENSE.txt", "merges.txt"):
         (own / name).write_text("base" if not name.endswith("json") else "{}")
     merge(own, own_adapter, tmp_path / "one")
     names = {p.name for p in (tmp_path / "one").iterdir()}
-    assert {
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "chat_template.jinja",
-        "LICENSE.txt",
-        "merges.txt",
-    } < names
+    kept = {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "LICENSE.txt", "merges.txt"}
+    assert kept < names
     assert not names & {"modeling_x.py", "training_args.bin", "README.md"}
     (own_adapter / "chat_template.jinja").write_text("trained")
     (own_adapter / "tokenizer.json").write_text('{"trained": 1}')
@@ -305,11 +286,4 @@ def test_files_beside_the_weights(base: Path, own_adapter: Path, tmp_path: Path)
     assert (tmp_path / "two" / "chat_template.jinja").read_text() == "trained"
     assert (tmp_path / "two" / "tokenizer.json").read_text() == '{"trained": 1}'
     assert not (tmp_path / "two" / "merges.txt").exists()
-    assert oct((tmp_path / "two" / "model.safetensors").stat().st_mode & 0o777) == oct(0o666 & ~current_umask())
-
-
-def current_umask() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("Umask:"):
-            return int(line.split()[1], 8)
-    raise AssertionError
+    assert oct((tmp_path / "two" / "model.safetensors").stat().st_mode & 0o777) == oct(0o666 & ~umask)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,10 @@ from clustertune.errors import ExitCode, UserError
 from clustertune.merge import merge, streaming
 from clustertune.merge.pieces import Output
 from clustertune.merge.streaming import locked, staging_folder
+from tests.faults import CALLS, Crash, fault_at, sweep
 from tests.merge.conftest import file_hashes, save_adapter
 
 SIZE, COARSE = "60KB", "150KB"
-
-
-class Crash(BaseException):
-    """Stands for a kill: no handler of the program may act on it."""
 
 
 @pytest.fixture(scope="module")
@@ -47,95 +45,95 @@ def whole_or_absent(out: Path) -> bool:
     return False
 
 
-@contextmanager
-def crash_at(number: int) -> Iterator[dict[str, int]]:
-    """Raise Crash instead of the ``number``-th system call that changes the disk's names or flushes."""
-    seen = {"calls": 0}
-    originals = {name: getattr(os, name) for name in ("fsync", "rename", "replace", "unlink", "mkdir", "rmdir")}
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_kill_or_a_full_disk_at_any_step(base: Path, adapter: Path, tmp_path: Path, killed: bool) -> None:
+    """Each flush and each change of a name is once the last thing that happens, or is refused (exit 73): the same command ends
+    with the very same files."""
 
-    def watch(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            seen["calls"] += 1
-            if seen["calls"] >= number:  # a killed process makes no further call either
-                raise Crash
-            return originals[name](*args, **kwargs)
+    def work(number: int) -> dict[str, Any]:
+        return merge(base, adapter, tmp_path / str(number) / "out", shard_size=COARSE, workers=1)
 
-        return call
-
-    for name in originals:
-        setattr(os, name, watch(name))
-    try:
-        yield seen
-    finally:
-        for name, function in originals.items():
-            setattr(os, name, function)
-
-
-def test_a_kill_before_any_step(base: Path, adapter: Path, tmp_path: Path) -> None:
-    """Each flush and each change of a name is once the last thing that does not happen."""
-    with crash_at(10**9) as seen:
-        merge(base, adapter, tmp_path / "count", shard_size=COARSE, workers=1)
-    assert seen["calls"] > 30
-    reference = file_hashes(tmp_path / "count")
-    for number in range(1, seen["calls"] + 1):
+    work(0)
+    reference, number = file_hashes(tmp_path / "0" / "out"), 0
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for number in sweep(work) if killed else sweep(work, full, (*CALLS, "pwrite")):
         out = tmp_path / str(number) / "out"
-        with crash_at(number), pytest.raises(Crash):
-            merge(base, adapter, out, shard_size=COARSE, workers=1)
         whole = whole_or_absent(out)
-        done = merge(base, adapter, out, shard_size=COARSE, workers=1)
-        assert done["state"] == ("already merged" if whole else "merged"), number
+        assert work(number)["state"] == ("already merged" if whole else "merged"), number
         assert file_hashes(out) == reference, number
         assert [p.name for p in out.parent.iterdir()] == ["out"], number
         shutil.rmtree(out.parent)
+    assert number > 30
 
 
 def test_a_kill_of_the_continuation(base: Path, adapter: Path, tmp_path: Path, reference: dict[str, str]) -> None:
     """One step further each time, on the same output: every run is the continuation of a killed one."""
-    out, number, runs = tmp_path / "out", 3, 0
-    while True:
+    out, runs = tmp_path / "out", 0
+    for number in itertools.count(3, 3):
         try:
-            with crash_at(number):
+            with fault_at(number):
                 merge(base, adapter, out, shard_size=SIZE, workers=1)
             break
         except Crash:
             whole_or_absent(out)
-            number, runs = number + 3, runs + 1
+            runs += 1
     assert runs > 4
     assert file_hashes(out) == reference
 
 
-class FailAfter:
-    """Let so many shards be written, then crash."""
-
-    def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, self.written = count, list[str]()
-
-        def make(path: Path, size: int) -> Output:
-            if len(self.written) == self.count:
-                raise Crash
-            self.written.append(path.name)
-            return Output(path, size)
-
-        monkeypatch.setattr(streaming, "Output", make)
-
-
 def interrupt(base: Path, adapter: Path, out: Path, after: int) -> list[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        run = FailAfter(after, patch)
-        with pytest.raises(Crash):
-            merge(base, adapter, out, shard_size=SIZE, workers=1)
-        return run.written
+    """Let so many shards be written, then crash."""
+    written: list[str] = []
+
+    def make(path: Path, size: int) -> Output:
+        if len(written) == after:
+            raise Crash
+        written.append(path.name)
+        return Output(path, size)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Crash):
+        patch.setattr(streaming, "Output", make)
+        merge(base, adapter, out, shard_size=SIZE, workers=1)
+    return written
 
 
-def test_goes_on_after_every_shard(base: Path, adapter: Path, tmp_path: Path, reference: dict[str, str]) -> None:
-    count = sum(name.endswith(".safetensors") for name in reference)
-    for after in range(0, count, 2):
-        out = tmp_path / str(after)
-        interrupt(base, adapter, out, after)
-        assert not out.exists()
-        done = merge(base, adapter, out, shard_size=SIZE)
-        assert (done["reused_shards"], done["shards"]) == (after, count)
-        assert file_hashes(out) == reference
+SPOILT: dict[str, tuple[int, Callable[[Path, str], object]]] = {
+    "nothing": (4, lambda staging, first: None),
+    "the journal is torn": (3, lambda staging, first: cut(staging / "journal.jsonl", -1)),
+    "an entry is torn": (3, lambda staging, first: cut(staging / "journal.jsonl", -20)),
+    "the journal is zeros": (0, lambda staging, first: (staging / "journal.jsonl").write_bytes(b"\0" * 300)),
+    "the journal is another's": (0, lambda staging, first: (staging / "journal.jsonl").write_bytes(b'{"inputs": 3}\n')),
+    "the journal leaves the folder": (
+        0,
+        lambda staging, first: (staging / "journal.jsonl").write_bytes(b'{"shard": "../../x", "size": 1}\n'),
+    ),
+    "a shard is flipped": (3, lambda staging, first: flip(staging / first)),
+    "a shard is cut": (3, lambda staging, first: cut(staging / first, -8)),
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_goes_on_with_the_shards_that_are_whole(
+    base: Path, adapter: Path, tmp_path: Path, reference: dict[str, str], what: str
+) -> None:
+    """Of four, those that the journal names and whose content is what was written."""
+    out, (kept, spoil) = tmp_path / "out", SPOILT[what]
+    first, *_ = interrupt(base, adapter, out, 4)
+    assert not out.exists()
+    spoil(staging_folder(out), first)
+    done = merge(base, adapter, out, shard_size=SIZE)
+    assert (done["reused_shards"], done["shards"]) == (kept, sum(name.endswith(".safetensors") for name in reference))
+    assert file_hashes(out) == reference
+
+
+def cut(path: Path, end: int) -> None:
+    path.write_bytes(path.read_bytes()[:end])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
 
 
 def test_an_unfinished_file_is_not_counted_twice(
@@ -147,44 +145,6 @@ def test_an_unfinished_file_is_not_counted_twice(
     (staging_folder(out) / "model-00001-of-00006.safetensors.part").write_bytes(bytes(40_960))
     monkeypatch.setattr(streaming, "free_bytes", lambda _: whole - 40_960)
     assert merge(base, adapter, out, shard_size=SIZE)["state"] == "merged"
-
-
-def test_a_torn_journal_costs_one_shard(base: Path, adapter: Path, tmp_path: Path, reference: dict[str, str]) -> None:
-    for number, tail in enumerate((-1, -20)):
-        out = tmp_path / str(number)
-        interrupt(base, adapter, out, 3)
-        journal = staging_folder(out) / "journal.jsonl"
-        journal.write_bytes(journal.read_bytes()[:tail])
-        assert merge(base, adapter, out, shard_size=SIZE)["reused_shards"] == 2
-        assert file_hashes(out) == reference
-
-
-@pytest.mark.parametrize("content", [b"\0" * 300, b'{"inputs": 3}\n', b'{"shard": "../../x", "size": 1}\n'])
-def test_a_journal_of_nonsense_is_no_journal(
-    base: Path, adapter: Path, tmp_path: Path, reference: dict[str, str], content: bytes
-) -> None:
-    out = tmp_path / "out"
-    interrupt(base, adapter, out, 2)
-    (staging_folder(out) / "journal.jsonl").write_bytes(content)
-    assert merge(base, adapter, out, shard_size=SIZE)["reused_shards"] == 0
-    assert file_hashes(out) == reference
-
-
-def spoil(path: Path, how: str) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data if how == "flip" else data[:-8])
-
-
-@pytest.mark.parametrize("how", ["flip", "cut"])
-def test_a_damaged_staged_shard_is_merged_again(
-    base: Path, adapter: Path, tmp_path: Path, reference: dict[str, str], how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    first, _ = interrupt(base, adapter, out, 2)
-    spoil(staging_folder(out) / first, how)
-    assert merge(base, adapter, out, shard_size=SIZE)["reused_shards"] == 1
-    assert file_hashes(out) == reference
 
 
 def test_other_inputs_throw_the_staged_work_away(
@@ -211,16 +171,17 @@ def test_other_inputs_during_the_publication(base: Path, adapter: Path, tmp_path
 
 def test_a_foreign_file_in_a_half_published_output_stops(base: Path, adapter: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with crash_at(10**9) as seen:
+    with fault_at(0) as seen:
         merge(base, adapter, tmp_path / "count", shard_size=SIZE, workers=1)
-    with crash_at(seen["calls"] - 12), pytest.raises(Crash):
+    with fault_at(len(seen) - 12), pytest.raises(Crash):
         merge(base, adapter, out, shard_size=SIZE, workers=1)
     (out / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"notes\.txt"):
         merge(base, adapter, out, shard_size=SIZE)
 
 
-def test_the_same_command_twice(base: Path, adapter: Path, tmp_path: Path, reference: dict[str, str]) -> None:
+def test_a_finished_output(base: Path, adapter: Path, tmp_path: Path, reference: dict[str, str]) -> None:
+    """The same command does nothing, another one is refused; one that was damaged since is not called merged."""
     out = tmp_path / "out"
     merge(base, adapter, out, shard_size=SIZE)
     (out / "README.md").write_text("a note of the user's")
@@ -229,12 +190,7 @@ def test_the_same_command_twice(base: Path, adapter: Path, tmp_path: Path, refer
         merge(base, adapter, out, shard_size="70KB")
     (out / "README.md").unlink()
     assert file_hashes(out) == reference
-
-
-def test_a_finished_output_that_was_damaged_is_not_called_merged(base: Path, adapter: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    merge(base, adapter, out, shard_size=SIZE)
-    spoil(sorted(out.glob("*.safetensors"))[1], "flip")
+    flip(sorted(out.glob("*.safetensors"))[1])
     before = file_hashes(out)
     with pytest.raises(UserError, match="differs from the manifest"):
         merge(base, adapter, out, shard_size=SIZE)

@@ -25,94 +25,12 @@ from hypothesis import strategies as st
 
 from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
-from clustertune.merge import merge, pieces
-from clustertune.merge.base import Base
-from clustertune.merge.lora import Adapter, Update, read_settings
-from clustertune.merge.pieces import Output, Shard
-from clustertune.merge.streaming import WORKING_MEMORY, MergeJob, staging_folder
+from clustertune.merge import merge, pieces, streaming
+from clustertune.merge.pieces import Output
+from clustertune.merge.streaming import staging_folder
 from clustertune.tensorfile import Tensor, build_header, byte_size
 from tests.merge.conftest import file_hashes
 from tools import merge_bench
-
-FULL_DISK = """
-import json, resource, sys
-from pathlib import Path
-from clustertune.errors import UserError
-from clustertune.merge import merge
-base, adapter, out = map(Path, sys.argv[1:4])
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), resource.RLIM_INFINITY))
-try:
-    merge(base, adapter, out, shard_size=70_000, workers=1)
-except UserError as error:
-    sys.stdout.write(json.dumps(error.as_dict()))
-"""
-
-
-def test_a_file_that_may_not_grow(base: Path, adapter: Path, tmp_path: Path, repo: Path) -> None:
-    """A real write that the kernel refuses half way (a limit of a file's size): exit 73, nothing published, then on."""
-    out = tmp_path / "out"
-    arguments = [sys.executable, "-c", FULL_DISK, str(base), str(adapter), str(out), "60000"]
-    document = json.loads(subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=repo).stdout)
-    assert document["exit_code"] == ExitCode.STORAGE
-    assert "File too large" in document["problems"][0]["message"]
-    assert not out.exists()
-    shards = list(staging_folder(out).glob("*.safetensors"))
-    done = merge(base, adapter, out, shard_size=70_000)
-    assert done["reused_shards"] == len(shards)
-    merge(base, adapter, tmp_path / "reference", shard_size=70_000)
-    assert file_hashes(out) == file_hashes(tmp_path / "reference")
-
-
-@pytest.mark.parametrize(
-    ("call", "code"), [("pwrite", errno.ENOSPC), ("pwrite", errno.EDQUOT), ("fsync", errno.EIO), ("mkdir", errno.EROFS)]
-)
-def test_storage_that_fails(
-    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
-) -> None:
-    out, original, count = tmp_path / "deep" / "out", getattr(os, call), [0]
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        count[0] += 1
-        if count[0] >= (2 if call in ("pwrite", "fsync") else 1):
-            raise OSError(code, os.strerror(code))
-        return original(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fail)
-        with pytest.raises(UserError, match=os.strerror(code)) as caught:
-            merge(base, adapter, out, shard_size="60KB")
-    assert caught.value.code == ExitCode.STORAGE
-    assert not (out / "MANIFEST.json").exists()
-    assert merge(base, adapter, out, shard_size="60KB")["state"] == "merged"
-
-
-def test_every_step_may_fail(base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One failing call at each place: told with exit 73, and the same command then finishes the very same files."""
-    merge(base, adapter, tmp_path / "reference", shard_size="150KB")
-    reference, number, finished = file_hashes(tmp_path / "reference"), 0, False
-    while not finished:
-        number += 1
-        out, count = tmp_path / str(number), [0]
-
-        def failing(original: Any, number: int = number, count: list[int] = count) -> Any:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                count[0] += 1
-                if count[0] == number:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                return original(*args, **kwargs)
-
-            return call
-
-        with monkeypatch.context() as patch:
-            for name in ("fsync", "rename", "replace", "unlink", "rmdir"):
-                patch.setattr(os, name, failing(getattr(os, name)))
-            try:
-                finished = merge(base, adapter, out, shard_size="150KB", workers=1)["state"] == "merged"
-            except UserError as error:
-                assert error.code == ExitCode.STORAGE, number
-        merge(base, adapter, out, shard_size="150KB", workers=1)
-        assert file_hashes(out) == reference, number
-    assert number > 30
 
 
 def test_an_fsync_that_failed_is_not_believed(
@@ -196,9 +114,13 @@ def test_a_filesystem_without_fallocate_or_without_room(
     assert file_hashes(tmp_path / "out") == file_hashes(tmp_path / "reference")
 
 
-@pytest.mark.parametrize("workers", [1, 5])
-def test_threads_share_a_file(base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
-    """One output file in many small pieces, made by so many threads: the same bytes, and no more buffers than agreed."""
+@pytest.mark.parametrize("room", [streaming.WORKING_MEMORY, 1])
+def test_threads_share_a_file(base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """One output file in many small pieces, made by so many threads: the same bytes, and no more buffers than fit.
+
+    Torch keeps the threads that it had.
+    """
+    torch.set_num_threads(2)
     merge(base, adapter, tmp_path / "reference")
     made, original = set[int](), pieces.Worker.make
 
@@ -207,12 +129,14 @@ def test_threads_share_a_file(base: Path, adapter: Path, tmp_path: Path, monkeyp
         time.sleep(0.001 * random.random())
         original(worker, *args)
 
+    monkeypatch.setattr(streaming, "WORKING_MEMORY", room)
     monkeypatch.setattr(pieces, "CHUNK", 3000)
     monkeypatch.setattr(pieces.Worker, "make", make)
-    merge(base, adapter, tmp_path / "out", workers=workers)
+    merge(base, adapter, tmp_path / "out", workers=5)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
-    assert len(made) == workers
+    assert len(made) == (1 if room == 1 else 5)
     assert file_hashes(tmp_path / "out") == file_hashes(tmp_path / "reference")
+    assert torch.get_num_threads() == 2
 
 
 @pytest.mark.timeout(60)
@@ -244,75 +168,41 @@ import torch
 def peak(): return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))
 idle = peak()
 from clustertune.merge import merge
-done = merge(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), workers=2)
+done = merge(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), workers=4)
 sys.stdout.write(json.dumps({"over": peak() - idle, "said": done["peak_rss_bytes"], "peak": peak()}))
 """
 
 
+def hole(folder: Path, file: str, shapes: dict[str, tuple[int, int]], config: dict[str, Any]) -> Path:
+    """A folder with bfloat16 tensors of zeros, which take no room and no time to write."""
+    folder.mkdir()
+    tensors = [Tensor(name, "BF16", shape, Path(), 0, byte_size("BF16", shape)) for name, shape in shapes.items()]
+    with (folder / file).open("wb") as out:
+        header = build_header(tensors)
+        out.write(header)
+        out.truncate(len(header) + sum(tensor.size for tensor in tensors))
+    (folder / ("config.json" if file == "model.safetensors" else "adapter_config.json")).write_text(json.dumps(config))
+    return folder
+
+
 def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, repo: Path) -> None:
-    """A tensor of 400 MB, an adapter of rank 256: less than 300 MiB above the interpreter with torch."""
-    base, adapter, rows, columns, rank = tmp_path / "base", tmp_path / "adapter", 4000, 50_000, 256
-    base.mkdir()
-    adapter.mkdir()
-    (base / "config.json").write_text("{}")
-    module = "model.layers.0.wide"
-    wide = [Tensor(f"{module}.weight", "BF16", (rows, columns), Path(), 0, byte_size("BF16", (rows, columns)))]
-    with (base / "model.safetensors").open("wb") as out:
-        header = build_header(wide)
-        out.write(header)
-        out.truncate(len(header) + sum(t.size for t in wide))  # a hole: zeros that take no room and no time to write
-    keys = [f"base_model.model.{module}.lora_{x}.weight" for x in "AB"]
-    shapes = [(rank, columns), (rows, rank)]
-    factors = [Tensor(k, "BF16", s, Path(), 0, byte_size("BF16", s)) for k, s in zip(keys, shapes, strict=True)]
-    with (adapter / "adapter_model.safetensors").open("wb") as out:
-        header = build_header(factors)
-        out.write(header)
-        out.truncate(len(header) + sum(t.size for t in factors))
-    (adapter / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["wide"]})
-    )
+    """A tensor of 400 MB, an adapter of rank 256: less than 300 MiB above the interpreter with torch, four workers or not.
+
+    A factor takes 51 MB in float32: not four of them at once.
+    """
+    rows, columns, rank, module = 4000, 50_000, 256, "model.layers.0.wide"
+    base = hole(tmp_path / "base", "model.safetensors", {f"{module}.weight": (rows, columns)}, {})
+    factors = {f"base_model.model.{module}.lora_{x}.weight": s for x, s in (("A", (rank, columns)), ("B", (rows, rank)))}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["wide"]}
+    adapter = hole(tmp_path / "adapter", "adapter_model.safetensors", factors, config)
     arguments = [sys.executable, "-c", PEAK, str(base), str(adapter), str(tmp_path / "out")]
-    done = subprocess.run(arguments, capture_output=True, text=True, cwd=repo, check=True)
-    measured = json.loads(done.stdout)
+    measured = json.loads(subprocess.run(arguments, capture_output=True, text=True, cwd=repo, check=True).stdout)
     assert measured["over"] < 300 << 20
     assert measured["said"] <= measured["peak"]
     assert (tmp_path / "out" / "model.safetensors").stat().st_size == (base / "model.safetensors").stat().st_size
+    job = streaming.prepare(base, adapter, tmp_path / "new", "5GB")
+    assert job.worker_bytes() > 51e6 and 1 <= job.limit_workers(4) < 4
     shutil.rmtree(tmp_path / "out")
-
-
-def test_fewer_workers_where_their_buffers_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A factor of 53248 x 256 takes 54 MB in float32: not four of them at once, and never no worker at all."""
-
-    def tensor(name: str, *shape: int) -> Tensor:
-        return Tensor(name, "BF16", shape, Path(), 0, byte_size("BF16", shape))
-
-    weight = tensor("w.weight", 16384, 53248)
-    update = Update(tensor("a", 256, 53248), tensor("b", 16384, 256), 1.0, weight)
-    settings = read_settings({"peft_type": "LORA", "target_modules": ["w"]}, Path("x"))
-    job = MergeJob(
-        base=Base(Path(), {}, {weight.name: weight}, {}),
-        adapter=Adapter(Path(), settings, {weight.name: update}, {}, {}),
-        out=Path("out"),
-        shards=[Shard(str(n), [], b"") for n in range(9)],
-        companions={},
-        shard_size=1,
-        inputs="",
-        base_identity={},
-        finished=None,
-    )
-    assert 54e6 < job.worker_bytes() < WORKING_MEMORY
-    assert job.limit_workers(4) * job.worker_bytes() <= WORKING_MEMORY
-    assert job.limit_workers(4) < 4
-    monkeypatch.setattr("clustertune.merge.streaming.WORKING_MEMORY", 1)
-    assert job.limit_workers(4) == 1
-
-
-def test_torch_keeps_its_threads(base: Path, adapter: Path, tmp_path: Path) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    merge(base, adapter, tmp_path / "out")
-    assert torch.get_num_threads() == 2
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("with_peft", [False, pytest.param(True, marks=pytest.mark.long)])

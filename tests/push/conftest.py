@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from clustertune import manifest
 from clustertune.rundir import RunDir
-from tests.push.fake_hub import FakeHub
+from tests.fake_hub import FakeHub
 
 RECORDED = Path(__file__).resolve().parents[1] / "report" / "recorded"
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
+from clustertune import secrets
 from clustertune.chain import Chain
 from clustertune.cli import app as cli
-from clustertune.cli import secrets
 from clustertune.errors import UserError
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from tests.command import Done
+from tests.fake_hub import TOKEN, FakeHub, Repo
 from tests.push.conftest import change, reseal
-from tests.push.fake_hub import TOKEN, FakeHub, Repo
 
 REPO = "me/oasst2-adapter"
 Push = Callable[..., Done]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from clustertune.evaluate.servers import Servers, ServingJob
 from clustertune.launch.rendezvous import free_port
@@ -23,6 +28,60 @@ def job(folder: Path, model: Path | str = "model", servers: int = 1, **more: obj
     shape = Serving(servers, 1, 1, 2048, 16)
     port = free_port(21_000 + hash(str(folder)) % 9_000)
     return ServingJob(str(model), shape, "float32", str(folder), port, str(folder / "cache"), **more)  # type: ignore[arg-type]
+
+
+def program(folder: Path, exports: str = "") -> Path:
+    """The fake as one file."""
+    path = folder / "vllm"
+    path.write_text(f'#!/bin/sh\n{exports}exec {FAKE[0]} {FAKE[1]} "$@"\n')
+    path.chmod(0o700)
+    return path
+
+
+def step(folder: Path, node: int) -> subprocess.Popen[bytes]:
+    """One node's program as srun starts it, with the fake in vLLM's place."""
+    (folder / "pids").mkdir(exist_ok=True)
+    environ = {**os.environ, "CLUSTERTUNE_VLLM": str(program(folder)), "FAKE_PIDS": str(folder / "pids")}
+    words = [sys.executable, "-m", "clustertune.evaluate.servers", str(folder), str(node)]
+    return subprocess.Popen(words, stderr=subprocess.PIPE, env=environ)
+
+
+def processes(folder: Path) -> list[int]:
+    """The servers and their engines."""
+    return [int(pid) for path in (folder / "pids").iterdir() for pid in path.read_text().split()]
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that run still."""
+    found = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        found += [pid] if state != "Z" else []
+    return found
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether all end within 20 s."""
+    deadline = time.monotonic() + 20
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(pids)
+
+
+def without(model: Path, folder: Path, name: str) -> Path:
+    """A copy of a model, without a manifest, that lacks a tensor; its name with ``[1:]``: that lacks a row of it."""
+    shutil.copytree(model, folder)
+    (folder / "MANIFEST.json").unlink()
+    tensors = load_file(folder / "model.safetensors")
+    if name.endswith("[1:]"):
+        tensors[name[:-4]] = tensors[name[:-4]][1:].clone()
+    else:
+        tensors.pop(name, None)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -91,25 +86,6 @@ def test_log_likelihoods_are_whole(start: Start, tiny_model: Path, mode: str) ->
     for (value, _), request in zip(found, requests, strict=True):
         whole, context = lm.tok_encode("".join(request.args)), lm.tok_encode(request.args[0])
         assert value == pytest.approx(-sum((1 + token % 7) ** 0.5 for token in whole[len(context) - 1 : -1]))
-
-
-@pytest.mark.jobs
-@pytest.mark.parametrize("seed", range(5))
-def test_a_server_killed_at_any_moment(start: Start, tiny_model: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_DELAY", "0.05")
-    want = ask(start("ok"), tiny_model)
-    servers = start("ok", "ok")
-    draw = random.Random(seed)
-    victim, after = draw.randrange(2), draw.uniform(0, 0.3)
-
-    def kill() -> None:
-        time.sleep(after)
-        os.killpg(servers._running[victim][1].pid, signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    assert ask(servers, tiny_model) == want
-    killer.join()
 
 
 def test_the_tokens_are_those_of_the_hf_backend(start: Start, tiny_model: Path) -> None:

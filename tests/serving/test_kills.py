@@ -25,8 +25,7 @@ from clustertune.errors import UserError
 from clustertune.evaluate.run import evaluate
 from clustertune.launch.serving import Serving
 from clustertune.recipe.schema import Eval
-from tests.serving.conftest import job
-from tests.serving.test_servers import gone, processes, step
+from tests.serving.conftest import gone, job, processes, step
 
 pytestmark = [pytest.mark.jobs, pytest.mark.timeout(1800)]
 KILLS = 20
@@ -97,26 +96,31 @@ def kill_server(folder: Path, number: int, draw: random.Random, seconds: float) 
     return thread
 
 
-def test_one_of_two_servers(tmp_path: Path, tiny_model: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_server(count: int, tmp_path: Path, tiny_model: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two servers of a node; or the follower of a server over two nodes, which ends the step by its name."""
     want, seconds = undisturbed
-    folder, again = tmp_path / "job", 0
+    again = 0
     for seed in range(KILLS):
-        draw = random.Random(seed)
-        with nodes(folder / str(seed), 1):
-            monkeypatch.setenv("CLUSTERTUNE_SERVERS", str(folder / str(seed)))
-            killer = kill_server(folder / str(seed), draw.randrange(2), draw, seconds)
+        out, folder, draw = tmp_path / f"out-{seed}", tmp_path / "job" / str(seed), random.Random(seed)
+        with nodes(folder, count) as found:
+            monkeypatch.setenv("CLUSTERTUNE_SERVERS", str(folder))
+            victim = draw.randrange(2) if count == 1 else 0  # port 0: a follower has none
+            killer = kill_server(folder, victim, draw, seconds)
             try:
-                found = score(tiny_model, tmp_path / f"out-{seed}")
-            except UserError:  # it was killed before it answered: the step ended, and is submitted again
+                result = score(tiny_model, out)
+            except UserError as error:  # killed before it answered: the step ended, and is submitted again
                 again += 1
-                found = None
+                result = None
+                if count == 2:
+                    assert "node 1 (127.0.0.1) ended" in str(error) and found[1].wait(20) == 1, error
             killer.join()
-        if found is None:
-            with nodes(folder / f"{seed}-again", 1):
-                monkeypatch.setenv("CLUSTERTUNE_SERVERS", str(folder / f"{seed}-again"))
-                found = score(tiny_model, tmp_path / f"out-{seed}")
-        assert found == want, seed
-    print(f"{KILLS} kills of one of two servers: the same scores, {again} jobs were submitted again")  # noqa: T201
+        if result is None:
+            with nodes(folder / "again", count):
+                monkeypatch.setenv("CLUSTERTUNE_SERVERS", str(folder / "again"))
+                result = score(tiny_model, out)
+        assert result == want, seed
+    print(f"{KILLS} kills of a server on {count} nodes: the same scores, {again} jobs were submitted again")  # noqa: T201
 
 
 def test_the_client(tmp_path: Path, tiny_model: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,27 +139,3 @@ def test_the_client(tmp_path: Path, tiny_model: Path, undisturbed: Any, monkeypa
             resumed += json.loads((out / "results.json").read_bytes())["resumed_prompts"]
             assert found == want, seed
     print(f"{KILLS} kills of the client: the same scores, {resumed} of {KILLS * 24} answers were there already")  # noqa: T201
-
-
-def test_a_follower(tmp_path: Path, tiny_model: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    want, seconds = undisturbed
-    ended = 0
-    for seed in range(KILLS):
-        out, folder = tmp_path / f"out-{seed}", tmp_path / "job" / str(seed)
-        with nodes(folder, 2) as found:
-            monkeypatch.setenv("CLUSTERTUNE_SERVERS", str(folder))
-            killer = kill_server(folder, 0, random.Random(seed), seconds)  # port 0: a follower has none
-            try:
-                result = score(tiny_model, out)
-            except UserError as error:
-                assert "node 1 (127.0.0.1) ended" in str(error), error
-                assert found[1].wait(20) == 1
-                ended += 1
-                result = None
-            killer.join()
-        if result is None:
-            with nodes(folder / "again", 2):
-                monkeypatch.setenv("CLUSTERTUNE_SERVERS", str(folder / "again"))
-                result = score(tiny_model, out)
-        assert result == want, seed
-    print(f"{KILLS} kills of a follower: the same scores, {ended} jobs ended by its name and were submitted again")  # noqa: T201

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from lm_eval.api.instance import Instance
-from safetensors.torch import load_file, save_file
 
 from clustertune.errors import UserError
 from clustertune.evaluate import run as evaluating
@@ -24,30 +22,7 @@ from clustertune.evaluate.servers import READY, Servers, ServingJob, ask, comman
 from clustertune.launch.serving import Serving
 from clustertune.recipe.schema import Eval
 from tests.command import run
-from tests.serving.conftest import FAKE, Start, job
-
-
-def processes(tmp_path: Path) -> list[int]:
-    """The servers and their engines."""
-    return [int(pid) for path in (tmp_path / "pids").iterdir() for pid in path.read_text().split()]
-
-
-def alive(pids: list[int]) -> list[int]:
-    found = []
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        found += [pid] if state != "Z" else []
-    return found
-
-
-def gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 20
-    while alive(pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not alive(pids)
+from tests.serving.conftest import FAKE, Start, alive, gone, job, processes, program, step, without
 
 
 def test_nothing_is_left(start: Start, tmp_path: Path) -> None:
@@ -71,15 +46,17 @@ def test_a_dead_api_server_takes_its_engine_along(start: Start, tmp_path: Path) 
     assert ask(f"{servers.job.urls[1]}/health") is not None
 
 
-def test_a_server_that_does_not_start_is_named(start: Start) -> None:
-    servers = start("ok", "exit", wait=False)
-    with pytest.raises(UserError, match=r"(?s)server 1 ended while it started.*no GPU here"):
-        servers.wait()
-
-
-def test_a_port_that_another_server_has_taken(start: Start) -> None:
-    servers = start("ok", "other", wait=False)
-    with pytest.raises(UserError, match="another server answers there, of /other"):
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("exit", r"(?s)server 1 ended while it started.*no GPU here"),
+        ("other", "another server answers there, of /other"),
+    ],
+)
+def test_a_server_that_does_not_start_is_named(start: Start, mode: str, message: str) -> None:
+    """Or one whose port another server has taken."""
+    servers = start("ok", mode, wait=False)
+    with pytest.raises(UserError, match=message):
         servers.wait()
 
 
@@ -106,20 +83,16 @@ def test_a_follower_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytes
     assert gone(pids)
 
 
-def test_a_vllm_that_does_not_say_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "vllm").write_text("#!/bin/sh\nsleep 60\n")
-    (tmp_path / "vllm").chmod(0o700)
+def test_a_vllm_that_does_not_say_its_version_or_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTERTUNE_VLLM", str(tmp_path / "vllm"))
-    monkeypatch.setattr(servers, "VERSION_SECONDS", 0.5)
     job(tmp_path).write(tmp_path / "job.json")
-    assert servers.main([str(tmp_path), "0"]) == 1
-    assert "does not say its version" in (tmp_path / "failed-0.json").read_text()
-
-
-def test_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CLUSTERTUNE_VLLM", str(tmp_path / "none"))
     with pytest.raises(UserError, match="vLLM is not installed"):
         Servers(job(tmp_path)).__enter__()
+    (tmp_path / "vllm").write_text("#!/bin/sh\nsleep 60\n")
+    (tmp_path / "vllm").chmod(0o700)
+    monkeypatch.setattr(servers, "VERSION_SECONDS", 0.5)
+    assert servers.main([str(tmp_path), "0"]) == 1
+    assert "does not say its version" in (tmp_path / "failed-0.json").read_text()
 
 
 NODES = ("n1", "n2")
@@ -161,22 +134,6 @@ def test_an_adapter_is_served_by_its_name(tmp_path: Path) -> None:
     [command] = commands(replace(job(tmp_path), adapter="/a", rank=24), 0)
     assert "--enable-lora --lora-modules adapter=/a --max-lora-rank 32" in " ".join(command.words)
     assert [lora_rank(n) for n in (1, 8, 9, 256, 1000)] == [1, 8, 16, 256, 1000]
-
-
-def program(folder: Path) -> Path:
-    """The fake as one file."""
-    path = folder / "vllm"
-    path.write_text(f'#!/bin/sh\nexec {FAKE[0]} {FAKE[1]} "$@"\n')
-    path.chmod(0o700)
-    return path
-
-
-def step(folder: Path, node: int) -> subprocess.Popen[bytes]:
-    """One node's program as srun starts it, with the fake in vLLM's place."""
-    (folder / "pids").mkdir(exist_ok=True)
-    environ = {**os.environ, "CLUSTERTUNE_VLLM": str(program(folder)), "FAKE_PIDS": str(folder / "pids")}
-    words = [sys.executable, "-m", "clustertune.evaluate.servers", str(folder), str(node)]
-    return subprocess.Popen(words, stderr=subprocess.PIPE, env=environ)
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -263,66 +220,28 @@ def test_servers_of_a_job_that_give_up(tmp_path: Path, tiny_model: Path, monkeyp
 
 
 def test_a_damaged_model_starts_no_server(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = shutil.copytree(tiny_model, tmp_path / "model")
-    (folder / "MANIFEST.json").unlink()
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    folder = without(tiny_model, tmp_path / "model", "lm_head.weight")
     (tmp_path / "pids").mkdir()
     monkeypatch.setenv("FAKE_PIDS", str(tmp_path / "pids"))
     monkeypatch.setenv("CLUSTERTUNE_VLLM", str(program(tmp_path)))
+    settings = Eval(backend="vllm", limit=1, max_gen_toks=8)
     with pytest.raises(UserError, match=r"lm_head\.weight"):
-        evaluate(
-            folder, tmp_path / "out", settings=Eval(backend="vllm", limit=1, max_gen_toks=8), benchmark=False, device="cpu"
-        )
+        evaluate(folder, tmp_path / "out", settings=settings, benchmark=False, device="cpu")
     assert not list((tmp_path / "pids").glob("[1-9]*"))
 
 
-@pytest.mark.parametrize("fault", ["missing", "head", "shape", "none"])
-def test_a_damaged_model_is_named_before_a_server_starts(tmp_path: Path, tiny_model: Path, fault: str) -> None:
-    folder = shutil.copytree(tiny_model, tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
-    name = {"head": "lm_head.weight"}.get(fault, "model.layers.1.self_attn.q_proj.weight")
-    if fault == "shape":
-        tensors[name] = tensors[name][1:].clone()
-    elif fault != "none":
-        del tensors[name]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    found = check_tensors(folder)
-    assert [problem.key for problem in found] == ([] if fault == "none" else [name])
-
-
-@pytest.mark.skipif(find_program() is None, reason="vLLM is not installed here (CLUSTERTUNE_VLLM names its program)")
-@pytest.mark.jobs
-def test_vllm_itself_answers_as_transformers_does(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU in float32; a head of 32, the least that vLLM takes there."""
-    from lm_eval.models.huggingface import HFLM
-
-    from clustertune.data.local_model import make_local_model
-    from clustertune.evaluate.client import ServersLM
-    from tests.conftest import TEXTS, TINY_LLAMA
-    from tests.serving.test_client import prompts
-
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    model = make_local_model({**TINY_LLAMA, "hidden_size": 128, "initializer_range": 0.2}, TEXTS, tmp_path / "m", seed=0)
-    described = replace(job(tmp_path / "servers", model), options=("--enforce-eager",))
-    with Servers(described) as servers:
-        servers.wait()
-        lm = ServersLM(described.urls, model, model=described.served, concurrent=16, max_length=2048)
-        got = lm.generate_until(prompts(12), disable_tqdm=True)
-    hf = HFLM(pretrained=str(model), device="cpu", dtype="float32", batch_size=1)
-    want = hf.generate_until(prompts(12), disable_tqdm=True)
-    assert [text.rstrip("\ufffd") for text in got] == [text.rstrip("\ufffd") for text in want]
+@pytest.mark.parametrize("part", ["", "[1:]", None])
+def test_what_a_model_lacks_is_named(tmp_path: Path, tiny_model: Path, part: str | None) -> None:
+    name = "model.layers.1.self_attn.q_proj.weight"
+    folder = without(tiny_model, tmp_path / "model", "nothing" if part is None else name + part)
+    assert [problem.key for problem in check_tensors(folder)] == ([] if part is None else [name])
 
 
 @pytest.mark.skipif(find_program() is None, reason="vLLM is not installed here (CLUSTERTUNE_VLLM names its program)")
 @pytest.mark.jobs
 @pytest.mark.timeout(1200)
-def test_vllm_itself_applies_an_adapter_as_transformers_does(tmp_path: Path) -> None:
-    """``eval BASE --adapter DIR`` by both backends in float32, and the base alone, whose answers are others."""
-    import json
-
+def test_vllm_itself_answers_as_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``eval BASE``, with and without an adapter, by both backends in float32 on a CPU; a head of 32 is vLLM's least there."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -330,6 +249,8 @@ def test_vllm_itself_applies_an_adapter_as_transformers_does(tmp_path: Path) -> 
     from clustertune.data.local_model import make_local_model
     from tests.conftest import TEXTS, TINY_LLAMA
 
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # With an adapter lm-eval's HFLM cuts the embeddings to the tokenizer's length, which a random model's answers show.
     words = len(AutoTokenizer.from_pretrained(make_local_model(TINY_LLAMA, TEXTS, tmp_path / "words", seed=0)))
     settings = {**TINY_LLAMA, "hidden_size": 128, "initializer_range": 0.2, "vocab_size": words}
@@ -353,4 +274,5 @@ def test_vllm_itself_applies_an_adapter_as_transformers_does(tmp_path: Path) -> 
 
     want = answers("hf", "--adapter", tmp_path / "adapter", "--backend", "hf")
     assert answers("vllm", "--adapter", tmp_path / "adapter", "--backend", "vllm") == want
-    assert answers("alone", "--backend", "hf") != want
+    alone = answers("alone", "--backend", "hf")
+    assert answers("alone-vllm", "--backend", "vllm") == alone != want

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.command import run
-from tests.serving.conftest import FAKE
+from tests.serving.conftest import program, without
 
 
 @pytest.fixture
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "vllm"
-    path.write_text(f'#!/bin/sh\nexec {FAKE[0]} {FAKE[1]} "$@"\n')
-    path.chmod(0o700)
+    path = program(tmp_path)
     monkeypatch.setenv("CLUSTERTUNE_VLLM", str(path))
     return path
 
@@ -43,26 +40,14 @@ def test_a_run_without_a_model_says_what_to_do(tmp_path: Path) -> None:
     assert "--to merge" in done.err
 
 
-def test_serve_listens_on_loopback_with_the_model_s_type(tiny_model: Path, vllm: Path) -> None:
+def test_serve_listens_on_loopback_with_the_model_s_type(tiny_model: Path, tmp_path: Path, vllm: Path) -> None:
+    """And refuses a model that lacks weights."""
     done = run("serve", tiny_model, "--port", "8123", "--dry-run", stack=True)
     assert done.code == 0, done.err
-    words = done.out.split()
-    assert words[:3] == [str(vllm), "serve", str(tiny_model)]
-    assert "--host 127.0.0.1" in done.out
-    assert "--dtype bfloat16" in done.out
-
-
-def test_serve_refuses_a_model_that_lacks_weights(tiny_model: Path, tmp_path: Path, vllm: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = shutil.copytree(tiny_model, tmp_path / "model")
-    (folder / "MANIFEST.json").unlink()
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    done = run("serve", folder, "--dry-run", stack=True)
-    assert done.code == 2
-    assert "lm_head.weight" in done.err
+    assert done.out.split()[:3] == [str(vllm), "serve", str(tiny_model)]
+    assert "--host 127.0.0.1" in done.out and "--dtype bfloat16" in done.out
+    done = run("serve", without(tiny_model, tmp_path / "model", "lm_head.weight"), "--dry-run", stack=True)
+    assert done.code == 2 and "lm_head.weight" in done.err
 
 
 def test_serve_as_a_job(tiny_model: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from clustertune.testbed.cluster import ThrowawayCluster
 from tests.command import REPO, SHORT, Done
 from tests.launch.test_job_places import cluster_file
-from tests.serving.conftest import FAKE
+from tests.serving.conftest import program
 from tests.slurm import slurm, slurm_session, wait_for  # noqa: F401 - fixtures
 from tests.slurm_job import Job
 
@@ -33,10 +33,8 @@ def trained(folder: Path, finished: tuple[Path, Done]) -> Path:
 
 def evaluation(slurm: ThrowawayCluster, folder: Path, run: Path, *more: str, **variables: object) -> Job:  # noqa: F811
     """The stage ``eval`` of a run, on both nodes, with the fake as vLLM."""
-    vllm = folder / "vllm"
     exports = "".join(f"export {name}='{value}'\n" for name, value in {"FAKE_MEET": 1, **variables}.items())
-    vllm.write_text(f'#!/bin/sh\n{exports}exec {FAKE[0]} {FAKE[1]} "$@"\n')
-    vllm.chmod(0o700)
+    vllm = program(folder, exports)
     machine = cluster_file(folder, "", "")
     machine.write_text(machine.read_text() + f"container: {{runtime: none, vllm: {vllm}}}\n")
     words = ["recipes/tiny-oasst2", *SHORT, *EVAL, *more, "--cluster", str(machine), "--from", "eval", "--to", "eval"]
@@ -96,9 +94,7 @@ def test_a_server_that_hangs_ends_the_job(slurm: ThrowawayCluster, tmp_path: Pat
 
 
 def test_serve_as_a_job_is_where_its_ssh_line_leads(slurm: ThrowawayCluster, tmp_path: Path, tiny_model: Path) -> None:  # noqa: F811
-    vllm = tmp_path / "vllm"
-    vllm.write_text(f'#!/bin/sh\nexec {FAKE[0]} {FAKE[1]} "$@"\n')
-    vllm.chmod(0o700)
+    vllm = program(tmp_path)
     machine = cluster_file(tmp_path, f"runs: {tmp_path}/runs")
     machine.write_text(machine.read_text() + f"container: {{runtime: none, vllm: {vllm}}}\n")
     words = [sys.executable, "-m", "clustertune", "serve", tiny_model, "--submit", "--port", "8123", "--cluster", machine]

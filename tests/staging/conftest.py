@@ -17,6 +17,7 @@ from clustertune.staging.cache import SourceFolder, Stager
 from clustertune.staging.worker import Bounds
 from tests import command
 from tests.command import Done
+from tests.fake_hub import oid
 
 REPO = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -102,14 +103,20 @@ def into_hub_cache(cache: Path, kind: str, name: str, revision: str, files: Path
     for path in sorted(p for p in files.rglob("*") if p.is_file() and p.name != "MANIFEST.json"):
         content = path.read_bytes()
         large = path.suffix in (".safetensors", ".parquet")
-        git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-        blob = repository / "blobs" / (hashlib.sha256(content).hexdigest() if large else git)
+        blob = repository / "blobs" / (hashlib.sha256(content).hexdigest() if large else oid(content))
         blob.parent.mkdir(parents=True, exist_ok=True)
         blob.write_bytes(content)
         link = snapshot / path.relative_to(files)
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(os.path.relpath(blob, link.parent))
     return snapshot
+
+
+def talks(question: str, count: int) -> str:
+    """Conversations as JSON lines."""
+    both = [[("user", f"{question} {n}"), ("assistant", f"answer {n}.")] for n in range(count)]
+    rows = ({"messages": [{"role": role, "content": text} for role, text in turns]} for turns in both)
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def make_hub_recipe(parent: Path, model: Path) -> tuple[Path, Path]:
@@ -119,11 +126,7 @@ def make_hub_recipe(parent: Path, model: Path) -> tuple[Path, Path]:
     rows = parent / "rows"
     rows.mkdir()
     for split, count in (("train", 12), ("validation", 3)):
-        lines = (
-            {"messages": [{"role": "user", "content": f"{split} {n}"}, {"role": "assistant", "content": f"answer {n}."}]}
-            for n in range(count)
-        )
-        (rows / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (rows / f"{split}.jsonl").write_text(talks(split, count))
     into_hub_cache(home / "hub", "datasets", DATASET, REVISION, rows)
     folder = parent / "recipes" / "hubby"
     shutil.copytree(REPO / "recipes/tiny-oasst2", folder)

@@ -17,7 +17,7 @@ from clustertune.resolve.resolve import resolve
 from clustertune.staging import bundle, needs, verify
 from tests.command import REPO, SHORT
 from tests.evaluate.test_tasks import choices, write_repository
-from tests.staging.conftest import DATASET, MODEL, REVISION, fill, flip, run
+from tests.staging.conftest import DATASET, MODEL, REVISION, fill, flip, run, talks
 
 
 @pytest.fixture
@@ -35,9 +35,8 @@ def test_a_parcel_is_a_cache_of_the_hub_with_sums(parcel_of_all: Path) -> None:
     subprocess.run(["sha256sum", "--check", "--quiet", bundle.SUMS], cwd=staged, check=True)
     assert manifest.find_problems(staged, bundle.KIND) == []
     assert bundle.model_folder(staged) == model
-    there = {
-        path.relative_to(staged / bundle.RECIPES).as_posix() for path in (staged / bundle.RECIPES).rglob("*") if path.is_file()
-    }
+    recipes = staged / bundle.RECIPES
+    there = {path.relative_to(recipes).as_posix() for path in recipes.rglob("*") if path.is_file()}
     assert {"_base/sft-lora.yaml", "_base/calm.yaml", "described/model.json", "described/recipe.yaml"} <= there
     assert "_base/tulu3.yaml" not in there
 
@@ -54,19 +53,6 @@ def test_all_that_a_recipe_is_made_of_is_found(tmp_path: Path) -> None:
     assert found == {"_base/tulu3.yaml", "_base/mistral.jinja", f"{other}/recipe.yaml", f"{other}/model.json"}
     (mine / "mistral.jinja").write_text("own")
     assert len(find_elsewhere(mine, [], model)) == 2
-
-
-@pytest.mark.jobs
-def test_verified_without_a_network(parcel_of_all: Path) -> None:
-    """Nothing of this machine's caches is used, and nothing is asked of anybody."""
-    done = run("stage", "--verify", parcel_of_all, "--json")
-    assert done.code == 0, done.err
-    body = done.json
-    assert body["ok"] and body["attempts"] == []
-    found = {step["step"]: step["found"] for step in body["steps"]}
-    assert found["data"] == "train: 12 conversations, eval: 3 conversations"
-    assert "llama, 21 tensors in 1 files" in found["model"] and "logits, finite" in found["forward"]
-    assert found["benchmark"].startswith("36 prompts of google/IFEval")
 
 
 def test_who_phones_home_fails_the_verification(parcel_of_all: Path, tmp_path: Path) -> None:
@@ -98,9 +84,12 @@ def test_who_phones_home_fails_the_verification(parcel_of_all: Path, tmp_path: P
     assert found == {("usage_beacon", "beacon.example.org", 4433)}
     steps = json.loads(done.stdout)["steps"]
     assert len(steps) == 8 and not any(step["problems"] or step["found"].startswith("left out") for step in steps)
-    assert (
-        "usage_beacon asked for beacon.example.org:4433 during step" in done.stderr and "usage_beacon.py:4 ask" in done.stderr
-    )
+    told = {step["step"]: step["found"] for step in steps}
+    assert told["data"] == "train: 12 conversations, eval: 3 conversations"
+    assert "llama, 21 tensors in 1 files" in told["model"] and "logits, finite" in told["forward"]
+    assert told["benchmark"].startswith("36 prompts of google/IFEval")
+    assert "usage_beacon asked for beacon.example.org:4433 during step" in done.stderr
+    assert "usage_beacon.py:4 ask" in done.stderr
 
 
 def test_a_damaged_parcel_is_not_rehearsed(staged: Path) -> None:
@@ -147,7 +136,7 @@ def test_a_parcel_of_another_model_is_refused(parcel_of_all: Path, hub_recipe: t
 
 @pytest.mark.parametrize("way", ["something else", "a file", "another recipe"])
 def test_a_folder_that_is_not_ours_is_not_written_to(tmp_path: Path, way: str) -> None:
-    """--to with the wrong folder must not mix with what lies there."""
+    """--to with the wrong folder must not mix with what lies there; a dry run writes nothing at all."""
     out = tmp_path / "out"
     if way == "a file":
         out.write_text("x")
@@ -156,6 +145,8 @@ def test_a_folder_that_is_not_ours_is_not_written_to(tmp_path: Path, way: str) -
         if way == "another recipe":
             manifest.seal(out, bundle.KIND, {"recipe": "other", "parts": {}})
     before = sorted(p.name for p in tmp_path.rglob("*"))
+    done = run("stage", "recipes/tiny-oasst2", "--to", tmp_path / "new", "--dry-run", "--json", network=False)
+    assert done.code == 0 and {part["what"] for part in done.json["parts"]} >= {"data", "nltk", "recipe"}
     done = run("stage", "recipes/tiny-oasst2", "--to", out)
     assert done.code == 2 and "--to" in done.err
     assert sorted(p.name for p in tmp_path.rglob("*")) == before
@@ -167,13 +158,6 @@ def test_what_cannot_be_had_is_told_at_once(tmp_path: Path, hub_recipe: tuple[Pa
     assert done.code == 2 and not (tmp_path / "out").exists()
     for word in (MODEL, DATASET, "model.path=DIR", "data.input=PATH"):
         assert word in done.err
-
-
-def test_dry_run_writes_nothing(tmp_path: Path) -> None:
-    """What would be collected, with sizes."""
-    done = run("stage", "recipes/tiny-oasst2", "--to", tmp_path / "out", "--dry-run", "--json", network=False)
-    assert done.code == 0 and not (tmp_path / "out").exists()
-    assert {part["what"] for part in done.json["parts"]} >= {"data", "nltk", "recipe"}
 
 
 def test_entered_every_library_reads_the_parcel(parcel_of_all: Path, hub_recipe: tuple[Path, Path]) -> None:
@@ -230,12 +214,9 @@ def test_the_data_of_other_tasks_are_carried_along(tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_what_a_recipe_names_by_path_is_carried_along(tmp_path: Path, tiny_model: Path) -> None:
     """A model folder, a data file and a file of prompts from anywhere: found in the folder alone, and run from there."""
-    rows = [
-        {"messages": [{"role": "user", "content": f"q {n}"}, {"role": "assistant", "content": f"a {n}."}]} for n in range(20)
-    ]
     data = tmp_path / "site/talks.jsonl"
     data.parent.mkdir()
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data.write_text(talks("q", 20))
     prompts = tmp_path / "site/prompts.jsonl"
     lines = (REPO / "eval/ifeval/prompts.jsonl").read_text().splitlines()[:2]
     prompts.write_text("\n".join(lines) + "\n")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import http.server
 import json
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from clustertune import manifest
 from clustertune.cli.stage import documents
 from clustertune.staging import needs
+from tests.fake_hub import FakeHub, Repo
 from tests.staging.conftest import DATASET, MODEL, REVISION, run, same, write_cluster
 
 
@@ -75,106 +72,34 @@ def test_documents_of_nodes_that_speak_at_once() -> None:
     assert documents(mixed) == {0: {"host": "a", "n": 1}, 1: {"host": "b"}, 2: {"unreadable": "no JSON"}}
 
 
-# --- a hub on loopback -------------------------------------------------------------------------------------------------
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the Hub as a download asks for: what a commit holds, and its files."""
-
-    folders: dict[str, Path]
-    spoil = ""
-    """The name of a file that arrives with a changed byte."""
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def log_message(self, *_arguments: Any) -> None:
-        pass
-
-    def _answer(self, *, body: bool) -> None:
-        path = self.path.partition("?")[0]
-        for name, folder in self.folders.items():
-            prefix = "datasets/" if name == DATASET else ""
-            if path in {f"/api/{prefix or 'models/'}{name}/revision/{REVISION}", f"/api/{prefix or 'models/'}{name}"}:
-                names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-                document = {"id": name, "sha": REVISION, "siblings": [{"rfilename": n} for n in names], "private": False}
-                self._send(json.dumps({**document, "tags": [], "downloads": 0, "likes": 0}).encode(), body=body)
-                return
-            if path.startswith(f"/api/{prefix or 'models/'}{name}/tree/{REVISION}"):
-                self._send(
-                    json.dumps([self._entry(folder, p) for p in sorted(folder.rglob("*")) if p.is_file()]).encode(), body=body
-                )
-                return
-            start = f"/{prefix}{name}/resolve/{REVISION}/"
-            if path.startswith(start) and (folder / path.removeprefix(start)).is_file():
-                content = (folder / path.removeprefix(start)).read_bytes()
-                self._send(content, body=body, etag=_etag(path, content), spoil=bool(self.spoil and path.endswith(self.spoil)))
-                return
-        self.send_response(404)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def _entry(self, folder: Path, path: Path) -> dict[str, Any]:
-        content = path.read_bytes()
-        entry = {"type": "file", "path": path.relative_to(folder).as_posix(), "size": len(content), "oid": _git(content)}
-        if path.suffix == ".safetensors":
-            entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
-        return entry
-
-    def _send(self, content: bytes, *, body: bool, etag: str = "", spoil: bool = False) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        if etag:
-            self.send_header("ETag", f'"{etag}"')
-            self.send_header("X-Repo-Commit", REVISION)
-        self.end_headers()
-        if body:
-            self.wfile.write(content[:-1] + bytes([content[-1] ^ 1]) if spoil else content)
-
-
-def _git(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-
-
-def _etag(path: str, content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest() if path.endswith(".safetensors") else _git(content)
-
-
 @pytest.fixture
-def hub(hub_recipe: tuple[Path, Path], tmp_path: Path) -> Iterator[tuple[str, type[Hub]]]:
-    """The address of a hub on loopback that has the recipe's model and dataset."""
-    folders = {}
+def hub(hub_recipe: tuple[Path, Path]) -> Iterator[FakeHub]:
+    """A hub on loopback that has the recipe's model and dataset."""
+    hub = FakeHub()
     for kind, name in (("models", MODEL), ("datasets", DATASET)):
         source = needs.snapshot(hub_recipe[1] / "hub", kind, name, REVISION)
-        folders[name] = Path(shutil.copytree(source, tmp_path / "served" / kind))
-    (folders[MODEL] / "pytorch_model.bin").write_bytes(b"weights in another form")
-    handler = type("Served", (Hub,), {"folders": folders})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", handler
+        files = {p.relative_to(source).as_posix(): p.read_bytes() for p in source.rglob("*") if p.is_file()}
+        hub.repos[name] = Repo(False, files, {file for file in files if file.endswith(".safetensors")}, [REVISION])
+    hub.repos[MODEL].files["pytorch_model.bin"] = b"weights in another form"
+    server = hub.serve()
+    yield hub
     server.shutdown()
     server.server_close()
 
 
 @pytest.mark.jobs
-def test_downloaded_and_compared_with_the_hubs_own_digests(
-    tmp_path: Path, hub_recipe: tuple[Path, Path], hub: tuple[str, type[Hub]]
-) -> None:
+def test_downloaded_and_compared_with_the_hubs_own_digests(tmp_path: Path, hub_recipe: tuple[Path, Path], hub: FakeHub) -> None:
     """What a proxy or a disk has spoilt on the way is not sealed; the next call continues."""
-    address, handler = hub
     recipe, home = hub_recipe
     empty = tmp_path / "home"
     shutil.copytree(home / "hub", empty / "hub", ignore=shutil.ignore_patterns("*example-org*"), symlinks=True)
     words = ["stage", recipe, "--to", tmp_path / "out"]
-    environment = {"HF_HOME": str(empty), "HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1"}
-    handler.spoil = "tokenizer.json"
+    environment = {"HF_HOME": str(empty), "HF_ENDPOINT": hub.url, "NO_PROXY": "127.0.0.1"}
+    hub.spoilt = "tokenizer.json"
     broken = run(*words, **environment)
     assert broken.code == 75 and "tokenizer.json: came from the network as" in broken.err, broken.err
     assert not (tmp_path / "out" / manifest.MANIFEST).exists()
-    handler.spoil = ""
+    hub.spoilt = ""
     done = run(*words, "--json", **environment)
     assert done.code == 0, done.err
     model = needs.snapshot(tmp_path / "out/hub", "models", MODEL, REVISION)

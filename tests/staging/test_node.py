@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from clustertune.staging import needs, node
 from tests.command import REPO, events
-from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures
+from tests.slurm import slurm, slurm_session, wait_for  # noqa: F401 - fixtures
 from tests.slurm_job import Job
 from tests.staging.conftest import MIB, Bench, fill, flip, same, write_cluster
 
@@ -40,9 +39,7 @@ def begin(tmp_path: Path) -> Begin:
         (tmp_path / "c.yaml").write_text(text)
         cluster = load_cluster(str(tmp_path / "c.yaml"))
         run.attempt(1).mkdir(parents=True)
-        manifest.write_durably(
-            run.run_json, json.dumps({"recipe": resolved.as_dict(), "cluster": cluster.model_dump(mode="json")})
-        )
+        run.run_json.write_text(json.dumps({"recipe": resolved.as_dict(), "cluster": cluster.model_dump(mode="json")}))
         for folder, kind in ((run.local_model("tiny-llama"), "model"), (run.tokens, "tokens")):
             fill(folder, {"one": MIB, "two": 300})
             manifest.seal(folder, kind, {})
@@ -95,7 +92,10 @@ def test_by_the_kind_of_file_system() -> None:
     assert not cluster_paths.is_shared(Path("/var/x"), cluster, mounts)
 
 
-@pytest.mark.parametrize("fault", ["no room", "wrong digest", "no folder"])
+FAULTS = {"no room": "do not fit into", "wrong digest": "its content differs", "no folder": "nothing is staged"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_copy_that_fails_leaves_the_shared_storage(begin: Begin, tmp_path: Path, fault: str) -> None:
     """With a warning that says why, and the rest is copied all the same where it can be."""
     run = begin(gb=0.0001 if fault == "no room" else 10)
@@ -106,11 +106,8 @@ def test_a_copy_that_fails_leaves_the_shared_storage(begin: Begin, tmp_path: Pat
         (tmp_path / "local").write_text("a file")
     with node.staged(run.path, plan(), 0):
         near = node.places(run.attempt(1), 0)
-    words = " ".join(record(run)["warnings"])
     assert "model" not in near and ("data" in near) is (fault == "wrong digest")
-    assert {"no room": "do not fit into", "wrong digest": "its content differs", "no folder": "nothing is staged"}[
-        fault
-    ] in words
+    assert FAULTS[fault] in " ".join(record(run)["warnings"])
 
 
 def test_no_node_starts_its_ranks_before_all_have_copied(begin: Begin) -> None:
@@ -124,10 +121,7 @@ def test_no_node_starts_its_ranks_before_all_have_copied(begin: Begin) -> None:
 
     thread = threading.Thread(target=first, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 60
-    while not node.record_file(run.attempt(1), 0).exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(node.record_file(run.attempt(1), 0).exists, "the first node's copy")
     assert not started.wait(0.7)
     with node.staged(run.path, plan(2), 1):
         assert started.wait(60)
@@ -141,10 +135,9 @@ def test_a_peer_that_does_not_come_is_not_waited_for(begin: Begin, monkeypatch: 
     run = begin()
     if sign == "failed":
         (run.attempt(1) / "node-1.json").write_text('{"node": 1, "code": 1}')
-    elif sign == "silent":
-        monkeypatch.setattr(node, "PEER_SECONDS", 0.3)
-    else:
+    elif sign == "superseded":
         run.attempt(2).mkdir()
+    monkeypatch.setattr(node, "PEER_SECONDS", 0.3 if sign == "silent" else 300.0)
     with node.staged(run.path, plan(2), 0):
         pass
 
@@ -152,9 +145,7 @@ def test_a_peer_that_does_not_come_is_not_waited_for(begin: Begin, monkeypatch: 
 def test_a_cluster_without_staging_changes_nothing(begin: Begin) -> None:
     """Most clusters, and every other launcher."""
     run = begin()
-    body = run.read()
-    del body["cluster"]
-    run.run_json.write_text(json.dumps(body))
+    run.run_json.write_text(json.dumps({key: value for key, value in run.read().items() if key != "cluster"}))
     with node.staged(run.path, plan(), 0):
         assert not node.record_file(run.attempt(1), 0).exists()
 

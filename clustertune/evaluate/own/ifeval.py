@@ -11,24 +11,20 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clustertune.errors import Problem
-from clustertune.evaluate.inputs import TaskRows
+from clustertune.evaluate.inputs import TaskRows, Wrong
 from clustertune.recipe.tasks import TaskFile
 
 BENCHMARK_PROMPTS, BENCHMARK_INSTRUCTIONS, KINDS = 541, 834, 25
 """The size of google/IFEval: prompts, instructions in them, kinds of instruction (arXiv:2311.07911 and its data file)."""
 
 LANDMARKS = {
-    371: "a9dc9b6581806016",
-    3653: "930033f2ed872440",
-    3719: "3190b533e1026639",
-    3739: "36e36afd7274af7e",
+    371: "a9dc9b6581806016", 3653: "930033f2ed872440", 3719: "3190b533e1026639", 3739: "36e36afd7274af7e",
     3757: "1ae205a3bd0947b2",
-}
+}  # fmt: skip
 """Some of its prompts: key and :func:`hash_landmark`."""
 
 _FORMS: dict[str, type] = {"key": int, "prompt": str, "instruction_id_list": list, "kwargs": list}
@@ -63,18 +59,21 @@ class OwnRows(TaskRows):
     def __init__(self, task: TaskFile, path: Path, called: str) -> None:
         self.drawn = 0
         """Instructions whose arguments do not say everything, so that lm-eval draws the rest at random (from its seed)."""
-        self._seen: dict[int, str] = {}
+        self._seen: dict[int, int] = {}
         super().__init__(task, path, called)
 
-    def check(self, row: Mapping[str, Any], location: str) -> list[Problem]:
+    def check(self, row: Mapping[str, Any], line: int) -> Iterator[Wrong]:
         """The form of the columns, a key of its own, and checkers that can judge."""
-        if problems := _check_form(row, location):
-            return problems
-        if (earlier := self._seen.setdefault(row["key"], location)) != location:
-            text = f"key {row['key']} stands in line {earlier.rpartition(':')[2]} too"
-            return [Problem(text, file=location, key="key")]
-        self.drawn += _check_instructions(row, location, problems)
-        return problems
+        if problems := list(_check_form(row)):
+            yield from problems
+        elif (earlier := self._seen.setdefault(row["key"], line)) != line:
+            yield "key", f"key {row['key']} stands in line {earlier} too", None
+        else:
+            for index, (name, kwargs) in enumerate(zip(row["instruction_id_list"], row["kwargs"], strict=True)):
+                if problems := list(_check_instruction(name, kwargs, row["prompt"], index)):
+                    yield from problems
+                else:
+                    self.drawn += _is_drawn(name, kwargs)
 
     def plain(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The four columns and the arguments that count; whole numbers may be written as 2 and 2.0."""
@@ -104,58 +103,41 @@ class OwnRows(TaskRows):
         }
 
 
-def _check_form(row: Mapping[str, Any], location: str) -> list[Problem]:
+def _check_form(row: Mapping[str, Any]) -> Iterator[Wrong]:
     """The four columns: of their types, and of equal lengths where they belong together."""
-    problems = []
-    for name, form in _FORMS.items():
-        if not isinstance(row.get(name), form) or isinstance(row.get(name), bool):
-            problems.append(Problem(f"must be {form.__name__}, is {type(row.get(name)).__name__}", file=location, key=name))
-    if problems:
-        return problems
+    types = {name: type(row.get(name)) for name in _FORMS}
+    if odd := {name: found for name, found in types.items() if found is bool or not issubclass(found, _FORMS[name])}:
+        for name, found in odd.items():
+            yield name, f"must be {_FORMS[name].__name__}, is {found.__name__}", None
+        return
     if abs(row["key"]) > _MAX_INTEGER:
-        problems.append(Problem("exceeds 64 bits", file=location, key="key"))
+        yield "key", "exceeds 64 bits", None
     if not row["prompt"].strip():
-        problems.append(Problem("is empty", file=location, key="prompt"))
+        yield "prompt", "is empty", None
     if not row["instruction_id_list"]:
-        problems.append(Problem("names no instruction", file=location, key="instruction_id_list"))
-    pair = (len(row["kwargs"]), len(row["instruction_id_list"]))
-    if pair[0] != pair[1]:
-        problems.append(Problem(f"{pair[0]} mappings for {pair[1]} instructions", file=location, key="kwargs"))
+        yield "instruction_id_list", "names no instruction", None
+    given, wanted = len(row["kwargs"]), len(row["instruction_id_list"])
+    if given != wanted:
+        yield "kwargs", f"{given} mappings for {wanted} instructions", None
     for name, form in (("instruction_id_list", str), ("kwargs", dict)):
         for index, value in enumerate(row[name]):
             if not isinstance(value, form):
-                problems.append(Problem(f"must be {form.__name__}, is {value!r}", file=location, key=f"{name}[{index}]"))
-    return problems
+                yield f"{name}[{index}]", f"must be {form.__name__}, is {value!r}", None
 
 
-def _check_instructions(row: Mapping[str, Any], location: str, problems: list[Problem]) -> int:
-    """Build every checker of a row and let it judge the probes; the number of checkers with something drawn at random."""
+def _check_instruction(name: str, kwargs: Mapping[str, Any], prompt: str, index: int) -> Iterator[Wrong]:
+    """Whether there is such a checker, and it can be built with these arguments and judge the probes."""
     from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
 
-    drawn = 0
-    for index, (name, kwargs) in enumerate(zip(row["instruction_id_list"], row["kwargs"], strict=True)):
-        if name not in INSTRUCTION_DICT:
-            near = difflib.get_close_matches(name, INSTRUCTION_DICT, n=1, cutoff=0.4)
-            problems.append(
-                Problem(
-                    f"unknown instruction {name!r}",
-                    file=location,
-                    key=f"instruction_id_list[{index}]",
-                    fix=f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(INSTRUCTION_DICT))}",
-                )
-            )
-            continue
-        wrong = [Problem(text, file=location, key=f"kwargs[{index}].{argument}") for argument, text in _check_arguments(kwargs)]
-        if not wrong and (text := _try_checker(INSTRUCTION_DICT[name], name, row["prompt"], kwargs)):
-            wrong = [
-                Problem(
-                    f"{name} refuses {json.dumps(kwargs, ensure_ascii=False)}: {text}", file=location, key=f"kwargs[{index}]"
-                )
-            ]
-        if not wrong:
-            drawn += _is_drawn(INSTRUCTION_DICT[name](name), kwargs)
-        problems += wrong
-    return drawn
+    if name not in INSTRUCTION_DICT:
+        near = difflib.get_close_matches(name, INSTRUCTION_DICT, n=1, cutoff=0.4)
+        fix = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(INSTRUCTION_DICT))}"
+        yield f"instruction_id_list[{index}]", f"unknown instruction {name!r}", fix
+    elif wrong := _check_arguments(kwargs):
+        for argument, text in wrong:
+            yield f"kwargs[{index}].{argument}", text, None
+    elif error := _try_checker(INSTRUCTION_DICT[name], name, prompt, kwargs):
+        yield f"kwargs[{index}]", f"{name} refuses {json.dumps(kwargs, ensure_ascii=False)}: {error}", None
 
 
 def _check_arguments(kwargs: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -203,9 +185,11 @@ def _try_checker(checker: Any, name: str, prompt: str, kwargs: Mapping[str, Any]
     return None
 
 
-def _is_drawn(instruction: Any, kwargs: Mapping[str, Any]) -> bool:
+def _is_drawn(name: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether two builds with different random states differ: then an argument is missing or outside what is accepted."""
-    state = random.getstate()
+    from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
+
+    instruction, state = INSTRUCTION_DICT[name](name), random.getstate()
     seen = set()
     try:
         for seed in range(8):

@@ -1,4 +1,4 @@
-"""A Hub on loopback that speaks what a push needs: model info, repositories, LFS and one commit."""
+"""A Hub on loopback that speaks what a push needs (model info, repositories, LFS and one commit), and what a download does."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ TOKEN = "hf_" + "a1B2" * 8
 """The one token that may write; assembled, so that no scanner takes this file for a leak."""
 
 
-def _oid(body: bytes) -> str:
-    return hashlib.sha1(body, usedforsecurity=False).hexdigest()
+def oid(body: bytes) -> str:
+    """The name that git gives a file."""
+    return hashlib.sha1(b"blob %d\0" % len(body) + body, usedforsecurity=False).hexdigest()
 
 
 @dataclass
@@ -26,14 +27,15 @@ class Repo:
     private: bool
     files: dict[str, bytes] = field(default_factory=lambda: {".gitattributes": b"*.safetensors filter=lfs\n"})
     lfs: set[str] = field(default_factory=set)
-    commits: list[str] = field(default_factory=lambda: [_oid(b"0")])
+    commits: list[str] = field(default_factory=lambda: [oid(b"0")])
 
-    def sibling(self, name: str) -> dict[str, Any]:
+    def entry(self, name: str) -> dict[str, Any]:
+        """What both the list of a repository and that of its tree say about a file."""
         body = self.files[name]
-        blob = _oid(b"blob %d\0" % len(body) + body)
-        found: dict[str, Any] = {"rfilename": name, "size": len(body), "blobId": blob}
+        found = {"rfilename": name, "path": name, "type": "file", "size": len(body), "blobId": oid(body), "oid": oid(body)}
         if name in self.lfs:
-            found["lfs"] = {"sha256": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 130}
+            digest = hashlib.sha256(body).hexdigest()
+            found["lfs"] = {"sha256": digest, "oid": digest, "size": len(body), "pointerSize": 130}
         return found
 
 
@@ -49,6 +51,8 @@ class FakeHub:
     read_only: bool = False
     spoil: bool = False
     """Store something else than was sent."""
+    spoilt: str = ""
+    """The name of a file that arrives with a changed byte."""
     url: str = ""
 
     def serve(self) -> http.server.ThreadingHTTPServer:
@@ -71,21 +75,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Say nothing."""
 
     def do_GET(self) -> None:
-        self._answer("GET")
-
-    def do_POST(self) -> None:
-        self._answer("POST")
-
-    def do_PUT(self) -> None:
-        self._answer("PUT")
-
-    def do_HEAD(self) -> None:
-        self._answer("HEAD")
-
-    def _answer(self, method: str) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlparse(self.path).path)
-        self.state.asked.append(f"{method} {path}")
+        self.state.asked.append(f"{self.command} {path}")
         for part, status in self.state.fail.items():
             if part in path:
                 if status == 0:
@@ -98,7 +90,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.state.blobs[path.removeprefix("/blob/")] = body
             self._json({})
             return
-        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+        if "/resolve/" in path:
+            self._download(*path.removeprefix("/datasets").strip("/").split("/resolve/"))
+            return
+        given = self.headers.get("Authorization")
+        if given != f"Bearer {TOKEN}" and (given or self.command != "GET"):
             self._json({"error": "Invalid username or password."}, 401)
             return
         self._api(path, body)
@@ -115,8 +111,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 {**o, "actions": {"upload": {"href": f"{self.state.url}/blob/{o['oid']}"}}} for o in json.loads(body)["objects"]
             ]
             self._json({"transfer": "basic", "objects": actions})
-        elif path.startswith("/api/models/"):
-            self._model(path.removeprefix("/api/models/"), body)
+        elif path.startswith(("/api/models/", "/api/datasets/")):
+            self._repository(path.split("/", 3)[3], body)
         else:
             self._json({"error": f"no such path {path}"}, 404)
 
@@ -131,31 +127,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.state.repos[name] = Repo(private)
             self._json({"url": f"{self.state.url}/{name}", "name": name})
 
-    def _model(self, rest: str, body: bytes) -> None:
+    def _repository(self, rest: str, body: bytes) -> None:
         owner, name, *more = rest.split("/")
         repo = self.state.repos.get(f"{owner}/{name}")
         if repo is None:
             self._json({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
         elif not more or more[0] == "revision":
-            siblings = [repo.sibling(file) for file in sorted(repo.files)]
-            found = {
-                "id": f"{owner}/{name}",
-                "private": repo.private,
-                "sha": repo.commits[-1],
-                "siblings": siblings,
-                "tags": [],
-            }
-            self._json(found)
+            listed = [repo.entry(file) for file in sorted(repo.files)]
+            found = {"id": f"{owner}/{name}", "private": repo.private, "sha": repo.commits[-1], "siblings": listed}
+            self._json({**found, "tags": [], "downloads": 0, "likes": 0})
+        elif more[0] == "tree":
+            self._json([repo.entry(file) for file in sorted(repo.files)])
         elif more[0] == "preupload":
-            files = [
-                {
-                    "path": f["path"],
-                    "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular",
-                    "shouldIgnore": False,
-                }
-                for f in json.loads(body)["files"]
-            ]
-            self._json({"files": files})
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            modes = {path: "lfs" if path.endswith(".safetensors") else "regular" for path in paths}
+            self._json({"files": [{"path": p, "uploadMode": mode, "shouldIgnore": False} for p, mode in modes.items()]})
         elif more[0] == "commit":
             self._commit(repo, body, f"{owner}/{name}")
         else:
@@ -177,15 +163,28 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             elif line["key"] == "lfsFile":
                 repo.files[value["path"]] = self.state.blobs[value["oid"]]
                 repo.lfs.add(value["path"])
-        repo.commits.append(_oid(repr(sorted(repo.files.items())).encode()))
+        repo.commits.append(oid(repr(sorted(repo.files.items())).encode()))
         self._json({"commitOid": repo.commits[-1], "commitUrl": f"{self.state.url}/{name}/commit/{repo.commits[-1]}"})
 
-    def _json(self, document: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> None:
-        data = json.dumps(document).encode()
+    def _download(self, name: str, place: str) -> None:
+        repo, file = self.state.repos[name], place.partition("/")[2]
+        if file not in repo.files:
+            self._json({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
+            return
+        body, entry = repo.files[file], repo.entry(file)
+        etag = entry["lfs"]["sha256"] if "lfs" in entry else entry["oid"]
+        spoil = self.state.spoilt and file.endswith(self.state.spoilt)
+        self._send(body[:-1] + bytes([body[-1] ^ 1]) if spoil else body, ETag=f'"{etag}"', X_Repo_Commit=repo.commits[-1])
+
+    def _json(self, document: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self._send(json.dumps(document).encode(), status, Content_Type="application/json", **(headers or {}))
+
+    def _send(self, body: bytes, status: int = 200, **headers: str) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        for key, value in (headers or {}).items():
-            self.send_header(key, value)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(key.replace("_", "-"), value)
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_POST = do_PUT = do_HEAD = do_GET
