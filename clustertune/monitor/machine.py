@@ -18,7 +18,7 @@ COLUMNS = {
     "disk_read_mb_s": ("mean", 1), "disk_write_mb_s": ("mean", 1), "net_rx_mb_s": ("mean", 1), "net_tx_mb_s": ("mean", 1),
     "rdma_rx_mb_s": ("mean", 1), "rdma_tx_mb_s": ("mean", 1), "own_cpu_s": ("last", 2),
 }  # fmt: skip
-"""As :data:`clustertune.monitor.machine.COLUMNS`. ``cpu``: share of all hardware threads that is busy; ``disk_free_gib``: where
+"""Of a node, as :data:`GPU_COLUMNS`. ``cpu``: share of all hardware threads that is busy; ``disk_free_gib``: where
 the run folder lies; ``own_cpu_s``: CPU seconds that the sampler itself has used. MB are 10^6 bytes."""
 _DISK = re.compile(r"(sd[a-z]+|vd[a-z]+|xvd[a-z]+|nvme\d+n\d+|mmcblk\d+)$")
 """Whole disks: partitions and mapped devices count the same bytes again (Documentation/admin-guide/iostats.rst)."""
@@ -194,7 +194,7 @@ class Gpus:
             return None
 
     def sample(self, seconds: float) -> list[dict[str, float | None]]:
-        """A row of :data:`COLUMNS` for each GPU; ``seconds`` since the row before."""
+        """A row of :data:`GPU_COLUMNS` for each GPU; ``seconds`` since the row before."""
         self._take_errors()
         return [self._row(index, seconds) for index in range(len(self._handles))]
 

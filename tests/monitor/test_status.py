@@ -16,10 +16,13 @@ import pytest
 
 from clustertune.cluster.schema import Monitor
 from clustertune.errors import UserError
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.monitor import live, page
+from clustertune.monitor.sampler import TelemetryWriter
 from clustertune.monitor.status import Alert, Watcher
 from clustertune.report import cost
 from clustertune.report.metrics import read_metrics
+from clustertune.report.telemetry import FOLDER, TelemetryRow
 from clustertune.rundir import RunDir
 from tests.command import run
 from tests.monitor import simulated
@@ -57,6 +60,21 @@ def test_watch_says_where_a_run_is(folder: Path) -> None:
     assert set(alerts) == {"straggler", "gpu"} and "node0: GPU 5: GPU is lost" in alerts["gpu"]
     assert "rank 11 on node1" in alerts["straggler"] and "1410 MHz (median 1980), too warm" in alerts["straggler"]
     assert "rank 11" in run("watch", folder, "--once").err
+
+
+def test_a_restart_on_fewer_and_other_nodes_shows_those(folder: Path) -> None:
+    """Before its first step: ranks and machines of the attempt before are gone, though their figures are still there."""
+    now = time.time()
+    run_dir = simulated.make(folder, now, slow=11, lost=5)
+    (run_dir.attempt(2) / "outcome.json").write_text(json.dumps({"code": 75, "time": now}))
+    run_dir.attempt(3).mkdir()
+    AttemptPlan(3, (Node("b", "b"),), 8, launcher="slurm", begun=now).write(run_dir.attempt(3))
+    found = Watcher(folder).look(now)
+    assert (found.state, found.alerts, [(n.name, n.row) for n in found.nodes]) == ("training", (), [("b", None)])
+    row = TelemetryRow(now, 3, {"load": 1.0})
+    TelemetryWriter(folder / FOLDER, "b", {"host": "b", "node": 0}).add(row)
+    (node,) = Watcher(folder).look(now).nodes
+    assert node.row is not None and node.row.node["load"] == 1.0
 
 
 def test_a_job_s_id_finds_its_run(folder: Path) -> None:
