@@ -163,7 +163,7 @@ class RunStatus:
 
     @property
     def _slow(self) -> dict[int, float]:
-        """By rank of the newest attempt: an earlier one's ranks may have run elsewhere, and there may have been more of them."""
+        """By rank of the newest attempt: there may have been more of them before, and on other machines."""
         newest = self.plan is not None and self.latest.get("attempt") == self.plan.attempt
         found = self.latest.get("stragglers") if newest else None
         return {int(rank): float(times) for rank, times in found.items()} if isinstance(found, dict) else {}
