@@ -389,12 +389,18 @@ def warnings_of(run: Mapping[str, Any], metrics: Metrics, adapter: Any) -> list[
 UNKNOWN = "-"
 
 
+def is_number(value: Any) -> bool:
+    """A finite number that a float holds: JSON knows longer ones, and Python reads NaN."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def number(value: Any, digits: int = 4) -> str:
     """A plain number with so many decimals, less for whole ones: ``1.139``, ``5e-05``, ``12,345``."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return UNKNOWN
-    if not math.isfinite(value):
-        return str(value)
+    if not is_number(value):
+        return str(value) if isinstance(value, float) else UNKNOWN
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     if abs(value) < 10**-digits * 10:
@@ -404,12 +410,12 @@ def number(value: Any, digits: int = 4) -> str:
 
 def percent(value: Any) -> str:
     """A share as a percentage with two decimals."""
-    return f"{value * 100:.2f} %" if isinstance(value, int | float) and math.isfinite(value) else UNKNOWN
+    return f"{value * 100:.2f} %" if is_number(value) else UNKNOWN
 
 
 def size(value: Any) -> str:
     """Bytes in the binary unit that fits: ``1.61 GiB``."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value):
         return UNKNOWN
     left = float(value)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -421,7 +427,7 @@ def size(value: Any) -> str:
 
 def duration(seconds: Any) -> str:
     """``0.42 s``, ``41.2 s``, ``12 min 05 s``, ``8 h 24 min``."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+    if not is_number(seconds):
         return UNKNOWN
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
@@ -433,7 +439,7 @@ def duration(seconds: Any) -> str:
 
 def moment(seconds: Any) -> str:
     """Unix seconds as a UTC date and time."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < 1e11:
+    if not is_number(seconds) or not 0 <= seconds < 1e11:
         return UNKNOWN
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 

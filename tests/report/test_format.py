@@ -22,6 +22,8 @@ from clustertune.report import content as words
         (words.number, -0.5, "-0.5000"),
         (words.number, math.nan, "nan"),
         (words.number, True, "-"),
+        (words.number, 10**400, "-"),
+        (words.duration, 10**400, "-"),
         (words.percent, 0.7098, "70.98 %"),
         (words.percent, None, "-"),
         (words.size, 1023, "1023 B"),

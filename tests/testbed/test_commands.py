@@ -156,7 +156,7 @@ def test_ctrl_c_ends_a_rehearsal(tmp_path: Path, restored_sigint: None) -> None:
     with pytest.raises(KeyboardInterrupt):
         rehearse(ClusterSpec(nodes=1), script, [], tmp_path / "run")
     thread.join()
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    wait_for(lambda: {child.pid for child in psutil.Process().children(recursive=True)} <= before, "all of it ends")
 
 
 def test_the_demo_needs_the_checkout(tmp_path: Path) -> None:
