@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from clustertune.errors import UserError
 from clustertune.recipe.yamlfile import parse_value
@@ -23,6 +25,7 @@ def test_commas_inside_of_a_value_do_not_split(text: str, values: list[str]) -> 
     assert split_values(text) == values
 
 
+@given(st.text(alphabet="ab,[]{}()'\" ", max_size=30))
 def test_any_text_is_cut_or_refused(text: str) -> None:
     """Nothing is lost on the way but blanks at the ends."""
     try:
