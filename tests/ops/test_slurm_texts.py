@@ -12,18 +12,8 @@ from clustertune.cluster.load import known_clusters, load_cluster
 from clustertune.errors import UserError
 from clustertune.launch.slurm import expand_hosts
 from clustertune.ops.nodes import tool
+from clustertune.ops.slurm import texts as slurm
 from clustertune.ops.slurm.planning import all_texts, make_plan, parsed
-from clustertune.ops.slurm.texts import (
-    Version,
-    conf_lines,
-    fold,
-    gpu_cores,
-    gres_lines,
-    node_lines,
-    parse_version,
-    preempt_signal,
-    real_memory,
-)
 from tests.ops.slurm_clusters import ODD, load
 from tests.tree import REPO
 
@@ -53,7 +43,7 @@ def test_lists_of_nodes(tmp_path: Path) -> None:
     scontrol, conf = tool("scontrol"), tmp_path / "slurm.conf"
     conf.write_text("ClusterName=x\nSlurmctldHost=x\n")
     for names, expression in NAMES:
-        assert fold(names) == expression
+        assert slurm.fold(names) == expression
         if ":" in expression:
             continue
         assert expand_hosts(expression) == names
@@ -70,10 +60,10 @@ def test_clusters_keep_every_name_and_address(name: str, tmp_path: Path) -> None
     cluster = load(tmp_path, ODD[name]) if name in ODD else load_cluster(name)
     if cluster.slurm is None or cluster.controller is None:
         return
-    lines = conf_lines(cluster, version=None, accounting=False)
+    lines = slurm.conf_lines(cluster, version=None, accounting=False)
     assert max(map(len, lines)) < 2000
     found = []
-    for names, addresses in node_lines(cluster.compute_nodes):
+    for names, addresses in slurm.node_lines(cluster.compute_nodes):
         left = expand_hosts(names)
         right = addresses.split(",") if ":" in addresses else expand_hosts(addresses) if addresses else left
         found += list(zip(left, right, strict=True))
@@ -116,10 +106,14 @@ def test_the_parser_refuses_what_is_wrong(name: str, line: str) -> None:
 def test_memory_stays_below_what_a_node_has() -> None:
     """A node of 3900 GiB modules shows less; with a RealMemory above it, Slurm never uses it."""
     cluster = load_cluster("rno-rtxpro6000")
-    assert 0.95 * cluster.compute.memory_gb * 1024 < real_memory(cluster) < (1 - 64 / 4096) * cluster.compute.memory_gb * 1024
-    lines = conf_lines(cluster, version=None, accounting=False)
+    assert (
+        0.95 * cluster.compute.memory_gb * 1024
+        < slurm.real_memory(cluster)
+        < (1 - 64 / 4096) * cluster.compute.memory_gb * 1024
+    )
+    lines = slurm.conf_lines(cluster, version=None, accounting=False)
     share = next(int(line.partition("=")[2]) for line in lines if line.startswith("DefMemPerCPU="))
-    assert 0 <= real_memory(cluster) - share * cluster.compute.threads < cluster.compute.threads
+    assert 0 <= slurm.real_memory(cluster) - share * cluster.compute.threads < cluster.compute.threads
 
 
 CORES = [
@@ -145,18 +139,18 @@ CORES = [
 def test_cores_next_to_gpus(compute: dict[str, object], cores: list[str], expected: str, tmp_path: Path) -> None:
     """gres.conf counts cores from the first socket on: thread numbers of Linux there would name cores that do not exist."""
     cluster = load(tmp_path, {"compute": compute})
-    found, note = gpu_cores(cluster.compute)
+    found, note = slurm.gpu_cores(cluster.compute)
     assert found == cores
     assert expected in note
 
 
 def test_one_line_for_gpus_of_one_place(tmp_path: Path) -> None:
     """In the order of the devices: Slurm counts GPUs line by line."""
-    lines = [line for line in gres_lines(load(tmp_path, {"compute": {"numa_gpus": [[0, 2], [1, 3]]}})) if line[0] != "#"]
+    lines = [line for line in slurm.gres_lines(load(tmp_path, {"compute": {"numa_gpus": [[0, 2], [1, 3]]}})) if line[0] != "#"]
     assert [re.sub(r".*File=/dev/nvidia", "", line) for line in lines] == [
         "0 Cores=0-15", "1 Cores=16-31", "2 Cores=0-15", "3 Cores=16-31",
     ]  # fmt: skip
-    lines = [line for line in gres_lines(load(tmp_path)) if line[0] != "#"]
+    lines = [line for line in slurm.gres_lines(load(tmp_path)) if line[0] != "#"]
     assert lines == [
         "Name=gpu Type=h100 File=/dev/nvidia[0-1] Cores=0-15",
         "Name=gpu Type=h100 File=/dev/nvidia[2-3] Cores=16-31",
@@ -180,15 +174,17 @@ def test_what_is_in_no_file(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_versions(text: str, version: tuple[int, int] | None) -> None:
     """An answer that is not a release must not choose the words of one."""
-    found = parse_version(text)
+    found = slurm.parse_version(text)
     assert (None if found is None else (found.year, found.month)) == version
 
 
 def test_the_word_for_the_warning_of_a_preempted_job() -> None:
     """22.05 does not know PreemptParameters, and 24.11 takes the old word: one file for both, and where nobody knows."""
     old = ("SlurmctldParameters", "preempt_send_user_signal")
-    assert [preempt_signal(version) for version in (None, Version(22, 5), Version(23, 11), Version(24, 11))] == [old] * 4
-    assert preempt_signal(Version(25, 5)) == ("PreemptParameters", "send_user_signal")
+    assert [
+        slurm.preempt_signal(version) for version in (None, slurm.Version(22, 5), slurm.Version(23, 11), slurm.Version(24, 11))
+    ] == [old] * 4
+    assert slurm.preempt_signal(slurm.Version(25, 5)) == ("PreemptParameters", "send_user_signal")
 
 
 WRONG = {
@@ -208,8 +204,8 @@ def test_everything_that_slurm_cannot_take_is_told_at_once(tmp_path: Path) -> No
     with pytest.raises(UserError) as caught:
         make_plan(cluster := load(tmp_path, WRONG), cluster.nodes[0])
     keys = {problem.key for problem in caught.value.problems}
-    slurm = {f"slurm.{key}" for key in ("partition", "version", "max_time")}
-    assert keys == {"name", "nodes[DEFAULT].name", "nodes[n1234567890].name", "compute.memory_gb", *slurm}
+    of_slurm = {f"slurm.{key}" for key in ("partition", "version", "max_time")}
+    assert keys == {"name", "nodes[DEFAULT].name", "nodes[n1234567890].name", "compute.memory_gb", *of_slurm}
     assert all(problem.fix and problem.file for problem in caught.value.problems)
 
 
