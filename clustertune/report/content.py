@@ -199,24 +199,16 @@ def forecast(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, A
         "hours": train_seconds / 3600 if isinstance(train_seconds, int | float) else None,
     }
     found = [(name, get(planned, key), reached[key]) for key, name in FORECAST.items()]
-    return [
-        (name, planned, is_)
-        for name, planned, is_ in found
-        if isinstance(planned, int | float) and planned is not True and planned > 0
-    ]
+    return [row for row in found if is_number(row[1]) and row[1] > 0]
 
 
 def forecast_rows(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """The same as a sentence, with the error of the plan."""
-    return [
-        [
-            name,
-            number(wanted),
-            number(found, 1 if found and found > 1000 else 4),
-            f"{wanted / found - 1:+.0%}" if found else UNKNOWN,
-        ]
-        for name, wanted, found in forecast(planned, metrics, stages)
-    ]
+    rows = []
+    for name, wanted, found in forecast(planned, metrics, stages):
+        error = f"{wanted / found - 1:+.0%}" if found else UNKNOWN
+        rows.append([name, number(wanted), number(found, 1 if found and found > 1000 else 4), error])
+    return rows
 
 
 def forecast_note(planned: Any) -> str:
@@ -249,33 +241,22 @@ def attempt_rows(metrics: Metrics) -> list[Row]:
 
 def startup_rows(metrics: Metrics) -> list[Row]:
     """Of each attempt that took a step: its start-up, the parts that took longest first, weights read and peak memory."""
-    return [
-        [
-            str(record.attempt),
-            duration(record.seconds),
-            ", ".join(
-                f"{name} {duration(seconds)}" for name, seconds in sorted(record.parts.items(), key=lambda part: -part[1])
-            ),
-            size(record.read_bytes),
-            size(record.host_bytes),
-        ]
-        for record in metrics.startups
-    ]
+    rows = []
+    for record in metrics.startups:
+        parts = sorted(record.parts.items(), key=lambda part: -part[1])
+        shown = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts)
+        rows.append([str(record.attempt), duration(record.seconds), shown, size(record.read_bytes), size(record.host_bytes)])
+    return rows
 
 
 def checkpoint_rows(metrics: Metrics, present: Collection[str]) -> list[Row]:
     """Every checkpoint that was saved; ``present`` are the paths, relative to the run, that are still there."""
-    return [
-        [
-            (record.path or UNKNOWN).rpartition("/")[2],
-            number(record.step),
-            size(record.bytes),
-            duration(record.seconds),
-            "kept" if record.path in present else "removed",
-        ]
-        for record in metrics.checkpoints
-        if record.status == "saved"
-    ]
+    rows = []
+    for record in metrics.checkpoints:
+        if record.status == "saved":
+            name, state = (record.path or UNKNOWN).rpartition("/")[2], "kept" if record.path in present else "removed"
+            rows.append([name, number(record.step), size(record.bytes), duration(record.seconds), state])
+    return rows
 
 
 def recipe_rows(resolved: Any) -> list[Row]:

@@ -154,16 +154,16 @@ def test_the_name_on_gpus_is_asked_of_the_driver(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("where", [[], ["--submit", "--cluster", "rno-rtxpro6000"]])
-@pytest.mark.parametrize("key", ["--run-dir", "--out"])
-def test_a_dry_run_looks_at_the_folders(key: str, where: list[str], tmp_path: Path) -> None:
-    """What the run would refuse, the dry run refuses: a file, and a folder below one."""
-    (tmp_path / "file").write_text("")
-    other = ["--out", tmp_path / "out"] if key == "--run-dir" else []
-    for path in ("file", "file/x"):
-        done = run("bench", "tiny-oasst2", key, tmp_path / path, *other, *where, "--dry-run", "--json")
-        assert done.code == 2, (path, done.err)
-        (problem,) = done.json["problems"]
-        assert (problem["key"], problem["file"], "is a file" in problem["message"]) == (key, str(tmp_path / "file"), True)
+def test_a_dry_run_looks_at_the_folders(where: list[str], tmp_path: Path) -> None:
+    """What the run would refuse, the dry run refuses, both at once: a file, and a folder below one."""
+    file = tmp_path / "file"
+    file.write_text("")
+    for places in ((file, file / "x"), (file / "x", file)):
+        options = [word for pair in zip(("--run-dir", "--out"), places, strict=True) for word in pair]
+        done = run("bench", "tiny-oasst2", *options, *where, "--dry-run", "--json")
+        assert done.code == 2, done.err
+        found = [(item["key"], item["file"], "is a file" in item["message"]) for item in done.json["problems"]]
+        assert found == [(key, str(file), True) for key in ("--run-dir", "--out")]
 
 
 def test_a_dry_run_in_a_used_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
