@@ -98,14 +98,8 @@ class ClusterSpec:
             wrong("gpu_type", f"{self.gpu_type!r} cannot be a kind of GPU", "such as h100")
         if self.isolation not in ("auto", "netns", "none"):
             wrong("isolation", f"no isolation {self.isolation!r}", "auto, netns or none")
-        for key, least in (
-            ("cpus", 1),
-            ("memory_mb", 1),
-            ("kill_wait", 1),
-            ("slurmd_timeout", 1),
-            ("cred_expire", 1),
-            ("grace", 0),
-        ):
+        for key in ("cpus", "memory_mb", "kill_wait", "slurmd_timeout", "cred_expire", "grace"):
+            least = 0 if key == "grace" else 1
             if getattr(self, key) < least:
                 wrong(key, f"{getattr(self, key)} is too small", f"{least} or more")
         return found
