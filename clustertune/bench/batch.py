@@ -107,20 +107,10 @@ def arguments(request: BenchRequest, cluster: Cluster, word: str | None, out: Pa
     """The command line of the job: what was given here, in a form that another folder understands."""
     schedule = request.schedule
     against = [word if word in peer.NAMES else str(Path(word).expanduser().absolute()) for word in request.against]
-    command_line = [
-        str(find_folder(request.recipe)[0].absolute()),
-        *overrides,
-        "--inside",
-        "--cluster",
-        argument(word or named(cluster)),
-    ]
+    recipe = str(find_folder(request.recipe)[0].absolute())
+    command_line = [recipe, *overrides, "--inside", "--cluster", argument(word or named(cluster))]
     command_line += ["--steps", str(schedule.steps), "--warmup", str(schedule.warmup), "--profile", str(schedule.profiled)]
     command_line += ["--rounds", str(request.rounds), *(part for word in against for part in ("--against", word))]
-    flags = {
-        "--tiny": request.tiny,
-        "--synthetic": request.synthetic,
-        "--no-ends": not request.ends,
-        "--replace": request.replace,
-    }
-    command_line += [flag for flag, given in flags.items() if given]
+    flags = {"tiny": request.tiny, "synthetic": request.synthetic, "no-ends": not schedule.save, "replace": request.replace}
+    command_line += [f"--{flag}" for flag, given in flags.items() if given]
     return [*command_line, "--run-dir", str(request.run_path.absolute()), "--out", str(out.absolute())]

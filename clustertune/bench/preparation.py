@@ -31,18 +31,17 @@ class BenchRequest:
     """The command line."""
 
     recipe: str
-    overrides: tuple[str, ...]
-    tiny: bool
-    ranks: int | None
-    schedule: BenchSchedule
-    ends: bool
-    """Evaluate and save once behind the steps."""
-    rounds: int
-    against: tuple[str, ...]
-    """Other programs, by the names that ``--against`` takes."""
-    synthetic: bool
-    """Random weights at the recipe's full size, made-up conversations: nothing comes from the Hub."""
     run_path: Path
+    schedule: BenchSchedule
+    """Its ``save``: evaluate and save once behind the steps."""
+    overrides: tuple[str, ...] = ()
+    tiny: bool = False
+    ranks: int | None = None
+    rounds: int = 1
+    against: tuple[str, ...] = ()
+    """Other programs, by the names that ``--against`` takes."""
+    synthetic: bool = False
+    """Random weights at the recipe's full size, made-up conversations: nothing comes from the Hub."""
     elsewhere: bool = False
     """It runs in a job, or is only described: the recipe keeps its ranks."""
     replace: bool = False
@@ -117,11 +116,8 @@ def _ranks_here(whole: Resolved, request: BenchRequest) -> int | None:
 def _steps(request: BenchRequest) -> list[str]:
     """So many steps, nothing between them; one evaluation and one checkpoint behind them."""
     total = request.schedule.total
-    found = [f"train.max_steps={total}", "train.eval_on_start=false", "train.save_strategy=no", "train.report_to=none"]
-    return [
-        *found,
-        *(["train.eval_strategy=steps", f"train.eval_steps={total}"] if request.ends else ["train.eval_strategy=no"]),
-    ]
+    ends = ["train.eval_strategy=steps", f"train.eval_steps={total}"] if request.schedule.save else ["train.eval_strategy=no"]
+    return [f"train.max_steps={total}", "train.eval_on_start=false", "train.save_strategy=no", "train.report_to=none", *ends]
 
 
 def _made_up(whole: Resolved, run_path: Path) -> list[str]:

@@ -9,10 +9,9 @@ import os
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
@@ -145,24 +144,17 @@ def _cpu() -> str | None:
     return next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")), None)
 
 
-def _median(values: list[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
 def ends_of(events: list[dict[str, Any]], attempts: list[int]) -> dict[str, float | None]:
     """Seconds of one evaluation and of one checkpoint, and its size: medians over the rounds. Not part of any step."""
 
-    def of(kind: str, key: str) -> list[float]:
-        return [
-            float(e[key])
-            for e in events
-            if e.get("event") == kind and e.get("attempt") in attempts and isinstance(e.get(key), int | float)
-        ]
+    def of(kind: str, key: str) -> float | None:
+        values = [value for _, value in _logged(events, attempts, kind, key)]
+        return statistics.median(values) if values else None
 
-    size = _median(of("checkpoint", "bytes"))
+    size = of("checkpoint", "bytes")
     return {
-        "evaluation_s": _median(of("eval", "seconds")),
-        "checkpoint_s": _median(of("checkpoint", "seconds")),
+        "evaluation_s": of("eval", "seconds"),
+        "checkpoint_s": of("checkpoint", "seconds"),
         "checkpoint_gb": size / 1e9 if size else None,
     }
 
@@ -170,12 +162,17 @@ def ends_of(events: list[dict[str, Any]], attempts: list[int]) -> dict[str, floa
 def startup_of(events: list[dict[str, Any]], attempts: list[int]) -> dict[str, float]:
     """Seconds of each part of the start-up, medians over the rounds, in the order of their records; empty: unknown."""
     parts: dict[str, list[float]] = {}
-    for event in events:
-        name, seconds = event.get("part"), event.get("seconds")
-        known = event.get("event") == "startup" and event.get("attempt") in attempts
-        if known and isinstance(name, str) and isinstance(seconds, int | float):
-            parts.setdefault(name, []).append(float(seconds))
+    for name, seconds in _logged(events, attempts, "startup", "seconds"):
+        if isinstance(name, str):
+            parts.setdefault(name, []).append(seconds)
     return {name: statistics.median(values) for name, values in parts.items()}
+
+
+def _logged(events: list[dict[str, Any]], attempts: list[int], kind: str, key: str) -> Iterator[tuple[Any, float]]:
+    """Of each event of a kind and of these attempts the part that it names, and a number of it."""
+    for event in events:
+        if event.get("event") == kind and event.get("attempt") in attempts and isinstance(event.get(key), int | float):
+            yield event.get("part"), float(event[key])
 
 
 def _against(bench: Bench, found: RoundsResult, one: Peer) -> dict[str, Any]:
@@ -232,22 +229,21 @@ def _notes(bench: Bench, found: RoundsResult, body: Mapping[str, Any]) -> Iterat
 
 # From what each rank measured to the figures of a benchmark: plain numbers in, plain numbers out.
 
-COUNTS = ("tokens", "computed", "labelled")
-"""Of a conversation; with padding; those that the loss is taken of."""
-
 Records = Sequence[Mapping[str, Any]]
 """What the ranks of one round left, in rank order."""
 
 
-@dataclass(frozen=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """One optimizer step over all ranks."""
 
     seconds: float
     """Of the slowest rank."""
     tokens: float
+    """Of conversations."""
     computed: float
+    """With padding."""
     labelled: float
+    """Those that the loss is taken of."""
 
 
 def check(records: Records, wanted: int, shown: str) -> None:
@@ -272,10 +268,15 @@ def _positive(value: Any) -> bool:
 def steps_of(records: Records, share: float) -> list[StepTimes]:
     """The timed steps of a round. ``share``: of the ranks' tokens that count: tensor parallel ranks all read the same ones."""
     found = []
-    for row in zip(*(record["steps"] for record in records), strict=True):
-        sums = [share * sum(float(rank.get(key) or 0) for rank in row) for key in COUNTS]
+    for row in _rows(records):
+        sums = [share * sum(float(rank.get(key) or 0) for rank in row) for key in StepTimes._fields[1:]]
         found.append(StepTimes(max(float(rank["seconds"]) for rank in row), *sums))
     return found
+
+
+def _rows(records: Records) -> list[tuple[Mapping[str, Any], ...]]:
+    """Step by step what each rank measured."""
+    return list(zip(*(record["steps"] for record in records), strict=True))
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int | None]:
@@ -295,17 +296,16 @@ def spread(values: Sequence[float]) -> dict[str, float | int | None]:
 def speed(rounds: Sequence[Sequence[StepTimes]], ranks: int) -> dict[str, Any]:
     """Step time and tokens per second, over all steps of all rounds; ``ranks``: all of them, the GPUs where there are some."""
     steps = [step for one in rounds for step in one]
-    seconds = math.fsum(step.seconds for step in steps)
-    sums = {key: math.fsum(getattr(step, key) for step in steps) for key in COUNTS}
+    seconds, tokens, computed, labelled = map(math.fsum, zip(*steps, strict=True))
     rates = [step.tokens / step.seconds / ranks for step in steps]
     return {
         "step_s": spread([step.seconds for step in steps]),
         "round_median_s": [statistics.median(step.seconds for step in one) for one in rounds],
-        "tokens_per_s_per_gpu": spread(rates) | {"mean": sums["tokens"] / seconds / ranks},
-        "computed_tokens_per_s_per_gpu": sums["computed"] / seconds / ranks,
-        "labelled_tokens_per_s_per_gpu": sums["labelled"] / seconds / ranks,
-        "tokens_per_step": sums["tokens"] / len(steps),
-        "padding_share": 1 - sums["tokens"] / sums["computed"],
+        "tokens_per_s_per_gpu": spread(rates) | {"mean": tokens / seconds / ranks},
+        "computed_tokens_per_s_per_gpu": computed / seconds / ranks,
+        "labelled_tokens_per_s_per_gpu": labelled / seconds / ranks,
+        "tokens_per_step": tokens / len(steps),
+        "padding_share": 1 - tokens / computed,
     }
 
 
@@ -336,11 +336,6 @@ def paired(ours: Sequence[Records], theirs: Sequence[Records], *, interleaved: b
         "wall": median_interval(wall),
         "cpu": median_interval(cpu) if len(cpu) == len(pairs) else None,
     }
-
-
-def _rows(records: Records) -> list[tuple[Mapping[str, Any], ...]]:
-    """Step by step what each rank measured."""
-    return list(zip(*(record["steps"] for record in records), strict=True))
 
 
 def median_interval(values: Sequence[float]) -> dict[str, float | int | None]:

@@ -104,7 +104,6 @@ class BenchArguments:
             tiny=self.tiny,
             ranks=self.ranks,
             schedule=BenchSchedule(self.warmup, self.steps, self.profile, save=self.ends),
-            ends=self.ends,
             rounds=self.rounds or (2 if peers else 1),
             against=peers,
             interleave=take_turns(peers, local=not in_job) if self.interleave is None else self.interleave,

@@ -18,10 +18,24 @@ COLUMNS = {
     "disk_read_mb_s": ("mean", 1), "disk_write_mb_s": ("mean", 1), "net_rx_mb_s": ("mean", 1), "net_tx_mb_s": ("mean", 1),
     "rdma_rx_mb_s": ("mean", 1), "rdma_tx_mb_s": ("mean", 1), "own_cpu_s": ("last", 2),
 }  # fmt: skip
-"""As :data:`clustertune.monitor.machine.COLUMNS`. ``cpu``: share of all hardware threads that is busy; ``disk_free_gib``: where
+"""Of a node, as :data:`GPU_COLUMNS`. ``cpu``: share of all hardware threads that is busy; ``disk_free_gib``: where
 the run folder lies; ``own_cpu_s``: CPU seconds that the sampler itself has used. MB are 10^6 bytes."""
 _DISK = re.compile(r"(sd[a-z]+|vd[a-z]+|xvd[a-z]+|nvme\d+n\d+|mmcblk\d+)$")
 """Whole disks: partitions and mapped devices count the same bytes again (Documentation/admin-guide/iostats.rst)."""
+
+
+class Growth:
+    """Counters that only grow, by name."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}
+
+    def of(self, name: str, value: float | None) -> float | None:
+        """What a counter grew by since its last value; None at its first one, and where it began again."""
+        if value is None:
+            return None
+        before, self._before[name] = self._before.get(name), value
+        return None if before is None or value < before else value - before
 
 
 class NodeSampler:
@@ -29,13 +43,13 @@ class NodeSampler:
 
     def __init__(self, run: Path, probe: Probe | None = None) -> None:
         self.run, self.probe = run, probe or Probe()
-        self._before: dict[str, float] = {}
+        self._growth = Growth()
 
     def sample(self, seconds: float) -> dict[str, float | None]:
         """A row of :data:`COLUMNS`; what this machine does not tell is None. ``seconds`` since the row before."""
         read = self.probe.read
         memory = parse_meminfo(read("/proc/meminfo"))
-        rates = {name: self._growth(name, value) for name, value in self._counters().items()}
+        rates = {name: self._growth.of(name, value) for name, value in self._counters().items()}
         busy, ticks = rates.pop("busy"), rates.pop("ticks")
         return {
             "cpu": busy / ticks if busy is not None and ticks else None,
@@ -52,13 +66,6 @@ class NodeSampler:
         except OSError:
             return None
         return found.f_bavail * found.f_frsize / 2**30
-
-    def _growth(self, name: str, value: float | None) -> float | None:
-        """What a counter grew by; None at its first value, and where it began again."""
-        if value is None:
-            return None
-        before, self._before[name] = self._before.get(name), value
-        return None if before is None or value < before else value - before
 
     def _counters(self) -> dict[str, float | None]:
         """Jiffies of all processors, and bytes since the machine was started (proc(5), sysfs-class-infiniband)."""
@@ -131,7 +138,7 @@ class Gpus:
         self.counts_energy = False
         """Whether energy comes from the GPUs' counters; else it is the power samples times their time."""
         self._handles: list[Any] = []
-        self._before: list[dict[str, float]] = []
+        self._growth: list[Growth] = []
         self._joules: list[float] = []
         self._xid: dict[int, int] = {}
         try:
@@ -147,7 +154,7 @@ class Gpus:
             return
         self._handles = self._open()
         self.names = [str(self._ask(index, nvml.nvmlDeviceGetName) or "unknown") for index in range(len(self._handles))]
-        self._before = [{} for _ in self._handles]
+        self._growth = [Growth() for _ in self._handles]
         self._joules = [0.0] * len(self._handles)
         self._events = self._listen()
 
@@ -194,7 +201,7 @@ class Gpus:
             return None
 
     def sample(self, seconds: float) -> list[dict[str, float | None]]:
-        """A row of :data:`COLUMNS` for each GPU; ``seconds`` since the row before."""
+        """A row of :data:`GPU_COLUMNS` for each GPU; ``seconds`` since the row before."""
         self._take_errors()
         return [self._row(index, seconds) for index in range(len(self._handles))]
 
@@ -204,12 +211,12 @@ class Gpus:
         load = ask(index, nvml.nvmlDeviceGetUtilizationRates)
         memory = ask(index, nvml.nvmlDeviceGetMemoryInfo)
         power = ask(index, nvml.nvmlDeviceGetPowerUsage)
-        counters = self._counters(index)
-        rates = {name: self._rate(index, name, counters.get(name), seconds) for name in _COUNTERS}
+        counters, growth = self._counters(index), self._growth[index]
+        grown = {name: growth.of(name, counters.get(name)) for name in _COUNTERS}
         joules = counters.get("energy_mj")
         if joules is not None:
             self.counts_energy = True
-            self._joules[index] += (self._rate(index, "energy_mj", joules, 1.0) or 0.0) / 1e3
+            self._joules[index] += (growth.of("energy_mj", joules) or 0.0) / 1e3
         elif power is not None:
             self._joules[index] += power / 1e3 * seconds
         return {
@@ -224,7 +231,10 @@ class Gpus:
             ),
             "xid": self._xid.get(index),
             "energy_j": self._joules[index] if power is not None or joules is not None else None,
-            **{name: None if rate is None else rate * _COUNTERS[name][1] / 1e6 for name, rate in rates.items()},
+            **{
+                name: None if value is None or seconds <= 0 else value / seconds * _COUNTERS[name][1] / 1e6
+                for name, value in grown.items()
+            },
         }
 
     def _counters(self, index: int) -> dict[str, float]:
@@ -243,13 +253,6 @@ class Gpus:
         if "energy_mj" not in found and (total := self._ask(index, nvml.nvmlDeviceGetTotalEnergyConsumption)) is not None:
             found["energy_mj"] = float(total)
         return found
-
-    def _rate(self, index: int, name: str, value: float | None, seconds: float) -> float | None:
-        """Growth of a counter per second; None at its first value, and where it began again."""
-        if value is None:
-            return None
-        before, self._before[index][name] = self._before[index].get(name), value
-        return None if before is None or value < before or seconds <= 0 else (value - before) / seconds
 
     def _take_errors(self) -> None:
         """Xids since the last look."""

@@ -163,13 +163,17 @@ class RunStatus:
 
     @property
     def _slow(self) -> dict[int, float]:
-        found = self.latest.get("stragglers")
+        """By rank of the newest attempt: there may have been more of them before, and on other machines."""
+        newest = self.plan is not None and self.latest.get("attempt") == self.plan.attempt
+        found = self.latest.get("stragglers") if newest else None
         return {int(rank): float(times) for rank, times in found.items()} if isinstance(found, dict) else {}
 
     def _nodes(self) -> Iterator[NodeStatus]:
         if self.plan is None:
             return
-        by_index = {node.about.get("node"): node for node in self._measured.values() if node.last}
+        # A node that was replaced has its file still, with the same index.
+        measured = [node for node in self._measured.values() if node.last and node.last.attempt == self.plan.attempt]
+        by_index = {node.about.get("node"): node for node in measured}
         for index, planned in enumerate(self.plan.nodes):
             found = by_index.get(index)
             name = str(found.about.get("host", planned.name)) if found and planned.name == "here" else planned.name

@@ -17,8 +17,7 @@ from clustertune.export.export import ADAPTER_FILES
 from clustertune.host.credentials import holds_secret
 from clustertune.manifest import MANIFEST, Manifest, find_problems, hash_file, list_files, read_manifest, require_whole
 from clustertune.report import content, forms, source
-from clustertune.report.content import get, number
-from clustertune.report.forms import is_number
+from clustertune.report.content import get, is_number, number
 from clustertune.report.metrics import read_metrics
 from clustertune.resolve.distribution import format_distribution
 from clustertune.rundir import RunDir

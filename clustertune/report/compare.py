@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.report import cost, forms, plots, telemetry
-from clustertune.report.content import get
+from clustertune.report.content import get, is_number
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.report.page import render
 from clustertune.report.source import FIELDS, STEADY, describe, nodes_of, steady_step
@@ -194,7 +194,7 @@ def _shown(path: Path) -> str:
 
 
 def _figure(value: Any) -> float | None:
-    return float(value) if forms.is_number(value) and value > 0 else None
+    return float(value) if is_number(value) and value > 0 else None
 
 
 def _metrics(path: Path, body: Mapping[str, Any]) -> ComparedRun:

@@ -199,24 +199,16 @@ def forecast(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, A
         "hours": train_seconds / 3600 if isinstance(train_seconds, int | float) else None,
     }
     found = [(name, get(planned, key), reached[key]) for key, name in FORECAST.items()]
-    return [
-        (name, planned, is_)
-        for name, planned, is_ in found
-        if isinstance(planned, int | float) and planned is not True and planned > 0
-    ]
+    return [row for row in found if is_number(row[1]) and row[1] > 0]
 
 
 def forecast_rows(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """The same as a sentence, with the error of the plan."""
-    return [
-        [
-            name,
-            number(wanted),
-            number(found, 1 if found and found > 1000 else 4),
-            f"{wanted / found - 1:+.0%}" if found else UNKNOWN,
-        ]
-        for name, wanted, found in forecast(planned, metrics, stages)
-    ]
+    rows = []
+    for name, wanted, found in forecast(planned, metrics, stages):
+        error = f"{wanted / found - 1:+.0%}" if found else UNKNOWN
+        rows.append([name, number(wanted), number(found, 1 if found and found > 1000 else 4), error])
+    return rows
 
 
 def forecast_note(planned: Any) -> str:
@@ -249,33 +241,22 @@ def attempt_rows(metrics: Metrics) -> list[Row]:
 
 def startup_rows(metrics: Metrics) -> list[Row]:
     """Of each attempt that took a step: its start-up, the parts that took longest first, weights read and peak memory."""
-    return [
-        [
-            str(record.attempt),
-            duration(record.seconds),
-            ", ".join(
-                f"{name} {duration(seconds)}" for name, seconds in sorted(record.parts.items(), key=lambda part: -part[1])
-            ),
-            size(record.read_bytes),
-            size(record.host_bytes),
-        ]
-        for record in metrics.startups
-    ]
+    rows = []
+    for record in metrics.startups:
+        parts = sorted(record.parts.items(), key=lambda part: -part[1])
+        shown = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts)
+        rows.append([str(record.attempt), duration(record.seconds), shown, size(record.read_bytes), size(record.host_bytes)])
+    return rows
 
 
 def checkpoint_rows(metrics: Metrics, present: Collection[str]) -> list[Row]:
     """Every checkpoint that was saved; ``present`` are the paths, relative to the run, that are still there."""
-    return [
-        [
-            (record.path or UNKNOWN).rpartition("/")[2],
-            number(record.step),
-            size(record.bytes),
-            duration(record.seconds),
-            "kept" if record.path in present else "removed",
-        ]
-        for record in metrics.checkpoints
-        if record.status == "saved"
-    ]
+    rows = []
+    for record in metrics.checkpoints:
+        if record.status == "saved":
+            name, state = (record.path or UNKNOWN).rpartition("/")[2], "kept" if record.path in present else "removed"
+            rows.append([name, number(record.step), size(record.bytes), duration(record.seconds), state])
+    return rows
 
 
 def recipe_rows(resolved: Any) -> list[Row]:
@@ -389,12 +370,18 @@ def warnings_of(run: Mapping[str, Any], metrics: Metrics, adapter: Any) -> list[
 UNKNOWN = "-"
 
 
+def is_number(value: Any) -> bool:
+    """A finite number that a float holds: JSON knows longer ones, and Python reads NaN."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def number(value: Any, digits: int = 4) -> str:
     """A plain number with so many decimals, less for whole ones: ``1.139``, ``5e-05``, ``12,345``."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return UNKNOWN
-    if not math.isfinite(value):
-        return str(value)
+    if not is_number(value):
+        return str(value) if isinstance(value, float) else UNKNOWN
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     if abs(value) < 10**-digits * 10:
@@ -404,12 +391,12 @@ def number(value: Any, digits: int = 4) -> str:
 
 def percent(value: Any) -> str:
     """A share as a percentage with two decimals."""
-    return f"{value * 100:.2f} %" if isinstance(value, int | float) and math.isfinite(value) else UNKNOWN
+    return f"{value * 100:.2f} %" if is_number(value) else UNKNOWN
 
 
 def size(value: Any) -> str:
     """Bytes in the binary unit that fits: ``1.61 GiB``."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value):
         return UNKNOWN
     left = float(value)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -421,7 +408,7 @@ def size(value: Any) -> str:
 
 def duration(seconds: Any) -> str:
     """``0.42 s``, ``41.2 s``, ``12 min 05 s``, ``8 h 24 min``."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+    if not is_number(seconds):
         return UNKNOWN
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
@@ -433,7 +420,7 @@ def duration(seconds: Any) -> str:
 
 def moment(seconds: Any) -> str:
     """Unix seconds as a UTC date and time."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < 1e11:
+    if not is_number(seconds) or not 0 <= seconds < 1e11:
         return UNKNOWN
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 

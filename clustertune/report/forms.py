@@ -3,20 +3,11 @@ kind, so that no later line stumbles over it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from clustertune.errors import Problem
-from clustertune.report.content import get
-
-
-def is_number(value: Any) -> bool:
-    """A finite number that a float holds: JSON knows longer ones, and Python reads NaN."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:
-        return False
+from clustertune.report.content import get, is_number
 
 
 def _is_whole(value: Any) -> bool:

@@ -25,6 +25,8 @@ from clustertune.rundir import RunDir
 SCHEMA_OF_JSON = "clustertune.report/1"
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 _OWN_STAGE = "report"
+FINISHED = ("finished", "trained")
+"""Words of :func:`clustertune.report.content.status_of` for a training that took its last step."""
 
 
 def build(run_dir: Path, out: Path | None = None) -> Path:
@@ -79,13 +81,12 @@ class _Run:
         require_whole(run.eval)
         self.scores = _read(read_result, run.eval)
         self.saves = cost.saves_as_dict(document, self.metrics, self.cost.attempts)
-        self.points = cost.of_points(self.cost, content.get(self.scores, "paired"))
+        self.points = cost.of_points(self.cost, get(self.scores, "paired"))
         self.adapter = _read_json(run.adapter / MANIFEST)
-        self.data = content.get(_read_json(run.data / MANIFEST), "meta") or {}
-        parameters = content.get(self.adapter, "meta", "parameters")
-        self.trained = parameters or content.get(document, "distributed", "trainable_parameters")
-        arguments = (document, self.metrics, self.status["text"], self.data, self.scores, self.trained, self.cost)
-        self.answer = answer(*arguments)
+        self.data = get(_read_json(run.data / MANIFEST), "meta") or {}
+        parameters = get(self.adapter, "meta", "parameters")
+        self.trained = parameters or get(document, "distributed", "trainable_parameters")
+        self.answer = [self._what() + _better(self.metrics, self.scores), self._took()]
 
     def as_dict(self) -> dict[str, Any]:
         """``report.json``; null: not known."""
@@ -93,9 +94,9 @@ class _Run:
         return {
             "schema": SCHEMA_OF_JSON,
             "run": self.run.path.resolve().name,
-            "recipe": content.get(self.resolved, "name"),
-            "model": content.get(self.resolved, "recipe", "model", "name"),
-            "dataset": content.get(self.resolved, "recipe", "data", "name"),
+            "recipe": get(self.resolved, "name"),
+            "model": get(self.resolved, "recipe", "model", "name"),
+            "dataset": get(self.resolved, "recipe", "data", "name"),
             "state": self.status["text"],
             "answer": self.answer,
             "step": steps[-1].step if steps else None,
@@ -116,9 +117,9 @@ class _Run:
         restarts = [a.start_step for a in metrics.attempts[1:] if a.start_step is not None]
         torn, folder = metrics.unreadable_lines, run.checkpoints
         present = {f"{folder.name}/{path.name}" for path in folder.iterdir()} if folder.is_dir() else set()
-        expect = content.get(resolved, "recipe", "expect")
+        expect = get(resolved, "recipe", "expect")
         return {
-            "title": str(content.get(resolved, "name") or run.path.resolve().name),
+            "title": str(get(resolved, "name") or run.path.resolve().name),
             "subtitle": content.subtitle(document),
             "status": self.status,
             "answer": self.answer,
@@ -147,13 +148,54 @@ class _Run:
                     ("Derived", ["key", "value", "from what"], content.derived_rows(resolved)),
                     ("Environment", ["what", "value"], content.environment_rows(document)),
                     ("Architecture", ["key", "value"], [
-                        [key, plain(value)] for key, value in content.flatten(content.get(resolved, "architecture"))
+                        [key, plain(value)] for key, value in content.flatten(get(resolved, "architecture"))
                     ]),
                 ) if part[2] or part[0] == "Recipe"
             ],
             "footer": f"From run.json and metrics.jsonl of {run.path.resolve().name}."
             + (f" {torn} lines of metrics.jsonl are not events and were skipped." if torn else ""),
         }  # fmt: skip
+
+    def _what(self) -> str:
+        """What was trained: model, share of its parameters, conversations, steps."""
+        recipe, run = get(self.resolved, "recipe"), self.document
+        every = get(run, "distributed", "total_parameters")
+        share = f" ({percent(self.trained / every)} of its parameters)" if self.trained and every else ""
+        how = f"with LoRA{share}" if get(recipe, "lora") else "in all its parameters"
+        many = get(self.data, "train", "conversations")
+        rows = f"{number(many)} conversations of " if many is not None else ""
+        steps = self.metrics.steps[-1].step if self.metrics.steps else 0
+        planned_steps, status = get(run, "distributed", "steps"), self.status["text"]
+        whole = status in FINISHED or steps == planned_steps
+        of_all = f" of {number(planned_steps)}" if planned_steps else ""
+        took = f"{number(steps)} steps" if whole else f"{number(steps)}{of_all} steps so far ({status})"
+        name, source = get(recipe, "model", "name") or "A model", get(recipe, "data", "name") or "its data"
+        return f"{name} was fine-tuned {how} on {rows}{source} for {took}"
+
+    def _took(self) -> str:
+        """What the run took: time, GPUs, money, energy, and what was lost."""
+        run, cost, total = self.document, self.cost, self.cost.total
+        if total.seconds is None:
+            return "What it took is not known yet."
+        ranks = cost.attempts[-1].ranks if cost.attempts else None
+        gpu = get(run, "distributed", "gpu0")
+        hours = total.gpu_hours
+        if gpu is None and not get(run, "host", "gpus"):
+            where = f" on {ranks} process{'es' if ranks != 1 else ''} without a GPU" if ranks else ""
+            parts = [f"{_hours(hours)} process-hours"] if hours is not None else []
+        else:
+            where = f" on {ranks} GPU{'s' if ranks != 1 else ''}{f' ({gpu})' if gpu else ''}" if ranks else ""
+            parts = [f"{_hours(hours)} GPU-hours"] if hours is not None else []
+        least = "" if cost.all_energy else "at least "
+        parts.append("no price is known" if total.usd is None else f"{total.usd:,.2f} US dollars")
+        parts.append("its energy was not measured" if total.kwh is None else f"{least}{total.kwh:,.3g} kWh")
+        parts += [f"{least}{total.co2_kg:,.3g} kg of CO2"] if total.co2_kg is not None else []
+        attempts = len(cost.attempts)
+        lost = f"; {attempts - 1} restart{'s' if attempts > 2 else ''}" if attempts > 1 else ""
+        if cost.lost.gpu_hours and hours:
+            lost += f" and {percent(cost.lost.gpu_hours / hours)} of the hours went to work that was lost"
+        it = "It" if self.status["text"] in FINISHED else "So far it"
+        return f"{it} took {duration(total.seconds)}{where}: {', '.join(parts)}{lost}."
 
     def _scored(self) -> dict[str, Any] | None:
         found = content.eval_content(self.scores)
@@ -196,10 +238,10 @@ def _data(run: RunDir, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     """What was trained on: how many conversations, how long, and what was left out; None where nothing says."""
     import numpy as np
 
-    made = content.get(_read_json(run.tokens / MANIFEST), "meta") or {}
-    limit, rows, plot = content.get(made, "made_from", "rows", "max_length"), [], None
+    made = get(_read_json(run.tokens / MANIFEST), "meta") or {}
+    limit, rows, plot = get(made, "made_from", "rows", "max_length"), [], None
     for split in ("train", "eval"):
-        facts = {**(content.get(meta, split) or {}), **(content.get(made, "summary", "splits", split) or {})}
+        facts = {**(get(meta, split) or {}), **(get(made, "summary", "splits", split) or {})}
         if facts:
             keys = ("conversations", "messages", "tokens", "labelled", "sequences", "cut", "dropped")
             rows.append([split, *(number(facts.get(key)) for key in keys)])
@@ -217,7 +259,7 @@ def _data(run: RunDir, meta: Mapping[str, Any]) -> dict[str, Any] | None:
             head="length",
         )
     out = {f"{kind}: {reason}": count for kind, name in (("rejected", "rejected"), ("by rule", "dropped"))
-           for reason, count in (content.get(meta, name) or {}).items()}  # fmt: skip
+           for reason, count in (get(meta, name) or {}).items()}  # fmt: skip
     if not rows and plot is None:
         return None
     return {
@@ -482,37 +524,7 @@ def time_axis(metrics: Metrics, attempts: Sequence[AttemptCost], now: float | No
     }
 
 
-# --- what somebody who pays asks first: what was trained, did it get better, and what did it take --------------------
-
-
-FINISHED = ("finished", "trained")
-"""Words of :func:`clustertune.report.content.status_of` for a training that took its last step."""
-
-
-def answer(
-    run: Mapping[str, Any], metrics: Metrics, status: str, data: Mapping[str, Any], scored: Any, trained: Any, cost: Cost
-) -> list[str]:
-    """Two sentences. ``data``: the manifest's facts of the conversations; ``trained``: the number of trainable parameters."""
-    return [
-        _what(run, metrics, status, data, trained) + _better(metrics, scored),
-        _took(run, cost, "It" if status in FINISHED else "So far it"),
-    ]
-
-
-def _what(run: Mapping[str, Any], metrics: Metrics, status: str, data: Mapping[str, Any], trained: Any) -> str:
-    recipe = get(run, "recipe", "recipe")
-    every = get(run, "distributed", "total_parameters")
-    share = f" ({content.percent(trained / every)} of its parameters)" if trained and every and get(recipe, "lora") else ""
-    how = f"with LoRA{share}" if get(recipe, "lora") else "in all its parameters"
-    many = get(data, "train", "conversations")
-    rows = f"{number(many)} conversations of " if many is not None else ""
-    steps = metrics.steps[-1].step if metrics.steps else 0
-    planned_steps = get(run, "distributed", "steps")
-    whole = status in FINISHED or steps == planned_steps
-    of_all = f" of {number(planned_steps)}" if planned_steps else ""
-    took = f"{number(steps)} steps" if whole else f"{number(steps)}{of_all} steps so far ({status})"
-    name, source = get(recipe, "model", "name") or "A model", get(recipe, "data", "name") or "its data"
-    return f"{name} was fine-tuned {how} on {rows}{source} for {took}"
+# --- what somebody who pays asks first: did it get better, and what did it take -------------------------------------
 
 
 def _better(metrics: Metrics, scored: Any) -> str:
@@ -534,30 +546,6 @@ def _better(metrics: Metrics, scored: Any) -> str:
     counts = [f"{sum(r['verdict'] == verdict for _, _, r in rows)} {verdict}" for verdict in (BETTER, WORSE, SAME)]
     others = f" (of {len(rows)} scores: {', '.join(counts)})" if len(rows) > 1 else ""
     return f"{text}: {change}{others}."
-
-
-def _took(run: Mapping[str, Any], cost: Cost, it: str) -> str:
-    total = cost.total
-    if total.seconds is None:
-        return "What it took is not known yet."
-    ranks = cost.attempts[-1].ranks if cost.attempts else None
-    gpu = get(run, "distributed", "gpu0")
-    hours = total.gpu_hours
-    if gpu is None and not get(run, "host", "gpus"):
-        where = f" on {ranks} process{'es' if ranks != 1 else ''} without a GPU" if ranks else ""
-        parts = [f"{_hours(hours)} process-hours"] if hours is not None else []
-    else:
-        where = f" on {ranks} GPU{'s' if ranks != 1 else ''}{f' ({gpu})' if gpu else ''}" if ranks else ""
-        parts = [f"{_hours(hours)} GPU-hours"] if hours is not None else []
-    least = "" if cost.all_energy else "at least "
-    parts.append("no price is known" if total.usd is None else f"{total.usd:,.2f} US dollars")
-    parts.append("its energy was not measured" if total.kwh is None else f"{least}{total.kwh:,.3g} kWh")
-    parts += [f"{least}{total.co2_kg:,.3g} kg of CO2"] if total.co2_kg is not None else []
-    attempts = len(cost.attempts)
-    lost = f"; {attempts - 1} restart{'s' if attempts > 2 else ''}" if attempts > 1 else ""
-    if cost.lost.gpu_hours and hours:
-        lost += f" and {content.percent(cost.lost.gpu_hours / hours)} of the hours went to work that was lost"
-    return f"{it} took {duration(total.seconds)}{where}: {', '.join(parts)}{lost}."
 
 
 COST_COLUMNS = ["", "#time", "#GPU-hours", "#US dollars", "#kWh", "#kg CO2"]

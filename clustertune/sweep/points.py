@@ -73,18 +73,9 @@ class Sweep:
 
     def write(self) -> None:
         """Write ``sweep.json``, durably. Raises UserError where the folder holds another sweep or something else."""
-        body = {
-            "format": FORMAT,
-            "name": self.name,
-            "last": self.last,
-            "keys": list(self.keys),
-            "draws": self.draws,
-            "seed": self.seed,
-            "created": round(time.time(), 3),
-            "points": [
-                {"recipe": p.recipe, "overrides": list(p.overrides), "tiny": p.tiny, "values": p.values} for p in self.points
-            ],
-        }
+        points = [{key: getattr(one, key) for key in ("recipe", "overrides", "tiny", "values")} for one in self.points]
+        known = {key: getattr(self, key) for key in ("name", "last", "keys", "draws", "seed")}
+        body = {"format": FORMAT, **known, "created": round(time.time(), 3), "points": points}
         if (self.path / SWEEP).exists():
             before = read_sweep(self.path)
             if before.points != self.points:

@@ -243,11 +243,8 @@ class ThrowawayCluster:
 
     @staticmethod
     def _until(test: Callable[[], object], timeout: float, what: str) -> None:
-        end = time.monotonic() + timeout
-        while not test():
-            if time.monotonic() > end:
-                raise TimeoutError(f"{what} after {timeout:.0f} s")
-            time.sleep(0.05)
+        if not inside.until(test, timeout):
+            raise TimeoutError(f"{what} after {timeout:.0f} s")
 
 
 __all__ = ["DONE", "LOGIN", "ClusterFailed", "ClusterSpec", "ThrowawayCluster"]

@@ -153,13 +153,21 @@ def _call(*command: str) -> None:
         sys.exit(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
 
 
+def until(there: Callable[[], object], seconds: float, pause: float = 0.05) -> bool:
+    """Wait until something is there; False where that takes longer."""
+    end = time.monotonic() + seconds
+    while not there():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+    return True
+
+
 def _until(there: Callable[[], bool], message: str, child: subprocess.Popen[bytes] | None = None) -> None:
     """Wait until something is there. Raises SystemExit with ``message`` where that takes too long, or ``child`` has ended."""
-    end = time.monotonic() + _START
-    while not there():
-        if time.monotonic() > end or (child is not None and child.poll() is not None):
-            sys.exit(message)
-        time.sleep(0.005)
+    gone = child is not None and child.poll
+    if not until(lambda: there() or (gone and gone() is not None), _START, 0.005) or not there():
+        sys.exit(message)
 
 
 class Login(SimulatedMachine):

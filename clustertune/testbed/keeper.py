@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -144,23 +144,14 @@ def down(name: str, timeout: float = 60) -> KeeperState | None:
             if found.alive:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(found.keeper, number)
-                _until_gone(lambda: found.alive, timeout)
+                inside.until(lambda: not found.alive, timeout)
         _forget(found)
         return found
 
 
-def _until_gone(there: Callable[[], bool], timeout: float) -> bool:
-    end = time.monotonic() + timeout
-    while there():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def _forget(found: KeeperState, timeout: float = 30) -> None:
     """Remove what tells of a cluster whose keeper is gone, as soon as the cluster has ended by itself."""
-    if not _until_gone(Path(found.root).exists, timeout):
+    if not inside.until(lambda: not Path(found.root).exists(), timeout):
         fix = f"end process {found.login} if it is a python of clustertune, and remove the folder"
         raise UserError(Problem("the cluster's folder is still there", file=found.root, fix=fix))
     _path(found.name).unlink(missing_ok=True)

@@ -28,20 +28,11 @@ MAX_NODES = 16
 NODE_NAME = NAME.replace("63}", "47}")
 """Shorter than other names: slurmd's sockets hold the node's name, and a socket's path has 107 bytes (unix(7))."""
 
-PACKAGES: Mapping[str, str] = {
-    "slurmctld": "slurmctld",
-    "slurmd": "slurmd",
-    "sbatch": "slurm-client",
-    "srun": "slurm-client",
-    "scontrol": "slurm-client",
-    "sinfo": "slurm-client",
-    "squeue": "slurm-client",
-    "scancel": "slurm-client",
-    "munged": "munge",
-    "unshare": "util-linux",
-    "nsenter": "util-linux",
-    "setpriv": "util-linux",
-}
+_PROGRAMS = {
+    "slurmctld": ("slurmctld",), "slurmd": ("slurmd",), "munge": ("munged",), "util-linux": ("unshare", "nsenter", "setpriv"),
+    "slurm-client": ("sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel"),
+}  # fmt: skip
+PACKAGES: Mapping[str, str] = {program: package for package, programs in _PROGRAMS.items() for program in programs}
 """Program to package, by the names of Debian 12 and Ubuntu 24.04."""
 PACKAGES_ISOLATED: Mapping[str, str] = {"ip": "iproute2", "tc": "iproute2", "mount": "mount"}
 """What separate nodes need besides."""
@@ -84,32 +75,33 @@ class ClusterSpec:
 
     def problems(self) -> list[Problem]:
         """What is wrong with it."""
-        count = self.nodes if isinstance(self.nodes, int) else len(self.nodes)
-        names = [] if isinstance(self.nodes, int) else list(self.nodes)
+        names = () if isinstance(self.nodes, int) else self.nodes
+        count = self.nodes if isinstance(self.nodes, int) else len(names)
         found = []
+
+        def wrong(key: str, text: str, fix: str) -> None:
+            found.append(Problem(text, key=key, fix=fix))
+
         if not 1 <= count <= MAX_NODES:
-            found.append(Problem(f"{count} nodes", key="nodes", fix=f"1 to {MAX_NODES}"))
+            wrong("nodes", f"{count} nodes", f"1 to {MAX_NODES}")
         for name in names:
             if re.search(r"\d{10}$", name):
-                found.append(
-                    Problem(f"{name!r} ends in a number of ten digits or more", key="nodes", fix="Slurm counts with it")
-                )
+                wrong("nodes", f"{name!r} ends in a number of ten digits or more", "Slurm counts with it")
             if not re.fullmatch(NODE_NAME, name) or name.lower() in (LOGIN, "default", "all", "localhost"):
                 fix = f"letters, digits and . _ -, at most 48; not {LOGIN}, default, all or localhost"
-                found.append(Problem(f"{name!r} cannot be a node's name", key="nodes", fix=fix))
+                wrong("nodes", f"{name!r} cannot be a node's name", fix)
         if len({name.lower() for name in names}) < len(names):
-            found.append(Problem("two nodes of one name", key="nodes", fix="give each its own"))
+            wrong("nodes", "two nodes of one name", "give each its own")
         if not 0 <= self.gpus <= 64:
-            found.append(Problem(f"{self.gpus} GPUs a node", key="gpus", fix="0 to 64"))
+            wrong("gpus", f"{self.gpus} GPUs a node", "0 to 64")
         if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", self.gpu_type):
-            found.append(Problem(f"{self.gpu_type!r} cannot be a kind of GPU", key="gpu_type", fix="such as h100"))
+            wrong("gpu_type", f"{self.gpu_type!r} cannot be a kind of GPU", "such as h100")
         if self.isolation not in ("auto", "netns", "none"):
-            found.append(Problem(f"no isolation {self.isolation!r}", key="isolation", fix="auto, netns or none"))
-        for key in ("cpus", "memory_mb", "kill_wait", "slurmd_timeout", "cred_expire"):
-            if getattr(self, key) < 1:
-                found.append(Problem(f"{getattr(self, key)} is too small", key=key, fix="1 or more"))
-        if self.grace < 0:
-            found.append(Problem(f"{self.grace} is too small", key="grace", fix="0 or more"))
+            wrong("isolation", f"no isolation {self.isolation!r}", "auto, netns or none")
+        for key in ("cpus", "memory_mb", "kill_wait", "slurmd_timeout", "cred_expire", "grace"):
+            least = 0 if key == "grace" else 1
+            if getattr(self, key) < least:
+                wrong(key, f"{getattr(self, key)} is too small", f"{least} or more")
         return found
 
 

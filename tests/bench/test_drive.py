@@ -22,13 +22,16 @@ from clustertune.training.bench_schedule import GONE, BenchSchedule, read, resul
 
 PEER = """
 import json, pathlib, sys
-order = pathlib.Path(sys.argv[1])
-told = json.loads((order.parent / "settings.json").read_text())
+folder = pathlib.Path(sys.argv[1]).parent
+told = json.loads((folder / "settings.json").read_text())
 assert told["schedule"]["steps"] == 3 and told["max_length"] == 256 and told["lora"]["r"] == 16
+if sys.argv[2:]:  # in turn with ours
+    assert told["schedule"]["turns"] == str(folder / "turns") and told["schedule"]["profiled"] == 0
+    assert (told["sft"] is None) == ("defaults" in sys.argv[2])
 for rank in range(2):
     steps = [{"seconds": 2.0, "tokens": 100, "computed": 100, "labelled": 100}] * 3
     body = {"steps": steps, "peak": {"rss": 1 << 30}, "distributed": "MULTI_CPU"}
-    (order.parent / f"bench-rank-{rank}.json").write_text(json.dumps(body))
+    (folder / f"bench-rank-{rank}.json").write_text(json.dumps(body))
 """
 FAILING = """
 import pathlib, sys
@@ -53,23 +56,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         self.run.checkpoints.mkdir()
         for rank in range(plan.world_size):
             steps = [{"seconds": 1.0, "tokens": 90, "computed": 100, "labelled": 50}] * 3
-            facts = {
-                "rows": 83,
-                "device": None,
-                "to_first_step_s": 5.0,
-                "warmup": [{"seconds": 4.0}],
-                "threads": 1,
-                "torch": "2",
-            }
-            body = {"steps": steps, "peak": {"rss": 1 << 30}, **facts}
+            facts = {"rows": 83, "device": None, "to_first_step_s": 5.0, "warmup": [{"seconds": 4.0}], "threads": 1}
+            body = {"steps": steps, "peak": {"rss": 1 << 30}, "torch": "2", **facts}
             result_file(self.run.attempt(plan.attempt), rank).write_text(json.dumps(body))
-        events = [
-            {"event": "eval", "seconds": 3.0},
-            {"event": "checkpoint", "seconds": 2.0},
-            {"event": "startup", "part": "imports", "seconds": 7.0},
-        ]
+        events = [("eval", 3.0), ("checkpoint", 2.0), ("startup", 7.0)]
         with self.run.metrics.open("a") as out:
-            out.writelines(json.dumps({**event, "attempt": plan.attempt}) + "\n" for event in events)
+            for event, seconds in events:
+                line = {"event": event, "part": "imports", "seconds": seconds, "attempt": plan.attempt}
+                out.write(json.dumps(line) + "\n")
         self.run.update(distributed={"type": "FSDP", "fsdp_version": 2, "mesh": {"dp_shard": 2}, "device": "cpu"})
         return Outcome(ExitCode.OK)
 
@@ -80,8 +74,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def made(tmp_path: Path, **more: Any) -> preparation.Bench:
-    wanted = BenchRequest("tiny-oasst2", (), False, None, BenchSchedule(1, 3, 1), True, 2, ("trl",), False, tmp_path / "run")
-    return preparation.make(replace(wanted, **more))
+    wanted = {"schedule": BenchSchedule(1, 3, 1), "rounds": 2, "against": ("trl",), **more}
+    return preparation.make(BenchRequest("tiny-oasst2", tmp_path / "run", **wanted))
 
 
 def against(program: str, seen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,19 +141,6 @@ def test_an_epoch_that_ends_between_the_steps_is_said(tmp_path: Path, calls: lis
     assert calls == ["prepare", "ours"]
 
 
-TAKING_TURNS = """
-import json, pathlib, sys
-order = pathlib.Path(sys.argv[1])
-told = json.loads((order.parent / "settings.json").read_text())
-assert told["schedule"]["turns"] == str(order.parent / "turns") and told["schedule"]["profiled"] == 0
-assert (told["sft"] is None) == ("defaults" in sys.argv[2])
-for rank in range(2):
-    steps = [{"seconds": 2.0, "tokens": 90, "computed": 100, "labelled": 50}] * 3
-    body = {"steps": steps, "peak": {"rss": 1 << 30}, "distributed": "FSDP"}
-    (order.parent / f"bench-rank-{rank}.json").write_text(json.dumps(body))
-"""
-
-
 def test_two_peers_each_in_turn_with_ours(tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each round of each peer has one of ours beside it, which knows the folder of the turns; both stand in the headline."""
     seen: list[str | None] = []
@@ -167,7 +148,7 @@ def test_two_peers_each_in_turn_with_ours(tmp_path: Path, calls: list[str], monk
     attempt = chain.Chain.run_attempt
 
     def command(_made: Any, order: Path, _plan: AttemptPlan) -> list[str]:
-        return [sys.executable, "-c", TAKING_TURNS, str(order), next(words)]
+        return [sys.executable, "-c", PEER, str(order), next(words)]
 
     def watched(self: chain.Chain, plan: AttemptPlan) -> Outcome:
         schedule = read(self.run.path)

@@ -14,58 +14,47 @@ from clustertune.errors import UserError
 from clustertune.training.bench_schedule import BenchSchedule
 
 
-def request(recipe: str = "tiny-oasst2", *overrides: str, **more: Any) -> BenchRequest:
-    values: dict[str, Any] = {
-        "recipe": recipe, "overrides": overrides, "tiny": False, "ranks": None, "ends": True,
-        "schedule": BenchSchedule(2, 4, 1),
-        "rounds": 1, "against": (), "synthetic": False, "run_path": Path("runs/bench/x/1"),
-    }  # fmt: skip
-    return BenchRequest(**{**values, **more})
+def made(recipe: str = "tiny-oasst2", *overrides: str, save: bool = True, **more: Any) -> preparation.Bench:
+    schedule = BenchSchedule(2, 4, 1, save=save)
+    return preparation.make(BenchRequest(recipe, Path("runs/bench/x/1"), schedule, overrides, **more))
 
 
 def test_so_many_steps_and_one_evaluation_behind_them() -> None:
-    """An evaluation between timed steps would be timed, and a tracker would be told of a run that is none."""
-    made = preparation.make(request("tiny-oasst2", "train.max_length=64"))
-    args = made.measured.train_args
+    """An evaluation between timed steps would be timed, and a tracker would be told of a run that is none.
+
+    train.max_steps on the command line is of the recipe, and projected: the benchmark has its own.
+    """
+    found = made("tiny-oasst2", "train.max_length=64", "train.max_steps=500")
+    args = found.measured.train_args
     assert (args["max_steps"], args["eval_steps"], args["save_strategy"], args["eval_on_start"]) == (7, 7, "no", False)
     assert args["max_length"] == 64 and args["report_to"] == "none"
-    assert made.whole.train_args.get("max_steps", -1) == -1 and made.whole.train_args["eval_on_start"] is True
-
-
-def test_without_ends_nothing_follows() -> None:
-    """An evaluation of a large model may take longer than the steps."""
-    assert preparation.make(request(ends=False)).measured.train_args["eval_strategy"] == "no"
-
-
-def test_a_step_limit_of_the_user_is_projected_and_not_measured() -> None:
-    """train.max_steps on the command line is of the recipe: the benchmark has its own."""
-    made = preparation.make(request("tiny-oasst2", "train.max_steps=500"))
-    assert made.whole.train_args["max_steps"] == 500 and made.measured.train_args["max_steps"] == 7
+    assert found.whole.train_args["max_steps"] == 500 and found.whole.train_args["eval_on_start"] is True
+    assert made(save=False).measured.train_args["eval_strategy"] == "no"
 
 
 def test_a_large_recipe_needs_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a laptop the reference recipe is refused before anything is made, with both ways out."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UserError) as caught:
-        preparation.make(request("llama405b-oasst2"))
+        made("llama405b-oasst2")
     assert "--tiny" in str(caught.value.problems[0]) and "--submit" in str(caught.value.problems[0])
-    assert preparation.make(request("llama405b-oasst2", elsewhere=True)).measured.world_size == 16
-    assert preparation.make(request("llama405b-oasst2", tiny=True)).measured.world_size == 2
+    assert made("llama405b-oasst2", elsewhere=True).measured.world_size == 16
+    assert made("llama405b-oasst2", tiny=True).measured.world_size == 2
 
 
 def test_full_size_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """Architecture and lengths stay, weights and data are made here; what the tokenizer lacks is left out."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    made = preparation.make(request("llama405b-oasst2", synthetic=True, elsewhere=True))
-    model, data = made.measured.recipe.model, made.measured.recipe.data
+    found = made("llama405b-oasst2", synthetic=True, elsewhere=True)
+    model, data = found.measured.recipe.model, found.measured.recipe.data
     assert (model.weights, model.revision, model.path) == ("random", None, None)
     assert (
         data.format == "messages" and data.input == str(preparation.made_file(Path("runs/bench/x/1"))) and data.expect is None
     )
-    assert made.measured.architecture == made.whole.architecture and made.measured.train_args.get("pad_token") is None
-    assert made.made is not None
-    assert made.made[0] >= 7 * 32 * 2048, "enough tokens for every packed sequence of every step"
-    assert made.lengths is not None and 400 < made.lengths.mean(2048) < 600, "a quarter of the longest"
+    assert found.measured.architecture == found.whole.architecture and found.measured.train_args.get("pad_token") is None
+    assert found.made is not None
+    assert found.made[0] >= 7 * 32 * 2048, "enough tokens for every packed sequence of every step"
+    assert found.lengths is not None and 400 < found.lengths.mean(2048) < 600, "a quarter of the longest"
 
 
 def test_made_up_conversations_are_as_long_as_they_should_be(tmp_path: Path) -> None:
@@ -75,12 +64,8 @@ def test_made_up_conversations_are_as_long_as_they_should_be(tmp_path: Path) -> 
     words = [sum(len(m["content"].split()) for m in row) + preparation.TEMPLATE_TOKENS for row in rows]
     assert count == len(rows) == 2000 and 0.9 < sum(words) / len(words) / 300 < 1.1
     assert max(words) <= 2048 and [m["role"] for m in rows[0]] == ["user", "assistant"]
+    # Too few sequences would end an epoch in the middle of the steps, with a smaller one.
+    packed = list(preparation.conversations(100.0, 256, tokens=50_000, count=2, seed=3))
+    assert 50_000 <= sum(len(m["content"].split()) for row in packed for m in row) + 12 * len(packed) < 51_000
     again = list(preparation.conversations(300.0, 2048, tokens=0, count=2000, seed=1))
     assert again == rows and len(set(preparation.vocabulary())) == preparation.WORDS
-
-
-def test_there_are_enough_tokens_for_packing() -> None:
-    """Too few sequences would end an epoch in the middle of the steps, with a smaller one."""
-    rows = list(preparation.conversations(100.0, 256, tokens=50_000, count=2, seed=3))
-    words = sum(len(m["content"].split()) for row in rows for m in row) + preparation.TEMPLATE_TOKENS * len(rows)
-    assert 50_000 <= words < 51_000

@@ -24,7 +24,7 @@ COMMITTED = REPO / "docs" / "results" / "bench"
 
 
 def request(path: Path, *overrides: str, again: bool = False) -> BenchRequest:
-    return BenchRequest("tiny-oasst2", overrides, False, None, BenchSchedule(1, 3), False, 1, (), False, path, replace=again)
+    return BenchRequest("tiny-oasst2", path, BenchSchedule(1, 3, save=False), overrides, replace=again)
 
 
 @pytest.mark.parametrize(
@@ -52,34 +52,25 @@ def test_committed_results_keep_their_names() -> None:
     assert shown == name
 
 
-def names(*given: list[str]) -> list[str]:
-    """The names of one recipe with different overrides."""
-    return [
-        result.file_name("r", tiny=False, synthetic=False, kind="cpu", ranks=2, changed=result.changes(overrides))
-        for overrides in given
-    ]
+def names(*given: str) -> list[str]:
+    """The names of one recipe with different overrides, each as one text with ``;`` between them."""
+    kind = {"tiny": False, "synthetic": False, "kind": "cpu", "ranks": 2}
+    return [result.file_name("r", changed=result.changes(filter(None, text.split(";"))), **kind) for text in given]  # type: ignore[arg-type]
 
 
 def test_names_differ_where_recipes_do() -> None:
-    """Another value, another key of the same last part, long ones that begin alike; not the order, nor how false is spelt."""
+    """Another value, another key of the same last part, long ones that begin alike; not the order, nor how false is spelt.
+
+    They are published: a path on this machine has nothing to do in one, nor has a slash or a blank.
+    """
     long = [f"lora.target_modules=[{', '.join('abcdefghijklmnop')}, {last}]" for last in "xy"]
-    found = names(
-        [], ["train.packing=false"], ["train.packing=true"], ["data.packing=false"], [long[0]], [long[1]], ["a.b=1", "a.c=2"]
-    )
+    found = names("", "train.packing=false", "train.packing=true", "data.packing=false", *long, "a.b=1;a.c=2")
     assert len(set(found)) == len(found) and all(len(name) < 70 for name in found)
-    one, *same = names(
-        ["a.b=false", "a.c=2"], ["a.c=2", "a.b=False"], ["a.b=1", "a.c=2", "a.b=false"], ["slurm.nodes=4", "a.b=false", "a.c=2"]
-    )
+    one, *same = names("a.b=false;a.c=2", "a.c=2;a.b=False", "a.b=1;a.c=2;a.b=false", "slurm.nodes=4;a.b=false;a.c=2")
     assert set(same) == {one} and re.fullmatch(r"r-cpu-x2-b-false-c-2-[0-9a-f]{6}", one)
-
-
-def test_a_name_holds_no_place_and_no_strange_character() -> None:
-    """It is published: a path on this machine has nothing to do in it, nor has a slash or a blank."""
-    found = names(
-        ["data.input=/lustre/ann/secret/rows.jsonl"], ["model.path=/lustre/llama 8b/"], ["a.b={x: ["], ["a.b=\N{BULLET}"]
-    )
-    assert found[0].startswith("r-cpu-x2-input-rows.jsonl-") and found[1].startswith("r-cpu-x2-path-llama-8b-")
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in found)
+    odd = names("data.input=/lustre/ann/secret/rows.jsonl", "model.path=/lustre/llama 8b/", "a.b={x: [", "a.b=\N{BULLET}")
+    assert odd[0].startswith("r-cpu-x2-input-rows.jsonl-") and odd[1].startswith("r-cpu-x2-path-llama-8b-")
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in odd)
 
 
 @pytest.fixture
@@ -163,21 +154,16 @@ def test_the_name_on_gpus_is_asked_of_the_driver(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("where", [[], ["--submit", "--cluster", "rno-rtxpro6000"]])
-@pytest.mark.parametrize("key", ["--run-dir", "--out"])
-def test_a_dry_run_looks_at_the_folders(key: str, where: list[str], tmp_path: Path) -> None:
-    """What the run would refuse, the dry run refuses: a file, and a folder below one."""
-    (tmp_path / "file").write_text("")
-    other = ["--out", tmp_path / "out"] if key == "--run-dir" else []
-    for path in ("file", "file/x"):
-        done = run("bench", "tiny-oasst2", key, tmp_path / path, *other, *where, "--dry-run", "--json")
-        assert done.code == 2, (path, done.err)
-        (problem,) = done.json["problems"]
-        assert (
-            problem["key"] == key
-            and "is a file" in problem["message"]
-            and problem["file"] == str(tmp_path / "file")
-            and problem["fix"]
-        )
+def test_a_dry_run_looks_at_the_folders(where: list[str], tmp_path: Path) -> None:
+    """What the run would refuse, the dry run refuses, both at once: a file, and a folder below one."""
+    file = tmp_path / "file"
+    file.write_text("")
+    for places in ((file, file / "x"), (file / "x", file)):
+        options = [word for pair in zip(("--run-dir", "--out"), places, strict=True) for word in pair]
+        done = run("bench", "tiny-oasst2", *options, *where, "--dry-run", "--json")
+        assert done.code == 2, done.err
+        found = [(item["key"], item["file"], "is a file" in item["message"]) for item in done.json["problems"]]
+        assert found == [(key, str(file), True) for key in ("--run-dir", "--out")]
 
 
 def test_a_dry_run_in_a_used_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +187,6 @@ def test_a_dry_run_in_a_used_folder_is_refused(tmp_path: Path, monkeypatch: pyte
 
 def test_a_job_is_told_to_replace(tmp_path: Path) -> None:
     """The word is said on the login node and needed in the job."""
-    cluster = load_cluster("rno-rtxpro6000")
     for again in (False, True):
-        words = batch.arguments(request(tmp_path / "run", again=again), cluster, None, tmp_path, ())
-        assert ("--replace" in words) is again
+        asked = request(tmp_path / "run", again=again)
+        assert ("--replace" in batch.arguments(asked, load_cluster("rno-rtxpro6000"), None, tmp_path, ())) is again

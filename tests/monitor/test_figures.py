@@ -56,26 +56,20 @@ def test_a_slow_rank_is_named_whatever_it_is_slow_at(slow: dict[str, float]) -> 
     assert list(found.stragglers()) == ["2"] and found.stragglers()["2"] > 1.5
 
 
-def test_noise_names_nobody_and_a_busy_moment_neither() -> None:
-    """Twenty draws: ranks that differ by a third from step to step, one of them three times as slow in a fifth of them."""
+def test_noise_names_nobody_but_a_slow_rank() -> None:
+    """Twenty draws: of ranks that differ by a third from step to step one that is three times as slow in a fifth of them is
+    not named, and one that is always half as slow again is.
+    """
     for seed in range(20):
-        draw, found = random.Random(seed), figures()
+        draw, quiet, found = random.Random(seed), figures(), figures()
+        slow = draw.randrange(8)
         for step in range(RECENT):
             rows = [{"layers": draw.uniform(0.3, 0.4)} for _ in range(4)]
             if step % 5 == 0:
                 rows[1]["layers"] = 1.2
-            found.add(ranks(*rows))
-        assert found.stragglers() == {}
-
-
-def test_twenty_of_twenty_slowed_ranks_are_found_in_noise() -> None:
-    for seed in range(20):
-        draw, found = random.Random(seed), figures()
-        slow = draw.randrange(8)
-        for _ in range(RECENT):
-            rows = [{"layers": draw.uniform(0.34, 0.4) * (1.5 if rank == slow else 1)} for rank in range(8)]
-            found.add(ranks(*rows))
-        assert list(found.stragglers()) == [str(slow)]
+            quiet.add(ranks(*rows))
+            found.add(ranks(*({"layers": draw.uniform(0.34, 0.4) * (1.5 if rank == slow else 1)} for rank in range(8))))
+        assert quiet.stragglers() == {} and list(found.stragglers()) == [str(slow)]
 
 
 def test_a_clock_adds_up_what_a_rank_does_alone() -> None:

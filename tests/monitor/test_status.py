@@ -16,10 +16,14 @@ import pytest
 
 from clustertune.cluster.schema import Monitor
 from clustertune.errors import UserError
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.monitor import live, page
+from clustertune.monitor.sampler import TelemetryWriter
 from clustertune.monitor.status import Alert, Watcher
 from clustertune.report import cost
 from clustertune.report.metrics import read_metrics
+from clustertune.report.telemetry import FOLDER, TelemetryRow
+from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from tests.command import run
 from tests.monitor import simulated
@@ -57,6 +61,21 @@ def test_watch_says_where_a_run_is(folder: Path) -> None:
     assert set(alerts) == {"straggler", "gpu"} and "node0: GPU 5: GPU is lost" in alerts["gpu"]
     assert "rank 11 on node1" in alerts["straggler"] and "1410 MHz (median 1980), too warm" in alerts["straggler"]
     assert "rank 11" in run("watch", folder, "--once").err
+
+
+def test_a_restart_on_fewer_and_other_nodes_shows_those(folder: Path) -> None:
+    """Before its first step: ranks and machines of the attempt before are gone, though their figures are still there."""
+    now = time.time()
+    run_dir = simulated.make(folder, now, slow=11, lost=5)
+    (run_dir.attempt(2) / "outcome.json").write_text(json.dumps({"code": 75, "time": now}))
+    run_dir.attempt(3).mkdir()
+    AttemptPlan(3, (Node("b", "b"),), 8, launcher="slurm", begun=now).write(run_dir.attempt(3))
+    found = Watcher(folder).look(now)
+    assert (found.state, found.alerts, [(n.name, n.row) for n in found.nodes]) == ("training", (), [("b", None)])
+    row = TelemetryRow(now, 3, {"load": 1.0})
+    TelemetryWriter(folder / FOLDER, "b", {"host": "b", "node": 0}).add(row)
+    (node,) = Watcher(folder).look(now).nodes
+    assert node.row is not None and node.row.node["load"] == 1.0
 
 
 def test_a_job_s_id_finds_its_run(folder: Path) -> None:
@@ -135,12 +154,11 @@ def test_the_page_shows_it_all_and_asks_nothing_of_a_network(folder: Path) -> No
     assert html.count('class="mark save"') == 4 and "<title>(1!)" in html
     change(folder, distributed={"gpu0": "<script>alert(1)</script>"}, recipe={"name": "<b>x"})
     assert "<b>x" not in page.draw(Watcher(folder).look(now), now)
-
-
-def test_a_run_without_anything_has_a_page_too(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{}")
-    live.refresh(tmp_path)
-    assert "No step has been logged yet" in (tmp_path / "live.html").read_text()
+    for path in list(folder.iterdir()):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (folder / "run.json").write_text("{}")
+    live.refresh(folder)
+    assert "No step has been logged yet" in (folder / "live.html").read_text()
 
 
 def test_the_metrics_file_is_openmetrics(folder: Path) -> None:
@@ -192,14 +210,11 @@ def test_an_alert_reaches_the_log_the_command_and_the_webhook_once(tmp_path: Pat
         alerts.take(now)
     server.shutdown()
     assert len(got) == 2 and json.loads(got[0])["text"] == "1 GiB is free", "again only once it was over"
-    for file in (output, tmp_path / "telemetry" / "alerts.jsonl"):
-        assert [json.loads(line)["kind"] for line in file.read_text().splitlines()] == ["disk", "disk"]
-
-
-def test_a_site_that_does_not_answer_stops_nothing(tmp_path: Path) -> None:
-    site = Monitor(command=("false",), webhook="http://127.0.0.1:9/secret")
-    live.Alerts(tmp_path, site).take((Alert("gpu", "x"),))
-    assert (tmp_path / "telemetry" / "alerts.jsonl").exists()
+    silent = Monitor(command=("false",), webhook="http://127.0.0.1:9/secret")  # a site that does not answer stops nothing
+    live.Alerts(tmp_path, silent).take((Alert("gpu", "x"),))
+    log = tmp_path / "telemetry" / "alerts.jsonl"
+    for file, kinds in ((output, ["disk", "disk"]), (log, ["disk", "disk", "gpu"])):
+        assert [json.loads(line)["kind"] for line in file.read_text().splitlines()] == kinds
 
 
 # --- the budget ----------------------------------------------------------------------------------------------------------
@@ -229,15 +244,10 @@ def test_dollars_without_a_price_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="price") as caught:
         cost.check(RunDir(folder), found.budget)
     assert caught.value.code == 2 and found.budget_used is None and found.cost.training.usd is None
-
-
-def test_a_budget_changes_no_fingerprint() -> None:
-    from clustertune.resolve.resolve import resolve
-
-    plain, limited = (resolve("tiny-oasst2", words) for words in ([], ["budget.usd=5"]))
-    assert plain.fingerprint() == limited.fingerprint()
     with pytest.raises(UserError, match="budget"):
         resolve("tiny-oasst2", ["budget.usd=0"])
+    plain, limited = (resolve("tiny-oasst2", words) for words in ([], ["budget.usd=5"]))
+    assert plain.fingerprint() == limited.fingerprint()
 
 
 @pytest.mark.jobs

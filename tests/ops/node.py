@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
+import contextlib
+import ctypes
+import io
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -20,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from clustertune.cli.app import main
 from clustertune.ops.storage.node import immutable
 from tests.command import REPO, Done
 
@@ -40,82 +43,50 @@ ip link set lo up
 """
 
 
-SERVER = """
-import contextlib, ctypes, io, json, os, sys, tempfile, traceback
-import clustertune.ops.storage.judge, clustertune.ops.storage.plan
-from clustertune.cli.app import main
+FORKS = multiprocessing.get_context("forkserver")
+"""Commands are forked of one process that has their imports already: a second less for each."""
+FORKS.set_forkserver_preload(
+    ["clustertune.cli.app", *(f"clustertune.ops.storage.{name}" for name in ("judge", "plan")), __name__]
+)
 
-def enter(pid):
+
+def _enter(pid: int) -> None:
+    """Go on in the namespaces of a process."""
     spaces = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in ("pid", "net", "mnt")]
-    here = os.getcwd()
+    here = Path.cwd()
     assert not [space for space in spaces if ctypes.CDLL(None).setns(space, 0)]
     os.chdir(here)
     if child := os.fork():  # who is in a PID namespace is only its children
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
 
-def run(argv, user, pid):
+
+def _command(arguments: list[str], user: int | None, pid: int | None, outputs: list[str]) -> None:
+    os.environ |= {"PATH": SBIN, "PYTHONPATH": str(REPO)}
+    for number, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     if pid:
-        enter(pid)
-    sys.argv = ["clustertune", *argv]
+        _enter(pid)
+    sys.argv = ["clustertune", *arguments]
     if user:  # what it imports on its way may lie in root's home, where nobody else can read
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             main()
-        os.setgroups([]); os.setgid(user); os.setuid(user)
-    return main()
-
-for line in sys.stdin:
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.dup2(out.fileno(), 1)
-                os.dup2(err.fileno(), 2)
-                code = run(*json.loads(line))
-            except SystemExit as error:
-                code = error.code
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code or 0)
-        _, status = os.waitpid(pid, 0)
-        texts = [file.seek(0) or file.read() for file in (out, err)]
-        print(json.dumps([os.waitstatus_to_exitcode(status), *texts]), flush=True)
-"""
-"""Runs commands, in a node's namespaces too, from one interpreter that has its imports already: a second less for each."""
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+    sys.exit(main())
 
 
-class Served:
-    """``clustertune`` from an interpreter that stays until the tests end."""
-
-    def __init__(self) -> None:
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        env = {**os.environ, "PATH": SBIN, "PYTHONPATH": str(REPO)}
-        self.child = subprocess.Popen([sys.executable, "-c", SERVER], cwd=REPO, env=env, **pipes)
-        atexit.register(self.close)
-
-    def run(self, *arguments: str | Path, user: int | None = None, pid: int | None = None) -> Done:
-        """Run a command to its end: as ``user``, in the namespaces of process ``pid``."""
-        assert self.child.stdin is not None
-        assert self.child.stdout is not None
-        self.child.stdin.write(json.dumps([[*map(str, arguments)], user, pid]) + "\n")
-        self.child.stdin.flush()
-        done = Done(*json.loads(self.child.stdout.readline()))
-        assert "Traceback" not in done.err, done.err
-        return done
-
-    def close(self) -> None:
-        """End it."""
-        self.child.kill()
-        self.child.communicate()
-
-
-@functools.cache
-def served() -> Served:
-    """The one of these tests."""
-    return Served()
+def served(*arguments: str | Path, user: int | None = None, pid: int | None = None) -> Done:
+    """Run ``clustertune`` to its end: as ``user``, in the namespaces of process ``pid``."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [f"{folder}/{name}" for name in ("out", "err")]
+        child = FORKS.Process(target=_command, args=([*map(str, arguments)], user, pid, outputs))
+        child.start()
+        child.join(LIMIT)
+        assert child.exitcode is not None, "it hangs"
+        done = Done(child.exitcode, *(Path(path).read_text() for path in outputs))
+    assert "Traceback" not in done.err, done.err
+    return done
 
 
 def lacking(*more: str) -> str | None:
@@ -180,7 +151,7 @@ class Node:
 
     def command(self, *arguments: str | Path, user: int | None = None) -> Done:
         """Run ``clustertune ops storage`` on it."""
-        return served().run("ops", "storage", *arguments, user=user, pid=self.pid)
+        return served("ops", "storage", *arguments, user=user, pid=self.pid)
 
     def python(self, code: str, *arguments: str | Path) -> Done:
         """Run Python inside."""

@@ -11,27 +11,24 @@ import yaml
 from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Cluster
 
+
+def at(*addresses: str) -> list[dict[str, Any]]:
+    """A head and two nodes at these addresses."""
+    roles = (["login", "slurmctld"], ["compute"], ["compute"])
+    names = ("head", "n1", "n2")
+    return [{"name": n, "address": a, "roles": r} for n, a, r in zip(names, addresses, roles, strict=True)]
+
+
 BASE: dict[str, Any] = {
     "name": "odd",
-    "nodes": [
-        {"name": "head", "address": "10.99.1.1", "roles": ["login", "slurmctld"]},
-        {"name": "n1", "address": "10.99.1.11", "roles": ["compute"]},
-        {"name": "n2", "address": "10.99.1.12", "roles": ["compute"]},
-    ],
+    "nodes": at("10.99.1.1", "10.99.1.11", "10.99.1.12"),
     "compute": {
-        "gpus": 4,
-        "gpu": "h100-sxm",
-        "interconnect": "nvlink4",
-        "sockets": 2,
-        "cores": 32,
-        "threads": 64,
-        "memory_gb": 512,
-        "numa_gpus": [[0, 1], [2, 3]],
-        "numa_cpus": ["0-15,32-47", "16-31,48-63"],
+        "gpus": 4, "gpu": "h100-sxm", "interconnect": "nvlink4", "sockets": 2, "cores": 32, "threads": 64, "memory_gb": 512,
+        "numa_gpus": [[0, 1], [2, 3]], "numa_cpus": ["0-15,32-47", "16-31,48-63"],
     },
     "network": {"interface": "eth0", "kind": "ethernet", "gbit": 100},
     "slurm": {"partition": "gpu", "gres": "h100"},
-}
+}  # fmt: skip
 
 
 def nodes(names: list[str], start: int = 0) -> list[dict[str, Any]]:
@@ -74,20 +71,8 @@ ODD: dict[str, dict[str, Any]] = {
     "no type": {"slurm": {"gres": None}},
     "a number as type": {"slurm": {"gres": "4090"}},
     "hyphens": {"nodes": [HEAD, *nodes(["rno-it-gpu0007-1", "rno-it-gpu0008-1", "a-b-1", "a-b-2"])]},
-    "IPv6": {
-        "nodes": [
-            {"name": "head", "address": "fd00:99::1", "roles": ["login", "slurmctld"]},
-            {"name": "n1", "address": "fd00:99::11", "roles": ["compute"]},
-            {"name": "n2", "address": "fd00:99::12", "roles": ["compute"]},
-        ]
-    },
-    "names for addresses": {
-        "nodes": [
-            {"name": "head", "address": "head", "roles": ["login", "slurmctld"]},
-            {"name": "n1", "address": "n1", "roles": ["compute"]},
-            {"name": "n2", "address": "n2", "roles": ["compute"]},
-        ]
-    },
+    "IPv6": {"nodes": at("fd00:99::1", "fd00:99::11", "fd00:99::12")},
+    "names for addresses": {"nodes": at("head", "n1", "n2")},
     "four NUMA nodes": {
         "compute": {"numa_gpus": [[0], [1], [2], [3]], "numa_cpus": ["0-7,32-39", "8-15,40-47", "16-23,48-55", "24-31,56-63"]}
     },

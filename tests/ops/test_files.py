@@ -97,38 +97,30 @@ def test_a_block_that_breaks_off_is_completed(before: bytes, length: int) -> Non
 
 def test_a_file_is_replaced_with_a_backup_and_keeps_its_mode(tmp_path: Path) -> None:
     """The old text is what an operator goes back to; a file that was private must not become readable."""
-    file = tmp_path / "etc/fstab"
-    file.parent.mkdir()
+    file = tmp_path / "fstab"
     file.write_bytes(b"old\n")
     file.chmod(0o640)
-    change = Change("/etc/fstab", read(tmp_path, "/etc/fstab"), b"new\n")
-    backup = put(tmp_path, change, when=0)
-    assert backup == tmp_path / "etc/fstab.clustertune-19700101T000000Z"
-    assert (backup.read_bytes(), file.read_bytes()) == (b"old\n", b"new\n")
-    assert (backup.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o640, 0o640)
-    # A second change in the same second: neither backup is lost.
-    second = put(tmp_path, Change("/etc/fstab", b"new\n", b"newer\n"), when=0)
-    assert second is not None
-    assert second.read_bytes() == b"new\n"
-    assert backup.read_bytes() == b"old\n"
-    assert put(tmp_path, Change("/etc/fstab", b"newer\n", b"newer\n")) is None
-    assert len(list(file.parent.iterdir())) == 3
+    # The second change in the same second: neither backup is lost.
+    first, second = (
+        put(tmp_path, Change("/fstab", before, after), when=0)
+        for before, after in ((b"old\n", b"new\n"), (b"new\n", b"newer\n"))
+    )
+    assert first == tmp_path / "fstab.clustertune-19700101T000000Z" and second is not None
+    assert [path.read_bytes() for path in (first, second, file)] == [b"old\n", b"new\n", b"newer\n"]
+    assert {path.stat().st_mode & 0o777 for path in (first, file)} == {0o640}
+    assert put(tmp_path, Change("/fstab", b"newer\n", b"newer\n")) is None
+    assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_new_file_gets_its_folders_and_no_backup(tmp_path: Path) -> None:
-    """Nothing was there to go back to."""
-    assert put(tmp_path, Change("/etc/exports.d/x.exports", None, b"x\n", mode=0o600)) is None
-    assert (tmp_path / "etc/exports.d/x.exports").stat().st_mode & 0o777 == 0o600
-    assert not Change("/etc/y", None, b"").needed
-
-
-def test_a_file_that_changed_meanwhile_is_left(tmp_path: Path) -> None:
+def test_a_new_file_has_no_backup_and_one_that_changed_meanwhile_is_left(tmp_path: Path) -> None:
     """The plan was made of another text: writing it would undo what came since."""
-    (tmp_path / "f").write_bytes(b"theirs\n")
+    new = Change("/etc/exports.d/x.exports", None, b"x\n", mode=0o600)
+    assert put(tmp_path, new) is None and not Change("/etc/y", None, b"").needed
+    assert (tmp_path / "etc/exports.d/x.exports").stat().st_mode & 0o777 == 0o600
     with pytest.raises(UserError, match="meanwhile") as caught:
-        put(tmp_path, Change("/f", b"old\n", b"new\n"))
+        put(tmp_path, Change("/etc/exports.d/x.exports", b"old\n", b"new\n"))
     assert caught.value.code is ExitCode.AGAIN
-    assert (tmp_path / "f").read_bytes() == b"theirs\n"
+    assert (tmp_path / "etc/exports.d/x.exports").read_bytes() == b"x\n"
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "rename"])

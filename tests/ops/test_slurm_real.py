@@ -121,12 +121,10 @@ def test_locked_memory_is_slurmds_and_not_the_login_shells(reference: Slurm, tmp
     assert log.read_text().split() == [expected, "0"]
 
 
-STARTED = [
-    pytest.param(name, marks=[pytest.mark.jobs] if name in ("a thousand with a suffix", "other partition", "one GPU") else [])
-    for name in ODD
-    if name != "IPv6"
-]
-"""The network of a throw-away cluster is IPv4. Some are left to ``make test-jobs``: each takes seconds."""
+QUICK = ("CPU only", "one machine is all", "a thousand", "names for addresses")
+STARTED = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.jobs]) for name in ODD if name != "IPv6"]
+"""The network of a throw-away cluster is IPv4. Most are left to ``make test-jobs``: each takes seconds, and every one of the
+files goes through Slurm's own parser anyway."""
 
 
 @pytest.mark.parametrize("odd", STARTED)

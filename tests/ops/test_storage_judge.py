@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,20 +76,28 @@ def test_nothing_is_found_where_all_is_well() -> None:
 B, S = "/shared-b", "/shared"
 
 
-def brick(path: str, **more: Any) -> Callable[[Facts], None]:
-    return lambda facts: facts.bricks.update({path: replace(facts.bricks[path], **more)})
+def change(where: str, key: str | None = None, **more: Any) -> Callable[[Facts], None]:
+    """A fault: other values of one place's state, or of the facts themselves."""
+
+    def break_it(facts: Facts) -> None:
+        states = getattr(facts, where)
+        if key is None:
+            setattr(facts, where, replace(states, **more))
+        else:
+            states[key] = replace(states[key], **more)
+
+    return break_it
 
 
-def pool(**more: Any) -> Callable[[Facts], None]:
-    return lambda facts: setattr(facts, "pool", replace(facts.pool, **more))  # type: ignore[type-var]
+brick, disk, pool = partial(change, "bricks"), partial(change, "disks", "/data/shared"), partial(change, "pool")
 
 
 def xattr(name: str, value: str) -> Callable[[Facts], None]:
     return lambda facts: facts.xattrs.update({name: value})
 
 
-def etab(text: str) -> Callable[[Facts], None]:
-    return lambda facts: setattr(facts, "etab", text)
+def put(**more: Any) -> Callable[[Facts], None]:
+    return lambda facts: vars(facts).update(more)
 
 
 def point(*of: Any, **more: Any) -> Callable[[Facts], None]:
@@ -118,8 +127,8 @@ FAULTS: list[tuple[Callable[[Facts], Any], str, str, str]] = [
     (brick(B, data=False), "brick-data", FAIL, "no /shared-b/data"),
     (brick(B, source="10.21.133.31:/data"), "brick-source", FAIL, "not 10.21.133.39:/data"),
     (brick(B, fstype="xfs"), "brick-source", FAIL, "not NFS"),
-    (lambda facts: facts.disks["/data/shared"].__dict__.update(as_meant=False), "brick-source", FAIL, "is mounted, not /dev"),
-    (lambda facts: facts.disks["/data/shared"].__dict__.update(fstype=None), "brick-mounted", FAIL, "not exported"),
+    (disk(as_meant=False), "brick-source", FAIL, "is mounted, not /dev"),
+    (disk(fstype=None), "brick-mounted", FAIL, "not exported"),
     (brick(B, options=["rw", "soft"]), "brick-options", FAIL, "soft"),
     (brick(B, options=["rw", "softerr"]), "brick-options", FAIL, "softerr"),
     (brick(S, as_meant=False), "brick-source", FAIL, "it shows something else than /data/shared"),
@@ -127,17 +136,17 @@ FAULTS: list[tuple[Callable[[Facts], Any], str, str, str]] = [
     (brick(B, written="silent"), "brick-writable", UNKNOWN, "not seen: /shared-b"),
     (brick(B, errno="ESTALE"), "storage-clock", UNKNOWN, "not seen: /shared-b"),
     (brick(S, fstype=None), "brick-writable", UNKNOWN, "not seen: /shared"),
-    (lambda facts: facts.servers.clear(), "nfs-server-answers", UNKNOWN, "no server was asked"),
+    (put(servers={}), "nfs-server-answers", UNKNOWN, "no server was asked"),
     (pool(fstype=None), "pool-options", UNKNOWN, "not seen: /pool"),
     (pool(silent=True), "pool-mmap", UNKNOWN, "not seen: /pool"),
     (brick(B, skew=-3.5), "storage-clock", WARN, "3.5 s behind"),
     (brick(B, skew=400.0), "storage-clock", FAIL, "ahead of"),
-    (lambda facts: facts.servers.update({"10.21.133.39": "silent"}), "nfs-server-answers", FAIL, "no answer in 5 s"),
-    (lambda facts: facts.servers.update({"10.21.133.39": "ECONNREFUSED"}), "nfs-server-answers", FAIL, "ECONNREFUSED"),
-    (lambda facts: setattr(facts, "serves", False), "nfs-export", FAIL, "does not run"),
-    (etab(""), "nfs-export", FAIL, "not exported to 10.21.133.0/24"),
-    (etab(ETAB.replace("root_squash", "no_root_squash")), "nfs-export", FAIL, "without root_squash"),
-    (etab(ETAB + "/data/shared\t*(rw,no_root_squash)\n"), "nfs-export", WARN, "also exported to *"),
+    (put(servers={"10.21.133.39": "silent"}), "nfs-server-answers", FAIL, "no answer in 5 s"),
+    (put(servers={"10.21.133.39": "ECONNREFUSED"}), "nfs-server-answers", FAIL, "ECONNREFUSED"),
+    (put(serves=False), "nfs-export", FAIL, "does not run"),
+    (put(etab=""), "nfs-export", FAIL, "not exported to 10.21.133.0/24"),
+    (put(etab=ETAB.replace("root_squash", "no_root_squash")), "nfs-export", FAIL, "without root_squash"),
+    (put(etab=ETAB + "/data/shared\t*(rw,no_root_squash)\n"), "nfs-export", WARN, "also exported to *"),
     (pool(fstype=None), "pool-mounted", FAIL, "bare mount point"),
     (pool(fstype="ext4"), "pool-mounted", FAIL, "ext4"),
     (pool(silent=True), "pool-answers", FAIL, "no answer in 5 s"),
@@ -153,7 +162,7 @@ FAULTS: list[tuple[Callable[[Facts], Any], str, str, str]] = [
     (xattr("branches", "/shared/data=RW:/shared-b/data=NC"), "pool-bricks", FAIL, "=NC"),
     (xattr("branches", "/shared/data=RW:/shared-b/data=RO,4G"), "pool-bricks", FAIL, "=RO"),
     (xattr("branches", "/shared/data=RW:/shared-b/data=RW:/x=RW"), "pool-bricks", FAIL, "also has /x"),
-    (lambda facts: facts.xattrs.clear(), "pool-bricks", UNKNOWN, "did not report"),
+    (put(xattrs={}), "pool-bricks", UNKNOWN, "did not report"),
     (xattr("cache.files", "off"), "pool-options", FAIL, "cache.files is off"),
     (xattr("cache.files", "partial"), "pool-options", WARN, "cache.files is partial"),
     (xattr("minfreespace", "4G"), "pool-options", WARN, "minfreespace is 4G"),
@@ -164,10 +173,10 @@ FAULTS: list[tuple[Callable[[Facts], Any], str, str, str]] = [
     (point("absent"), "mount-point-immutable", WARN, "absent"),
     (point("link", leads="/y"), "mount-point-immutable", WARN, "leads to /y"),
     (point("unknown"), "mount-point-immutable", UNKNOWN, "only root"),
-    (lambda facts: facts.folders.update({"/pool/logs": {"mode": 0o755, "group": "root"}}), "shared-folders", WARN, "mode 0755"),
-    (lambda facts: facts.folders.update({"/pool/logs": {"errno": "ENOENT"}}), "shared-folders", FAIL, "does not exist"),
-    (lambda facts: facts.stale.append("/etc/fstab is not what"), "files-current", WARN, "/etc/fstab"),
-    (lambda facts: facts.by_hand.append("/dev/sdb is mounted"), "files-current", WARN, "/dev/sdb"),
+    (put(folders={"/pool/logs": {"mode": 0o755, "group": "root"}}), "shared-folders", WARN, "mode 0755"),
+    (put(folders={"/pool/logs": {"errno": "ENOENT"}}), "shared-folders", FAIL, "does not exist"),
+    (put(stale=["/etc/fstab is not what"]), "files-current", WARN, "/etc/fstab"),
+    (put(by_hand=["/dev/sdb is mounted"]), "files-current", WARN, "/dev/sdb"),
 ]
 
 
@@ -189,11 +198,8 @@ def test_every_rule_has_a_fault_here() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("branches", "/shared/data=RW,4G:/shared-b/data=RW"),  # a branch with a minfreespace of its own takes files
-        ("minfreespace", "96G"),  # 2.33 says bytes, 2.40 this
-        ("minfreespace", "98304M"),
-    ],
+    # A branch with a minfreespace of its own takes files; 2.33 says bytes, 2.40 units.
+    [("branches", "/shared/data=RW,4G:/shared-b/data=RW"), ("minfreespace", "96G"), ("minfreespace", "98304M")],
 )
 def test_mergerfs_tells_the_same_in_several_ways(name: str, value: str) -> None:
     facts = healthy()
@@ -201,20 +207,12 @@ def test_mergerfs_tells_the_same_in_several_ways(name: str, value: str) -> None:
     assert {item.status for item in judge.judge(facts, wanted())} == {PASS}
 
 
-def test_a_hung_pool_names_the_brick() -> None:
-    """The pool waits for the brick: the remedy is there, not in mounting the pool again."""
-    facts = healthy()
-    brick(B, silent=True)(facts)
-    pool(silent=True)(facts)
-    (found,) = [item for item in judge.judge(facts, wanted()) if item.rule == "pool-answers"]
-    assert "/shared-b" in found.fix
-
-
-def test_the_group_of_the_folders() -> None:
-    """2775 without the group would let nobody write."""
-    of = replace(wanted(), group="train")
+def test_a_hung_pool_names_the_brick_and_a_group_is_asked_for() -> None:
+    """The pool waits for the brick: the remedy is there, not in mounting the pool again. 2775 without the group is useless."""
     facts = healthy()
     facts.folders = {path: {"mode": 0o2775, "group": "root"} for path in facts.folders}
-    found = [item for item in judge.judge(facts, of) if item.rule == "shared-folders"]
-    assert len(found) == len(facts.folders)
-    assert all("train is meant" in item.found for item in found)
+    found = [item.found for item in judge.judge(facts, replace(wanted(), group="train")) if item.rule == "shared-folders"]
+    assert len(found) == len(facts.folders) and all("train is meant" in text for text in found)
+    brick(B, silent=True)(facts)
+    pool(silent=True)(facts)
+    assert ["/shared-b" in item.fix for item in judge.judge(facts, wanted()) if item.rule == "pool-answers"] == [True]

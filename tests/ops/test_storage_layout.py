@@ -38,30 +38,18 @@ TWO = [
 THREE = {"one": "10.9.0.2", "two": "10.9.0.3", "three": "10.9.0.4"}
 
 
-def made(
-    tmp_path: Path,
-    bricks: list[dict[str, Any]] | None = None,
-    addresses: dict[str, str] | None = None,
-    network: dict[str, Any] | None = None,
-    compute: dict[str, Any] | None = None,
-    **storage: Any,
-) -> StorageLayout:
-    """The layout of the machine "two" of a cluster in which each of two has a brick, with some facts changed."""
-    bricks = bricks or TWO
-    owners = {brick["node"] for brick in bricks}
-    text = {
-        "name": "test",
-        "nodes": [
-            {"name": name, "address": address, "roles": ["compute", *(["nfs"] if name in owners else [])]}
-            for name, address in (addresses or THREE).items()
-        ],
-        "compute": compute or CPU,
-        "network": network or {**NETWORK, "subnet": "10.9.0.0/24"},
-        "storage": {"bricks": bricks, **{"pool": {"mount": "/pool"}, "shared": "/pool", **storage}},
-    }
-    text["storage"] = {key: value for key, value in text["storage"].items() if value is not None}  # type: ignore[attr-defined]
+def made(tmp_path: Path, **changes: Any) -> StorageLayout:
+    """The layout of the machine "two" of a cluster in which each of two has a brick; None removes a key of ``storage``."""
+    addresses, bricks = changes.pop("addresses", THREE), changes.get("bricks", TWO)
+    network, compute = changes.pop("network", {**NETWORK, "subnet": "10.9.0.0/24"}), changes.pop("compute", CPU)
+    storage = {"bricks": TWO, "pool": {"mount": "/pool"}, "shared": "/pool", **changes}
+    nodes = [
+        {"name": name, "address": address, "roles": ["compute", *{"nfs" for brick in bricks if brick["node"] == name}]}
+        for name, address in addresses.items()
+    ]
+    storage = {key: value for key, value in storage.items() if value is not None}
     path = tmp_path / "cluster.yaml"
-    path.write_text(json.dumps(text))
+    path.write_text(json.dumps({"name": "test", "nodes": nodes, "compute": compute, "network": network, "storage": storage}))
     return layout(load_cluster(str(path)), "two")
 
 
@@ -151,13 +139,10 @@ def test_addresses_versions_and_clients(tmp_path: Path) -> None:
     """IPv6 needs brackets and its own transport; without a subnet each other machine is named."""
     found = made(tmp_path, addresses={"one": "fd00::2", "two": "fd00::3"}, network=NETWORK, nfs_version="3")
     remote = found.at("/a")
-    assert remote is not None
-    assert remote.source == "[fd00::2]:/data/x"
+    assert remote is not None and remote.source == "[fd00::2]:/data/x"
     assert {"proto=tcp6", "nfsvers=3"} <= set(remote.options)
     assert found.exports == ("/data/y fd00::2(rw,sync,root_squash,no_subtree_check,sec=sys,mountpoint)",)
-    alone = made(tmp_path, addresses={"two": "10.9.0.3"}, bricks=[
-        {"node": "two", "path": "/data/y", "mount": "/b", "filesystem": "xfs", "tb": 10},
-    ], network={"kind": "none"})  # fmt: skip
+    alone = made(tmp_path, addresses={"two": "10.9.0.3"}, bricks=[TWO[1]], network={"kind": "none"})
     assert alone.exports == ()  # a line without a client would be for everybody
 
 
@@ -179,25 +164,21 @@ def test_the_folders_that_users_share(tmp_path: Path, changes: dict[str, Any], f
     assert bool(folders) == bool(modes)
 
 
-def test_staging_is_a_folder_of_compute_nodes(tmp_path: Path) -> None:
-    """``clustertune stage`` copies there as an ordinary user."""
+def test_staging_is_a_folder_and_the_policy_that_root_squash_breaks_is_named(tmp_path: Path) -> None:
+    """``clustertune stage`` copies there as an ordinary user; mergerfs makes a folder as root, whom servers map to nobody."""
     found = made(tmp_path, staging={"path": "/scratch/stage", "gb": 500}, group="train")
     assert [(folder.path, folder.mode, folder.group) for folder in found.local] == [("/scratch/stage", 0o2775, "train")]
-
-
-def test_the_policy_that_root_squash_breaks_is_named(tmp_path: Path) -> None:
-    """mergerfs makes a folder on another brick as root, and the server makes nobody of root."""
-    assert any("epmfs" in note for note in made(tmp_path).notes)
+    assert any("epmfs" in note for note in found.notes)
     assert not any("epmfs" in note for note in made(tmp_path, pool={"mount": "/pool", "create": "epmfs"}).notes)
 
 
 @pytest.mark.parametrize(
-    ("node_name", "words"), [("rno-it-gpu0009-1", "rno-it-gpu000"), ("", "no machine"), ("x; rm", "no machine")]
+    ("name", "words"), [("rno-it-gpu0009-1", "rno-it-gpu000"), ("", "no machine"), ("x; rm", "no machine")]
 )
-def test_a_machine_that_is_not_there(node_name: str, words: str) -> None:
+def test_a_machine_that_is_not_there(name: str, words: str) -> None:
     """A misspelt name gets the nearest one."""
     with pytest.raises(UserError, match=words):
-        layout(load_cluster("rno-rtxpro6000"), node_name)
+        layout(load_cluster("rno-rtxpro6000"), name)
 
 
 def test_a_cluster_without_bricks(tmp_path: Path) -> None:
@@ -219,9 +200,14 @@ def complaints_of(text: str, of: StorageLayout, old: str = "") -> list[str]:
 
 @pytest.mark.parametrize("name", RNO)
 def test_systemd_boots_with_the_lines(name: str) -> None:
-    """Its own generator and verifier: every required mount is there, and nothing is ordered in a circle."""
+    """Its own generator and verifier: every required mount is there, and nothing is ordered in a circle.
+
+    An old fstab with a fault of its own must not keep ours from being written.
+    """
     found = layout(load_cluster("rno-rtxpro6000"), name)
-    assert complaints_of("\n".join(lines(found)) + "\n", found) == []
+    text, old = "\n".join(lines(found)) + "\n", "/dev/sda1 /x xfs x-systemd.requires=/absent 0 0\n"
+    assert complaints_of(text, found) == [] == complaints_of(old + text, found, old)
+    assert complaints_of(old + text, found) != []
 
 
 @pytest.mark.parametrize(
@@ -238,15 +224,6 @@ def test_systemd_finds_what_would_not_boot(old: str, new: str, words: str) -> No
     text = "\n".join(lines(found)) + "\n"
     assert old in text
     assert any(words in line for line in complaints_of(text.replace(old, new), found))
-
-
-def test_what_was_wrong_before_is_not_ours() -> None:
-    """An old fstab with a fault of its own must not keep ours from being written."""
-    found = layout(load_cluster("rno-rtxpro6000"), RNO[0])
-    old = "/dev/sda1 /x xfs x-systemd.requires=/absent 0 0\n"
-    ours = "\n".join(lines(found)) + "\n"
-    assert complaints_of(old + ours, found, old) == []
-    assert complaints_of(old + ours, found) != []
 
 
 def test_the_pool_waits_for_both_bricks(tmp_path: Path) -> None:
@@ -272,57 +249,51 @@ def test_the_pool_waits_for_both_bricks(tmp_path: Path) -> None:
 # --- exports -----------------------------------------------------------------------------------------------------------
 
 
+EXPORTED = """
+import json, subprocess, sys
+from clustertune.ops.storage import node as storage
+kept, wanted = sys.argv[1], sys.argv[2].splitlines()
+open("/etc/exports.d/clustertune.exports", "w").write(kept)
+said = subprocess.run(["exportfs", "-ar"], capture_output=True, text=True).stderr
+text = storage.read_etab()
+names = storage.canonical(wanted, text, 20)
+print(json.dumps([said, text, names, *(list(what(wanted, text, names)) for what in (storage.faults, storage.others))]))
+"""
+"""What exportfs says, keeps, and what check says of that beside the lines that are wanted."""
+
+
 def test_exportfs_takes_the_lines(tmp_path: Path) -> None:
-    """Its own parser, which refuses an unknown word; what it keeps is what check compares with."""
+    """Its own parser, which refuses an unknown word; what it keeps is what check compares with.
+
+    It asks the resolver and writes full names: the same machine by a short one must not be called missing.
+    """
     cluster = load_cluster("rno-rtxpro6000")
     found = [line for name in RNO for line in layout(cluster, name).exports]
     brick = {"node": "two", "path": "/z", "mount": "/b", "filesystem": "btrfs", "tb": 1}
     found += made(tmp_path, bricks=[brick]).exports
+    # The folders are not mounted here, so the server would leave out what asks for a mount point.
+    text = "\n".join(found).replace(",mountpoint", "") + "\n"
     with node() as at:
-        at.shell("mkdir -p /etc/exports.d; touch /var/lib/nfs/etab /var/lib/nfs/rmtab")
-        script = "import sys; open('/etc/exports.d/clustertune.exports', 'w').write(sys.argv[1])"
-        text = "\n".join(found).replace(",mountpoint", "") + "\n"
-        at.python(script, "\n".join(found) + "\n")
-        # The folders are not mounted here, so the server would leave out what asks for a mount point.
-        done = at.run("exportfs", "-ar")
-        assert "unknown keyword" not in done.err
-        at.python(script, text)
-        at.run("exportfs", "-ar")
-        etab_text = at.shell("cat /var/lib/nfs/etab")
-        assert list(storage.faults(text.splitlines(), etab_text, {})) == []
-        assert list(storage.others(text.splitlines(), etab_text, {})) == []
-        assert list(storage.faults(text.splitlines(), etab_text.replace("root_squash", "no_root_squash"), {}))
-        absent = list(storage.faults(["/absent 10.0.0.0/8(rw,sync)"], etab_text, {}))
-        assert absent == [("/absent", "is not exported to 10.0.0.0/8")]
-        at.python(script, text.replace("sec=sys", "sec=sys,nonsense"))
-        done = at.run("exportfs", "-ar")
-        assert "nonsense" in done.err
-
-
-def test_hosts_are_exported_by_their_full_names() -> None:
-    """exportfs asks the resolver and writes what that says: the same machine by a short name must not be called missing."""
-    options = "(rw,sync,root_squash,no_subtree_check,sec=sys)"
-    hosts = ("n5", "10.9.0.6", "fd00::7", "fd00:1::/64", "10.8.0.0/255.255.0.0")
-    with node() as at:
-        line = " ".join([f"{at.base}/own", *(f"{host}{options}" for host in hosts)])
         at.shell("mkdir -p /etc/exports.d; touch /var/lib/nfs/etab /var/lib/nfs/rmtab; rm -f /etc/hosts")
-        script = "import sys; [open(path, 'w').write(text + '\\n') for path, text in zip(sys.argv[1::2], sys.argv[2::2])]"
-        at.python(script, "/etc/hosts", "10.9.0.5 n5.cluster.test n5", "/etc/exports.d/a.exports", line)
-        at.shell("exportfs -ar")
-        code = """
-import json, sys
-from clustertune.ops.storage import node as storage
-lines, text = [sys.argv[1]], storage.read_etab()
-names = storage.canonical(lines, text, 20)
-print(json.dumps([text, names, *(list(what(lines, text, names)) for what in (storage.faults, storage.others))]))
-"""
-        text, names, faults, others = json.loads(at.python(code, line).out)
-        assert "n5.cluster.test(" in text
-        assert names == {"n5": "n5.cluster.test"}
-        assert (faults, others) == ([], [])
-        _, _, faults, others = json.loads(at.python(code, line.replace("10.9.0.6", "10.9.0.7")).out)
-        assert faults == [[f"{at.base}/own", "is not exported to 10.9.0.7"]]
-        assert others == [[f"{at.base}/own", "10.9.0.6"]]
+        at.shell("echo 10.9.0.5 n5.cluster.test n5 > /etc/hosts")
+
+        def exported(kept: str, wanted: str) -> Any:
+            done = at.python(EXPORTED, kept, wanted)
+            assert done.code == 0, done.err
+            return json.loads(done.out)
+
+        assert "unknown keyword" not in exported("\n".join(found) + "\n", text)[0]
+        assert exported(text, text)[3:] == [[], []]
+        assert exported(text.replace("root_squash", "no_root_squash"), text)[3]
+        assert exported(text, "/absent 10.0.0.0/8(rw,sync)")[3] == [["/absent", "is not exported to 10.0.0.0/8"]]
+        assert "nonsense" in exported(text.replace("sec=sys", "sec=sys,nonsense"), text)[0]
+        hosts = ("n5", "10.9.0.6", "fd00::7", "fd00:1::/64", "10.8.0.0/255.255.0.0")
+        folder, options = f"{at.base}/own", "(rw,sync,root_squash,no_subtree_check,sec=sys)"
+        line = " ".join([folder, *(f"{host}{options}" for host in hosts)]) + "\n"
+        _, etab, names, *found_there = exported(line, line)
+        assert "n5.cluster.test(" in etab and names == {"n5": "n5.cluster.test"} and found_there == [[], []]
+        found_there = exported(line, line.replace("10.9.0.6", "10.9.0.7"))[3:]
+        assert found_there == [[[folder, "is not exported to 10.9.0.7"]], [[folder, "10.9.0.6"]]]
 
 
 @pytest.mark.parametrize(

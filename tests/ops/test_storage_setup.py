@@ -94,17 +94,6 @@ def test_only_a_blank_disk_is_formatted_and_only_when_told() -> None:
         assert checked(made, cluster) == (0, {})
 
 
-def test_a_disk_is_not_formatted_while_something_else_is_mounted_in_its_place() -> None:
-    """It would be formatted and then be nowhere; the refusal comes before anything is written."""
-    with node() as made:
-        cluster = two_bricks(made, [made.disk("d0", make=None), made.disk("d1")])
-        made.shell(f"mkdir {made.base}/d0; mount -t tmpfs tmpfs {made.base}/d0")
-        refused = made.command("apply", "--cluster", cluster, "--format", made.loops[0])
-        assert (refused.code, "something else is mounted" in refused.err) == (2, True)
-        assert made.shell("cat /etc/fstab") == ""
-        assert made.run("blkid", "-p", made.loops[0]).code == 2
-
-
 def test_a_disk_that_somebody_mounted_by_hand() -> None:
     """Above the exported folder it stays, and the next boot leaves it out: that is reported, until a line of fstab has it."""
     with node() as made:
@@ -162,18 +151,6 @@ def test_a_mount_point_that_cannot_be_made_immutable_is_left() -> None:
         assert checked(made, cluster) == (0, {})
 
 
-def test_a_mount_point_behind_a_link_is_refused() -> None:
-    """systemd mounts nothing there, so the next boot would lack it; and the second apply would find it full."""
-    with node() as made:
-        base = made.base
-        cluster = two_bricks(made)
-        made.shell(f"mkdir {base}/real; ln -s {base}/real {base}/pool")
-        refused = made.command("apply", "--cluster", cluster)
-        assert refused.code == 2
-        assert f"a symbolic link leads to {base}/real: systemd mounts nothing there" in refused.err
-        assert made.shell("cat /etc/fstab") == ""
-
-
 def test_a_brick_on_the_root_disk_gets_no_folders() -> None:
     """Its file system is not mounted: what is made there would be on the disk that the node boots from."""
     with node() as made:
@@ -191,37 +168,40 @@ def test_a_brick_on_the_root_disk_gets_no_folders() -> None:
         assert (code, found["brick-not-on-root-disk"]) == (2, "fail")
 
 
-def test_lines_that_would_not_boot_are_not_written() -> None:
-    """Somebody's local mount waits for our pool, which waits for the network, which waits for local mounts."""
-    with node() as made:
-        other = {"name": "other", "address": "10.9.0.7", "roles": ["compute", "nfs"]}
-        cluster = pooled(made, [brick(made, 1, node="other", path="/data")], nodes=[other])
-        line = f"tmpfs /mnt tmpfs x-systemd.requires={made.base}/pool 0 0\n"
-        made.python("import sys; open('/etc/fstab', 'w').write(sys.argv[1])", line)
-        refused = made.command("apply", "--cluster", cluster)
-        assert refused.code == 2, refused.err
-        assert "ordering cycle" in refused.err
-        assert made.shell("cat /etc/fstab") == line
-        assert made.run("ls", f"{made.base}/pool").code != 0
+def test_what_stands_in_the_way_is_refused_before_anything_is_written() -> None:
+    """Then a group shares what is made: 2775, a file of one member is the group's.
 
-
-def test_a_group_shares_what_is_made() -> None:
-    """2775: a file of one member is the group's. A group that the node lacks is reported before anything is written."""
+    A disk would be formatted and then be nowhere; systemd mounts nothing behind a link; somebody's local mount waits for our
+    pool, which waits for the network, which waits for local mounts; the node lacks the group.
+    """
     with node() as made:
-        cluster = two_bricks(made, group="train", staging={"path": f"{made.base}/stage", "gb": 1})
-        refused = made.command("apply", "--cluster", cluster)
-        assert refused.code == 2
-        assert "groupadd train" in refused.err
-        assert made.shell("cat /etc/fstab") == ""
-        made.shell("groupadd -g 7777 train")
-        done = made.command("apply", "--cluster", cluster)
+        base = made.base
+        cluster = two_bricks(made, [made.disk("d0", make=None), made.disk("d1")], group="train", staging={
+            "path": f"{base}/stage", "gb": 1,
+        })  # fmt: skip
+
+        def refused(words: str, do: str, undo: str, *options: str) -> None:
+            made.shell(do)
+            before = made.shell("cat /etc/fstab")
+            done = made.command("apply", "--cluster", cluster, *options)
+            assert (done.code, words in done.err) == (2, True), done.err
+            assert made.shell("cat /etc/fstab") == before
+            assert made.run("ls", "/etc/exports.d").code != 0
+            made.shell(undo)
+
+        refused("groupadd train", "true", "groupadd -g 7777 train")
+        mounted = f"mkdir {base}/d0; mount -t tmpfs tmpfs {base}/d0"
+        refused("something else is mounted", mounted, f"umount {base}/d0", "--format", made.loops[0])
+        assert made.run("blkid", "-p", made.loops[0]).code == 2
+        link = f"mkdir {base}/real; ln -s {base}/real {base}/pool"
+        refused(f"a symbolic link leads to {base}/real: systemd mounts nothing there", link, f"rm {base}/pool")
+        line = f"echo 'tmpfs /mnt tmpfs x-systemd.requires={base}/pool 0 0' > /etc/fstab"
+        refused("ordering cycle", line, ": > /etc/fstab")
+        done = made.command("apply", "--cluster", cluster, "--format", made.loops[0])
         assert done.code == 0, done.err
-        pool = made.base / "pool"
-        for folder in (f"{pool}/models", f"{pool}", f"{made.base}/stage"):
+        for folder in (f"{base}/pool/models", f"{base}/pool", f"{base}/stage"):
             assert made.shell(f"stat -c '%a %G' {folder}") == "2775 train\n"
-        made.shell(f"touch {pool}/models/x")
-        assert made.shell(f"stat -c %G {pool}/models/x") == "train\n"
-        made.shell(f"rm {pool}/models/x")
+        assert made.shell(f"touch {base}/pool/models/x; stat -c %G {base}/pool/models/x; rm {base}/pool/models/x") == "train\n"
         assert checked(made, cluster) == (0, {})
 
 

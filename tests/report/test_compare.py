@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,18 +80,14 @@ def test_the_metrics_of_a_run_are_the_sources_fields_and_the_steady_rate(tmp_pat
 
 
 def test_steps_that_are_logged_together_count_each(tmp_path: Path) -> None:
-    """With logging_steps=10 a line holds the mean of ten steps: its seconds count ten times."""
+    """With logging_steps=10 a line holds the mean of ten steps: its seconds count ten times. Without steps there is no rate."""
     path = made_run(tmp_path / "r", [1.0])
-    line = '{"event":"step","attempt":1,"step":11,"seconds":2.0}\n'
-    (path / "metrics.jsonl").open("a").write(line)
-    body = source.describe(json.loads((path / "run.json").read_text()), read_metrics(path / "metrics.jsonl"))
+    (path / "metrics.jsonl").open("a").write('{"event":"step","attempt":1,"step":11,"seconds":2.0}\n')
+    document = json.loads((path / "run.json").read_text())
+    body = source.describe(document, read_metrics(path / "metrics.jsonl"))
     assert body is not None and body["wall_time_s"] == 21.0 and body["approx_tokens_per_rank"] == 11 * 6 * 512
-
-
-def test_a_run_without_steps_leaves_no_metrics(tmp_path: Path) -> None:
-    """A file with a rate of nothing would be believed."""
-    path = made_run(tmp_path / "r", [])
-    assert source.write(json.loads((path / "run.json").read_text()), path) is None and not (path / "metrics.json").exists()
+    empty = made_run(tmp_path / "empty", [])
+    assert source.write(document, empty) is None and not (empty / "metrics.json").exists()
 
 
 def test_runs_benchmarks_and_sources_stand_together(tmp_path: Path) -> None:
@@ -115,21 +109,17 @@ def test_runs_benchmarks_and_sources_stand_together(tmp_path: Path) -> None:
         assert part in notes, part
 
 
-def test_other_hardware_is_said(tmp_path: Path) -> None:
-    """A run on CPUs beside one on GPUs is not a speed-up."""
-    cpu = made_run(tmp_path / "cpu", [2.0, 1.0, 1.0])
+def test_other_hardware_is_said_and_one_name_twice_told_apart(tmp_path: Path) -> None:
+    """A run on CPUs beside one on GPUs is not a speed-up; two files of one name would be one column."""
+    (tmp_path / "x").mkdir()
+    cpu, gpu = (made_run(tmp_path / name, [2.0, 1.0, 1.0]) for name in ("cpu", "gpu"))
     body = json.loads((cpu / "run.json").read_text())
     body["distributed"] |= {"gpu0": None, "device": "cpu"}
     written(cpu / "run.json", body)
-    found = compare.compare([made_run(tmp_path / "gpu", [2.0, 1.0, 1.0]), cpu])
+    found = compare.compare([gpu, cpu])
     assert any(note.startswith("GPU differs") and "no GPU" in note for note in found.notes)
-
-
-def test_the_same_name_twice_is_told_apart(tmp_path: Path) -> None:
-    """Two files of one name in two folders would be one column."""
-    (tmp_path / "x").mkdir()
-    first, second = written(tmp_path / "a.json", ONE), written(tmp_path / "x" / "a.json", TWO)
-    assert [e.name for e in compare.compare([first, second]).entries] == ["a", "a (2)"]
+    twice = [written(tmp_path / "a.json", ONE), written(tmp_path / "x" / "a.json", TWO)]
+    assert [entry.name for entry in compare.compare(twice).entries] == ["a", "a (2)"]
 
 
 @pytest.mark.parametrize(
@@ -170,21 +160,13 @@ def test_nothing_to_compare_is_refused(tmp_path: Path) -> None:
         compare.compare([empty])
 
 
-def torn(path: Path) -> None:
-    (path / "metrics.jsonl").open("a").write('{"event":"st')
-
-
-def no_metrics(path: Path) -> None:
-    (path / "metrics.jsonl").unlink()
-
-
-@pytest.mark.parametrize(("spoil", "word"), [(torn, "unreadable lines"), (no_metrics, "no step in metrics.jsonl")])
-def test_a_damaged_run_is_told_in_words(spoil: Callable[[Path], None], word: str, tmp_path: Path) -> None:
+def test_a_damaged_run_is_told_in_words(tmp_path: Path) -> None:
     """A killed run's last line is torn; an archived one may have lost its metrics."""
-    broken = shutil.copytree(made_run(tmp_path / "whole", [2.0, 1.0, 1.0]), tmp_path / "broken")
-    spoil(broken)
-    paths = [written(tmp_path / "a.json", ONE), written(tmp_path / "b.json", TWO), broken]
-    assert any(word in note for note in compare.compare(paths).notes)
+    torn, gone = (made_run(tmp_path / name, [2.0, 1.0, 1.0]) for name in ("torn", "gone"))
+    (torn / "metrics.jsonl").open("a").write('{"event":"st')
+    (gone / "metrics.jsonl").unlink()
+    notes = "\n".join(compare.compare([written(tmp_path / "a.json", ONE), written(tmp_path / "b.json", TWO), torn, gone]).notes)
+    assert "unreadable lines" in notes and "no step in metrics.jsonl" in notes
 
 
 def test_the_command(tmp_path: Path) -> None:

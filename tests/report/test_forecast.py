@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from pathlib import Path
-
 import pytest
 
 from clustertune.report import content
 from clustertune.report.metrics import Metrics, StepRecord, Steps
-from clustertune.report.page import build
 
 TOLD: dict[str, object] = {"step_s": 2.0, "tokens_per_s": 500.0, "peak_gib_per_gpu": 1.5, "hours": None}
 TOLD |= {"bandwidth_source": "nominal", "calibrated": []}
@@ -26,37 +21,15 @@ def steps(*seconds: float) -> Metrics:
 
 
 def test_the_first_two_steps_do_not_count() -> None:
-    """Compilation and first connections would make any plan look far too fast."""
+    """Compilation and first connections would make any plan look far too fast; before the first step the plan stands alone."""
     rows = {row[0]: row[1:] for row in content.forecast_rows(TOLD, steps(60.0, 30.0, 2.5, 2.5, 2.4), {})}
-    assert rows["seconds of a step"] == ["2", "2.5000", "-20%"]
-    assert rows["GiB per GPU, peak"] == ["1.5000", "1", "+50%"]
-    assert rows["tokens per second"][2] == "+25%"
-    assert "hours of training" not in rows  # the plan did not know
-
-
-def test_a_run_that_has_not_begun_shows_the_plan_alone() -> None:
-    """A plan is worth a look before the first step as well."""
-    rows = content.forecast_rows(TOLD, Metrics(), {})
-    assert [row[0] for row in rows] == ["seconds of a step", "tokens per second", "GiB per GPU, peak"]
-    assert all(row[3] == content.UNKNOWN for row in rows)
+    assert rows["seconds of a step"] == ["2", "2.5000", "-20%"] and rows["GiB per GPU, peak"] == ["1.5000", "1", "+50%"]
+    assert rows["tokens per second"][2] == "+25%" and "hours of training" not in rows  # the plan did not know
+    alone = content.forecast_rows(TOLD, Metrics(), {})
+    assert [row[0] for row in alone] == list(rows) and {row[3] for row in alone} == {content.UNKNOWN}
 
 
 @pytest.mark.parametrize("told", [None, [], "x", {"step_s": "2"}, {"step_s": -1}, {"step_s": True}])
 def test_odd_forecasts_are_no_rows(told: object) -> None:
     """run.json may hold anything."""
     assert content.forecast_rows(told, steps(1.0, 1.0, 1.0), {}) == []
-
-
-def test_the_page_has_it_and_says_what_it_rests_on(tmp_path: Path) -> None:
-    """Planned and actual, with where the bandwidth was from; without a forecast nothing of it."""
-    run = tmp_path / "run"
-    shutil.copytree(Path(__file__).parent / "recorded", run)
-    without = build(run).read_text(encoding="utf-8")
-    assert "Planned and actual" not in without
-    document = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps(document | {"forecast": TOLD}))
-    page = build(run).read_text(encoding="utf-8")
-    assert "Planned and actual" in page
-    assert "Bandwidth nominal; not calibrated" in page
-    (run / "run.json").write_text(json.dumps(document | {"forecast": {"unknown": "gpus: 0"}}))
-    assert "No plan could be made: gpus: 0" in build(run).read_text(encoding="utf-8")

@@ -10,6 +10,7 @@ import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
@@ -133,10 +134,21 @@ def test_drawings_are_xml_with_ids_of_their_own(whole: str) -> None:
         assert references <= ids
 
 
-def test_same_run_same_bytes(run_dir: Path, tmp_path: Path) -> None:
-    first = build(run_dir).read_bytes()
-    assert build(run_dir, tmp_path / "elsewhere" / "page.html").read_bytes() == first
+def test_same_run_same_bytes(whole: str, run_dir: Path, tmp_path: Path) -> None:
+    assert build(run_dir, tmp_path / "elsewhere" / "page.html").read_text(encoding="utf-8") == whole
     assert not list(run_dir.glob(".*tmp"))
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_plan_and_what_it_rests_on(run_dir: Path) -> None:
+    """Planned and actual, with where the bandwidth was from; without a forecast nothing of it."""
+    assert "Planned and actual" not in read(run_dir)[0]
+    told = {"step_s": 2.0, "tokens_per_s": 500.0, "bandwidth_source": "nominal", "calibrated": []}
+    edit(run_dir / "run.json", lambda run: run.update(forecast=told))
+    html, _ = read(run_dir)
+    assert "Planned and actual" in html and "Bandwidth nominal; not calibrated" in html
+    edit(run_dir / "run.json", lambda run: run.update(forecast={"unknown": "gpus: 0"}))
+    assert "No plan could be made: gpus: 0" in read(run_dir)[0]
 
 
 def edit(path: Path, change: Any) -> None:
@@ -145,30 +157,20 @@ def edit(path: Path, change: Any) -> None:
     path.write_text(json.dumps(document))
 
 
-def plant(run_dir: Path) -> None:
-    """The hostile text wherever a person or a model can put text."""
-
-    def change(run: dict[str, Any]) -> None:
-        run["recipe"]["name"] = run["recipe"]["recipe"]["model"]["name"] = HOSTILE
-        run["command"].append(HOSTILE)
-        run["host"]["name"] = HOSTILE
-        run["recipe"]["warnings"] = [HOSTILE]
-        run["recipe"]["architecture"][HOSTILE] = HOSTILE
-
-    edit(run_dir / "run.json", change)
-    edit(run_dir / "eval" / "ifeval.json", lambda d: d["dataset"].update(name=HOSTILE))
-    edit(run_dir / "eval" / "ifeval.json", lambda d: d["scores"].update({HOSTILE: 0.5}))
+@pytest.mark.usefixtures("undrawn")
+def test_text_never_becomes_markup(run_dir: Path) -> None:
+    """Wherever a person or a model can put text."""
+    run = json.loads((run_dir / "run.json").read_text())
+    run["recipe"]["name"] = run["recipe"]["recipe"]["model"]["name"] = run["host"]["name"] = HOSTILE
+    run["command"].append(HOSTILE)
+    run["recipe"].update(warnings=[HOSTILE], architecture={**run["recipe"]["architecture"], HOSTILE: HOSTILE})
+    (run_dir / "run.json").write_text(json.dumps(run))
+    edit(run_dir / "eval" / "ifeval.json", lambda d: (d["dataset"].update(name=HOSTILE), d["scores"].update({HOSTILE: 0.5})))
     with (run_dir / "metrics.jsonl").open("a") as out:
         out.write(json.dumps({"event": "checkpoint", "step": 1, "attempt": 1, "path": HOSTILE}) + "\n")
         out.write(json.dumps({"event": "stage", "stage": HOSTILE, "status": "done", "seconds": 3}) + "\n")
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_text_never_becomes_markup(run_dir: Path) -> None:
-    plant(run_dir)
     html, page = read(run_dir)
-    assert "<script" not in html
-    assert page.words.count(HOSTILE) >= 5
+    assert "<script" not in html and page.words.count(HOSTILE) >= 5
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -176,30 +178,28 @@ def test_text_never_becomes_markup(run_dir: Path) -> None:
 def test_a_page_comes_without_any_one_part(gone: str, run_dir: Path) -> None:
     path = run_dir / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    _, page = read(run_dir)
-    assert "Recipe" in page.headings
-    assert ("Evaluation" in page.headings) == (gone != "eval")
+    headings = read(run_dir)[1].headings
+    assert "Recipe" in headings and ("Evaluation" in headings) == (gone != "eval")
 
 
-def test_a_run_that_has_only_begun(run_dir: Path) -> None:
-    for path in list(run_dir.iterdir()):
-        if path.name != "run.json":
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    _, page = read(run_dir)
-    assert "No step has been logged yet." in page.words and "unfinished" in page.words
-    (run_dir / "run.json").write_text("{}")
-    _, page = read(run_dir)
-    assert "run" in page.words and "run.json contains no recipe." in page.words
+def test_a_run_that_has_only_begun(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    shutil.copy(run_dir / "run.json", tmp_path / "new")
+    words = read(tmp_path / "new")[1].words
+    assert "No step has been logged yet." in words and "unfinished" in words
+    (tmp_path / "new" / "run.json").write_text("{}")
+    words = read(tmp_path / "new")[1].words
+    assert "new" in words and "run.json contains no recipe." in words
 
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("events", "badge"),
     [
-        ([("stop", {"step": 3, "exit_code": 93, "attempt": 1})], "stopped: not finite"),
-        ([("stop", {"step": 3, "exit_code": 75, "attempt": 1}), ("stage", FAILED)], "interrupted"),
-        ([("stop", {"step": 3, "exit_code": 0, "attempt": 1})], "trained"),
-        ([("stop", {"step": 3, "exit_code": 1, "attempt": 1})], "training failed, exit 1"),
+        ([("stop", {"exit_code": 93})], "stopped: not finite"),
+        ([("stop", {"exit_code": 75}), ("stage", FAILED)], "interrupted"),
+        ([("stop", {"exit_code": 0})], "trained"),
+        ([("stop", {"exit_code": 1})], "training failed, exit 1"),
         ([("stage", {"stage": "merge", "status": "failed", "seconds": 2})], "merge failed"),
         ([("stage", FAILED)], "train failed"),
         ([("stage", {"stage": "eval", "status": "done"})], "finished"),
@@ -208,25 +208,24 @@ def test_a_run_that_has_only_begun(run_dir: Path) -> None:
 )
 def test_the_badge_says_how_it_ended(events: list[tuple[str, dict[str, Any]]], badge: str, run_dir: Path) -> None:
     shutil.rmtree(run_dir / "stages")
-    lines = [json.dumps({"event": name, **values}) for name, values in events]
+    lines = [json.dumps({"event": name, "step": 3, "attempt": 1, **values}) for name, values in events]
     (run_dir / "metrics.jsonl").write_text("\n".join(lines))
-    _, page = read(run_dir)
-    assert badge in page.words
+    assert badge in read(run_dir)[1].words
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_expected_and_reached_stand_side_by_side(run_dir: Path) -> None:
-    def change(run: dict[str, Any]) -> None:
-        expected = {"eval_loss": 8.0, "steps": 8, "trainable_parameters": 217088}
-        run["recipe"]["recipe"]["expect"] = {**expected, "tasks": {"ifeval": {"prompt_level_strict_acc": 0.7}}}
-
-    edit(run_dir / "run.json", change)
+    expected = {"eval_loss": 8.0, "steps": 8, "trainable_parameters": 217088}
+    expected |= {"tasks": {"ifeval": {"prompt_level_strict_acc": 0.7}}}
+    edit(run_dir / "run.json", lambda run: run["recipe"]["recipe"].update(expect=expected))
     _, page = read(run_dir)
     words = page.words[page.words.index("Expected and reached") :]
-    assert words[words.index("eval_loss") + 1 :][:3] == ["8", "8.1092", "+0.1092"]
-    assert words[words.index("trainable_parameters") + 1 :][:3] == ["217,088", "217,088", "+0"]
-    # Scores on other prompts are never put beside the benchmark's.
-    assert words[words.index("ifeval.prompt_level_strict_acc") + 1 :][:3] == ["0.7000", "-", "-"]
+    for name, cells in (
+        ("eval_loss", ["8", "8.1092", "+0.1092"]), ("trainable_parameters", ["217,088", "217,088", "+0"]),
+        # Scores on other prompts are never put beside the benchmark's.
+        ("ifeval.prompt_level_strict_acc", ["0.7000", "-", "-"]),
+    ):  # fmt: skip
+        assert words[words.index(name) + 1 :][:3] == cells
 
 
 def test_a_loss_that_is_not_finite_is_a_gap_and_a_warning(run_dir: Path) -> None:
@@ -239,33 +238,24 @@ def test_a_loss_that_is_not_finite_is_a_gap_and_a_warning(run_dir: Path) -> None
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_unreadable_documents_are_left_out_and_said(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run_dir / "eval" / "ifeval.json").write_text("{")
-    (run_dir / "adapter" / "MANIFEST.json").write_bytes(b"\xff")
+@pytest.mark.parametrize("text", [b"{", b"\xff", b"[" * 200_000])
+def test_unreadable_documents_are_left_out_and_said(text: bytes, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("stages/train.json", "eval/ifeval.json", "adapter/MANIFEST.json", "nccl-check/1/result.json"):
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).write_bytes(text)
     with (run_dir / "metrics.jsonl").open("a") as out:
         out.write('{"event":"st')
     _, page = read(run_dir)
-    assert "Evaluation" not in page.headings
-    assert any("1 lines of metrics.jsonl" in words for words in page.words)
-    assert capsys.readouterr().err.count("left out of the report") == 2
-
-
-@pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("name", ["stages/train.json", "eval/ifeval.json", "adapter/MANIFEST.json", "nccl-check/1/result.json"])
-def test_a_document_nested_without_end_is_left_out(run_dir: Path, name: str) -> None:
-    (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
-    (run_dir / name).write_text("[" * 200_000)
-    assert read(run_dir)[1].headings
+    assert "Evaluation" not in page.headings and any("1 lines of metrics.jsonl" in words for words in page.words)
+    assert capsys.readouterr().err.count("left out of the report") == 3
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_pipe_among_a_runs_files_is_named(run_dir: Path) -> None:
-    (run_dir / "stages" / "train.json").unlink(missing_ok=True)
-    (run_dir / "stages").mkdir(exist_ok=True)
-    os.mkfifo(run_dir / "stages" / "train.json")
-    assert read(run_dir)[1].headings
-    (run_dir / "metrics.jsonl").unlink()
-    os.mkfifo(run_dir / "metrics.jsonl")
+    for name in ("stages/train.json", "metrics.jsonl"):
+        assert read(run_dir)[1].headings
+        (run_dir / name).unlink()
+        os.mkfifo(run_dir / name)
     with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read: is not a plain file"):
         build(run_dir)
 
@@ -291,17 +281,13 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("undrawn")
 def test_a_full_disk_is_said_and_leaves_the_old_page(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = build(run_dir).read_bytes()
-
-    def full(*_args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "write_durably", full)
+    monkeypatch.setattr(module, "write_durably", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(UserError, match="No space left") as error:
         build(run_dir)
-    assert error.value.code == ExitCode.STORAGE
-    assert (run_dir / "report.html").read_bytes() == before
+    assert error.value.code == ExitCode.STORAGE and (run_dir / "report.html").read_bytes() == before
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_answer_comes_first_and_stands_in_the_document(tmp_path: Path) -> None:
     """Sixteen H100, an attempt that was killed, a base that was scored: figures by hand; then the same run without a price."""
     now = 1_795_420_000.0

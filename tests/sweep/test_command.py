@@ -97,9 +97,12 @@ def test_here_a_failure_is_isolated_and_the_same_command_goes_on(call: Call, sta
 
 
 def test_a_dry_run_makes_nothing(call: Call, tmp_path: Path) -> None:
-    """It prints the points and what would be run."""
-    shown = call("tiny-oasst2", *WORDS, "--here", "--dry-run")
+    """It prints the points and what would be run: an IFEval score needs the evaluation, a loss does not."""
+    words = ["tiny-oasst2", *WORDS, "--here", "--dry-run"]
+    shown = call(*words)
     assert len(shown["points"]) == len(shown["here"]) == 4 and shown["job"] is None
+    assert shown["here"][0][-2:] == ["--to", "train"]
+    assert call(*words, "--metric", "prompt_level_strict_acc")["here"][0][-2:] == ["--to", "eval"]
     assert not (tmp_path / "runs").exists()
 
 
@@ -111,25 +114,10 @@ def test_the_job_array_of_the_reference_cluster(call: Call) -> None:
     assert "#SBATCH --array=0-3%2\n" in script and "#SBATCH --nodes=2\n" in script
     assert script.endswith(submit.split_script(submit.SCRIPT.read_text())[1])
     after = words[words.index(shown["job"]["file"]) + 1 :]
-    assert after[1:9] == [
-        "--sweep",
-        str(Path(shown["sweep_dir"]).absolute()),
-        "--from",
-        "prepare",
-        "--to",
-        "train",
-        "--cluster",
-        name,
-    ]
+    sweep_dir = str(Path(shown["sweep_dir"]).absolute())
+    assert after[1:9] == ["--sweep", sweep_dir, "--from", "prepare", "--to", "train", "--cluster", name]
     assert set(after[9::2]) == {"--env"} and any(word.startswith("HF_HOME=") for word in after[10::2])
     assert lint(script, "sweep.sbatch") == []
-
-
-def test_metrics_decide_how_far_the_points_go(call: Call) -> None:
-    """An IFEval score needs the evaluation, a loss does not."""
-    shown = call("tiny-oasst2", *WORDS, "--here", "--dry-run", "--metric", "prompt_level_strict_acc")
-    assert shown["here"][0][-2:] == ["--to", "eval"]
-    assert call("tiny-oasst2", *WORDS, "--here", "--dry-run")["here"][0][-2:] == ["--to", "train"]
 
 
 @pytest.mark.parametrize(
@@ -166,21 +154,21 @@ def test_indices(numbers: list[int], text: str) -> None:
     assert array.indices([Point(n, "r", (), False, Path(), {}) for n in numbers]) == text
 
 
-def test_finished_points_are_left_out_of_the_array(call: Call) -> None:
-    """A job array is submitted again after a failure for what is left alone."""
-    made = command._locally("tiny-oasst2", WORDS, None, None, {"tiny": False, "last": "train", "path": Path("s").absolute()})
-    run = RunDir(made[0].points[1].run_dir)
-    run.path.mkdir(parents=True)
-    run.finish_stage("train", 1.0)
-    job = array.make_job(*made, machine(2, 8))
-    assert "#SBATCH --array=0,2-3\n" in job.script
+RECORD = """\
+JobId=4{0} ArrayJobId=41 ArrayTaskId={0} JobName=tiny-oasst2-sweep
+   UserId=root(0) GroupId=root(0) MCS_label=N/A
+   Priority=4294901757 Nice=0 Account=(null)
+   JobState={1} Reason=None
+   Command={2} words
+
+"""
+"""As 22.05 prints it, shortened."""
 
 
 def test_a_sweep_with_queued_tasks_is_not_submitted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tasks on one point would fight over its run folder."""
-    made, resolved = command._locally(
-        "tiny-oasst2", WORDS, None, None, {"tiny": False, "last": "train", "path": tmp_path / "s"}
-    )
+    """Two tasks on one point would fight over its run folder. After a failure what is left goes alone."""
+    options = {"tiny": False, "last": "train", "path": tmp_path / "s"}
+    made, resolved = command._locally("tiny-oasst2", WORDS, None, None, options)
     job = array.make_job(made, resolved, machine(2, 8))
     sent: list[list[str]] = []
     monkeypatch.setattr(array.submit.slurm, "submit", lambda options, script, words: sent.append([script]) or "41")
@@ -190,13 +178,7 @@ def test_a_sweep_with_queued_tasks_is_not_submitted_again(tmp_path: Path, monkey
     states = {"0": "COMPLETED", "1": "RUNNING"}
 
     def scontrol(words: list[str]) -> str:
-        # As 22.05 prints it, shortened.
-        record = (
-            "JobId=4{0} ArrayJobId=41 ArrayTaskId={0} JobName=tiny-oasst2-sweep\n"
-            "   UserId=root(0) GroupId=root(0) MCS_label=N/A\n   Priority=4294901757 Nice=0 Account=(null)\n"
-            "   JobState={1} Reason=None\n   Command={2} words\n\n"
-        )
-        return "".join(record.format(task, state, job.path) for task, state in states.items())
+        return "".join(RECORD.format(task, state, job.path) for task, state in states.items())
 
     assert array.submit.live_jobs(made.path, scontrol) == ["41"]
     states["1"] = "FAILED"
@@ -205,6 +187,8 @@ def test_a_sweep_with_queued_tasks_is_not_submitted_again(tmp_path: Path, monkey
     with pytest.raises(UserError, match="tasks of this sweep are in the queue: 41") as caught:
         array.send(made, resolved, machine(2, 8), job)
     assert caught.value.code is ExitCode.AGAIN and len(sent) == 1
+    RunDir(made.points[1].run_dir).finish_stage("train", 1.0)
+    assert "#SBATCH --array=0,2-3\n" in array.make_job(made, resolved, machine(2, 8)).script
 
 
 @pytest.mark.jobs
@@ -213,26 +197,11 @@ def test_a_sweep_on_a_real_slurm(slurm: ThrowawayCluster, tmp_path: Path) -> Non
     """One job array, one task at a time, each point a run of its own; a point that fails leaves the others alone."""
     bad = tmp_path / "bad.jsonl"
     bad.write_text("no json\n")
-    settings = [
-        f"data.input={bad},{REPO / 'recipes/tiny-oasst2/conversations.jsonl'}",
-        "train.learning_rate=1e-3,5e-3",
-        "train.max_steps=2",
-        "train.eval_steps=2",
-        "train.max_length=64",
-    ]
+    settings = [f"data.input={bad},{REPO / 'recipes/tiny-oasst2/conversations.jsonl'}", "train.learning_rate=1e-3,5e-3"]
+    settings += ["train.max_steps=2", "train.eval_steps=2", "train.max_length=64"]
     sweep_dir = tmp_path / "sweep"
-    words = [
-        "sweep",
-        "tiny-oasst2",
-        *settings,
-        "--tiny",
-        "--cluster",
-        "local",
-        "--max-parallel",
-        "1",
-        "--sweep-dir",
-        str(sweep_dir),
-    ]
+    words = ["sweep", "tiny-oasst2", *settings, "--tiny", "--cluster", "local", "--max-parallel", "1"]
+    words += ["--sweep-dir", str(sweep_dir)]
     submitted = slurm.run([sys.executable, "-m", "clustertune", *words, "--json"], cwd=REPO, check=False)
     assert submitted.returncode == 0, submitted.stderr
     number = json.loads(submitted.stdout)["job"]

@@ -33,6 +33,8 @@ def test_a_task_of_the_array_finds_its_point(tmp_path: Path) -> None:
     sweep = make(tmp_path / "s")
     sweep.write()
     assert read_sweep(tmp_path / "s").points == sweep.points
+    body = json.loads((tmp_path / "s" / SWEEP).read_bytes())  # plain: people and programs read it
+    assert body["keys"] == ["train.learning_rate", "lora.target_modules"] and len(body["points"]) == 4
     assert [p.index for p in sweep.points] == [0, 1, 2, 3]
     last = point(tmp_path / "s", 3)
     assert last.run_dir == tmp_path / "s" / "points" / "0003" and Path(last.recipe).is_absolute()
@@ -97,13 +99,6 @@ def test_points_that_train_the_same_are_told(tmp_path: Path) -> None:
     options = {"tiny": False, "last": "eval", "path": tmp_path / "s"}
     assert len(same_weights(*make_sweep("tiny-oasst2", ["eval.max_gen_toks=8,16"], **options))) == 1  # type: ignore[arg-type]
     assert same_weights(*make_sweep("tiny-oasst2", WORDS, **options)) == []  # type: ignore[arg-type]
-
-
-def test_sweep_json_is_plain(tmp_path: Path) -> None:
-    """People and programs read it."""
-    make(tmp_path / "s").write()
-    body = json.loads((tmp_path / "s" / SWEEP).read_bytes())
-    assert body["keys"] == ["train.learning_rate", "lora.target_modules"] and len(body["points"]) == 4
 
 
 def test_a_missing_input_is_told_before_anything_is_submitted(tmp_path: Path) -> None:

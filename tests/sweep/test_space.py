@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from clustertune.errors import UserError
 from clustertune.recipe.yamlfile import parse_value
-from clustertune.sweep.points import MAX_POINTS, Axis, combinations, parse_axes, split_values
+from clustertune.sweep.points import MAX_POINTS, combinations, parse_axes, split_values
 
 
 @pytest.mark.parametrize(
     ("text", "values"),
     [
-        ("1e-5,5e-5", ["1e-5", "5e-5"]),
-        ("1e-5, 5e-5", ["1e-5", "5e-5"]),
-        ("[q_proj,k_proj],all-linear", ["[q_proj,k_proj]", "all-linear"]),
-        ("[a, [b,c]],{d: 1, e: 2}", ["[a, [b,c]]", "{d: 1, e: 2}"]),
+        ("1e-5,5e-5", ["1e-5", "5e-5"]), ("1e-5, 5e-5", ["1e-5", "5e-5"]), ("x", ["x"]), ("", [""]),
+        ("[q_proj,k_proj],all-linear", ["[q_proj,k_proj]", "all-linear"]), ("['a]',b],c", ["['a]',b]", "c"]),
+        ("[a, [b,c]],{d: 1, e: 2}", ["[a, [b,c]]", "{d: 1, e: 2}"]), ("it's,that's", ["it's", "that's"]),
         ("'a,b',\"c,d\",e", ["'a,b'", '"c,d"', "e"]),
-        ("it's,that's", ["it's", "that's"]),
-        ("['a]',b],c", ["['a]',b]", "c"]),
-        ("x", ["x"]),
-        ("", [""]),
     ],
-)
+)  # fmt: skip
 def test_commas_inside_of_a_value_do_not_split(text: str, values: list[str]) -> None:
     """A list of target modules is one value of LoRA's."""
     assert split_values(text) == values
@@ -44,9 +37,10 @@ def test_any_text_is_cut_or_refused(text: str) -> None:
 
 
 def test_the_grid_is_every_combination_once_in_order() -> None:
-    """The number of a point is its place in this order, in the job array too."""
+    """The number of a point is its place in this order, in the job array too. As many draws as points give each of them."""
     axes = parse_axes(["train.learning_rate=1e-5,5e-5", "train.max_steps=8", "lora.r=16,32"])
-    assert combinations(axes) == [("1e-5", "8", "16"), ("1e-5", "8", "32"), ("5e-5", "8", "16"), ("5e-5", "8", "32")]
+    grid = [("1e-5", "8", "16"), ("1e-5", "8", "32"), ("5e-5", "8", "16"), ("5e-5", "8", "32")]
+    assert combinations(axes) == grid and sorted(combinations(axes, 4)) == grid
 
 
 def test_draws_are_different_points_and_come_again() -> None:
@@ -63,12 +57,6 @@ def test_draws_are_different_points_and_come_again() -> None:
     assert all(0 <= parse_value(point[1]) < 0.1 for point in drawn)
     assert {parse_value(point[2]) for point in drawn} == set(range(4, 10)), "both ends can be drawn"
     assert {point[3] for point in drawn} == {"1", "2"}
-
-
-def test_all_of_a_small_grid_can_be_drawn() -> None:
-    """Without replacement: as many draws as points give each of them."""
-    axes = parse_axes(["a.b=1,2,3,4,5", "a.c=1,2,3,4"])
-    assert sorted(combinations(axes, 20)) == sorted(combinations(axes))
 
 
 def refused(words: list[str], draws: int | None = None) -> str:
@@ -118,5 +106,4 @@ def test_every_wrong_argument_is_named_at_once() -> None:
 
 def test_an_axis_that_is_written_differently_is_one_value() -> None:
     """True and 1 are equal in Python and different settings."""
-    axis = parse_axes(["a.b=true,1,'1'"])[0]
-    assert isinstance(axis, Axis) and axis.size == 3 and not math.isinf(axis.size)
+    assert parse_axes(["a.b=true,1,'1'"])[0].size == 3

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from clustertune.testbed.cluster import ClusterFailed, ThrowawayCluster
+from clustertune.testbed.spec import can_isolate
 from tests.command import REPO
 from tests.slurm import LONG, make, need_slurm, slurm, slurm_session, wait_for
 
@@ -49,8 +50,13 @@ def left(root: Path) -> list[str]:
     return found
 
 
-def test_a_job_on_two_nodes(slurm: ThrowawayCluster, tmp_path: Path) -> None:
-    """Each task on a host of its own name, which the other can resolve, with its GPU and this file system."""
+def test_a_job_on_two_nodes(slurm: ThrowawayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each task on a host of its own name, which the other can resolve, with its GPU and this file system.
+
+    A job or a user around it does not steer it: the suite may itself run in a job of a real Slurm.
+    """
+    for variable in ("SLURM_CONF", "SLURM_JOB_ID", "SBATCH_PARTITION"):
+        monkeypatch.setenv(variable, "3")
     body = "srun bash -c 'echo $SLURM_PROCID $(hostname) $CUDA_VISIBLE_DEVICES $(getent hosts node1 | cut -d\" \" -f1) $PWD'"
     assert slurm.wait(submit(slurm, tmp_path, body))["JobState"] == "COMPLETED"
     lines = sorted((tmp_path / "out.txt").read_text().splitlines())
@@ -158,34 +164,27 @@ def test_a_command_that_takes_too_long_is_ended(slurm: ThrowawayCluster) -> None
     wait_for(lambda: not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "1234"]], "it ends")
 
 
-def test_a_job_or_a_user_around_it_does_not_steer_it(
-    slurm: ThrowawayCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The suite may itself run in a job of a real Slurm."""
-    for variable in ("SLURM_CONF", "SLURM_JOB_ID", "SBATCH_PARTITION"):
-        monkeypatch.setenv(variable, "3")
-    slurm.run(["srun", "true"])
-    assert slurm.wait(submit(slurm, tmp_path, "srun true\n"))["JobState"] == "COMPLETED"
+@pytest.mark.parametrize(("nodes", "gpus"), [(3, 2), (("a-1", "b.x", "C_3-" + "9z" * 22), 8)])
+def test_other_shapes(nodes: int | tuple[str, ...], gpus: int, slurm: ThrowawayCluster, tmp_path: Path) -> None:
+    """Any count of nodes and GPUs, and hurtful names: a job runs, and nothing stays of it.
 
-
-@pytest.mark.parametrize(
-    ("nodes", "gpus", "isolated"),
-    [(3, 2, True), (("a-1", "b.x", "C_3-" + "9z" * 22), 8, True), (("gpu007", "a.b-c"), 0, False)],
-)
-def test_other_shapes(nodes: int | tuple[str, ...], gpus: int, isolated: bool, tmp_path: Path) -> None:
-    """Any count of nodes and GPUs, hurtful names, and without namespaces: a job runs, and nothing stays of it."""
-    with make(nodes, gpus, isolated=isolated) as cluster:
-        count = len(cluster.names)
-        wanted = [f"--nodes={count}", *([f"--gpus-per-node={gpus}"] if gpus else [])]
-        done = cluster.run(["srun", *wanted, "bash", "-c", "echo $SLURMD_NODENAME:$CUDA_VISIBLE_DEVICES"])
+    Beside another one of the same names, addresses and ports: neither sees the other.
+    """
+    with make(nodes, gpus) as cluster:
+        body = "srun bash -c 'echo $SLURMD_NODENAME:$CUDA_VISIBLE_DEVICES'"
+        job = submit(cluster, tmp_path, body, f"--nodes={len(cluster.names)}", f"--gpus-per-node={gpus}")
+        assert cluster.wait(job)["JobState"] == "COMPLETED"
         devices = ",".join(str(i) for i in range(gpus))
-        assert sorted(done.stdout.split()) == sorted(f"{name}:{devices}" for name in cluster.names)
+        assert sorted((tmp_path / "out.txt").read_text().split()) == sorted(f"{name}:{devices}" for name in cluster.names)
+        seen = slurm.run(["squeue", "--noheader", "--states=all", f"--jobs={job}", "-o", "%Z"], check=False).stdout
+        assert str(tmp_path) not in seen
     assert left(cluster.root) == []
 
 
 def test_power_loss_without_namespaces(tmp_path: Path) -> None:
     """The step's daemon detaches from slurmd: it must be found all the same, and be gone with its node."""
-    with make(isolated=False) as cluster:
+    with make(("gpu007", "a.b-c"), isolated=False) as cluster:
+        assert sorted(cluster.run(["srun", "--nodes=2", "printenv", "SLURMD_NODENAME"]).stdout.split()) == ["a.b-c", "gpu007"]
         job = submit(cluster, tmp_path, "srun sleep 1000\n")
         [pid] = wait_for(lambda: sleepers(cluster, 2), "the step runs on the second node")
         cluster.kill_node(2)
@@ -212,29 +211,24 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("isolation", ["netns", "none"])
-def test_an_owner_that_is_killed_leaves_nothing(isolation: str, tmp_path: Path) -> None:
+def test_an_owner_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     """A test run that is killed must not fill the machine with daemons, and with jobs that continue for ever."""
-    need_slurm(isolated=isolation == "netns")
+    need_slurm(isolated=False)
     job = script(tmp_path, "#!/bin/bash\nsrun sleep 4321\n", head="")
-    command = [sys.executable, "-c", OWNER, isolation, str(job)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPO)}) as owner:
-        assert owner.stdout is not None
-        root, steps = json.loads(owner.stdout.readline())
-        assert steps
-        os.kill(owner.pid, signal.SIGKILL)
-    wait_for(lambda: not left(Path(root)) and not any(psutil.pid_exists(pid) for pid in steps), "all of it ends", LONG)
-
-
-def test_two_side_by_side(slurm: ThrowawayCluster, tmp_path: Path) -> None:
-    """Same names, same addresses, same ports, and neither sees the other."""
-    with make() as other:
-        job = submit(other, tmp_path, "srun hostname\n")
-        assert other.wait(job)["JobState"] == "COMPLETED"
-        assert (
-            slurm.run(["squeue", "--noheader", "--states=all", f"--jobs={job}"], check=False).stdout.count(str(tmp_path)) == 0
-        )
-        assert other.run(["sinfo", "-h", "-o", "%D %T", "-p", "gpu"]).stdout.split() == ["2", "idle"]
+    started, found = [], []
+    with contextlib.ExitStack() as stack:
+        for isolation in ("none", *(["netns"] if can_isolate() else [])):
+            command = [sys.executable, "-c", OWNER, isolation, str(job)]
+            owner = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPO)})
+            started.append(stack.enter_context(owner))
+        for owner in started:
+            assert owner.stdout is not None
+            root, steps = json.loads(owner.stdout.readline())
+            assert steps
+            found.append((Path(root), steps))
+            os.kill(owner.pid, signal.SIGKILL)
+    for root, steps in found:
+        wait_for(lambda: not left(root) and not any(psutil.pid_exists(pid) for pid in steps), "all of it ends", LONG)  # noqa: B023
 
 
 def test_a_start_that_fails_says_why_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

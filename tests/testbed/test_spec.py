@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pwd
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,36 +18,21 @@ from clustertune.testbed.spec import ClusterSpec
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        (ClusterSpec(nodes=0), "0 nodes"),
-        (ClusterSpec(nodes=17), "17 nodes"),
-        (ClusterSpec(nodes=("a", "A")), "two nodes of one name"),
-        (ClusterSpec(nodes=("ctl",)), "'ctl' cannot be"),
-        (ClusterSpec(nodes=("DEFAULT",)), "'DEFAULT' cannot be"),
-        (ClusterSpec(nodes=("a b",)), "'a b' cannot be"),
-        (ClusterSpec(nodes=("a\nPartitionName=x",)), "cannot be a node's name"),
-        (ClusterSpec(nodes=("n[1-3]",)), "cannot be"),
-        (ClusterSpec(nodes=("n" * 49,)), "cannot be"),
-        (ClusterSpec(nodes=("n" + "1" * 12,)), "ten digits"),
-        (ClusterSpec(nodes=("",)), "cannot be"),
-        (ClusterSpec(gpus=-1), "-1 GPUs"),
-        (ClusterSpec(gpu_type="a b"), "'a b'"),
-        (ClusterSpec(isolation="vm"), "'vm'"),
-        (ClusterSpec(cpus=0), "0 is too small"),
-        (ClusterSpec(kill_wait=0), "0 is too small"),
-        (ClusterSpec(grace=-1), "-1 is too small"),
+        *(({"nodes": nodes}, words) for nodes, words in (
+            (0, "0 nodes"), (17, "17 nodes"), (("a", "A"), "two nodes of one name"), (("ctl",), "'ctl' cannot be"),
+            (("DEFAULT",), "'DEFAULT' cannot be"), (("a b",), "'a b' cannot be"), (("n[1-3]",), "cannot be"),
+            (("a\nPartitionName=x",), "cannot be a node's name"), (("n" * 49,), "cannot be"), (("",), "cannot be"),
+            (("n" + "1" * 12,), "ten digits"),
+        )),
+        ({"gpus": -1}, "-1 GPUs"), ({"gpu_type": "a b"}, "'a b'"), ({"isolation": "vm"}, "'vm'"),
+        ({"cpus": 0}, "0 is too small"), ({"kill_wait": 0}, "0 is too small"), ({"grace": -1}, "-1 is too small"),
     ],
-)
-def test_a_shape_that_cannot_be(shape: ClusterSpec, words: str) -> None:
+)  # fmt: skip
+def test_a_shape_that_cannot_be(shape: dict[str, Any], words: str) -> None:
     """slurmctld would end with a fatal error in a log, or read a line of its file that nobody meant."""
-    assert any(words in str(problem) and problem.fix for problem in shape.problems())
-
-
-@pytest.mark.parametrize(
-    "shape", [ClusterSpec(), ClusterSpec(nodes=16, gpus=0, cpus=7), ClusterSpec(nodes=("a-1", "b.x", "n" * 48))]
-)
-def test_a_shape_that_can_be(shape: ClusterSpec) -> None:
-    """The limits themselves."""
-    assert shape.problems() == []
+    assert any(words in str(problem) and problem.fix for problem in ClusterSpec(**shape).problems())
+    for limit in (ClusterSpec(), ClusterSpec(nodes=16, gpus=0, cpus=7), ClusterSpec(nodes=("a-1", "b.x", "n" * 48))):
+        assert limit.problems() == []
 
 
 def test_all_that_is_wrong_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
