@@ -19,7 +19,7 @@ ORDER = (
     ("tree",),
     ("errors", "events", "host"),
     ("check",),
-    ("console", "lock", "manifest", "process", "storage", "tensorfile"),
+    ("console", "lock", "manifest", "process", "replaced", "storage", "tensorfile"),
     ("recipe",),
     ("cluster",),
     ("resolve",),

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, UserError
-from clustertune.evaluate.replaced import replaced
 from clustertune.manifest import write_durably
+from clustertune.replaced import replaced
 
 FOLDER = Path("tokenizers", "punkt_tab", "english")
 FILES = ("abbrev_types.txt", "collocations.tab", "ortho_context.tab", "sent_starters.txt")

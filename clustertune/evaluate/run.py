@@ -32,10 +32,10 @@ from clustertune.evaluate.model import (
     trained_on,
     weight_bytes,
 )
-from clustertune.evaluate.replaced import replaced
 from clustertune.evaluate.scores import METHOD, RESULT, clustered_stderr, compare, judge, read_result
 from clustertune.recipe.schema import Eval
 from clustertune.recipe.tasks import Seeds
+from clustertune.replaced import replaced
 
 KIND = "evaluation"
 SAMPLES, TASK = "samples.jsonl", "task"

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError, raise_if
-from clustertune.evaluate.replaced import replaced
 from clustertune.recipe.load import did_you_mean
 from clustertune.recipe.schema import Eval
 from clustertune.recipe.tasks import with_rows
+from clustertune.replaced import replaced
 
 KINDS = ("generate_until", "loglikelihood", "loglikelihood_rolling", "multiple_choice")
 """lm-eval's output types that a language model answers."""

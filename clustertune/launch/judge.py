@@ -191,7 +191,7 @@ class _Traces:
 
 
 def how_ended(number: int) -> str:
-    """What a rank that a signal ended is said to have met with."""
+    """How a rank ended that a signal of this number killed, in words for a person."""
     name = signal.Signals(number).name if number in {s.value for s in signal.Signals} else f"signal {number}"
     return "killed (SIGKILL: out of memory, kill -9, or a node fault)" if number == signal.SIGKILL else f"ended by {name}"
 

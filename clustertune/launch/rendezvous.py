@@ -1,4 +1,4 @@
-"""Where the ranks of several nodes meet: a port free on the first node, told through the run folder, and the interface."""
+"""Where the ranks of several nodes meet: a free port of the first node, passed on in the run folder, and the interface."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _has_ipv6(error: OSError) -> bool:
 def meet(folder: Path, plan: AttemptPlan, node: int, give_up: Callable[[], bool] = lambda: False) -> tuple[str, int]:
     """Address and port of an attempt: chosen by the first node, learnt by the others; ``("", 0)`` where there is only one node.
 
-    Raises UserError (exit 75) where no port is free, or the first node does not say one.
+    Raises UserError (exit 75) where no port is free, or the first node does not publish one.
     """
     if len(plan.nodes) == 1:
         return "", 0

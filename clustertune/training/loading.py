@@ -32,7 +32,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import agree
 from clustertune.recipe import accelerate_file as acc
+from clustertune.replaced import replaced
 from clustertune.resolve.distribution import IN_FLIGHT, Distribution
 from clustertune.training.collectives import Group
 from clustertune.training.loading_sources import SHOWN, ParameterSource, RowReader, Sources, Unfollowed, find, survey
@@ -60,17 +61,6 @@ _HELD = ("model", "state_dict", "checkpoint_files", "load_config")
 _ZERO = "deepspeed.runtime.zero.partition_parameters"
 _NESTED_BLOCK = 256
 """Scales to one scale of theirs (bitsandbytes/functional.py, quantize_4bit)."""
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """A function of the stack is another one inside."""
-    before = inspect.getattr_static(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 class Loading:
@@ -105,9 +95,9 @@ class Loading:
         if not known or not set(_HELD) <= set(inspect.signature(load).parameters):
             self._unfit = "this transformers loads models in another way"
         here = self._replaced.enter_context
-        here(replaced(PreTrainedModel, "_load_pretrained_model", staticmethod(self._loader(load))))
-        here(replaced(fsdp_utils, "fsdp2_load_full_state_dict", self._filler(fill)))
-        here(replaced(accelerator, "fsdp2_prepare_model", self._preparer(prepare)))
+        here(replaced(PreTrainedModel, _load_pretrained_model=staticmethod(self._loader(load))))
+        here(replaced(fsdp_utils, fsdp2_load_full_state_dict=self._filler(fill)))
+        here(replaced(accelerator, fsdp2_prepare_model=self._preparer(prepare)))
         self._sending.enter_context(send_nothing_empty())
         return self
 
@@ -530,7 +520,7 @@ def send_nothing_empty() -> AbstractContextManager[None]:
         self._convert_to_deepspeed_param(parameter)
         parameter.partition()
 
-    return replaced(init, "_zero_init_param", split)
+    return replaced(init, _zero_init_param=split)
 
 
 # -- 4 bits ----------------------------------------------------------------------------------------------------------------

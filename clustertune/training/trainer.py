@@ -55,13 +55,14 @@ from clustertune.checkpoint.saving import (
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.manifest import SHA256, XXH3_128, FileRecord
+from clustertune.replaced import replaced
 from clustertune.storage import free_bytes, is_full, storage_cause
 from clustertune.training import context, deepspeed, tensor
 from clustertune.training.collectives import Group
 from clustertune.training.evaluation import Base, PairMeans, TokenMeans
 from clustertune.training.figures import Clock, Figures
 from clustertune.training.heartbeat import Attempt
-from clustertune.training.loading import Loading, replaced
+from clustertune.training.loading import Loading
 
 _LOCAL, _SHARED = 1, 2
 """Kinds of save; the larger one is the one that all ranks take."""
@@ -727,7 +728,7 @@ class PreferenceTrainer(RankTrainer, PairMeans, DPOTrainer):  # type: ignore[mis
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # TRL shards the reference as one unit, gathered whole in each step, and before its precision is set.
-        with replaced(dpo_trainer, "prepare_fsdp", lambda model, _: model):
+        with replaced(dpo_trainer, prepare_fsdp=lambda model, _: model):
             super().__init__(*args, **kwargs)
 
     def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:  # noqa: ARG002
@@ -745,7 +746,7 @@ class PreferenceTrainer(RankTrainer, PairMeans, DPOTrainer):  # type: ignore[mis
         """As TRL's, which switches recomputation off and on again around the reference, of all layers and with the plain
         function: the share of layers and what they keep would be lost. Without gradients nothing is kept for backward anyway.
         """
-        with replaced(dpo_trainer, "disable_gradient_checkpointing", lambda *_: contextlib.nullcontext()):
+        with replaced(dpo_trainer, disable_gradient_checkpointing=lambda *_: contextlib.nullcontext()):
             return super().compute_loss(*args, **kwargs)
 
 

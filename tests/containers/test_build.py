@@ -1,4 +1,4 @@
-"""What a build is told, what it refuses before it starts, and what is left where it fails. The engines here are scripts."""
+"""What a build passes on, what it refuses before it starts, and what is left where it fails. The engines here are scripts."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ esac
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """apptainer on PATH, and a lock of nothing; what it was told is in ``log``."""
+    """apptainer on PATH, and an empty lock; its arguments are in ``log``."""
     folder = tmp_path / "bin"
     folder.mkdir()
     program = folder / "apptainer"
@@ -131,7 +131,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_build_and_what_lies_beside_it(fake: Path) -> None:
-    """The sum, the bill, and no path of this machine in what the definition is told."""
+    """The sum, the bill, and no path of this machine in the arguments of the definition."""
     out, base = fake / "x.sif", fake / "base.tar"
     base.write_text("")
     made = build.build_sif(BuildRequest("build-sif", base=str(base), out=out), lambda _: None)

@@ -183,7 +183,7 @@ def test_the_bill_names_every_package(image: Image) -> None:
 
 
 def test_the_oci_image_is_no_roots(oci: Image) -> None:
-    """Kubernetes refuses root where it is told to, and a job's files are the user's."""
+    """Kubernetes refuses root where it is configured to, and a job's files are the user's."""
     assert oci.run("id", "-u").stdout.strip() == "10001"
     assert oci.run("sh", "-c", "touch $HOME/x && ! touch /usr/local/venv/x 2>/dev/null").returncode == 0
 

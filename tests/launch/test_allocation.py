@@ -123,7 +123,7 @@ def test_memory_for_loading() -> None:
 
 
 def test_what_cannot_fit_gets_the_line_that_does() -> None:
-    """The allocation is what was asked for, and that is too small: the line has more nodes, and the recipe is told so."""
+    """The allocation is as large as the recipe asks, which is too small: the suggested command has more nodes."""
     words = ["llama405b-oasst2", "slurm.nodes=1", "--run-dir", "r"]
     recipe = resolve("llama405b-oasst2", ["slurm.nodes=1"])
     problems = allocation.check(read(SLURM_JOB_NODELIST="n1"), recipe, machine(), words)

@@ -264,8 +264,8 @@ def test_the_parts_of_its_time_fit(seconds: int) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("on_fail", ["stop", "warn"])
 def test_a_job_on_a_failed_check(slurm: ThrowawayCluster, tmp_path: Path, on_fail: str) -> None:  # noqa: F811
-    """A link at a hundredth of what the file says: under ``stop`` exit 93 before any rank trains, and it is not started again;
-    under ``warn`` it is told and then trained, and the report shows it."""
+    """A link at a hundredth of the speed in the cluster file. ``stop``: the job ends with 93 before any rank trains, and is not
+    started again. ``warn``: it prints a warning and trains, and the report shows the warning."""
     file = cluster_file(tmp_path, f"nccl_check: {{seconds: 60, on_fail: {on_fail}}}\n")
     file.write_text(file.read_text().replace("gbit: 1}", "gbit: 10}"))
     words = ["recipes/tiny-oasst2", "--tiny", "--to", "train", "--cluster", str(file)]

@@ -265,7 +265,7 @@ def test_the_styles_are_those_that_the_training_carries_out() -> None:
     assert dense["layers.*.self_attn.q_proj"] == "colwise" and experts["layers.*.mlp.experts"] == "ep_dispatch_experts"
 
 
-# --- which layers are recomputed, and how kernels are told -----------------------------------------------------------------
+# --- which layers are recomputed, and which kernels are used ---------------------------------------------------------------
 
 
 def test_what_is_taken() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Within: attributes of a module or an object have these values. Afterwards they are what they were."""
-    before = {name: getattr(owner, name) for name in values}
+    # A static method of a class is put back as one.
+    before = {name: inspect.getattr_static(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
     try:
