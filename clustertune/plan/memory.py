@@ -2,7 +2,7 @@
 
 What rests and what is kept for backward is counted; what comes and goes in between (weights gathered from other ranks,
 gradients on their way to them, the loss) was followed, storage by storage, through steps of small models on two ranks
-(tests/plan/test_measured_memory.py) and of layers of the real size on 64 ranks of fake tensors (tests/plan/test_full_size.py).
+and of layers of the real size on 64 ranks of fake tensors (both in tests/plan/test_measured_memory.py).
 What a layer keeps for its backward pass is counted, not fitted, where no compiler decides: with a dispatch mode that follows
 storages, on transformers 5.23's Llama, Qwen3 and Qwen3-MoE under FSDP2, FSDP1 and DDP on two ranks.
 """
