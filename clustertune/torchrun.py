@@ -34,8 +34,8 @@ from clustertune.rundir import RunDir
 
 FOLDER = "torchrun"
 CALL = "call.json"
-ANSWER = "told.json"
-HEARTBEAT = "beat"
+ANSWER = "answer.json"
+HEARTBEAT = "heartbeat"
 BEAT_SECONDS = 5.0
 DEAD_SECONDS = 120.0
 """Without a heartbeat for so long, node 0's call counts as dead: 24 of them, twice the 60 s that an NFS client may cache
@@ -155,7 +155,7 @@ class RendezvousServer:
         write_durably(above / CALL, json.dumps({"id": self.call_id, **sizes, "host": self.call.local.name}) + "\n")
         for path in before:
             shutil.rmtree(path, ignore_errors=True)
-        threading.Thread(target=self._keep_beating, name="torchrun-beat", daemon=True).start()
+        threading.Thread(target=self._keep_heartbeat, name="torchrun-heartbeat", daemon=True).start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -189,7 +189,7 @@ class RendezvousServer:
         """Have every node that has answered begin an attempt; its plan is written before."""
         write_durably(self.folder / ANSWER, json.dumps({"attempt": attempt}) + "\n")
 
-    def _keep_beating(self) -> None:
+    def _keep_heartbeat(self) -> None:
         count = 0
         while not self._stop.wait(BEAT_SECONDS):
             count += 1

@@ -77,7 +77,7 @@ def test_an_earlier_round_s_attempt_is_never_joined(tmp_path: Path, announced: b
     """Node 0 was killed after it had told an attempt, or before: a new call waits for a new id."""
     killed = RendezvousServer(call(tmp_path))
     killed.__enter__()
-    killed._stop.set()  # kill -9: no beat, no last word
+    killed._stop.set()  # kill -9: no heartbeat, no answer
     if announced:
         killed.tell(1)
     waiting = Guest(call(tmp_path, 1))
