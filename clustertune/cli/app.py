@@ -46,6 +46,7 @@ from clustertune.cli import plan as plan_commands
 from clustertune.cli import push as push_commands
 from clustertune.cli import stage as stage_commands
 from clustertune.cli import sweep as sweep_commands
+from clustertune.cli.deferred import deferred
 from clustertune.console import emit_json, say
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.rundir import STAGES, RunDir
@@ -66,6 +67,20 @@ from clustertune.errors import ExitCode, storage_error
 from clustertune.process import Stopped
 from clustertune.storage import storage_cause
 from clustertune.tree import how_to_install
+
+with deferred():
+    from clustertune import chain, rank
+    from clustertune import merge as merging
+    from clustertune.cli import preparing
+    from clustertune.evaluate import run as evaluation
+    from clustertune.evaluate import scores
+    from clustertune.export import whole
+    from clustertune.launch import cluster_paths, node
+    from clustertune.report import page
+    from clustertune.resolve import megatron, resolve
+    from clustertune.resolve import show as view
+    from clustertune.resolve import tiny as scaled_down
+    from clustertune.staging import bundle
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -93,21 +108,15 @@ OutOption = Annotated[Path | None, path_option("The folder to write.", "--out")]
 
 
 def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int | None, local: bool) -> Resolved:
-    from clustertune.resolve.resolve import resolve
-
-    resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=ranks)
+    resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=ranks)
     if not local:
         return resolved
-    from clustertune.chain import visible_gpus
-    from clustertune.resolve.megatron import require_startable
-    from clustertune.resolve.tiny import ranks as tiny_ranks
-
-    require_startable(resolved)
-    gpus = visible_gpus()
+    megatron.require_startable(resolved)
+    gpus = chain.visible_gpus()
     small = tiny or resolved.recipe.model.weights == "random"
-    few = gpus or tiny_ranks(resolved.accelerate)
+    few = gpus or scaled_down.ranks(resolved.accelerate)
     if ranks is None and small and resolved.world_size > few:
-        resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=few)
+        resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=few)
     elif ranks is None and not small and resolved.world_size > gpus:
         fix = "use --tiny to run a scaled-down version, or --ranks N to force N processes"
         raise UserError(f"needs {resolved.world_size} GPUs, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
@@ -139,8 +148,6 @@ def show(
 
     Each value is shown with its origin: base, recipe, override, derived (and from what), or default.
     """
-    from clustertune.resolve import show as view
-
     resolved = _resolve(recipe, overrides, tiny=tiny, ranks=ranks, local=False)
     if as_json:
         emit_json(view.as_json(resolved))
@@ -165,18 +172,13 @@ def prepare(
 
     Every bad row is counted and reported with file and line. Uses all cores; the result is kept and reused.
     """
-    from clustertune.cli.preparing import prepare as make
-    from clustertune.cli.preparing import print_summary
-    from clustertune.launch import cluster_paths
-    from clustertune.resolve.resolve import resolve
-
-    resolved = resolve(recipe, overrides or [])
+    resolved = resolve.resolve(recipe, overrides or [])
     below = cluster_paths.enter_local()
-    result = make(resolved, out or below / resolved.name / "data", input_path, show_count)
+    result = preparing.prepare(resolved, out or below / resolved.name / "data", input_path, show_count)
     if as_json:
         emit_json(result)
     else:
-        print_summary(result)
+        preparing.print_summary(result)
 
 
 @app.command()
@@ -197,9 +199,6 @@ def run(
 
     Stages: prepare, train, export, merge, eval, report. Finished stages are not run again.
     """
-    from clustertune import chain
-    from clustertune.launch import cluster_paths
-
     stages = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
     if not stages:
         fix = f"the order is {', '.join(STAGES)}"
@@ -224,8 +223,6 @@ def _check_before_anything_is_made(resolved: Resolved, path: Path, stages: tuple
     secrets.read_env(secrets.DEFAULT)
     if path.exists() and not path.is_dir():
         raise UserError("is a file, a run needs a folder", file=str(path), fix="give another --run-dir")
-    from clustertune.staging import bundle
-
     raise_if(bundle.find_problems(resolved))
     if "prepare" in stages and RunDir(path).stage("prepare") is None and (problems := bundle.missing_inputs(resolved)):
         raise UserError(problems)
@@ -233,9 +230,7 @@ def _check_before_anything_is_made(resolved: Resolved, path: Path, stages: tuple
 
 def _show_plan(resolved: Resolved, path: Path, stages: tuple[str, ...], as_json: bool) -> None:
     """What ``run`` would do: its folder, its stages, and the launcher's command."""
-    from clustertune.launch.node import ranks_command
-
-    command = ranks_command(RunDir(path), resolved, 1)
+    command = node.ranks_command(RunDir(path), resolved, 1)
     if as_json:
         emit_json({"run_dir": str(path), "stages": list(stages), "train": command})
         return
@@ -252,8 +247,6 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", help="Write to the log only.")] = False,
 ) -> None:
     """Train as one rank: what accelerate launch starts."""
-    from clustertune import rank
-
     RunDir(run_dir).read()
     raise typer.Exit(rank.main(run_dir, attempt, quiet=quiet))
 
@@ -269,9 +262,7 @@ def export(
 
     Exports the adapter of a LoRA run, or the model if all parameters were trained.
     """
-    from clustertune.export.whole import export_either
-
-    _summarise(export_either(existing_folder(source, "a run folder or a checkpoint"), out, base), as_json)
+    _summarise(whole.export_either(existing_folder(source, "a run folder or a checkpoint"), out, base), as_json)
 
 
 @app.command()
@@ -288,13 +279,10 @@ def merge(
 
     Tensors are streamed: memory does not grow with the model.
     """
-    from clustertune.merge import merge as run_merge
-    from clustertune.merge import plan
-
     if dry_run:
-        _summarise(plan(base, adapter, out, shard_size=shard_size), as_json)
+        _summarise(merging.plan(base, adapter, out, shard_size=shard_size), as_json)
     else:
-        _summarise(run_merge(base, adapter, out, shard_size=shard_size, workers=workers), as_json)
+        _summarise(merging.merge(base, adapter, out, shard_size=shard_size, workers=workers), as_json)
 
 
 @app.command("eval")
@@ -336,10 +324,6 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Score a model with lm-eval, alone or next to its base."""
-    from clustertune.evaluate.run import evaluate as run_evaluate
-    from clustertune.evaluate.scores import render
-    from clustertune.launch import cluster_paths
-
     below = cluster_paths.enter_local()
     model = newest_merged(below) if model is None else existing_folder(model, "a model")
     given: dict[str, Any] = {"num_fewshot": num_fewshot, "max_gen_toks": max_gen_toks, "batch_size": batch_size, "limit": limit}
@@ -349,7 +333,7 @@ def evaluate(
     beside = {"adapter": str(adapter.resolve()) if adapter else None, "base": str(base.resolve()) if base else None}
     folder = out or eval_folder(below / "eval", model, data, {**used, **beside})
     base_out = base and eval_folder(below / "eval", base, data, {**used, "beside": str(adapter or model)})
-    result = run_evaluate(
+    result = evaluation.evaluate(
         model,
         folder,
         settings=settings,
@@ -362,7 +346,7 @@ def evaluate(
     if as_json:
         emit_json({**result, "dir": str(folder)})
     else:
-        render(result, console.stderr)
+        scores.render(result, console.stderr)
         say(f"in {folder}")
 
 
@@ -373,11 +357,9 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write a run's one-page report, and report.json next to it."""
-    from clustertune.report.page import build
-
     run_dir = existing_folder(run_dir, "a run folder")
     RunDir(run_dir).read()
-    path = build(run_dir, out)
+    path = page.build(run_dir, out)
     if as_json:
         emit_json({"report": str(path)})
     else:

@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clustertune.arguments import (
-    AsJson,
-    ClusterOption,
-    OptionalRecipe,
-    Overrides,
-    Tiny,
-    existing_folder,
-    path_option,
-)
+from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, existing_folder, path_option
 from clustertune.console import aligned, emit_json, say
 from clustertune.errors import UserError, raise_if
 from clustertune.rundir import STAGES, RunDir
