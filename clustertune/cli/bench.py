@@ -20,7 +20,7 @@ from clustertune import secrets
 from clustertune.arguments import AsJson, ClusterOption, Overrides, RecipeArgument, Tiny, path_option, takes
 from clustertune.cli.deferred import deferred
 from clustertune.console import emit_json, say
-from clustertune.errors import Problem, UserError, raise_if, storage_error
+from clustertune.errors import Problem, UserError, collect_problems, raise_if, storage_error, storing
 from clustertune.rundir import RunDir
 
 with deferred():
@@ -155,7 +155,7 @@ def answer(args: BenchArguments) -> int:
 
 
 def _check_usage(args: BenchArguments) -> None:
-    request, problems = args.request, []
+    request, problems = args.request, list[Problem]()
 
     def wrong(key: str, text: str, fix: str) -> None:
         problems.append(Problem(text, file="command line", key=key, fix=fix))
@@ -167,10 +167,8 @@ def _check_usage(args: BenchArguments) -> None:
     if request.ranks is not None and (args.submit or args.inside):
         wrong("--ranks", "a job has a rank per GPU", "slurm.nodes=N slurm.gpus_per_node=N")
     for word in request.against:
-        try:
+        with collect_problems(problems):
             peer.start_of(word)
-        except UserError as error:
-            problems += error.problems
     if request.interleave and (args.submit or args.inside):
         wrong("--interleave", "is for one machine: in a job whole trainings alternate", "leave it out")
     raise_if(problems)
@@ -257,12 +255,10 @@ def _keep(bench: preparation.Bench, out: Path, body: dict[str, Any]) -> None:
         f"{name}.json": json.dumps(body, indent=1) + "\n",
         f"{name}.md": page.render(body, recipe_file),
     }
-    try:
+    with storing("cannot hold the result", out, named=True):
         taken = [] if bench.request.replace else result.others(out, texts)
         folder = bench.request.run_path if taken else out
         result.write(folder, texts)
-    except OSError as error:
-        raise storage_error(error, "cannot hold the result", error.filename or out) from None
     _tell(body, folder / name)
     if taken:
         fix = f"copy {folder / name}.* to another place, or measure again with --replace"

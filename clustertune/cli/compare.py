@@ -10,7 +10,7 @@ import typer
 from clustertune import console
 from clustertune.arguments import AsJson, path_argument, path_option
 from clustertune.console import emit_json, say
-from clustertune.errors import storage_error
+from clustertune.errors import storing
 
 
 def add(app: typer.Typer) -> None:
@@ -43,9 +43,7 @@ def compare(
     for note in found.notes:
         say(f"note: {note}")
     if out is not None:
-        try:
+        with storing("cannot be written", out):
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(room.page(found) if out.suffix == ".html" else room.markdown(found), encoding="utf-8")
-        except OSError as error:
-            raise storage_error(error, "cannot be written", out) from None
         say(f"in {out}")

@@ -21,7 +21,7 @@ from clustertune.check.machine import LOGIN, PLACES, Expects, Machine
 from clustertune.check.rule import Finding, as_json, exit_code, listed, worst
 from clustertune.cli.deferred import deferred
 from clustertune.console import emit_json, escape, say
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, storage_error, storing
 from clustertune.host.facts import HostFacts
 from clustertune.tree import ROOT
 
@@ -149,10 +149,8 @@ def show_rules(out: Path | None, as_document: bool) -> int:
     """The rules, as a list, as JSON, or as the page of the documents."""
     rules = recipe_findings.all_rules()
     if out is not None:
-        try:
+        with storing("cannot be written", out):
             out.write_text(recipe_findings.render(), encoding="utf-8")
-        except OSError as error:
-            raise storage_error(error, "cannot be written", out) from None
         say(f"wrote {out}")
     elif as_document:
         emit_json({"rules": [{key: getattr(rule, key) for key in ("id", "title", "why", "link")} for rule in rules]})

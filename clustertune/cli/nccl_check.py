@@ -22,7 +22,7 @@ from clustertune.arguments import AsJson, ClusterOption, path_argument, takes
 from clustertune.check.rule import EXIT
 from clustertune.cli.deferred import deferred
 from clustertune.console import emit_json, say
-from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error, storing
 from clustertune.process import Stopped
 
 with deferred():
@@ -174,12 +174,8 @@ def _judge_logs(args: NcclCheckArguments) -> int:
     texts: dict[str, str] = {}
     problems: list[Problem] = []
     for file in args.files or []:
-        with collect_problems(problems):
-            try:
-                with path_argument(file).open("rb") as source:
-                    texts[file] = source.read(LARGEST_LOG).decode(errors="replace")
-            except OSError as error:
-                raise storage_error(error, "cannot be read", file) from None
+        with collect_problems(problems), storing("cannot be read", file), path_argument(file).open("rb") as source:
+            texts[file] = source.read(LARGEST_LOG).decode(errors="replace")
     raise_if(problems)
     document: dict[str, Any] = {"schema": result.SCHEMA}
     if args.cluster is not None:

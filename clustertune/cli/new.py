@@ -13,7 +13,7 @@ import typer
 from clustertune.arguments import AsJson, ClusterOption, Overrides
 from clustertune.cli.deferred import deferred
 from clustertune.console import emit_json, say
-from clustertune.errors import Problem, UserError, raise_if
+from clustertune.errors import Problem, UserError, collect_problems, raise_if
 
 with deferred():
     from clustertune import draft
@@ -119,10 +119,8 @@ def read(
     lookups = ((models.find_model, (model,)), (measure.measure, (data, of_data)), (draft.where, (gpus, cluster)))
     found: list[Any] = [None] * len(lookups)
     for index, (look, given) in enumerate(lookups):
-        try:
+        with collect_problems(problems):
             found[index] = look(*given) if index == len(lookups) - 1 or given[0] else None  # type: ignore[operator]
-        except UserError as error:
-            problems += error.problems
     raise_if(problems)
     return found[0], found[1], found[2]
 

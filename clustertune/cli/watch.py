@@ -12,7 +12,7 @@ from clustertune import console
 from clustertune.arguments import AsJson, existing_folder, path_argument, path_given, path_option
 from clustertune.cli.deferred import deferred
 from clustertune.console import emit_json, say
-from clustertune.errors import UserError, storage_error
+from clustertune.errors import UserError, storing
 
 with deferred():
     from clustertune.launch import cluster_paths
@@ -48,10 +48,8 @@ def watch(
     while True:
         status = watcher.look()
         if metrics is not None:
-            try:
+            with storing("cannot be written", metrics):
                 page.write_openmetrics(metrics, status)
-            except OSError as error:
-                raise storage_error(error, "cannot be written", metrics) from None
         if as_json:
             emit_json(status.as_dict())
             return

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.console import say
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, storing
 from clustertune.evaluate.scores import BETTER, SAME, WORSE, read_result, shown
 from clustertune.manifest import MANIFEST, require_whole, write_durably
 from clustertune.nccl_check.check import FOLDER, RESULT
@@ -44,14 +44,12 @@ def build(run_dir: Path, out: Path | None = None) -> Path:
     page = run.report if out is None else out
     if page.suffix == ".json":
         raise UserError(Problem("is the name of the document beside the page", key="--out", fix="give it the ending .html"))
-    try:
+    with storing("writing the report", page):
         found = _Run(run, document)
         html = render(_TEMPLATE, found.page())
         page.parent.mkdir(parents=True, exist_ok=True)
         write_durably(page.with_suffix(".json"), json.dumps(found.as_dict(), indent=1) + "\n")
         write_durably(page, html + "\n")
-    except OSError as error:
-        raise storage_error(error, "writing the report", page) from error
     return page
 
 
@@ -69,10 +67,8 @@ class _Run:
 
     def __init__(self, run: RunDir, document: dict[str, Any]) -> None:
         self.run, self.document, self.resolved = run, document, document.get("recipe")
-        try:
+        with storing("cannot be read", run.metrics):
             self.metrics = read_metrics(run.metrics)
-        except OSError as error:
-            raise storage_error(error, "cannot be read", run.metrics) from None
         self.history = telemetry.History()
         nodes = telemetry.TelemetryReader(run.path / telemetry.FOLDER, self.history).read()
         self.cost = cost.of_run(run.path, document, self.metrics, nodes, time.time())

@@ -14,7 +14,7 @@ from typing import Any
 
 from clustertune.check.rule import FAIL, Finding, as_json, in_order
 from clustertune.cluster.schema import Cluster, Host
-from clustertune.errors import Problem, UserError, storage_error
+from clustertune.errors import Problem, UserError, collect_problems, raise_if, storing
 from clustertune.host import probe
 from clustertune.host.credentials import mask_settings
 from clustertune.ops.files import NODE, Change, block, diff, exclusive, foreign, inside, put, read, with_block
@@ -160,17 +160,13 @@ def make_plan(
     others: dict[str, list[tuple[int, str]]] = {}
     for want in wanted:
         before = None if bare else read(root, want.path)
-        try:
+        with collect_problems(problems):
             others[want.path] = foreign(before, BLOCK, shown=want.path)
             item = _file(cluster, want, before, others[want.path], force=force)
-        except UserError as error:
-            problems += error.problems
-            continue
-        files += [item] if item.change.needed else []
-        texts[want.path] = None if before is None else _decode(before)
-        after[want.path] = _decode(item.change.after)
-    if problems:
-        raise UserError(problems)
+            files += [item] if item.change.needed else []
+            texts[want.path] = None if before is None else _decode(before)
+            after[want.path] = _decode(item.change.after)
+    raise_if(problems)
     modes = _modes(node, wanted, seen)
     lost = {item.change.path: len(item.taken_over) for item in files if item.taken_over is not None}
     own = [want for want in wanted if not want.shared and want.path not in lost]
@@ -270,8 +266,7 @@ LONGEST_NODE = 63
 
 def require_slurm(cluster: Cluster) -> None:
     """Raises UserError with everything for which no Slurm can be set up from this cluster file."""
-    if problems := list(_problems(cluster)):
-        raise UserError(problems)
+    raise_if(_problems(cluster))
 
 
 def _problems(cluster: Cluster) -> Iterator[Problem]:
@@ -632,17 +627,13 @@ class Applied:
 
 def require_right_to_apply(plan: SlurmPlan, root: Path) -> None:
     """Raises UserError where this is another machine, not root, or something stands in the way: all of it at once."""
-    problems = []
+    problems: list[Problem] = []
     if root == NODE:
-        try:
+        with collect_problems(problems):
             require_here(plan.cluster, plan.node)
-        except UserError as error:
-            problems += error.problems
         if os.geteuid() != 0:
             problems.append(Problem("files below /etc are root's", fix="run it as root: sudo, or into a tree with --root DIR"))
-    problems += [Problem(item.found, file=item.where or None, key=item.rule, fix=item.fix) for item in plan.blocked]
-    if problems:
-        raise UserError(problems)
+    raise_if([*problems, *(Problem(item.found, file=item.where or None, key=item.rule, fix=item.fix) for item in plan.blocked)])
 
 
 def apply_plan(plan: SlurmPlan, root: Path = NODE) -> Applied:
@@ -677,14 +668,12 @@ def _set(plan: SlurmPlan, root: Path, mode: Mode) -> Iterable[str]:
     """Make a folder, or set owner and mode of what is there; says what could not be."""
     target = inside(root, mode.path)
     ids = (0, 0) if mode.owner == "root" else (plan.facts.users or {}).get(mode.owner)
-    try:
+    with storing("cannot be made as it should be", mode.path):
         if mode.folder:
             target.mkdir(parents=True, exist_ok=True)
         target.chmod(mode.mode)
         if ids is not None and os.geteuid() == 0:
             os.chown(target, *ids)
-    except OSError as error:
-        raise storage_error(error, "cannot be made as it should be", mode.path) from None
     if ids is None or os.geteuid() != 0:
         return [f"owners are not set in this tree: no user {mode.owner} in its /etc/passwd, or not root"]
     return []

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.cluster.schema import Cluster
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, collect_problems, raise_if
 from clustertune.host.mounts import MountLine
 from clustertune.ops.bounded import Work, ask, ask_all, mount_points, mounts
 from clustertune.ops.files import NODE, Change, diff, exclusive, put, read
@@ -113,9 +113,7 @@ def make_plan(cluster: Cluster, node: str, root: Path, *, force: bool = False) -
     found += exported(root, (brick.path for brick in wanted.own))
     changes = list(file_changes(wanted, root, cluster.source, found, force=force))
     seen = look_at_points((mount.target for mount in wanted.mounts), root)
-    found += point_problems(seen)
-    if found:
-        raise UserError(found)
+    raise_if([*found, *point_problems(seen)])
     steps: list[StorageStep] = []
     folders: list[SharedFolder] = []
     notes = list(wanted.notes)
@@ -444,7 +442,7 @@ def apply(
 
 def _require(plan: StoragePlan, format_device: str | None) -> str | None:
     """Everything that must hold before anything is touched."""
-    problems = []
+    problems: list[Problem] = []
     if plan.live:
         if packages := lacking(plan.layout):
             fix = f"apt-get install {' '.join(packages)}"
@@ -455,16 +453,13 @@ def _require(plan: StoragePlan, format_device: str | None) -> str | None:
             problems.append(Problem(f"this node has no group {group}", file="cluster file", key="storage.group", fix=fix))
     formatted = None
     if format_device is not None:
-        try:
+        with collect_problems(problems):
             mount = require_blank(format_device, [mount for mount in plan.layout.mounts if mount.kind == "device"])
             formatted = mount.source
             if plan.live and mount.target in mount_points():
                 message = f"something else is mounted at {mount.target}, where {formatted} belongs"
                 problems.append(Problem(message, file="command line", key="--format", fix=f"umount {mount.target}"))
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return formatted
 
 
