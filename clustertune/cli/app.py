@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
+import logging
+import os
 import shlex
+import signal
+import sys
+import traceback
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,52 +30,20 @@ from clustertune.arguments import (
     eval_settings,
     existing_folder,
     newest_merged,
-    path_argument,
     path_given,
     path_option,
 )
-from clustertune.cli import (
-    archive,
-    bench,
-    checkpoint,
-    clusterfile,
-    compare,
-    launchers,
-    nccl_check,
-    new,
-    ops,
-    rehearse,
-    submit,
-    talk,
-    watch,
-)
-from clustertune.cli import doctor as doctor_commands
-from clustertune.cli import job as job_commands
-from clustertune.cli import plan as plan_commands
-from clustertune.cli import push as push_commands
-from clustertune.cli import stage as stage_commands
-from clustertune.cli import sweep as sweep_commands
+from clustertune.cli import launchers
 from clustertune.cli.deferred import deferred
-from clustertune.console import emit_json, say
-from clustertune.errors import Problem, UserError, raise_if
+from clustertune.console import emit_json, say, show_error
+from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
+from clustertune.process import Stopped
 from clustertune.rundir import STAGES, RunDir
+from clustertune.storage import storage_cause
+from clustertune.tree import how_to_install
 
 if TYPE_CHECKING:
     from clustertune.resolve.resolved import Resolved
-import contextlib
-import io
-import logging
-import os
-import signal
-import sys
-import traceback
-from types import FrameType
-
-from clustertune.console import show_error
-from clustertune.errors import ExitCode, storage_error
-from clustertune.process import Stopped
-from clustertune.storage import storage_cause
-from clustertune.tree import how_to_install
 
 with deferred():
     from clustertune import chain, rank
@@ -287,28 +264,15 @@ def merge(
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[
-        Path | None,
-        typer.Argument(metavar="MODEL", parser=path_argument, help="Model folder. Default: the newest merged model of a run."),
-    ] = None,
+    model: Annotated[Path | None, path_given("Model folder. Default: the newest merged model of a run.", "MODEL")] = None,
     tasks: Annotated[
         str | None, typer.Option(metavar="LIST", help="lm-eval tasks, separated by commas. Default: that of a recipe.")
     ] = None,
     data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            parser=path_argument,
-            help="Rows for a task that reads a file. Default: the Hub's or the project's own.",
-        ),
+        Path | None, path_option("Rows for a task that reads a file. Default: the Hub's or the project's own.", metavar="FILE")
     ] = None,
-    base: Annotated[
-        Path | None,
-        typer.Option(metavar="MODEL", parser=path_argument, help="Second model, scored on the same prompts and compared."),
-    ] = None,
-    adapter: Annotated[
-        Path | None, typer.Option(metavar="DIR", parser=path_argument, help="A LoRA adapter, applied without merging.")
-    ] = None,
+    base: Annotated[Path | None, path_option("Second model, scored on the same prompts and compared.", metavar="MODEL")] = None,
+    adapter: Annotated[Path | None, path_option("A LoRA adapter, applied without merging.")] = None,
     backend: Annotated[EvalBackend, typer.Option(help="Inference engine for the evaluation.")] = EvalBackend.auto,
     out: OutOption = None,
     num_fewshot: Annotated[
@@ -378,9 +342,10 @@ def _summarise(summary: dict[str, Any], as_json: bool) -> None:
         )
 
 
-_BEFORE = (submit, sweep_commands, new, plan_commands, clusterfile, rehearse, doctor_commands, nccl_check, ops, stage_commands)
-for module in (*_BEFORE, launchers, watch, talk, push_commands, bench, compare, job_commands, checkpoint, archive):
-    module.add(app)
+_GROUPS = ("submit", "sweep", "new", "plan", "clusterfile", "rehearse", "doctor", "nccl_check", "ops", "stage")
+_MORE = ("launchers", "watch", "talk", "push", "bench", "compare", "job", "checkpoint", "archive")
+for name in (*_GROUPS, *_MORE):  # in the order of --help
+    importlib.import_module(f"clustertune.cli.{name}").add(app)
 
 
 def main() -> int:

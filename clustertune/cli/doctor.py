@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_argument, takes
+from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_argument, path_option, takes
 from clustertune.check import report as reports
 from clustertune.check.machine import LOGIN, PLACES, Expects, Machine
 from clustertune.check.rule import Finding, as_json, exit_code, listed, worst
@@ -46,10 +46,7 @@ class DoctorArguments:
     overrides: Overrides = None
     cluster: ClusterOption = None
     tiny: Tiny = False
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", parser=path_argument, help="Run folder. Default: as for submit."),
-    ] = None
+    run_dir: Annotated[Path | None, path_option("Run folder. Default: as for submit.")] = None
     ignore: Annotated[list[str] | None, typer.Option("--ignore", metavar="RULE", help="Skip a rule; repeatable.")] = None
     everything: Annotated[bool, typer.Option("--all", help="Also show checks that passed.")] = False
     place: Annotated[
@@ -57,18 +54,13 @@ class DoctorArguments:
     ] = None
     here: Annotated[bool, typer.Option("--here", help="Inside a Slurm job, check only this machine.")] = False
     seconds: Annotated[float, typer.Option(min=1, max=3600, help="Time limit for checking one machine, seconds.")] = 30
-    python: Annotated[
-        Path | None, typer.Option(metavar="FILE", parser=path_argument, help="Python of the ranks. Default: this one.")
-    ] = None
+    python: Annotated[Path | None, path_option("Python of the ranks. Default: this one.", metavar="FILE")] = None
     submit: Annotated[bool, typer.Option("--submit", help="Submit the check as a Slurm job on whole nodes.")] = False
     nodes: Annotated[int | None, typer.Option(min=1, help="With --submit: number of nodes. Default: all.")] = None
     time: Annotated[str | None, typer.Option("--time", help="With --submit: the job's time limit.", show_default=False)] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False
     listing: Annotated[bool, typer.Option("--list", help="Print the rules.")] = False
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", parser=path_argument, help="With --list: write docs/doctor.md to this file."),
-    ] = None
+    out: Annotated[Path | None, path_option("With --list: write docs/doctor.md to this file.", "--out", metavar="FILE")] = None
     as_json: AsJson = False
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from clustertune import console
-from clustertune.arguments import AsJson, ClusterOption, path_argument, takes
+from clustertune.arguments import AsJson, ClusterOption, path_argument, path_option, takes
 from clustertune.check.rule import EXIT
 from clustertune.cli.deferred import deferred
 from clustertune.console import emit_json, say
@@ -83,9 +83,7 @@ class NcclCheckArguments:
     node_rank: Annotated[
         int | None, typer.Option("--node-rank", min=0, help="Without Slurm: number of this node; run the same command on each.")
     ] = None
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", parser=path_argument, help="Folder for logs and result.")
-    ] = None
+    out: Annotated[Path | None, path_option("Folder for logs and result.", "--out")] = None
     save: Annotated[bool, typer.Option("--save", help="Save the result next to the cluster file, for plan.")] = False
     tune: Annotated[bool, typer.Option("--tune", help="Try NCCL variables that may make it faster.")] = False
     submit: Annotated[bool, typer.Option("--submit", help="Submit the check as a Slurm job on whole nodes.")] = False

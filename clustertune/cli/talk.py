@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from clustertune.arguments import ClusterOption, Device, existing_folder, path_argument
+from clustertune.arguments import ClusterOption, Device, existing_folder, path_given
 from clustertune.cli.deferred import deferred
 from clustertune.console import say
 from clustertune.errors import UserError, raise_if
@@ -27,7 +27,7 @@ with deferred():
     from clustertune.recipe import schema
 Model = Annotated[
     Path,
-    typer.Argument(metavar="RUN|MODEL", parser=path_argument, help="A run folder, to use its merged model, or a model folder."),
+    path_given("A run folder, to use its merged model, or a model folder.", "RUN|MODEL"),
 ]
 END = ("/exit", "/quit")
 
