@@ -35,7 +35,7 @@ from clustertune.arguments import (
 )
 from clustertune.cli import launchers
 from clustertune.cli.deferred import deferred
-from clustertune.console import emit_json, say, show_error
+from clustertune.console import emit_json, reply, say, show_error
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
 from clustertune.process import Stopped
 from clustertune.rundir import STAGES, RunDir
@@ -126,10 +126,7 @@ def show(
     Each value is shown with its origin: base, recipe, override, derived (and from what), or default.
     """
     resolved = _resolve(recipe, overrides, tiny=tiny, ranks=ranks, local=False)
-    if as_json:
-        emit_json(view.as_json(resolved))
-    else:
-        view.render(resolved, console.stdout)
+    reply(as_json, view.as_json(resolved), lambda: view.render(resolved, console.stdout))
 
 
 @app.command()
@@ -152,10 +149,7 @@ def prepare(
     resolved = resolve.resolve(recipe, overrides or [])
     below = cluster_paths.enter_local()
     result = preparing.prepare(resolved, out or below / resolved.name / "data", input_path, show_count)
-    if as_json:
-        emit_json(result)
-    else:
-        preparing.print_summary(result)
+    reply(as_json, result, lambda: preparing.print_summary(result))
 
 
 @app.command()
@@ -208,13 +202,9 @@ def _check_before_anything_is_made(resolved: Resolved, path: Path, stages: tuple
 def _show_plan(resolved: Resolved, path: Path, stages: tuple[str, ...], as_json: bool) -> None:
     """What ``run`` would do: its folder, its stages, and the launcher's command."""
     command = node.ranks_command(RunDir(path), resolved, 1)
-    if as_json:
-        emit_json({"run_dir": str(path), "stages": list(stages), "train": command})
-        return
-    say(f"run folder: {path}")
-    say(f"stages: {', '.join(stages)}")
-    if "train" in stages:
-        say(f"train: {shlex.join(command)}")
+    lines = [f"run folder: {path}", f"stages: {', '.join(stages)}"]
+    lines += [f"train: {shlex.join(command)}"] if "train" in stages else []
+    reply(as_json, {"run_dir": str(path), "stages": list(stages), "train": command}, *lines)
 
 
 @app.command(hidden=True)
@@ -307,11 +297,7 @@ def evaluate(
         base=base and existing_folder(base, "the base model"),
         base_out=base_out,
     )
-    if as_json:
-        emit_json({**result, "dir": str(folder)})
-    else:
-        scores.render(result, console.stderr)
-        say(f"in {folder}")
+    reply(as_json, {**result, "dir": str(folder)}, lambda: scores.render(result, console.stderr), f"in {folder}")
 
 
 @app.command()
@@ -324,22 +310,13 @@ def report(
     run_dir = existing_folder(run_dir, "a run folder")
     RunDir(run_dir).read()
     path = page.build(run_dir, out)
-    if as_json:
-        emit_json({"report": str(path)})
-    else:
-        say(f"wrote {path}")
+    reply(as_json, {"report": str(path)}, f"wrote {path}")
 
 
 def _summarise(summary: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        emit_json(summary)
-        return
-    for key, value in summary.items():
-        say(
-            f"{key.replace('_', ' ')}: {value:,}"
-            if isinstance(value, int) and not isinstance(value, bool)
-            else f"{key}: {value}"
-        )
+    counts = {key: isinstance(value, int) and not isinstance(value, bool) for key, value in summary.items()}
+    lines = [f"{key.replace('_', ' ')}: {value:,}" if counts[key] else f"{key}: {value}" for key, value in summary.items()]
+    reply(as_json, summary, *lines)
 
 
 _GROUPS = ("submit", "sweep", "new", "plan", "clusterfile", "rehearse", "doctor", "nccl_check", "ops", "stage")

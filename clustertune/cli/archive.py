@@ -14,7 +14,7 @@ from typing import IO, Annotated
 import typer
 
 from clustertune.arguments import AsJson, existing_folder, path_argument
-from clustertune.console import emit_json, say
+from clustertune.console import reply, say
 from clustertune.errors import UserError, raise_if, storage_error, storing
 from clustertune.manifest import (
     MANIFEST,
@@ -86,12 +86,10 @@ def archive(
         if not kept:
             say(f"warning: {source}: {_NO_RESULT}; add --checkpoint, or let the run end first")
     size = sum(record.size for record in found.files.values())
-    if as_json:
-        document = {"from": source, "to": target, "files": len(found.files), "bytes": size, "written": written}
-        emit_json({**document, "removed": remove})
-        return
+    document = {"from": source, "to": target, "files": len(found.files), "bytes": size, "written": written}
     what = "was there already, and is whole" if not written else f"{written} of {len(found.files)} files written, all compared"
-    say(f"{target}: {what}, {size / 1e6:,.1f} MB" + (f"; {source} removed" if remove else ""))
+    text = f"{target}: {what}, {size / 1e6:,.1f} MB" + (f"; {source} removed" if remove else "")
+    reply(as_json, {**document, "removed": remove}, text)
 
 
 class Destination:

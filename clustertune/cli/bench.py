@@ -19,7 +19,7 @@ import typer
 from clustertune import secrets
 from clustertune.arguments import AsJson, ClusterOption, Overrides, RecipeArgument, Tiny, path_option, takes
 from clustertune.cli.deferred import deferred
-from clustertune.console import emit_json, say
+from clustertune.console import emit_json, reply, say
 from clustertune.errors import Problem, UserError, collect_problems, raise_if, storage_error, storing
 from clustertune.rundir import RunDir
 
@@ -240,8 +240,7 @@ def _measure(bench: preparation.Bench, args: BenchArguments, cluster: schema.Clu
         found = drive.measure(bench, chain.command_line(), cluster if given else None, given)
         body = result.document(bench, found, cluster)
     _keep(bench, args.results, body)
-    if args.as_json:
-        emit_json(body)
+    reply(args.as_json, body)
     return 0
 
 

@@ -9,7 +9,7 @@ import typer
 
 from clustertune import console
 from clustertune.arguments import AsJson, path_argument, path_option
-from clustertune.console import emit_json, say
+from clustertune.console import reply, say
 from clustertune.errors import storing
 
 
@@ -36,10 +36,7 @@ def compare(
     from clustertune.report import compare as room
 
     found = room.compare([path_argument(text) for text in runs])
-    if as_json:
-        emit_json(found.as_dict())
-    else:
-        console.stderr.print(room.table(found), soft_wrap=True)
+    reply(as_json, found.as_dict(), lambda: console.stderr.print(room.table(found), soft_wrap=True))
     for note in found.notes:
         say(f"note: {note}")
     if out is not None:

@@ -20,7 +20,7 @@ from clustertune.check import report as reports
 from clustertune.check.machine import LOGIN, PLACES, Expects, Machine
 from clustertune.check.rule import Finding, as_json, exit_code, listed, worst
 from clustertune.cli.deferred import deferred
-from clustertune.console import emit_json, escape, say
+from clustertune.console import emit_json, escape, reply, say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error, storing
 from clustertune.host.facts import HostFacts
 from clustertune.tree import ROOT
@@ -173,10 +173,7 @@ def answer(args: DoctorArguments) -> int:
         found, facts, hosts = _look_locally(args, cluster)
     elif args.dry_run:
         command = preflight.step_command(cluster, job, [], args.seconds)
-        if args.as_json:
-            emit_json({"command": command})
-        else:
-            sys.stdout.write(f"$ {shlex.join(command)}\n")
+        reply(args.as_json, {"command": command}, lambda: sys.stdout.write(f"$ {shlex.join(command)}\n"))
         return 0
     else:
         found, facts, hosts = _on_nodes(args, cluster, job)

@@ -13,7 +13,7 @@ import typer
 from clustertune import console
 from clustertune.arguments import AsJson, Overrides, RecipeArgument, Tiny, path_option
 from clustertune.cli.deferred import deferred
-from clustertune.console import emit_json, say
+from clustertune.console import reply, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.rundir import RunDir, keep_private
 
@@ -65,8 +65,7 @@ def torchrun_node(
     call = torchrun.TorchrunCall(path, node_rank, nodes, each, machine, environment, port, wait, job)
     if node_rank:
         code = torchrun.join(call, quiet=as_json)
-        if as_json:
-            emit_json({"run_dir": str(path), "node": node_rank, "exit_code": int(code)})
+        reply(as_json, {"run_dir": str(path), "node": node_rank, "exit_code": int(code)})
         raise typer.Exit(int(code))
     with open_run(resolved, path) as run:
         with torchrun.RendezvousServer(call) as server:
@@ -155,10 +154,8 @@ def finish(run: Any, results: dict[str, dict[str, Any]], as_json: bool) -> None:
     """What a finished chain says: a table on stderr, or one document on stdout."""
     found = scores.read_result(run.eval)
     stages = {name: {"seconds": r["seconds"], "status": r["status"]} for name, r in results.items()}
-    if as_json:
-        emit_json({"run_dir": str(run.path), "stages": stages, **_scores(found)})
-        return
-    summary.render(run, stages, found, console.stderr)
+    document = {"run_dir": str(run.path), "stages": stages, **_scores(found)}
+    reply(as_json, document, lambda: summary.render(run, stages, found, console.stderr))
 
 
 def _scores(found: dict[str, Any] | None) -> dict[str, Any]:

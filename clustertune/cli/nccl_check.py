@@ -21,7 +21,7 @@ from clustertune import console
 from clustertune.arguments import AsJson, ClusterOption, path_argument, path_option, takes
 from clustertune.check.rule import EXIT
 from clustertune.cli.deferred import deferred
-from clustertune.console import emit_json, say
+from clustertune.console import emit_json, reply, say
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error, storing
 from clustertune.process import Stopped
 
@@ -175,14 +175,12 @@ def _judge_logs(args: NcclCheckArguments) -> int:
         with collect_problems(problems), storing("cannot be read", file), path_argument(file).open("rb") as source:
             texts[file] = source.read(LARGEST_LOG).decode(errors="replace")
     raise_if(problems)
-    document: dict[str, Any] = {"schema": result.SCHEMA}
+    measured_before: dict[str, Any] = {"schema": result.SCHEMA}
     if args.cluster is not None:
-        document["expected"] = check.expected(load.load_cluster(args.cluster))
-    _, judged = check.verdict(document, texts)
-    if args.as_json:
-        emit_json({"schema": result.SCHEMA, "logs": list(texts), "verdict": judged})
-    else:
-        result.verdict(judged, console.stderr)
+        measured_before["expected"] = check.expected(load.load_cluster(args.cluster))
+    _, judged = check.verdict(measured_before, texts)
+    document = {"schema": result.SCHEMA, "logs": list(texts), "verdict": judged}
+    reply(args.as_json, document, lambda: result.verdict(judged, console.stderr))
     return EXIT[judged["status"]]
 
 
@@ -321,10 +319,7 @@ def _await(args: NcclCheckArguments, job: str, folder: Path) -> int:
 
 def _tell(args: NcclCheckArguments, found: dict[str, Any]) -> None:
     """The document on stdout, or its table for people."""
-    if args.as_json:
-        emit_json(found)
-    else:
-        result.render(found, console.stderr)
+    reply(args.as_json, found, lambda: result.render(found, console.stderr))
 
 
 def arguments(args: NcclCheckArguments, cluster: schema.Cluster) -> list[str]:
@@ -424,8 +419,7 @@ def _join(args: NcclCheckArguments, cluster: schema.Cluster) -> int:
         raise UserError(Problem(str(error), file=str(folder), fix=fix), ExitCode.AGAIN) from None
     except OSError as error:
         raise storage_error(error, "cannot hold the check", error.filename or folder) from None
-    if args.as_json:
-        emit_json({"node": args.node_rank, "rounds": rounds})
+    reply(args.as_json, {"node": args.node_rank, "rounds": rounds})
     say(f"node {args.node_rank}: over after {rounds} round(s); node 0 has the result")
     return 0
 

@@ -12,7 +12,7 @@ import typer
 
 from clustertune.arguments import AsJson, ClusterOption, Overrides
 from clustertune.cli.deferred import deferred
-from clustertune.console import emit_json, say
+from clustertune.console import reply
 from clustertune.errors import Problem, UserError, collect_problems, raise_if
 
 with deferred():
@@ -62,7 +62,6 @@ def new(
 
     LoRA target modules come from the model's architecture, the distribution from the planner. Prints every assumption.
     """
-
     folder = _target(name)
     stated = draft.stated(overrides or ())
     made_of, found, at = read(model, data, method, gpus, cluster, needs_data=True, of_data=stated.get("data"))
@@ -73,25 +72,14 @@ def new(
         shutil.copytree(written, folder, dirs_exist_ok=True)
     money = explanation.cost(plan, hardware.price(machine.gpu))
     following = draft.commands(folder.name if "/" not in name else name, at.words)
-    if as_json:
-        document: dict[str, Any] = {
-            "folder": str(folder),
-            "files": sorted(path.name for path in folder.iterdir()),
-            "assumed": made.assumed,
-        }
-        emit_json(
-            document
-            | {"fits": plan.fits, "step_s": plan.step.seconds, "hours": plan.hours, "cost": money, "commands": following}
-        )
-        return
-    say(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-    for one in made.assumed:
-        say(f"- {one}")
+    files = sorted(path.name for path in folder.iterdir())
+    document: dict[str, Any] = {"folder": str(folder), "files": files, "assumed": made.assumed, "fits": plan.fits}
+    document |= {"step_s": plan.step.seconds, "hours": plan.hours, "cost": money, "commands": following}
     hours = f"{plan.hours:.2g} h" if plan.hours else f"{plan.step.seconds:.3g} s a step"
     spent = f", {spent_text}" if (spent_text := explanation.money(money)) else ""
     memory = f"{plan.needed / predict.GIB:.0f} of {machine.usable_bytes / predict.GIB:.0f} GiB a GPU"
-    say(f"\nplanned: {hours}{spent} on {machine.name}, {memory}. Next:\n")
-    say("\n".join(following))
+    text = f"\nplanned: {hours}{spent} on {machine.name}, {memory}. Next:\n"
+    reply(as_json, document, f"{folder}: {', '.join(files)}", *(f"- {one}" for one in made.assumed), text, "\n".join(following))
 
 
 def read(

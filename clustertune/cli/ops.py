@@ -16,7 +16,7 @@ import typer
 
 from clustertune.arguments import AsJson, ClusterOption, existing_folder, path_option
 from clustertune.cli.deferred import deferred
-from clustertune.console import emit_json, escape, say
+from clustertune.console import emit_json, escape, reply, say
 from clustertune.errors import ExitCode, Problem, UserError
 
 with deferred():
@@ -106,10 +106,7 @@ def storage_plan(
     found, host = _chosen(cluster, node)
     with compared_tree(found, host, root) as where:
         made = storage.make_plan(found, host.name, where, force=force)
-        if as_json:
-            emit_json(made.as_dict())
-        else:
-            _print(storage.as_lines(made))
+        reply(as_json, made.as_dict(), lambda: _print(storage.as_lines(made)))
     say(f"{host.name}: {'changes are needed (see above)' if made.needed else 'nothing to do'}")
     if made.needed:
         raise typer.Exit(int(ExitCode.FAILED))
@@ -143,8 +140,7 @@ def storage_apply(
     if root is not None and format_device:
         raise UserError(Problem("a tree has no disks", file="command line", key="--format", fix="leave out --root"))
     done = storage.apply(found, name, where, force=force, format_device=format_device, report=lambda text: say(f"  {text}"))
-    if as_json:
-        emit_json({"node": name, **asdict(done)})
+    reply(as_json, {"node": name, **asdict(done)})
     for word, texts in (("backup", done.backups), ("note", done.notes), ("left", done.left)):
         for text in texts:
             say(f"{word}: {text}")

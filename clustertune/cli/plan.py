@@ -17,7 +17,7 @@ from clustertune import console
 from clustertune.arguments import AsJson, ClusterOption, Tiny, path_argument, takes
 from clustertune.cli.deferred import deferred
 from clustertune.cli.new import DataOption, GpusOption, MethodOption, ModelOption
-from clustertune.console import emit_json, show
+from clustertune.console import emit_json, reply, show
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 
 if TYPE_CHECKING:
@@ -142,18 +142,13 @@ def _answer_model(args: PlanArguments, known: Lengths | None) -> None:
 def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedCluster, plans: list[Plan]) -> None:
     prices = [hardware.price(plan.machine.gpu) for plan in plans]
     if args.compare:
-        if args.as_document:
-            documents = [explanation.as_json(plan, money) for plan, money in zip(plans, prices, strict=True)]
-            emit_json({"plans": documents, "speedup": plans[0].step.seconds / plans[1].step.seconds})
-        else:
-            tables.compare(plans[0], plans[1], prices, console.stdout)
+        documents = [explanation.as_json(plan, money) for plan, money in zip(plans, prices, strict=True)]
+        document = {"plans": documents, "speedup": plans[0].step.seconds / plans[1].step.seconds}
+        reply(args.as_document, document, lambda: tables.compare(plans[0], plans[1], prices, console.stdout))
         _end(all(plan.fits for plan in plans))
     elif args.why is not None:
         lines = explanation.why(plans[0], args.why)
-        if args.as_document:
-            emit_json({"part": args.why, "arithmetic": lines})
-        else:
-            show("\n".join(lines))
+        reply(args.as_document, {"part": args.why, "arithmetic": lines}, lambda: show("\n".join(lines)))
     elif args.advise:
         _advise(calibrated, plans[0], prices[0], args, overrides)
     else:
@@ -275,20 +270,15 @@ def _calibrate(calibrated: CalibratedCluster, runs: list[str], lengths: Lengths 
         raise UserError(text, file="command line", key="--cluster", fix="write a cluster file: docs/clusters.md")
     found = calibration.fit([_observe(calibrated, path_argument(run), lengths) for run in runs])
     calibration.store(calibrated.calibration, calibrated.cluster.name, datetime.date.today().isoformat(), found)
-    if as_document:
-        emit_json(
-            {
-                "file": str(calibrated.calibration),
-                "constants": found.values,
-                "deviation": found.deviation,
-                "not_identified": found.left,
-                "unexplained": calibration.unexplained(found),
-                "runs": [run.model_dump() for run in found.runs],
-            }
-        )
-        return
-    tables.calibration(found, console.stdout)
-    show(f"kept in {calibrated.calibration}: plans on {calibrated.cluster.name} use it from now on")
+    document = {"file": str(calibrated.calibration), "constants": found.values, "deviation": found.deviation}
+    document |= {"not_identified": found.left, "unexplained": calibration.unexplained(found)}
+    kept = f"kept in {calibrated.calibration}: plans on {calibrated.cluster.name} use it from now on"
+    reply(
+        as_document,
+        {**document, "runs": [run.model_dump() for run in found.runs]},
+        lambda: tables.calibration(found, console.stdout),
+        lambda: show(kept),
+    )
 
 
 def _observe(calibrated: CalibratedCluster, folder: Path, lengths: Lengths | None) -> calibration.Observation:

@@ -14,7 +14,7 @@ import typer
 
 from clustertune.arguments import AsJson, RecipeArgument, path_option
 from clustertune.cli.deferred import deferred
-from clustertune.console import emit_json, say
+from clustertune.console import emit_json, reply, say
 from clustertune.errors import ExitCode, UserError
 
 with deferred():
@@ -70,26 +70,24 @@ def up(
     Installs and changes nothing on the machine. Needs no root if user namespaces are allowed.
     """
     state = keeper.up(_name(name), _spec(nodes, gpus, isolation))
-    if as_json:
-        emit_json(_as_dict(state))
-        return
     which = "" if name == "default" else f" --name {name}"
     apart = "" if state.prefix else "; no namespaces on this machine: the nodes share this machine's name and network"
-    say(f"cluster {name} is up: {', '.join(state.nodes)} with {state.gpus} GPUs each (only counted){apart}")
-    say(f"  clustertune cluster run{which} -- sinfo    runs any command on its login node: sbatch, squeue, scancel, bash")
-    say(f"  clustertune cluster status{which}          its nodes and jobs")
-    say(f"  clustertune cluster down{which}            ends it; nothing is left")
+    reply(
+        as_json,
+        _as_dict(state),
+        f"cluster {name} is up: {', '.join(state.nodes)} with {state.gpus} GPUs each (only counted){apart}",
+        f"  clustertune cluster run{which} -- sinfo    runs any command on its login node: sbatch, squeue, scancel, bash",
+        f"  clustertune cluster status{which}          its nodes and jobs",
+        f"  clustertune cluster down{which}            ends it; nothing is left",
+    )
 
 
 def down(name: Name = "default", as_json: AsJson = False) -> None:
     """Stop a cluster and all its jobs, and remove its files."""
     found = keeper.down(_name(name))
-    if as_json:
-        emit_json({"name": name, "ended": found is not None})
-    elif found:
-        say(f"cluster {name} is down, nothing is left of it")
-    else:
-        say(f"there is no cluster {name}{_others()}: nothing to end")
+    gone = f"there is no cluster {name}{_others()}: nothing to end"
+    text = f"cluster {name} is down, nothing is left of it" if found else gone
+    reply(as_json, {"name": name, "ended": found is not None}, text)
 
 
 def status(
@@ -226,9 +224,7 @@ def demo_slurm(
     folder = run_dir or cluster_paths.runs(cluster_paths.local_cluster()) / "rehearsal" / new
     arguments = [recipe, *(overrides or []), "--tiny", "--run-dir", str(folder.resolve())]
     ended = rehearsing.rehearse(_spec(nodes, gpus, isolation), SCRIPT, arguments, folder)
-    if as_json:
-        emit_json(
-            {"job": ended.job, "state": ended.state, "run_dir": str(folder), "log": str(ended.log), "exit_code": ended.code}
-        )
+    document = {"job": ended.job, "state": ended.state, "run_dir": str(folder), "log": str(ended.log)}
+    reply(as_json, {**document, "exit_code": ended.code})
     if ended.code:
         raise typer.Exit(ended.code)

@@ -15,7 +15,7 @@ import typer
 from clustertune import secrets
 from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_option
 from clustertune.cli.deferred import deferred
-from clustertune.console import emit_json, say, show_error
+from clustertune.console import reply, say, show_error
 from clustertune.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -123,8 +123,7 @@ def _on_all_nodes(nodes: tuple[str, ...], cluster: str | None, as_json: bool) ->
     null, pipe = subprocess.DEVNULL, subprocess.PIPE
     done = subprocess.run(command, stdin=null, stdout=pipe, text=True, timeout=SRUN_SECONDS, check=False)
     found = documents(done.stdout)
-    if as_json:
-        emit_json({"nodes": [{"node": nodes[at] if at < len(nodes) else str(at), **body} for at, body in found.items()]})
+    reply(as_json, {"nodes": [{"node": nodes[at] if at < len(nodes) else str(at), **body} for at, body in found.items()]})
     if done.returncode:
         raise typer.Exit(done.returncode)
 
@@ -164,8 +163,7 @@ def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds:
         for plan in plans:
             there = "is there, and would be verified" if plan["there"] else f"would be copied from {plan['from']}"
             say(f"{plan['what']} {plan['name']}: {worker.amount(plan['bytes'])} in {plan['files']} files {there}")
-        if as_json:
-            emit_json({"host": host, "trees": plans, "notes": notes})
+        reply(as_json, {"host": host, "trees": plans, "notes": notes})
         return
     staged = []
     try:
@@ -177,8 +175,7 @@ def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds:
     finally:
         for item in staged:
             item.release()
-    if as_json:
-        emit_json({"host": host, "trees": [item.as_json() for item in staged], "notes": notes})
+    reply(as_json, {"host": host, "trees": [item.as_json() for item in staged], "notes": notes})
 
 
 def _clean(cluster: str | None, node_local: bool, dry_run: bool, as_json: bool) -> None:
@@ -197,8 +194,7 @@ def _clean(cluster: str | None, node_local: bool, dry_run: bool, as_json: bool) 
             say(f"{staged.folder(tree.key)} ({worker.amount(tree.bytes)}) {word}")
     if not removed and not in_use:
         say(f"nothing in {staged.root}")
-    if as_json:
-        emit_json({"host": os.uname().nodename, "removed": removed, "kept": in_use})
+    reply(as_json, {"host": os.uname().nodename, "removed": removed, "kept": in_use})
 
 
 def _collect(
@@ -221,8 +217,7 @@ def _collect(
     if not dry_run:
         say(f"{out}: {summary['files']} files, {worker.amount(summary['bytes'])}")
         say(f"next: clustertune stage --verify {out}, then carry it over and run with staged={out}")
-    if as_json:
-        emit_json(summary)
+    reply(as_json, summary)
 
 
 def _verify(folder: Path, recipe: str | None, overrides: list[str], tiny: bool, bounds: Bounds, as_json: bool) -> None:
@@ -233,7 +228,6 @@ def _verify(folder: Path, recipe: str | None, overrides: list[str], tiny: bool, 
         show_error(error)
     else:
         say(f"{folder}: whole, and nothing else is needed: run with staged={folder}")
-    if as_json:
-        emit_json({**verdict.as_json(), **error.as_dict(), "exit_code": 0 if not verdict.problems else int(error.code)})
+    reply(as_json, {**verdict.as_json(), **error.as_dict(), "exit_code": 0 if not verdict.problems else int(error.code)})
     if verdict.problems:
         raise typer.Exit(int(ExitCode.CONFIG))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, existing_folder, path_option
-from clustertune.console import aligned, emit_json, say
+from clustertune.console import aligned, reply, say
 from clustertune.errors import UserError, raise_if
 from clustertune.rundir import STAGES, RunDir
 
@@ -68,11 +68,7 @@ def _show_status(path: Path, as_json: bool) -> None:
     if not run.run_json.exists() and not (path / "jobs").is_dir():
         run.read()  # says that it is none
     found = read_status(run)
-    if as_json:
-        emit_json({"run_dir": str(path), **found.as_dict()})
-        return
-    _render(found)
-    say(f"run folder: {path}")
+    reply(as_json, {"run_dir": str(path), **found.as_dict()}, lambda: _render(found), f"run folder: {path}")
 
 
 def _render(found: StagesStatus) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Tiny, existing_folder, path_option
 from clustertune.cli.deferred import deferred
-from clustertune.console import emit_json, say
+from clustertune.console import emit_json, reply, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.rundir import require_stage
 
@@ -162,19 +162,13 @@ def _run_here(made: Sweep, metric: str, as_json: bool) -> None:
 
 def _submit(made: Sweep, resolved: list[Resolved], machine: Cluster, job: Any, as_json: bool) -> None:
     number = array.send(made, resolved, machine, job) if job else None
-    if as_json:
-        emit_json({"sweep_dir": str(made.path), "job": number, "points": len(made.points), "left": len(made.left())})
-        return
-    say(f"job {number}: {len(made.left())} of {len(made.points)} points" if number else "every point is finished")
-    say(f"clustertune sweep --results {shlex.quote(str(made.path))}")
+    document = {"sweep_dir": str(made.path), "job": number, "points": len(made.points), "left": len(made.left())}
+    text = f"job {number}: {document['left']} of {document['points']} points" if number else "every point is finished"
+    reply(as_json, document, text, f"clustertune sweep --results {shlex.quote(str(made.path))}")
 
 
 def _show_results(made: Sweep, metric: str, as_json: bool) -> None:
     found = outcome.collect(made, metric)
     report = outcome.build(made, metric, found)
-    if as_json:
-        emit_json({**outcome.as_json(made, metric, found), "report": str(report)})
-        return
-    for line in outcome.lines(made, metric, found):
-        say(line)
-    say(f"report: {report}")
+    lines = [*outcome.lines(made, metric, found), f"report: {report}"]
+    reply(as_json, {**outcome.as_json(made, metric, found), "report": str(report)}, *lines)
