@@ -46,3 +46,15 @@ def test_a_command_imports_what_it_needs(tmp_path: Path, arguments: list[str], n
     script.write_text(SCRIPT)
     modules = imported(tmp_path, *(str(script) if word == "FILE" else word for word in arguments))
     assert needed <= modules and modules & useless == set()
+
+
+def test_a_deferred_module_only_names_things() -> None:
+    """One that registers rules would leave them out of every list that is made before it is used."""
+    code = (
+        "import sys, importlib.util, clustertune.cli.app\n"
+        "lazy = [module for module in sys.modules.values() if type(module) is importlib.util._LazyModule]\n"
+        "print(*(object.__getattribute__(module, '__spec__').origin for module in lazy))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [path for path in done.stdout.split() if "\n@rule(" in Path(path).read_text()] == []
+    assert len(done.stdout.split()) > 50

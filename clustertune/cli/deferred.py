@@ -25,7 +25,8 @@ class _Finder:
 def deferred() -> Iterator[None]:
     """Within: ``from clustertune.x import y`` gives the module ``y`` that is imported when a name of it is first asked for.
 
-    Only whole modules: a name out of one (``from clustertune.x.y import z``) imports it at once. In Python 3.15 this is
+    Only whole modules: a name out of one (``from clustertune.x.y import z``) imports it at once. And only such as name things:
+    the rules of one that registers rules would be missing until then. In Python 3.15 this is
     ``lazy from clustertune.x import y`` (PEP 810).
     """
     sys.meta_path.insert(0, _Finder)

@@ -28,7 +28,7 @@ from clustertune.tree import ROOT
 with deferred():
     from clustertune import chain
     from clustertune.cluster import load, schema
-    from clustertune.doctor import preflight, recipe_context, recipe_findings
+    from clustertune.doctor import preflight, recipe_context
     from clustertune.doctor import sbatch as linter
     from clustertune.host import collect
     from clustertune.launch import allocation, batch, cluster_paths, shape
@@ -139,6 +139,8 @@ def sbatch(
 
 def show_rules(out: Path | None, as_document: bool) -> int:
     """The rules, as a list, as JSON, or as the page of the documents."""
+    from clustertune.doctor import recipe_findings  # registers rules
+
     rules = recipe_findings.all_rules()
     if out is not None:
         with storing("cannot be written", out):
@@ -243,6 +245,8 @@ def _of_recipe(args: DoctorArguments, cluster: schema.Cluster, facts: HostFacts 
     """What the rules of recipe, stack and folders find; one that cannot be resolved is a finding for each of its problems."""
     if args.recipe is None:
         return []
+    from clustertune.doctor import recipe_findings  # registers rules
+
     try:
         resolved = shape.resolve_on(args.recipe, args.overrides or [], cluster, tiny=args.tiny)[0]
     except UserError as error:

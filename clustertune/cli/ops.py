@@ -24,7 +24,6 @@ with deferred():
     from clustertune.cluster import load, schema
     from clustertune.ops import files, nodes
     from clustertune.ops.slurm import planning as slurm
-    from clustertune.ops.storage import judge as storage_rules
     from clustertune.ops.storage import node as node_storage
     from clustertune.ops.storage import plan as storage
     from clustertune.testbed import rehearsal
@@ -162,12 +161,14 @@ def storage_check(
     Writes a small file and removes it. Exit 0: no findings; 1: warnings; 2: what would stop or spoil a job. A hung brick costs
     twice --seconds at most.
     """
+    from clustertune.ops.storage.judge import judge  # registers rules
+
     found, host = _chosen(cluster, node)
     name, where = host.name, _here(found, host, root)
     wanted, by_hand = storage.look(found, name, where)
     facts = node_storage.collect(wanted, where, seconds, found.source)
     facts.by_hand = by_hand
-    findings = storage_rules.judge(facts, wanted)
+    findings = judge(facts, wanted)
     if as_json:
         verdict = rule.worst(findings)
         emit_json({"node": name, "verdict": verdict, "findings": rule.as_json(findings), "facts": asdict(facts)})
