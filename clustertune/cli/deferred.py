@@ -5,19 +5,50 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import LazyLoader
 from types import ModuleType
+from typing import Any
+
+
+class DeferredModule(ModuleType):
+    """A module whose code has not run: the first name that is asked of it runs that.
+
+    importlib's own LazyLoader does so for ``__file__`` too, which ``inspect`` asks of all modules there are: a rank would then
+    import every one, and end where one needs a package that its image lacks.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        try:
+            self.__spec__.loader.exec_module(self)  # type: ignore[union-attr]
+        except BaseException:
+            self.__class__ = DeferredModule
+            raise
+        return getattr(self, name)
+
+
+class _Later(Loader):
+    """Makes a module and leaves its code to :class:`DeferredModule`."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__.loader = module.__loader__ = self._loader  # type: ignore[union-attr]
+        module.__class__ = DeferredModule
 
 
 class _Finder:
-    """Finds this package's modules with a loader that reads them at the first look at one of their names."""
+    """Finds this package's modules for :func:`deferred`."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target) if name.startswith("clustertune.") else None
         if spec is not None and spec.loader is not None:
-            spec.loader = LazyLoader(spec.loader)
+            spec.loader = _Later(spec.loader)
         return spec
 
 
