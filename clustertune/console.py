@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +119,14 @@ def emit_json(document: Any) -> None:
         with contextlib.suppress(OSError), open(os.devnull, "wb") as sink:  # noqa: PTH123
             os.dup2(sink.fileno(), sys.stdout.fileno())
         raise
+
+
+def reply(as_json: bool, document: Any, *shown: str | Callable[[], Any]) -> None:
+    """The end of a command: its one document, where ``--json`` asks for it, else lines for a person, or what prints them."""
+    if as_json:
+        emit_json(document)
+    for part in () if as_json else shown:
+        part() if callable(part) else say(part)
 
 
 def _plain(value: Any) -> Any:

@@ -105,3 +105,12 @@ def storage_error(error: OSError, doing: str, path: str | Path) -> UserError:
     else:
         fix = f"fix the storage, {again}"
     return UserError(f"{doing}: {error.strerror or error}", file=str(path), fix=fix, code=code)
+
+
+@contextmanager
+def storing(doing: str, path: str | Path, *, named: bool = False) -> Iterator[None]:
+    """Within: an OSError is raised as :func:`storage_error` of ``path``; with ``named``, of the file that the system names."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, doing, (error.filename if named else None) or path) from error

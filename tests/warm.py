@@ -114,8 +114,8 @@ def _serve(requests: socket.socket) -> dict[str, Any]:
     return request_read
 
 
-PRELOADED = ("cli.app", "chain", "job", "resolve.resolve", "plan.predict", "report.compare", "report.metrics")
-"""What commands import; nothing of it imports torch."""
+PRELOADED = ("chain", "job", "resolve.resolve", "plan.predict", "report.compare", "report.metrics", "cli.app")
+"""What commands import; nothing of it imports torch. The command line last: it defers what is not imported yet."""
 
 
 def main() -> None:

@@ -25,6 +25,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from clustertune.events import read_object
+from clustertune.manifest import write_durably
 from clustertune.testbed.inside import descendants, end_descendants
 
 REPO = Path(__file__).resolve().parent.parent
@@ -186,19 +188,14 @@ def adopt_orphans() -> None:
 
 def read_state(path: Path) -> dict[str, Any]:
     """What earlier calls found; empty where there were none."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {"parts": {}}
-    return found if isinstance(found, dict) and isinstance(found.get("parts"), dict) else {"parts": {}}
+    found = read_object(path)
+    return found if isinstance(found.get("parts"), dict) else {"parts": {}}
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Under a name of its own first: a call that is killed leaves the old state or the new one."""
+    """A call that is killed leaves the old state or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".new")
-    part.write_text(json.dumps(state, indent=1, default=str) + "\n")
-    part.replace(path)
+    write_durably(path, json.dumps(state, indent=1, default=str) + "\n")
 
 
 def commit() -> str:

@@ -5,26 +5,15 @@ It needs the standard library alone: ``make gpu-check`` runs where nothing else 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from clustertune.events import read_events
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
     """The events of one kind in a run's metrics, in order; none where there are no metrics yet."""
-    try:
-        lines = (run / "metrics.jsonl").read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if event.get("event") == kind:
-            found.append(event)
-    return found
+    return [event for event in read_events(run / "metrics.jsonl") if event.get("event") == kind]
 
 
 def attempts(run: Path) -> list[Path]:

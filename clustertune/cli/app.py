@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
+import logging
+import os
 import shlex
+import signal
+import sys
+import traceback
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,51 +30,34 @@ from clustertune.arguments import (
     eval_settings,
     existing_folder,
     newest_merged,
-    path_argument,
     path_given,
     path_option,
 )
-from clustertune.cli import (
-    archive,
-    bench,
-    checkpoint,
-    clusterfile,
-    compare,
-    launchers,
-    nccl_check,
-    new,
-    ops,
-    rehearse,
-    submit,
-    talk,
-    watch,
-)
-from clustertune.cli import doctor as doctor_commands
-from clustertune.cli import job as job_commands
-from clustertune.cli import plan as plan_commands
-from clustertune.cli import push as push_commands
-from clustertune.cli import stage as stage_commands
-from clustertune.cli import sweep as sweep_commands
-from clustertune.console import emit_json, say
-from clustertune.errors import Problem, UserError, raise_if
+from clustertune.cli import launchers
+from clustertune.cli.deferred import deferred
+from clustertune.console import emit_json, reply, say, show_error
+from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
+from clustertune.process import Stopped
 from clustertune.rundir import STAGES, RunDir
+from clustertune.storage import storage_cause
+from clustertune.tree import how_to_install
 
 if TYPE_CHECKING:
     from clustertune.resolve.resolved import Resolved
-import contextlib
-import io
-import logging
-import os
-import signal
-import sys
-import traceback
-from types import FrameType
 
-from clustertune.console import show_error
-from clustertune.errors import ExitCode, storage_error
-from clustertune.process import Stopped
-from clustertune.storage import storage_cause
-from clustertune.tree import how_to_install
+with deferred():
+    from clustertune import chain, rank
+    from clustertune import merge as merging
+    from clustertune.cli import preparing
+    from clustertune.evaluate import run as evaluation
+    from clustertune.evaluate import scores
+    from clustertune.export import whole
+    from clustertune.launch import cluster_paths, node
+    from clustertune.report import page
+    from clustertune.resolve import megatron, resolve
+    from clustertune.resolve import show as view
+    from clustertune.resolve import tiny as scaled_down
+    from clustertune.staging import bundle
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -93,21 +85,15 @@ OutOption = Annotated[Path | None, path_option("The folder to write.", "--out")]
 
 
 def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int | None, local: bool) -> Resolved:
-    from clustertune.resolve.resolve import resolve
-
-    resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=ranks)
+    resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=ranks)
     if not local:
         return resolved
-    from clustertune.chain import visible_gpus
-    from clustertune.resolve.megatron import require_startable
-    from clustertune.resolve.tiny import ranks as tiny_ranks
-
-    require_startable(resolved)
-    gpus = visible_gpus()
+    megatron.require_startable(resolved)
+    gpus = chain.visible_gpus()
     small = tiny or resolved.recipe.model.weights == "random"
-    few = gpus or tiny_ranks(resolved.accelerate)
+    few = gpus or scaled_down.ranks(resolved.accelerate)
     if ranks is None and small and resolved.world_size > few:
-        resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=few)
+        resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=few)
     elif ranks is None and not small and resolved.world_size > gpus:
         fix = "use --tiny to run a scaled-down version, or --ranks N to force N processes"
         raise UserError(f"needs {resolved.world_size} GPUs, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
@@ -139,13 +125,8 @@ def show(
 
     Each value is shown with its origin: base, recipe, override, derived (and from what), or default.
     """
-    from clustertune.resolve import show as view
-
     resolved = _resolve(recipe, overrides, tiny=tiny, ranks=ranks, local=False)
-    if as_json:
-        emit_json(view.as_json(resolved))
-    else:
-        view.render(resolved, console.stdout)
+    reply(as_json, view.as_json(resolved), lambda: view.render(resolved, console.stdout))
 
 
 @app.command()
@@ -165,18 +146,10 @@ def prepare(
 
     Every bad row is counted and reported with file and line. Uses all cores; the result is kept and reused.
     """
-    from clustertune.cli.preparing import prepare as make
-    from clustertune.cli.preparing import print_summary
-    from clustertune.launch import cluster_paths
-    from clustertune.resolve.resolve import resolve
-
-    resolved = resolve(recipe, overrides or [])
+    resolved = resolve.resolve(recipe, overrides or [])
     below = cluster_paths.enter_local()
-    result = make(resolved, out or below / resolved.name / "data", input_path, show_count)
-    if as_json:
-        emit_json(result)
-    else:
-        print_summary(result)
+    result = preparing.prepare(resolved, out or below / resolved.name / "data", input_path, show_count)
+    reply(as_json, result, lambda: preparing.print_summary(result))
 
 
 @app.command()
@@ -197,9 +170,6 @@ def run(
 
     Stages: prepare, train, export, merge, eval, report. Finished stages are not run again.
     """
-    from clustertune import chain
-    from clustertune.launch import cluster_paths
-
     stages = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
     if not stages:
         fix = f"the order is {', '.join(STAGES)}"
@@ -224,8 +194,6 @@ def _check_before_anything_is_made(resolved: Resolved, path: Path, stages: tuple
     secrets.read_env(secrets.DEFAULT)
     if path.exists() and not path.is_dir():
         raise UserError("is a file, a run needs a folder", file=str(path), fix="give another --run-dir")
-    from clustertune.staging import bundle
-
     raise_if(bundle.find_problems(resolved))
     if "prepare" in stages and RunDir(path).stage("prepare") is None and (problems := bundle.missing_inputs(resolved)):
         raise UserError(problems)
@@ -233,16 +201,10 @@ def _check_before_anything_is_made(resolved: Resolved, path: Path, stages: tuple
 
 def _show_plan(resolved: Resolved, path: Path, stages: tuple[str, ...], as_json: bool) -> None:
     """What ``run`` would do: its folder, its stages, and the launcher's command."""
-    from clustertune.launch.node import ranks_command
-
-    command = ranks_command(RunDir(path), resolved, 1)
-    if as_json:
-        emit_json({"run_dir": str(path), "stages": list(stages), "train": command})
-        return
-    say(f"run folder: {path}")
-    say(f"stages: {', '.join(stages)}")
-    if "train" in stages:
-        say(f"train: {shlex.join(command)}")
+    command = node.ranks_command(RunDir(path), resolved, 1)
+    lines = [f"run folder: {path}", f"stages: {', '.join(stages)}"]
+    lines += [f"train: {shlex.join(command)}"] if "train" in stages else []
+    reply(as_json, {"run_dir": str(path), "stages": list(stages), "train": command}, *lines)
 
 
 @app.command(hidden=True)
@@ -252,8 +214,6 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", help="Write to the log only.")] = False,
 ) -> None:
     """Train as one rank: what accelerate launch starts."""
-    from clustertune import rank
-
     RunDir(run_dir).read()
     raise typer.Exit(rank.main(run_dir, attempt, quiet=quiet))
 
@@ -269,9 +229,7 @@ def export(
 
     Exports the adapter of a LoRA run, or the model if all parameters were trained.
     """
-    from clustertune.export.whole import export_either
-
-    _summarise(export_either(existing_folder(source, "a run folder or a checkpoint"), out, base), as_json)
+    _summarise(whole.export_either(existing_folder(source, "a run folder or a checkpoint"), out, base), as_json)
 
 
 @app.command()
@@ -288,39 +246,23 @@ def merge(
 
     Tensors are streamed: memory does not grow with the model.
     """
-    from clustertune.merge import merge as run_merge
-    from clustertune.merge import plan
-
     if dry_run:
-        _summarise(plan(base, adapter, out, shard_size=shard_size), as_json)
+        _summarise(merging.plan(base, adapter, out, shard_size=shard_size), as_json)
     else:
-        _summarise(run_merge(base, adapter, out, shard_size=shard_size, workers=workers), as_json)
+        _summarise(merging.merge(base, adapter, out, shard_size=shard_size, workers=workers), as_json)
 
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[
-        Path | None,
-        typer.Argument(metavar="MODEL", parser=path_argument, help="Model folder. Default: the newest merged model of a run."),
-    ] = None,
+    model: Annotated[Path | None, path_given("Model folder. Default: the newest merged model of a run.", "MODEL")] = None,
     tasks: Annotated[
         str | None, typer.Option(metavar="LIST", help="lm-eval tasks, separated by commas. Default: that of a recipe.")
     ] = None,
     data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            parser=path_argument,
-            help="Rows for a task that reads a file. Default: the Hub's or the project's own.",
-        ),
+        Path | None, path_option("Rows for a task that reads a file. Default: the Hub's or the project's own.", metavar="FILE")
     ] = None,
-    base: Annotated[
-        Path | None,
-        typer.Option(metavar="MODEL", parser=path_argument, help="Second model, scored on the same prompts and compared."),
-    ] = None,
-    adapter: Annotated[
-        Path | None, typer.Option(metavar="DIR", parser=path_argument, help="A LoRA adapter, applied without merging.")
-    ] = None,
+    base: Annotated[Path | None, path_option("Second model, scored on the same prompts and compared.", metavar="MODEL")] = None,
+    adapter: Annotated[Path | None, path_option("A LoRA adapter, applied without merging.")] = None,
     backend: Annotated[EvalBackend, typer.Option(help="Inference engine for the evaluation.")] = EvalBackend.auto,
     out: OutOption = None,
     num_fewshot: Annotated[
@@ -336,10 +278,6 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Score a model with lm-eval, alone or next to its base."""
-    from clustertune.evaluate.run import evaluate as run_evaluate
-    from clustertune.evaluate.scores import render
-    from clustertune.launch import cluster_paths
-
     below = cluster_paths.enter_local()
     model = newest_merged(below) if model is None else existing_folder(model, "a model")
     given: dict[str, Any] = {"num_fewshot": num_fewshot, "max_gen_toks": max_gen_toks, "batch_size": batch_size, "limit": limit}
@@ -349,7 +287,7 @@ def evaluate(
     beside = {"adapter": str(adapter.resolve()) if adapter else None, "base": str(base.resolve()) if base else None}
     folder = out or eval_folder(below / "eval", model, data, {**used, **beside})
     base_out = base and eval_folder(below / "eval", base, data, {**used, "beside": str(adapter or model)})
-    result = run_evaluate(
+    result = evaluation.evaluate(
         model,
         folder,
         settings=settings,
@@ -359,11 +297,7 @@ def evaluate(
         base=base and existing_folder(base, "the base model"),
         base_out=base_out,
     )
-    if as_json:
-        emit_json({**result, "dir": str(folder)})
-    else:
-        render(result, console.stderr)
-        say(f"in {folder}")
+    reply(as_json, {**result, "dir": str(folder)}, lambda: scores.render(result, console.stderr), f"in {folder}")
 
 
 @app.command()
@@ -373,32 +307,22 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write a run's one-page report, and report.json next to it."""
-    from clustertune.report.page import build
-
     run_dir = existing_folder(run_dir, "a run folder")
     RunDir(run_dir).read()
-    path = build(run_dir, out)
-    if as_json:
-        emit_json({"report": str(path)})
-    else:
-        say(f"wrote {path}")
+    path = page.build(run_dir, out)
+    reply(as_json, {"report": str(path)}, f"wrote {path}")
 
 
 def _summarise(summary: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        emit_json(summary)
-        return
-    for key, value in summary.items():
-        say(
-            f"{key.replace('_', ' ')}: {value:,}"
-            if isinstance(value, int) and not isinstance(value, bool)
-            else f"{key}: {value}"
-        )
+    counts = {key: isinstance(value, int) and not isinstance(value, bool) for key, value in summary.items()}
+    lines = [f"{key.replace('_', ' ')}: {value:,}" if counts[key] else f"{key}: {value}" for key, value in summary.items()]
+    reply(as_json, summary, *lines)
 
 
-_BEFORE = (submit, sweep_commands, new, plan_commands, clusterfile, rehearse, doctor_commands, nccl_check, ops, stage_commands)
-for module in (*_BEFORE, launchers, watch, talk, push_commands, bench, compare, job_commands, checkpoint, archive):
-    module.add(app)
+_GROUPS = ("submit", "sweep", "new", "plan", "clusterfile", "rehearse", "doctor", "nccl_check", "ops", "stage")
+_MORE = ("launchers", "watch", "talk", "push", "bench", "compare", "job", "checkpoint", "archive")
+for name in (*_GROUPS, *_MORE):  # in the order of --help
+    importlib.import_module(f"clustertune.cli.{name}").add(app)
 
 
 def main() -> int:

@@ -14,8 +14,8 @@ from typing import IO, Annotated
 import typer
 
 from clustertune.arguments import AsJson, existing_folder, path_argument
-from clustertune.console import emit_json, say
-from clustertune.errors import UserError, raise_if, storage_error
+from clustertune.console import reply, say
+from clustertune.errors import UserError, raise_if, storage_error, storing
 from clustertune.manifest import (
     MANIFEST,
     FileRecord,
@@ -86,12 +86,10 @@ def archive(
         if not kept:
             say(f"warning: {source}: {_NO_RESULT}; add --checkpoint, or let the run end first")
     size = sum(record.size for record in found.files.values())
-    if as_json:
-        document = {"from": source, "to": target, "files": len(found.files), "bytes": size, "written": written}
-        emit_json({**document, "removed": remove})
-        return
+    document = {"from": source, "to": target, "files": len(found.files), "bytes": size, "written": written}
     what = "was there already, and is whole" if not written else f"{written} of {len(found.files)} files written, all compared"
-    say(f"{target}: {what}, {size / 1e6:,.1f} MB" + (f"; {source} removed" if remove else ""))
+    text = f"{target}: {what}, {size / 1e6:,.1f} MB" + (f"; {source} removed" if remove else "")
+    reply(as_json, {**document, "removed": remove}, text)
 
 
 class Destination:
@@ -166,10 +164,8 @@ class Destination:
     def commit(self, found: Manifest) -> None:
         """Write the manifest, whole or not at all."""
         if self._fs is None:
-            try:
+            with storing("cannot be written", self._root / MANIFEST):
                 write_durably(self._root / MANIFEST, render(found))
-            except OSError as error:
-                raise storage_error(error, "cannot be written", self._root / MANIFEST) from None
         else:
             with self.open(MANIFEST, "wb") as out:
                 out.write(render(found).encode())
@@ -296,12 +292,9 @@ def _restore(source: Destination, run: RunDir) -> tuple[Manifest, int]:
     target = Destination(str(run.path))
     if run.path.is_dir() and (foreign := sorted(target.names() - found.files.keys() - {"lock"})):
         raise UserError(f"holds something else, such as {foreign[0]}", file=str(run.path), fix="name a new folder")
-    try:
-        with run.lock():
-            order = sorted(found.files, key=lambda name: (name == "run.json", name.endswith(MANIFEST), name))
-            _, written = copy(source, target, {name: found.files[name] for name in order})
-    except OSError as error:
-        raise storage_error(error, "cannot be written", run.path) from None
+    with storing("cannot be written", run.path), run.lock():
+        order = sorted(found.files, key=lambda name: (name == "run.json", name.endswith(MANIFEST), name))
+        _, written = copy(source, target, {name: found.files[name] for name in order})
     return found, written
 
 

@@ -12,20 +12,24 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from clustertune import secrets
 from clustertune.arguments import AsJson, ClusterOption, Overrides, RecipeArgument, Tiny, path_option, takes
-from clustertune.console import emit_json, say
-from clustertune.errors import Problem, UserError, raise_if, storage_error
+from clustertune.cli.deferred import deferred
+from clustertune.console import emit_json, reply, say
+from clustertune.errors import Problem, UserError, collect_problems, raise_if, storage_error, storing
 from clustertune.rundir import RunDir
 
-if TYPE_CHECKING:
-    from clustertune.bench.preparation import Bench, BenchRequest
-    from clustertune.cluster.schema import Cluster
-
+with deferred():
+    from clustertune import chain
+    from clustertune.bench import batch, drive, page, peer, preparation, result
+    from clustertune.cluster import hardware, load, local, schema
+    from clustertune.launch import allocation, cluster_paths, node
+    from clustertune.recipe import parameters
+    from clustertune.training import bench_schedule
 TAKEN = "is another result of the same recipe, machine, ranks and overrides: nothing published is overwritten"
 OTHERWISE = "--out DIR for another place, or --replace"
 _SPARE = 0.9
@@ -91,22 +95,18 @@ class BenchArguments:
         return self.out or Path("docs", "results", "bench")
 
     @cached_property
-    def request(self) -> BenchRequest:
+    def request(self) -> preparation.BenchRequest:
         """The benchmark. Raises UserError."""
-        from clustertune.bench.peer import take_turns, words_of
-        from clustertune.bench.preparation import BenchRequest
-        from clustertune.training.bench_schedule import BenchSchedule
-
-        peers, in_job = words_of(self.against or ()), self.submit or self.inside
-        return BenchRequest(
+        peers, in_job = peer.words_of(self.against or ()), self.submit or self.inside
+        return preparation.BenchRequest(
             recipe=self.recipe,
             overrides=tuple(self.overrides or ()),
             tiny=self.tiny,
             ranks=self.ranks,
-            schedule=BenchSchedule(self.warmup, self.steps, self.profile, save=self.ends),
+            schedule=bench_schedule.BenchSchedule(self.warmup, self.steps, self.profile, save=self.ends),
             rounds=self.rounds or (2 if peers else 1),
             against=peers,
-            interleave=take_turns(peers, local=not in_job) if self.interleave is None else self.interleave,
+            interleave=peer.take_turns(peers, local=not in_job) if self.interleave is None else self.interleave,
             synthetic=self.synthetic,
             run_path=self.run_dir or new_run_path(self.recipe, self.cluster, in_job),
             elsewhere=in_job,
@@ -131,24 +131,17 @@ def bench(args: BenchArguments) -> None:
 
 def new_run_path(recipe: str, cluster: str | None, submit: bool) -> Path:
     """A new folder for each benchmark: below the cluster's folder of runs for a job, else below this machine's."""
-    from clustertune.cluster.load import load_cluster
-    from clustertune.launch import cluster_paths
-
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(recipe).name).strip("._-")[:64] or "recipe"
-    below = cluster_paths.runs(load_cluster(cluster) if cluster and submit else cluster_paths.local_cluster())
+    below = cluster_paths.runs(load.load_cluster(cluster) if cluster and submit else cluster_paths.local_cluster())
     return below / "bench" / name / (datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ") + f"-{os.getpid()}")
 
 
 def answer(args: BenchArguments) -> int:
     """Do what was asked. Returns the exit code. Raises UserError."""
-    from clustertune.bench import batch, preparation
-    from clustertune.cluster.load import load_cluster
-    from clustertune.launch import cluster_paths
-
     _check_usage(args)
     secrets.read_env(secrets.DEFAULT)
     recorded = batch.recorded(args.request) if args.inside else None
-    cluster = recorded[0] if recorded else load_cluster(args.cluster)
+    cluster = recorded[0] if recorded else load.load_cluster(args.cluster)
     raise_if(_folder_problems(args))
     if args.submit:
         return _submit(args, cluster)
@@ -162,9 +155,7 @@ def answer(args: BenchArguments) -> int:
 
 
 def _check_usage(args: BenchArguments) -> None:
-    from clustertune.bench import peer
-
-    request, problems = args.request, []
+    request, problems = args.request, list[Problem]()
 
     def wrong(key: str, text: str, fix: str) -> None:
         problems.append(Problem(text, file="command line", key=key, fix=fix))
@@ -176,10 +167,8 @@ def _check_usage(args: BenchArguments) -> None:
     if request.ranks is not None and (args.submit or args.inside):
         wrong("--ranks", "a job has a rank per GPU", "slurm.nodes=N slurm.gpus_per_node=N")
     for word in request.against:
-        try:
+        with collect_problems(problems):
             peer.start_of(word)
-        except UserError as error:
-            problems += error.problems
     if request.interleave and (args.submit or args.inside):
         wrong("--interleave", "is for one machine: in a job whole trainings alternate", "leave it out")
     raise_if(problems)
@@ -201,30 +190,23 @@ def _folder_problems(args: BenchArguments) -> list[Problem]:
     return found
 
 
-def _check_place(bench: Bench, args: BenchArguments) -> None:
+def _check_place(bench: preparation.Bench, args: BenchArguments) -> None:
     """Raise UserError for what would only be found out after minutes."""
-    from clustertune.chain import visible_gpus
-
     problems = []
     if (name := _expected_name(bench)) is not None and (args.results / f"{name}.json").exists() and not args.request.replace:
         problems.append(Problem(TAKEN, file=str(args.results / f"{name}.json"), key="--out", fix=OTHERWISE))
-    if args.request.synthetic and not visible_gpus() and (text := _too_large(bench)):
+    if args.request.synthetic and not chain.visible_gpus() and (text := _too_large(bench)):
         fix = "run it where there are GPUs: --submit, or a recipe folder with a smaller model.json"
         problems.append(Problem(text, file=bench.whole.name, key="model", fix=fix))
     raise_if(problems)
 
 
-def _expected_name(bench: Bench) -> str | None:
+def _expected_name(bench: preparation.Bench) -> str | None:
     """What the result will be called, as far as this process can know: the ranks say later what they run on."""
-    from clustertune.bench import result
-    from clustertune.chain import visible_gpus
-    from clustertune.cluster.hardware import recognise
-    from clustertune.cluster.local import gpu_names
-
     kind: str | None = "cpu"
-    if visible_gpus():
-        names = gpu_names()
-        kind = recognise(names.pop()) or "gpu" if len(names) == 1 else None
+    if chain.visible_gpus():
+        names = local.gpu_names()
+        kind = hardware.recognise(names.pop()) or "gpu" if len(names) == 1 else None
     request, ranks = bench.request, bench.measured.world_size
     if kind is None:
         return None
@@ -232,11 +214,9 @@ def _expected_name(bench: Bench) -> str | None:
     return result.file_name(recipe, tiny=request.tiny, synthetic=request.synthetic, kind=kind, ranks=ranks, changed=changed)
 
 
-def _too_large(bench: Bench) -> str | None:
+def _too_large(bench: preparation.Bench) -> str | None:
     """Whether the weights alone, on every rank, exceed this machine's free memory."""
-    from clustertune.recipe.parameters import parameter_count
-
-    count = parameter_count(bench.whole.architecture)
+    count = parameters.parameter_count(bench.whole.architecture)
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     needed = 2 * (count or 0) * bench.measured.world_size
     if needed <= _SPARE * free:
@@ -246,11 +226,7 @@ def _too_large(bench: Bench) -> str | None:
     )
 
 
-def _measure(bench: Bench, args: BenchArguments, cluster: Cluster) -> int:
-    from clustertune import chain
-    from clustertune.bench import drive, result
-    from clustertune.launch import allocation
-
+def _measure(bench: preparation.Bench, args: BenchArguments, cluster: schema.Cluster) -> int:
     given = None
     if args.inside:
         given = allocation.read()
@@ -264,15 +240,12 @@ def _measure(bench: Bench, args: BenchArguments, cluster: Cluster) -> int:
         found = drive.measure(bench, chain.command_line(), cluster if given else None, given)
         body = result.document(bench, found, cluster)
     _keep(bench, args.results, body)
-    if args.as_json:
-        emit_json(body)
+    reply(args.as_json, body)
     return 0
 
 
-def _keep(bench: Bench, out: Path, body: dict[str, Any]) -> None:
+def _keep(bench: preparation.Bench, out: Path, body: dict[str, Any]) -> None:
     """Write the result, and say what it is; into the run folder, with a UserError, where another one has its place."""
-    from clustertune.bench import page, result
-
     name = result.name_of(body)
     recipe_file = f"{name}.recipe.json"
     body["resolved"]["file"] = recipe_file
@@ -281,12 +254,10 @@ def _keep(bench: Bench, out: Path, body: dict[str, Any]) -> None:
         f"{name}.json": json.dumps(body, indent=1) + "\n",
         f"{name}.md": page.render(body, recipe_file),
     }
-    try:
+    with storing("cannot hold the result", out, named=True):
         taken = [] if bench.request.replace else result.others(out, texts)
         folder = bench.request.run_path if taken else out
         result.write(folder, texts)
-    except OSError as error:
-        raise storage_error(error, "cannot hold the result", error.filename or out) from None
     _tell(body, folder / name)
     if taken:
         fix = f"copy {folder / name}.* to another place, or measure again with --replace"
@@ -294,8 +265,6 @@ def _keep(bench: Bench, out: Path, body: dict[str, Any]) -> None:
 
 
 def _tell(body: dict[str, Any], path: Path) -> None:
-    from clustertune.bench import page
-
     ours, used = body["ours"], body["utilisation"]
     step, rate = ours["step_s"], ours["tokens_per_s_per_gpu"]
     say(
@@ -330,13 +299,10 @@ def _tell(body: dict[str, Any], path: Path) -> None:
     say(f"in {path}.json and .md")
 
 
-def _show(bench: Bench, args: BenchArguments, cluster: Cluster) -> None:
+def _show(bench: preparation.Bench, args: BenchArguments, cluster: schema.Cluster) -> None:
     """What would be run: folder, steps, command, and what the planner says about it."""
-    from clustertune.bench import result
-    from clustertune.launch.node import ranks_command
-
     run, schedule = RunDir(args.request.run_path), args.request.schedule
-    command = ranks_command(run, bench.measured, 1)
+    command = node.ranks_command(run, bench.measured, 1)
     plan, why = result.predict(bench.whole, cluster, bench.lengths)
     body = {
         "run_dir": str(run.path),
@@ -374,9 +340,7 @@ def _show(bench: Bench, args: BenchArguments, cluster: Cluster) -> None:
 # --- as a job ----------------------------------------------------------------------------------------------------------
 
 
-def _submit(args: BenchArguments, cluster: Cluster) -> int:
-    from clustertune.bench import batch, result
-
+def _submit(args: BenchArguments, cluster: schema.Cluster) -> int:
     made = batch.make(args.request, cluster, args.cluster, args.results, args.time)
     if args.dry_run:
         body: dict[str, Any] = {}

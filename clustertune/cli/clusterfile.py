@@ -10,7 +10,7 @@ import typer
 
 from clustertune import console
 from clustertune.arguments import AsJson, path_option
-from clustertune.console import emit_json, say
+from clustertune.console import reply, say
 from clustertune.errors import UserError, storage_error
 
 
@@ -49,10 +49,7 @@ def show_cluster(
         for one in error.problems:
             say(f"still to write: {one}")
         return
-    if as_document:
-        emit_json(found.model_dump(mode="json"))
-    else:
-        render_cluster(found, console.stdout)
+    reply(as_document, found.model_dump(mode="json"), lambda: render_cluster(found, console.stdout))
 
 
 def _draft(file: Path) -> str:

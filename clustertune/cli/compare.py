@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
+from clustertune import console
 from clustertune.arguments import AsJson, path_argument, path_option
+from clustertune.console import reply, say
+from clustertune.errors import storing
 
 
 def add(app: typer.Typer) -> None:
@@ -30,21 +33,14 @@ def compare(
     Shows world size, wall time, tokens per second, memory, cost. Missing values are left empty and named; runs of other
     recipes or hardware are compared with a warning.
     """
-    from clustertune.console import emit_json, say, stderr
-    from clustertune.errors import storage_error
     from clustertune.report import compare as room
 
     found = room.compare([path_argument(text) for text in runs])
-    if as_json:
-        emit_json(found.as_dict())
-    else:
-        stderr.print(room.table(found), soft_wrap=True)
+    reply(as_json, found.as_dict(), lambda: console.stderr.print(room.table(found), soft_wrap=True))
     for note in found.notes:
         say(f"note: {note}")
     if out is not None:
-        try:
+        with storing("cannot be written", out):
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(room.page(found) if out.suffix == ".html" else room.markdown(found), encoding="utf-8")
-        except OSError as error:
-            raise storage_error(error, "cannot be written", out) from None
         say(f"in {out}")

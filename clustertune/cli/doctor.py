@@ -10,24 +10,29 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_argument, takes
+from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_argument, path_option, takes
 from clustertune.check import report as reports
 from clustertune.check.machine import LOGIN, PLACES, Expects, Machine
 from clustertune.check.rule import Finding, as_json, exit_code, listed, worst
-from clustertune.console import emit_json, escape, say
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.cli.deferred import deferred
+from clustertune.console import emit_json, escape, reply, say
+from clustertune.errors import ExitCode, Problem, UserError, storage_error, storing
 from clustertune.host.facts import HostFacts
 from clustertune.tree import ROOT
 
-if TYPE_CHECKING:
-    from clustertune.cluster.schema import Cluster
-    from clustertune.launch.allocation import Allocation
-
+with deferred():
+    from clustertune import chain
+    from clustertune.cluster import load, schema
+    from clustertune.doctor import preflight, recipe_context
+    from clustertune.doctor import sbatch as linter
+    from clustertune.host import collect
+    from clustertune.launch import allocation, batch, cluster_paths, shape
+    from clustertune.nccl_check import check as links
 COMMAND_LINE = "command line"
 Looked = tuple[list[Finding], HostFacts | None, list[str]]
 """What was found, the facts of one machine if any answered, and the machines looked at."""
@@ -41,10 +46,7 @@ class DoctorArguments:
     overrides: Overrides = None
     cluster: ClusterOption = None
     tiny: Tiny = False
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", parser=path_argument, help="Run folder. Default: as for submit."),
-    ] = None
+    run_dir: Annotated[Path | None, path_option("Run folder. Default: as for submit.")] = None
     ignore: Annotated[list[str] | None, typer.Option("--ignore", metavar="RULE", help="Skip a rule; repeatable.")] = None
     everything: Annotated[bool, typer.Option("--all", help="Also show checks that passed.")] = False
     place: Annotated[
@@ -52,18 +54,13 @@ class DoctorArguments:
     ] = None
     here: Annotated[bool, typer.Option("--here", help="Inside a Slurm job, check only this machine.")] = False
     seconds: Annotated[float, typer.Option(min=1, max=3600, help="Time limit for checking one machine, seconds.")] = 30
-    python: Annotated[
-        Path | None, typer.Option(metavar="FILE", parser=path_argument, help="Python of the ranks. Default: this one.")
-    ] = None
+    python: Annotated[Path | None, path_option("Python of the ranks. Default: this one.", metavar="FILE")] = None
     submit: Annotated[bool, typer.Option("--submit", help="Submit the check as a Slurm job on whole nodes.")] = False
     nodes: Annotated[int | None, typer.Option(min=1, help="With --submit: number of nodes. Default: all.")] = None
     time: Annotated[str | None, typer.Option("--time", help="With --submit: the job's time limit.", show_default=False)] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False
     listing: Annotated[bool, typer.Option("--list", help="Print the rules.")] = False
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", parser=path_argument, help="With --list: write docs/doctor.md to this file."),
-    ] = None
+    out: Annotated[Path | None, path_option("With --list: write docs/doctor.md to this file.", "--out", metavar="FILE")] = None
     as_json: AsJson = False
 
 
@@ -114,12 +111,10 @@ def sbatch(
 
     Exit 0: none; 1: findings. Only reads the scripts. Without an installation: python3 -m clustertune.doctor.sbatch.
     """
-    from clustertune.doctor import sbatch as doctor
-
     found, problems = [], []
     for file in files:
         try:
-            found.append((file, doctor.lint_file(str(path_argument(file)))))
+            found.append((file, linter.lint_file(str(path_argument(file)))))
         except UserError as error:
             problems += error.problems
         except ValueError as error:
@@ -129,9 +124,9 @@ def sbatch(
     if problems:
         raise UserError(problems)
     if as_json:
-        emit_json(doctor.as_json(found))
+        emit_json(linter.as_json(found))
     for path, findings in found if not as_json else []:
-        for line in doctor.report(path, findings):
+        for line in linter.report(path, findings):
             sys.stdout.write(escape(line) + "\n")
     count = sum(len(findings) for _, findings in found)
     say(f"{len(found)} files, {count} findings" if len(found) > 1 else f"{count} findings")
@@ -144,14 +139,12 @@ def sbatch(
 
 def show_rules(out: Path | None, as_document: bool) -> int:
     """The rules, as a list, as JSON, or as the page of the documents."""
-    from clustertune.doctor import recipe_findings
+    from clustertune.doctor import recipe_findings  # registers rules
 
     rules = recipe_findings.all_rules()
     if out is not None:
-        try:
+        with storing("cannot be written", out):
             out.write_text(recipe_findings.render(), encoding="utf-8")
-        except OSError as error:
-            raise storage_error(error, "cannot be written", out) from None
         say(f"wrote {out}")
     elif as_document:
         emit_json({"rules": [{key: getattr(rule, key) for key in ("id", "title", "why", "link")} for rule in rules]})
@@ -163,17 +156,13 @@ def show_rules(out: Path | None, as_document: bool) -> int:
 
 def answer(args: DoctorArguments) -> int:
     """Look, tell, and return the exit code. Raises UserError."""
-    from clustertune.cluster.load import load_cluster
-    from clustertune.doctor import preflight
-    from clustertune.launch import allocation
-
     if args.listing:
         return show_rules(args.out, args.as_json)
     if problems := list(_contradictions(args)):
         raise UserError(problems)
     ignore = args.ignore or []
     preflight.check_rules(ignore, COMMAND_LINE, "--ignore")
-    cluster = load_cluster(args.cluster)
+    cluster = load.load_cluster(args.cluster)
     left_out = (*preflight.ignored(cluster), *ignore)
     if args.submit:
         return _submit(args, cluster)
@@ -186,10 +175,7 @@ def answer(args: DoctorArguments) -> int:
         found, facts, hosts = _look_locally(args, cluster)
     elif args.dry_run:
         command = preflight.step_command(cluster, job, [], args.seconds)
-        if args.as_json:
-            emit_json({"command": command})
-        else:
-            sys.stdout.write(f"$ {shlex.join(command)}\n")
+        reply(args.as_json, {"command": command}, lambda: sys.stdout.write(f"$ {shlex.join(command)}\n"))
         return 0
     else:
         found, facts, hosts = _on_nodes(args, cluster, job)
@@ -214,10 +200,8 @@ def _contradictions(args: DoctorArguments) -> Iterator[Problem]:
 # --- looking -----------------------------------------------------------------------------------------------------------
 
 
-def _look_locally(args: DoctorArguments, cluster: Cluster) -> Looked:
+def _look_locally(args: DoctorArguments, cluster: schema.Cluster) -> Looked:
     """What is found here; nothing of a machine that the cluster file does not name, unless that is asked for."""
-    from clustertune.host.collect import collect
-
     names = [host.name for host in cluster.nodes] if 1 < len(cluster.nodes) <= 64 else ()
     storage, host = cluster.storage, cluster.host(platform.node())
     folders = [storage.shared, storage.scratch, storage.pool.mount if storage.pool else None]
@@ -227,7 +211,7 @@ def _look_locally(args: DoctorArguments, cluster: Cluster) -> Looked:
         place = LOGIN if "compute" not in host.roles else "here"
     with _waiting(args.seconds, "looking at this machine"):
         python = str(args.python) if args.python else None
-        facts = collect(place, args.seconds, names=names, folders=[one for one in folders if one], python=python)
+        facts = collect.collect(place, args.seconds, names=names, folders=[one for one in folders if one], python=python)
     plain = cluster.model_dump(mode="json") if cluster.name != "local" else {}
     if plain and _is_foreign(cluster, facts.hostname) and not (args.here or args.place or os.environ.get("SLURM_JOB_ID")):
         return [], None, [facts.hostname]
@@ -236,20 +220,18 @@ def _look_locally(args: DoctorArguments, cluster: Cluster) -> Looked:
     return reports.machine_findings(machine), facts, [facts.hostname]
 
 
-def _is_foreign(cluster: Cluster, hostname: str) -> bool:
+def _is_foreign(cluster: schema.Cluster, hostname: str) -> bool:
     return cluster.name != "local" and cluster.host(hostname) is None
 
 
-def _on_nodes(args: DoctorArguments, cluster: Cluster, allocation: Allocation) -> Looked:
-    from clustertune.doctor import preflight
-
-    gpus = allocation.gpus_per_node or None
-    expects = Expects(gpus=gpus, cpus=allocation.cpus_per_node, nodes=len(allocation.nodes), launched=True)
+def _on_nodes(args: DoctorArguments, cluster: schema.Cluster, job: allocation.Allocation) -> Looked:
+    gpus = job.gpus_per_node or None
+    expects = Expects(gpus=gpus, cpus=job.cpus_per_node, nodes=len(job.nodes), launched=True)
     binds = [str(path.resolve()) for path in [args.run_dir] if path is not None and path.exists()]
-    with _waiting(args.seconds, f"looking at {len(allocation.nodes)} nodes"):
-        looked = preflight.look(cluster, allocation, binds=binds, seconds=args.seconds)
-    found = preflight.findings(looked, cluster, allocation.nodes, expects)
-    return found, next(iter(looked.facts.values()), None), list(allocation.nodes)
+    with _waiting(args.seconds, f"looking at {len(job.nodes)} nodes"):
+        looked = preflight.look(cluster, job, binds=binds, seconds=args.seconds)
+    found = preflight.findings(looked, cluster, job.nodes, expects)
+    return found, next(iter(looked.facts.values()), None), list(job.nodes)
 
 
 def _waiting(seconds: float, text: str) -> contextlib.AbstractContextManager[Any]:
@@ -259,29 +241,28 @@ def _waiting(seconds: float, text: str) -> contextlib.AbstractContextManager[Any
     return console.stderr.status(f"{text} (up to {seconds:.0f} s)") if console.stderr.is_terminal else contextlib.nullcontext()
 
 
-def _of_recipe(args: DoctorArguments, cluster: Cluster, facts: HostFacts | None) -> list[Finding]:
+def _of_recipe(args: DoctorArguments, cluster: schema.Cluster, facts: HostFacts | None) -> list[Finding]:
     """What the rules of recipe, stack and folders find; one that cannot be resolved is a finding for each of its problems."""
     if args.recipe is None:
         return []
-    from clustertune import chain
-    from clustertune.doctor import recipe_context
-    from clustertune.doctor.recipe_findings import recipe_findings, refused
-    from clustertune.launch import cluster_paths, shape
+    from clustertune.doctor import recipe_findings  # registers rules
 
     try:
         resolved = shape.resolve_on(args.recipe, args.overrides or [], cluster, tiny=args.tiny)[0]
     except UserError as error:
-        return list(refused(error))
+        return list(recipe_findings.refused(error))
     run_dir = args.run_dir or chain.default_run_dir(resolved, cluster_paths.runs(cluster))  # as submit takes it
     own = {setting.name: setting.value for setting in cluster_paths.settings(cluster)}  # as its jobs have it
     context = recipe_context.build(resolved, cluster, facts, run_dir=run_dir, environment={**os.environ, **own})
-    return recipe_findings(context)
+    return recipe_findings.recipe_findings(context)
 
 
 # --- telling -----------------------------------------------------------------------------------------------------------
 
 
-def _tell(args: DoctorArguments, cluster: Cluster, report: reports.Report, facts: HostFacts | None, hosts: list[str]) -> int:
+def _tell(
+    args: DoctorArguments, cluster: schema.Cluster, report: reports.Report, facts: HostFacts | None, hosts: list[str]
+) -> int:
     place, code = facts.place if facts else None, exit_code(report.counted)
     if args.as_json:
         document = {"place": place, "hosts": hosts, "cluster": cluster.name, "recipe": args.recipe}
@@ -303,13 +284,9 @@ def _tell(args: DoctorArguments, cluster: Cluster, report: reports.Report, facts
 # --- as a job ----------------------------------------------------------------------------------------------------------
 
 
-def _submit(args: DoctorArguments, cluster: Cluster) -> int:
+def _submit(args: DoctorArguments, cluster: schema.Cluster) -> int:
     """A job of whole nodes over the body of ops/doctor/doctor.sbatch, which looks at each of them."""
-    from clustertune.doctor import preflight
-    from clustertune.launch import batch, cluster_paths
-    from clustertune.nccl_check.check import job_shape
-
-    wanted = job_shape(cluster, args.nodes, args.time, args.seconds + preflight.START_SECONDS)
+    wanted = links.job_shape(cluster, args.nodes, args.time, args.seconds + preflight.START_SECONDS)
     note = "Derived by clustertune doctor --submit from the cluster file."
     job = batch.BatchJob(
         shape=wanted,
@@ -326,11 +303,9 @@ def _submit(args: DoctorArguments, cluster: Cluster) -> int:
     return 0
 
 
-def _arguments(args: DoctorArguments, cluster: Cluster) -> list[str]:
+def _arguments(args: DoctorArguments, cluster: schema.Cluster) -> list[str]:
     """The command line of the job, with paths that another folder understands."""
-    from clustertune.cluster.load import argument
-
-    word = argument(args.cluster or cluster.name)
+    word = load.argument(args.cluster or cluster.name)
     recipe = args.recipe
     if recipe is not None and Path(recipe).exists():
         recipe = str(Path(recipe).absolute())

@@ -12,6 +12,7 @@ import typer
 
 from clustertune import secrets
 from clustertune.arguments import ClusterOption, Overrides, RecipeArgument, path_option
+from clustertune.cli.deferred import deferred
 from clustertune.console import say
 from clustertune.errors import UserError, raise_if
 from clustertune.rundir import STAGES, RunDir, require_stage
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
     from clustertune.cluster.schema import Cluster
     from clustertune.resolve.resolved import Resolved
     from clustertune.sweep.points import Point
+
+with deferred():
+    from clustertune import chain
+    from clustertune import job as program
+    from clustertune.cluster import load
+    from clustertune.evaluate import servers as eval_servers
+    from clustertune.launch import allocation, cluster_paths, progress, signal_margin
+    from clustertune.launch import node as launch_node
+    from clustertune.staging import bundle
+    from clustertune.staging import node as staging_node
+    from clustertune.sweep import points
 
 
 def add(app: typer.Typer) -> None:
@@ -51,11 +63,6 @@ def job(
     Checks the allocation, runs the stages, and has the job requeued if it can continue later. With --description it uses the
     recipe and cluster as submitted, even if their files have changed since; without it as they were when the job first started.
     """
-    from clustertune import chain
-    from clustertune import job as program
-    from clustertune.cluster.load import load_cluster
-    from clustertune.launch import allocation, cluster_paths, signal_margin
-
     require_stage(first, "--from")
     require_stage(last, "--to")
     remaining = list(overrides or [])
@@ -67,7 +74,7 @@ def job(
     if given.restart and description is None and sweep is None and (begun := _begun(given.job_id, run_dir, cluster)):
         run_dir, description = begun
     recorded = _recorded(run_dir, description, of_sweep=sweep is not None)
-    machine = recorded[1] if recorded else load_cluster(cluster)
+    machine = recorded[1] if recorded else load.load_cluster(cluster)
     cluster_paths.load_modules(machine)
     variables = cluster_paths.enter(machine, cluster_paths.parse(env or []))
     if recorded:
@@ -108,14 +115,11 @@ def _begun(job: str, run_dir: Path | None, cluster: str | None) -> tuple[Path, i
 
     Recipe and cluster file may have been edited since: another recipe would be another run, from its first step.
     """
-    from clustertune.cluster.load import load_cluster
     from clustertune.events import read_object
-    from clustertune.launch import cluster_paths
-    from clustertune.launch.progress import OWNER
 
-    folders = [run_dir] if run_dir else sorted(cluster_paths.runs(load_cluster(cluster)).glob("*/*"))
+    folders = [run_dir] if run_dir else sorted(cluster_paths.runs(load.load_cluster(cluster)).glob("*/*"))
     for folder in folders:
-        if read_object(folder / OWNER).get("job") == job and RunDir(folder).run_json.exists():
+        if read_object(folder / progress.OWNER).get("job") == job and RunDir(folder).run_json.exists():
             body = RunDir(folder).read()
             return (folder, int(body["description"])) if body.get("cluster") else None
     return None
@@ -145,9 +149,6 @@ def _collected(resolved: Resolved, machine: Cluster) -> Path | None:
 
     ``submit`` has looked into one that only its shell can name.
     """
-    from clustertune.launch import cluster_paths
-    from clustertune.staging import bundle
-
     try:
         found, notes = bundle.offered(resolved, cluster_paths.folder(machine, "models"))
     except UserError as error:
@@ -181,12 +182,10 @@ def take_log(run: Path, name: str, job: str) -> None:
 
 def _point(sweep: Path) -> Point:
     """What this task of a job array works on."""
-    from clustertune.sweep.points import point
-
     text = os.environ.get("SLURM_ARRAY_TASK_ID", "")
     if not text.isdigit():
         raise UserError("--sweep runs as a task of a job array", fix="clustertune sweep submits it")
-    return point(sweep, int(text))
+    return points.point(sweep, int(text))
 
 
 def node(
@@ -196,9 +195,6 @@ def node(
     quiet: Annotated[bool, typer.Option("--quiet", help="Write to the log only.")] = False,
 ) -> None:
     """Run one node's ranks of an attempt: what srun starts on every node."""
-    from clustertune.launch.node import main
-    from clustertune.staging.node import staged
-
     if node_rank is None:
         text = os.environ.get("SLURM_NODEID", "")
         if not text.isdigit():
@@ -206,7 +202,7 @@ def node(
                 "the node's number is missing: SLURM_NODEID is not set", key="--node", fix="give --node, or start it with srun"
             )
         node_rank = int(text)
-    raise typer.Exit(main(run_dir, attempt, node_rank, quiet=quiet, around=staged))
+    raise typer.Exit(launch_node.main(run_dir, attempt, node_rank, quiet=quiet, around=staging_node.staged))
 
 
 def part(
@@ -215,10 +211,7 @@ def part(
     servers: Annotated[Path | None, path_option("The job's vLLM servers, for stage eval.")] = None,
 ) -> None:
     """Run one stage inside a job's container; the job itself holds the run's lock."""
-    from clustertune import chain
-    from clustertune.evaluate.servers import GIVEN
-
     require_stage(stage)
     run = RunDir(run_dir)
-    with secrets.lent({GIVEN: str(servers)} if servers else {}):
+    with secrets.lent({eval_servers.GIVEN: str(servers)} if servers else {}):
         chain.Chain(run, run.resolved()).run_stage(stage)

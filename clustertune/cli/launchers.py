@@ -12,12 +12,20 @@ import typer
 
 from clustertune import console
 from clustertune.arguments import AsJson, Overrides, RecipeArgument, Tiny, path_option
-from clustertune.console import emit_json, say
+from clustertune.cli.deferred import deferred
+from clustertune.console import reply, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.rundir import RunDir, keep_private
 
 if TYPE_CHECKING:
     from clustertune.resolve.resolved import Resolved
+
+with deferred():
+    from clustertune import chain, summary, torchrun
+    from clustertune.evaluate import scores
+    from clustertune.launch import cluster_paths, skypilot
+    from clustertune.recipe import schema
+    from clustertune.resolve import megatron, resolve
 
 RunDirOption = Annotated[
     Path | None, path_option("Run folder on storage that all nodes share. Default: below runs/.", "--run-dir")
@@ -47,9 +55,6 @@ def torchrun_node(
     as_json: AsJson = False,
 ) -> None:
     """Take part in a run as one node: launch/torchrun.sh calls this, once on each node."""
-    from clustertune import chain, torchrun
-    from clustertune.launch import cluster_paths
-
     if node_rank >= nodes:
         text = f"there is no node {node_rank} of {nodes}: they are counted from 0"
         raise UserError(text, file="command line", key="--node-rank")
@@ -60,8 +65,7 @@ def torchrun_node(
     call = torchrun.TorchrunCall(path, node_rank, nodes, each, machine, environment, port, wait, job)
     if node_rank:
         code = torchrun.join(call, quiet=as_json)
-        if as_json:
-            emit_json({"run_dir": str(path), "node": node_rank, "exit_code": int(code)})
+        reply(as_json, {"run_dir": str(path), "node": node_rank, "exit_code": int(code)})
         raise typer.Exit(int(code))
     with open_run(resolved, path) as run:
         with torchrun.RendezvousServer(call) as server:
@@ -75,8 +79,6 @@ def torchrun_node(
 @contextmanager
 def open_run(resolved: Resolved, path: Path) -> Iterator[RunDir]:
     """The run folder of a command on this machine, taken and locked while the context lasts."""
-    from clustertune import chain
-
     for warning in resolved.warnings:
         say(f"warning: {warning}")
     chain.check_folder(resolved, path)  # before anything is written there: it may be no run folder at all
@@ -93,14 +95,10 @@ def resolve_for_nodes(
     Without ``ranks_per_node``: the recipe's GPUs per node; of a scaled-down model as many as this machine has, and on CPUs
     two ranks in all at least. Raises UserError where this machine has too few, or the recipe asks for another number of nodes.
     """
-    from clustertune.chain import visible_gpus
-    from clustertune.resolve.megatron import require_startable
-    from clustertune.resolve.resolve import resolve
-
-    found = resolve(recipe, overrides, tiny=tiny)
-    require_startable(found)
+    found = resolve.resolve(recipe, overrides, tiny=tiny)
+    megatron.require_startable(found)
     recipe_given = found.recipe
-    small, gpus = tiny or recipe_given.model.weights == "random", visible_gpus()
+    small, gpus = tiny or recipe_given.model.weights == "random", chain.visible_gpus()
     wanted = recipe_given.slurm.gpus_per_node
     each = ranks_per_node or (min(wanted, gpus) or max(1, 2 // nodes) if small else wanted)
     problems = []
@@ -113,7 +111,7 @@ def resolve_for_nodes(
             Problem(f"needs {wanted} GPUs on each node, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
         )
     raise_if(problems)
-    return resolve(recipe, overrides, tiny=tiny, ranks=nodes * each), each
+    return resolve.resolve(recipe, overrides, tiny=tiny, ranks=nodes * each), each
 
 
 def ray_train(
@@ -133,15 +131,14 @@ def ray_train(
     if importlib.util.find_spec("ray") is None:
         fix = "make setup installs it (DEV_RAY in containers/versions.env)"
         raise UserError("Ray is not installed", file=sys.executable, fix=fix)
-    from clustertune import chain, raytrain
-    from clustertune.launch import cluster_paths
-    from clustertune.resolve.megatron import require_startable
-    from clustertune.resolve.resolve import resolve
+    from clustertune import raytrain
 
-    resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=workers)
-    require_startable(resolved)
+    resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=workers)
+    megatron.require_startable(resolved)
     if workers is None and (tiny or resolved.recipe.model.weights == "random"):
-        resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=min(resolved.world_size, chain.visible_gpus() or 2))
+        resolved = resolve.resolve(
+            recipe, overrides or [], tiny=tiny, ranks=min(resolved.world_size, chain.visible_gpus() or 2)
+        )
     below = cluster_paths.enter_local()
     with open_run(resolved, run_dir or chain.default_run_dir(resolved, below)) as run:
         links = raytrain.RayChain(run, resolved, quiet=as_json, max_failures=max_failures)
@@ -155,25 +152,18 @@ def ray_train(
 
 def finish(run: Any, results: dict[str, dict[str, Any]], as_json: bool) -> None:
     """What a finished chain says: a table on stderr, or one document on stdout."""
-    from clustertune import summary
-    from clustertune.evaluate.scores import read_result
-
-    found = read_result(run.eval)
+    found = scores.read_result(run.eval)
     stages = {name: {"seconds": r["seconds"], "status": r["status"]} for name, r in results.items()}
-    if as_json:
-        emit_json({"run_dir": str(run.path), "stages": stages, **_scores(found)})
-        return
-    summary.render(run, stages, found, console.stderr)
+    document = {"run_dir": str(run.path), "stages": stages, **_scores(found)}
+    reply(as_json, document, lambda: summary.render(run, stages, found, console.stderr))
 
 
 def _scores(found: dict[str, Any] | None) -> dict[str, Any]:
     """``tasks``, and ``paired`` where the base was scored; by its name those of the first task, as before there were more."""
-    from clustertune.recipe.schema import FIRST_TASK
-
     if found is None:
-        return {"tasks": None, FIRST_TASK: None}
+        return {"tasks": None, schema.FIRST_TASK: None}
     paired = {"paired": found["paired"]} if found.get("paired") else {}
-    return {"tasks": found["tasks"], FIRST_TASK: found.get("scores"), **paired}
+    return {"tasks": found["tasks"], schema.FIRST_TASK: found.get("scores"), **paired}
 
 
 def sky(
@@ -194,12 +184,8 @@ def sky(
 
     The task starts launch/torchrun.sh on every node.
     """
-    from clustertune.launch import skypilot
-    from clustertune.resolve.megatron import require_startable
-    from clustertune.resolve.resolve import resolve
-
-    resolved = resolve(recipe, overrides or [], tiny=tiny)
-    require_startable(resolved)
+    resolved = resolve.resolve(recipe, overrides or [], tiny=tiny)
+    megatron.require_startable(resolved)
     text = skypilot.render(resolved, overrides or [], skypilot.SkyOptions(gpu=gpu, volume=volume, runs=runs, spot=spot))
     if out is None:
         typer.echo(text, nl=False)

@@ -13,22 +13,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from clustertune import console
-from clustertune.arguments import AsJson, ClusterOption, path_argument, takes
+from clustertune.arguments import AsJson, ClusterOption, path_argument, path_option, takes
 from clustertune.check.rule import EXIT
-from clustertune.console import emit_json, say
-from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
+from clustertune.cli.deferred import deferred
+from clustertune.console import emit_json, reply, say
+from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error, storing
 from clustertune.process import Stopped
 
-if TYPE_CHECKING:
-    from clustertune.cluster.schema import Cluster
-    from clustertune.nccl_check.check import CheckTarget
-    from clustertune.nccl_check.setup import CheckOptions
-
+with deferred():
+    from clustertune import chain
+    from clustertune import job as job_program
+    from clustertune.cluster import load, schema
+    from clustertune.launch import allocation, cluster_paths, slurm
+    from clustertune.nccl_check import check, node, result
+    from clustertune.nccl_check import setup as setups
+    from clustertune.nccl_check import tune as tuning
+    from clustertune.plan import measured
+    from clustertune.recipe import load as recipe_load
 LARGEST_LOG = 256 << 20
 GPU_SECONDS, CPU_SECONDS = 300.0, 60.0
 WAIT_SECONDS = 5.0
@@ -77,9 +83,7 @@ class NcclCheckArguments:
     node_rank: Annotated[
         int | None, typer.Option("--node-rank", min=0, help="Without Slurm: number of this node; run the same command on each.")
     ] = None
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", parser=path_argument, help="Folder for logs and result.")
-    ] = None
+    out: Annotated[Path | None, path_option("Folder for logs and result.", "--out")] = None
     save: Annotated[bool, typer.Option("--save", help="Save the result next to the cluster file, for plan.")] = False
     tune: Annotated[bool, typer.Option("--tune", help="Try NCCL variables that may make it faster.")] = False
     submit: Annotated[bool, typer.Option("--submit", help="Submit the check as a Slurm job on whole nodes.")] = False
@@ -106,12 +110,10 @@ def nccl_check(args: NcclCheckArguments) -> None:
 
 def answer(args: NcclCheckArguments) -> int:
     """Do what the command line says, here. Returns the exit code. Raises UserError."""
-    from clustertune.cluster.load import load_cluster
-
     raise_if(_usage(args))
     if args.logs:
         return _judge_logs(args)
-    cluster = load_cluster(args.cluster)
+    cluster = load.load_cluster(args.cluster)
     if args.node_rank:
         return _join(args, cluster)
     target, options = _target(args, cluster)
@@ -122,10 +124,6 @@ def answer(args: NcclCheckArguments) -> int:
 
 
 def _usage(args: NcclCheckArguments) -> Iterator[Problem]:
-    from clustertune.nccl_check.result import COLLECTIVES, parse_size
-    from clustertune.nccl_check.setup import SCOPES
-    from clustertune.recipe.load import did_you_mean
-
     def wrong(key: str, text: str, fix: str) -> Problem:
         return Problem(text, file="command line", key=key, fix=fix)
 
@@ -133,17 +131,17 @@ def _usage(args: NcclCheckArguments) -> Iterator[Problem]:
         yield wrong("--logs", "no file was given", "clustertune nccl-check --logs FILE...")
     if args.files and not args.logs:
         yield wrong("FILE", f"{args.files[0]}: files are read only with --logs", "clustertune nccl-check --logs FILE...")
-    for key, text, known in (("--collectives", args.collectives, COLLECTIVES), ("--scopes", args.scopes, SCOPES)):
+    for key, text, known in (("--collectives", args.collectives, result.COLLECTIVES), ("--scopes", args.scopes, setups.SCOPES)):
         for word in text.split(",") if text is not None else []:
             if word not in known:
-                fix = did_you_mean(word, known) or "name some of them"
+                fix = recipe_load.did_you_mean(word, known) or "name some of them"
                 yield wrong(key, f"unknown: {word!r}; known: {', '.join(known)}", fix)
     if args.backend not in ("auto", "nccl", "gloo"):
         yield wrong("--backend", f"{args.backend!r} is not a backend", "auto, nccl or gloo")
     sizes = {}
     for key, text in (("--min", args.smallest), ("--max", args.largest)):
         try:
-            sizes[key] = parse_size(text) if text is not None else None
+            sizes[key] = result.parse_size(text) if text is not None else None
         except ValueError as error:
             yield wrong(key, str(error), "write 1K, 64M or 1G")
     if (sizes.get("--max") or 1 << 60) < (sizes.get("--min") or 0):
@@ -171,85 +169,66 @@ def _usage(args: NcclCheckArguments) -> Iterator[Problem]:
 
 
 def _judge_logs(args: NcclCheckArguments) -> int:
-    from clustertune.nccl_check import check
-    from clustertune.nccl_check.result import SCHEMA, verdict
-
     texts: dict[str, str] = {}
     problems: list[Problem] = []
     for file in args.files or []:
-        with collect_problems(problems):
-            try:
-                with path_argument(file).open("rb") as source:
-                    texts[file] = source.read(LARGEST_LOG).decode(errors="replace")
-            except OSError as error:
-                raise storage_error(error, "cannot be read", file) from None
+        with collect_problems(problems), storing("cannot be read", file), path_argument(file).open("rb") as source:
+            texts[file] = source.read(LARGEST_LOG).decode(errors="replace")
     raise_if(problems)
-    document: dict[str, Any] = {"schema": SCHEMA}
+    measured_before: dict[str, Any] = {"schema": result.SCHEMA}
     if args.cluster is not None:
-        from clustertune.cluster.load import load_cluster
-
-        document["expected"] = check.expected(load_cluster(args.cluster))
-    _, judged = check.verdict(document, texts)
-    if args.as_json:
-        emit_json({"schema": SCHEMA, "logs": list(texts), "verdict": judged})
-    else:
-        verdict(judged, console.stderr)
+        measured_before["expected"] = check.expected(load.load_cluster(args.cluster))
+    _, judged = check.verdict(measured_before, texts)
+    document = {"schema": result.SCHEMA, "logs": list(texts), "verdict": judged}
+    reply(args.as_json, document, lambda: result.verdict(judged, console.stderr))
     return EXIT[judged["status"]]
 
 
 # --- where and what ----------------------------------------------------------------------------------------------------
 
 
-def _target(args: NcclCheckArguments, cluster: Cluster) -> tuple[CheckTarget, CheckOptions]:
+def _target(args: NcclCheckArguments, cluster: schema.Cluster) -> tuple[check.CheckTarget, setups.CheckOptions]:
     """Where it runs and what it measures. Raises UserError."""
-    from clustertune.chain import visible_gpus
-    from clustertune.launch import allocation
-    from clustertune.nccl_check.check import job_target, local_target
-
     if args.node_rank is not None:
         hosts = cluster.compute_nodes[: args.nodes]
         if args.nodes is not None and args.nodes > len(hosts):
             text = f"{args.nodes} nodes, cluster {cluster.name} has {len(hosts)}"
             raise UserError(Problem(text, file="command line", key="--nodes", fix=f"at most --nodes {len(hosts)}"))
-        local = local_target(tuple(host.name for host in hosts), tuple(host.address for host in hosts), cluster)
-        return local, _options(args, visible_gpus(), len(os.sched_getaffinity(0)), len(hosts), "here")
+        local = check.local_target(tuple(host.name for host in hosts), tuple(host.address for host in hosts), cluster)
+        return local, _options(args, chain.visible_gpus(), len(os.sched_getaffinity(0)), len(hosts), "here")
     if os.environ.get("SLURM_JOB_ID"):
-        from clustertune.job import has_gpus
-
         given = allocation.read()
         raise_if(allocation.first_node_problems(cluster, nodes=len(given.nodes), trains=True))
-        gpus = given.gpus_per_node if has_gpus() else 0
+        gpus = given.gpus_per_node if job_program.has_gpus() else 0
         cpus = min(given.cpus_per_node or 1 << 20, len(os.sched_getaffinity(0)))
         where = "step" if cluster.container.runtime == "none" else "container+step"
-        return job_target(given, cluster, os.environ), _options(args, gpus, cpus, len(given.nodes), where)
+        return check.job_target(given, cluster, os.environ), _options(args, gpus, cpus, len(given.nodes), where)
     name = platform.node() or "here"
     if args.cluster is not None and cluster.nodes and cluster.host(name) is None:
         say(f"warning: {name} is not a node of {cluster.name}: this machine is measured; --submit measures the cluster's nodes")
-    options = _options(args, visible_gpus(), len(os.sched_getaffinity(0)), 1, "here")
-    return local_target((name,), ("127.0.0.1",), cluster), options
+    options = _options(args, chain.visible_gpus(), len(os.sched_getaffinity(0)), 1, "here")
+    return check.local_target((name,), ("127.0.0.1",), cluster), options
 
 
-def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: str) -> CheckOptions:
+def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: str) -> setups.CheckOptions:
     """``gpus`` and ``cpus`` are those of one node. Raises UserError."""
-    from clustertune.nccl_check.check import largest_for
-    from clustertune.nccl_check.result import COLLECTIVES, parse_size
-    from clustertune.nccl_check.setup import SCOPES, CheckOptions
-
     backend, why, ranks = _backend(args, gpus, nodes)
-    options = CheckOptions(
+    options = setups.CheckOptions(
         backend=backend,
         backend_why=why,
         ranks_per_node=ranks,
         cpus_per_node=cpus,
         seconds=args.seconds or (GPU_SECONDS if backend == "nccl" else CPU_SECONDS),
-        smallest=parse_size(args.smallest),
-        largest=parse_size(args.largest) if args.largest else largest_for(backend, nodes),
+        smallest=result.parse_size(args.smallest),
+        largest=result.parse_size(args.largest) if args.largest else check.largest_for(backend, nodes),
         factor=args.factor,
         iterations=args.iterations,
         warmup=args.warmup,
         # In their own order, which is that of importance.
-        collectives=tuple(name for name in COLLECTIVES if args.collectives is None or name in args.collectives.split(",")),
-        scopes=tuple(name for name in SCOPES if args.scopes is None or name in args.scopes.split(",")),
+        collectives=tuple(
+            name for name in result.COLLECTIVES if args.collectives is None or name in args.collectives.split(",")
+        ),
+        scopes=tuple(name for name in setups.SCOPES if args.scopes is None or name in args.scopes.split(",")),
         place=where,
     )
     if options.largest < options.smallest:
@@ -279,14 +258,13 @@ def _backend(args: NcclCheckArguments, gpus: int, nodes: int) -> tuple[str, str,
     return "gloo", "one GPU has no peer: gloo between CPU ranks" if gpus else "no GPU here: gloo between CPU ranks", each
 
 
-def new_folder(args: NcclCheckArguments, cluster: Cluster, name: str | None = None, where: CheckTarget | None = None) -> Path:
+def new_folder(
+    args: NcclCheckArguments, cluster: schema.Cluster, name: str | None = None, where: check.CheckTarget | None = None
+) -> Path:
     """A new folder below the cluster's folder of runs, or below this machine's where a machine outside the cluster is measured.
 
     ``name``: what it is called in a dry run. Raises UserError where ``--out`` holds a check already.
     """
-    from clustertune.launch import cluster_paths
-    from clustertune.nccl_check.check import RESULT, round_folder
-
     if args.out is None:
         new = f"{cluster.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
         outside = where is not None and where.job is None and cluster.host(where.hosts[0]) is None
@@ -295,7 +273,7 @@ def new_folder(args: NcclCheckArguments, cluster: Cluster, name: str | None = No
     path = args.out.absolute()
     if path.exists() and not path.is_dir():
         raise UserError(Problem("is a file", file=str(path), key="--out", fix="give a new folder"))
-    if (path / RESULT).exists() or round_folder(path, 1).exists():
+    if (path / check.RESULT).exists() or check.round_folder(path, 1).exists():
         raise UserError(Problem("holds a check already", file=str(path), key="--out", fix="give a new folder"))
     return path
 
@@ -305,11 +283,8 @@ def new_folder(args: NcclCheckArguments, cluster: Cluster, name: str | None = No
 
 def submit(args: NcclCheckArguments) -> int:
     """Submit the job, or show it. Returns the exit code. Raises UserError."""
-    from clustertune.cluster.load import load_cluster
-    from clustertune.nccl_check import check
-
     raise_if(_usage(args))
-    cluster = load_cluster(args.cluster)
+    cluster = load.load_cluster(args.cluster)
     folder = new_folder(args, cluster, "NEW" if args.dry_run else None)
     seconds = args.seconds or (GPU_SECONDS if cluster.compute.gpus else CPU_SECONDS)
     wanted = check.job_shape(cluster, args.nodes, args.time, seconds * (2 if args.tune else 1))
@@ -327,16 +302,13 @@ def _await(args: NcclCheckArguments, job: str, folder: Path) -> int:
 
     Ctrl-C ends the waiting and not the job.
     """
-    from clustertune.launch import slurm
-    from clustertune.nccl_check.check import RESULT
-
     state = "PENDING"
     while state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED"):
         time.sleep(WAIT_SECONDS)
         with contextlib.suppress(slurm.Unreachable):
             state = (slurm.show_job(job) or {}).get("JobState", "forgotten by Slurm")
     try:
-        found = json.loads((folder / RESULT).read_bytes())
+        found = json.loads((folder / check.RESULT).read_bytes())
         code = EXIT[found["verdict"]["status"]]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         problem = Problem(f"job {job} ended without a result ({state})", file=str(folder), fix="its log is there")
@@ -347,19 +319,12 @@ def _await(args: NcclCheckArguments, job: str, folder: Path) -> int:
 
 def _tell(args: NcclCheckArguments, found: dict[str, Any]) -> None:
     """The document on stdout, or its table for people."""
-    from clustertune.nccl_check.result import render
-
-    if args.as_json:
-        emit_json(found)
-    else:
-        render(found, console.stderr)
+    reply(args.as_json, found, lambda: result.render(found, console.stderr))
 
 
-def arguments(args: NcclCheckArguments, cluster: Cluster) -> list[str]:
+def arguments(args: NcclCheckArguments, cluster: schema.Cluster) -> list[str]:
     """The command line of the job: what was given here, and the cluster in a form that another folder understands."""
-    from clustertune.cluster.load import argument, named
-
-    found = ["--cluster", argument(args.cluster or named(cluster))]
+    found = ["--cluster", load.argument(args.cluster or load.named(cluster))]
     for name in GIVEN_TO_JOB:
         value = getattr(args, name)
         if value != getattr(NcclCheckArguments, name):  # the default
@@ -372,25 +337,20 @@ def arguments(args: NcclCheckArguments, cluster: Cluster) -> list[str]:
 # --- what is done ------------------------------------------------------------------------------------------------------
 
 
-def _check(args: NcclCheckArguments, cluster: Cluster, target: CheckTarget, options: CheckOptions) -> int:
-    from clustertune.nccl_check import check, tune
-    from clustertune.nccl_check.result import logs
-    from clustertune.nccl_check.setup import MARGIN_SECONDS
-    from clustertune.plan.measured import beside
-
+def _check(args: NcclCheckArguments, cluster: schema.Cluster, target: check.CheckTarget, options: setups.CheckOptions) -> int:
     folder, began = new_folder(args, cluster, where=target), time.monotonic()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         where = f"{options.backend} on {', '.join(target.hosts[:4])}{' ...' if len(target.hosts) > 4 else ''}"
-        say(f"{where}: {options.seconds:g} s of measuring, over within {options.seconds + MARGIN_SECONDS:g} s")
+        say(f"{where}: {options.seconds:g} s of measuring, over within {options.seconds + setups.MARGIN_SECONDS:g} s")
         with _progress(options.seconds) as tick:
             rounds = check.measure(target, options, folder, say, tick)
         found = check.document(target, options, rounds, time.monotonic() - began)
         if args.tune:
             with _progress(options.seconds) as tick:
                 first = len(rounds) + 1
-                found["tune"] = tune.tune(target, options, found, folder, first, options.seconds, say, tick)
-        check.judge(found, cluster, logs(rounds[0]))
+                found["tune"] = tuning.tune(target, options, found, folder, first, options.seconds, say, tick)
+        check.judge(found, cluster, result.logs(rounds[0]))
         check.write(found, folder / check.RESULT)
     except OSError as error:
         raise storage_error(error, "cannot hold the check", error.filename or folder) from None
@@ -401,18 +361,16 @@ def _check(args: NcclCheckArguments, cluster: Cluster, target: CheckTarget, opti
         with contextlib.suppress(OSError):
             check.finish(target, folder)
     _tell(args, found)
-    file = cluster.source if beside(cluster) else None
-    for line in tune.lines(found["tune"], cluster, file) if args.tune else []:
+    file = cluster.source if measured.beside(cluster) else None
+    for line in tuning.lines(found["tune"], cluster, file) if args.tune else []:
         say(line)
     say(f"result: {folder / check.RESULT}")
     _keep(args, cluster, found)
     return EXIT[found["verdict"]["status"]]
 
 
-def _keep(args: NcclCheckArguments, cluster: Cluster, found: dict[str, Any]) -> None:
+def _keep(args: NcclCheckArguments, cluster: schema.Cluster, found: dict[str, Any]) -> None:
     """Keep the result for plans: where that was asked for, or where it is one of the cluster that was named."""
-    from clustertune.nccl_check import check
-
     if not args.save and (args.cluster is None or check.not_kept(found, cluster)):
         return
     try:
@@ -429,8 +387,6 @@ def _progress(seconds: float) -> Iterator[Callable[[Path], None]]:
     """A bar over the time limit, with what is measured now; silent where stderr is not a terminal."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from clustertune.nccl_check.result import progress
-
     if not console.stderr.is_terminal:
         yield lambda _folder: None
         return
@@ -440,56 +396,48 @@ def _progress(seconds: float) -> Iterator[Callable[[Path], None]]:
         task = bar.add_task("start", total=seconds)
 
         def tick(folder: Path) -> None:
-            count, now = progress(folder)
+            count, now = result.progress(folder)
             bar.update(task, description=f"{now}, {count} measured", completed=min(seconds, time.monotonic() - began))
 
         yield tick
 
 
-def _join(args: NcclCheckArguments, cluster: Cluster) -> int:
+def _join(args: NcclCheckArguments, cluster: schema.Cluster) -> int:
     """Another node than the first: it measures, the first one judges."""
-    from clustertune.nccl_check.check import RESULT, join
-    from clustertune.nccl_check.setup import END
-
     assert args.node_rank is not None
     assert args.out is not None
     hosts, folder = cluster.compute_nodes[: args.nodes], args.out.absolute()
     if args.node_rank >= len(hosts):
         text = f"there is no node {args.node_rank} of {len(hosts)}: they are counted from 0"
         raise UserError(Problem(text, file="command line", key="--node-rank"))
-    if (folder / END).exists() or (folder / RESULT).exists():
+    if (folder / setups.END).exists() or (folder / check.RESULT).exists():
         raise UserError(Problem("holds a check that is over", file=str(folder), key="--out", fix="give a new folder to all"))
     try:
-        rounds = join(folder, args.node_rank, JOIN_SECONDS)
+        rounds = check.join(folder, args.node_rank, JOIN_SECONDS)
     except TimeoutError as error:
         fix = "is --out a folder that all nodes see, and the call with --node-rank 0 alive?"
         raise UserError(Problem(str(error), file=str(folder), fix=fix), ExitCode.AGAIN) from None
     except OSError as error:
         raise storage_error(error, "cannot hold the check", error.filename or folder) from None
-    if args.as_json:
-        emit_json({"node": args.node_rank, "rounds": rounds})
+    reply(args.as_json, {"node": args.node_rank, "rounds": rounds})
     say(f"node {args.node_rank}: over after {rounds} round(s); node 0 has the result")
     return 0
 
 
-def _show(target: CheckTarget, options: CheckOptions, args: NcclCheckArguments) -> None:
+def _show(target: check.CheckTarget, options: setups.CheckOptions, args: NcclCheckArguments) -> None:
     """What would be run: hosts, environment, command, sizes."""
-    from clustertune.nccl_check import check
-    from clustertune.nccl_check.node import DEBUG
-    from clustertune.nccl_check.setup import MARGIN_SECONDS, shapes
-
     setup = check.make_setup(target, options)
     command = target.command(check.round_folder(new_folder(args, target.cluster, "NEW", target), 1))
-    debug = DEBUG if options.backend == "nccl" else {}
+    debug = node.DEBUG if options.backend == "nccl" else {}
     if args.as_json:
         emit_json({"setup": {**vars(setup), "environment": {**setup.environment, **debug}}, "command": command})
         return
     lines = [
         f"{options.backend} ({options.backend_why}): {setup.world_size} ranks on {', '.join(target.hosts)}",
-        f"scopes {', '.join(shapes(setup))}; collectives {', '.join(setup.collectives)}",
+        f"scopes {', '.join(setups.shapes(setup))}; collectives {', '.join(setup.collectives)}",
         f"sizes {setup.smallest} to {setup.largest} bytes, each {setup.factor} times the one before; "
         f"{setup.warmup} iterations to warm up, {setup.iterations} timed; "
-        f"{setup.seconds:g} s of measuring, over after {setup.seconds + MARGIN_SECONDS:g} s at the latest",
+        f"{setup.seconds:g} s of measuring, over after {setup.seconds + setups.MARGIN_SECONDS:g} s at the latest",
         "# environment of every rank",
         *(f"{name}={value}" for name, value in {**setup.environment, **debug}.items()),
         f"$ {shlex.join(command)}",

@@ -11,6 +11,17 @@ from typing import Annotated, Any
 import typer
 
 from clustertune.arguments import AsJson, ClusterOption, Overrides
+from clustertune.cli.deferred import deferred
+from clustertune.console import reply
+from clustertune.errors import Problem, UserError, collect_problems, raise_if
+
+with deferred():
+    from clustertune import draft
+    from clustertune.cluster import hardware
+    from clustertune.data import measure
+    from clustertune.plan import explanation, predict
+    from clustertune.recipe import load, schema
+    from clustertune.resolve import models, resolve
 
 ModelOption = Annotated[
     str | None,
@@ -51,45 +62,24 @@ def new(
 
     LoRA target modules come from the model's architecture, the distribution from the planner. Prints every assumption.
     """
-    from clustertune import draft
-    from clustertune.cluster.hardware import price
-    from clustertune.console import emit_json, say
-    from clustertune.plan.explanation import cost
-    from clustertune.plan.explanation import money as in_words
-    from clustertune.plan.predict import GIB, make_plan
-    from clustertune.resolve.resolve import resolve
-
     folder = _target(name)
     stated = draft.stated(overrides or ())
     made_of, found, at = read(model, data, method, gpus, cluster, needs_data=True, of_data=stated.get("data"))
     with draft.drafted(folder.name, made_of, method, found, at, stated) as (made, written):
         machine = at.calibrated.machine(int(made.recipe["slurm"]["nodes"]))
-        plan = make_plan(resolve(written), machine, at.calibrated.constants, lengths=made.lengths)
+        plan = predict.make_plan(resolve.resolve(written), machine, at.calibrated.constants, lengths=made.lengths)
         (written / "README.md").write_text(draft.page(made, folder.name, made_of, at.words), encoding="utf-8")
         shutil.copytree(written, folder, dirs_exist_ok=True)
-    money = cost(plan, price(machine.gpu))
+    money = explanation.cost(plan, hardware.price(machine.gpu))
     following = draft.commands(folder.name if "/" not in name else name, at.words)
-    if as_json:
-        document: dict[str, Any] = {
-            "folder": str(folder),
-            "files": sorted(path.name for path in folder.iterdir()),
-            "assumed": made.assumed,
-        }
-        emit_json(
-            document
-            | {"fits": plan.fits, "step_s": plan.step.seconds, "hours": plan.hours, "cost": money, "commands": following}
-        )
-        return
-    say(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-    for one in made.assumed:
-        say(f"- {one}")
+    files = sorted(path.name for path in folder.iterdir())
+    document: dict[str, Any] = {"folder": str(folder), "files": files, "assumed": made.assumed, "fits": plan.fits}
+    document |= {"step_s": plan.step.seconds, "hours": plan.hours, "cost": money, "commands": following}
     hours = f"{plan.hours:.2g} h" if plan.hours else f"{plan.step.seconds:.3g} s a step"
-    spent = f", {spent_text}" if (spent_text := in_words(money)) else ""
-    say(
-        f"\nplanned: {hours}{spent} on {machine.name}, {plan.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB a GPU. "
-        "Next:\n"
-    )
-    say("\n".join(following))
+    spent = f", {spent_text}" if (spent_text := explanation.money(money)) else ""
+    memory = f"{plan.needed / predict.GIB:.0f} of {machine.usable_bytes / predict.GIB:.0f} GiB a GPU"
+    text = f"\nplanned: {hours}{spent} on {machine.name}, {memory}. Next:\n"
+    reply(as_json, document, f"{folder}: {', '.join(files)}", *(f"- {one}" for one in made.assumed), text, "\n".join(following))
 
 
 def read(
@@ -100,18 +90,13 @@ def read(
 
     ``of_data``: keys of the section ``data`` that the command line states.
     """
-    from clustertune import draft
-    from clustertune.data.measure import measure
-    from clustertune.errors import Problem, UserError, raise_if
-    from clustertune.recipe.load import did_you_mean
-    from clustertune.resolve.models import find_model, known_models
 
     problems: list[Problem] = []
     if method not in draft.METHODS:
-        fix = did_you_mean(method, draft.METHODS)
+        fix = load.did_you_mean(method, draft.METHODS)
         problems.append(Problem(f"{method!r} is not a method", file="command line", key="--method", fix=fix))
     if model is None:
-        fix = f"--model OWNER/NAME or a config.json; known without the Hub: {', '.join(known_models())}"
+        fix = f"--model OWNER/NAME or a config.json; known without the Hub: {', '.join(models.known_models())}"
         problems.append(Problem("missing", file="command line", key="--model", fix=fix))
     if data is None and needs_data:
         fix = "--data FILE, a folder, or a dataset of the Hub"
@@ -119,24 +104,20 @@ def read(
     if gpus is not None and cluster is not None:
         text = "--gpus and --cluster exclude each other: a cluster file says which GPUs there are"
         problems.append(Problem(text, file="command line", key="--gpus", fix="leave one out"))
-    lookups = ((find_model, (model,)), (measure, (data, of_data)), (draft.where, (gpus, cluster)))
+    lookups = ((models.find_model, (model,)), (measure.measure, (data, of_data)), (draft.where, (gpus, cluster)))
     found: list[Any] = [None] * len(lookups)
     for index, (look, given) in enumerate(lookups):
-        try:
+        with collect_problems(problems):
             found[index] = look(*given) if index == len(lookups) - 1 or given[0] else None  # type: ignore[operator]
-        except UserError as error:
-            problems += error.problems
     raise_if(problems)
     return found[0], found[1], found[2]
 
 
 def _target(name: str) -> Path:
-    from clustertune.errors import UserError
-    from clustertune.recipe.schema import NAME
 
     folder = Path(name) if "/" in name else Path("recipes", name)
     text = fix = None
-    if not re.fullmatch(NAME, folder.name):
+    if not re.fullmatch(schema.NAME, folder.name):
         text = "must be letters, digits, '.', '_' and '-', 64 at most, the first a letter or digit"
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         text, fix = "is there already: nothing is overwritten", "choose another name, or remove it"

@@ -10,19 +10,23 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from clustertune.arguments import AsJson, ClusterOption, existing_folder, path_option
-from clustertune.console import emit_json, escape, say
+from clustertune.cli.deferred import deferred
+from clustertune.console import emit_json, escape, reply, say
 from clustertune.errors import ExitCode, Problem, UserError
 
-if TYPE_CHECKING:
-    from clustertune.check.rule import Finding
-    from clustertune.cluster.schema import Cluster, Host
-    from clustertune.ops.slurm.planning import SlurmPlan
-
+with deferred():
+    from clustertune.check import rule
+    from clustertune.cluster import load, schema
+    from clustertune.ops import files, nodes
+    from clustertune.ops.slurm import planning as slurm
+    from clustertune.ops.storage import node as node_storage
+    from clustertune.ops.storage import plan as storage
+    from clustertune.testbed import rehearsal
 ops_app = typer.Typer(no_args_is_help=True, help="Set up the machines of a cluster file.")
 storage_app = typer.Typer(no_args_is_help=True, help="Set up one node's storage: bricks, exports, mounts, pool.")
 slurm_app = typer.Typer(no_args_is_help=True, help="Set up Slurm's files and folders on each machine.")
@@ -57,42 +61,33 @@ def _print(lines: Iterable[str]) -> None:
         sys.stdout.write(escape(line) + "\n")
 
 
-def _chosen(cluster: str | None, node: str | None) -> tuple[Cluster, Host]:
-    from clustertune.cluster.load import load_cluster
-    from clustertune.ops.nodes import choose_node
-
-    found = load_cluster(cluster)
-    return found, choose_node(found, node)
+def _chosen(cluster: str | None, node: str | None) -> tuple[schema.Cluster, schema.Host]:
+    found = load.load_cluster(cluster)
+    return found, nodes.choose_node(found, node)
 
 
 # --- storage -----------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def compared_tree(cluster: Cluster, node: Host, root: Path | None) -> Iterator[Path]:
+def compared_tree(cluster: schema.Cluster, node: schema.Host, root: Path | None) -> Iterator[Path]:
     """What a plan compares with: the tree that was given, this machine, or for another machine one that has nothing."""
-    from clustertune.ops.files import NODE
-    from clustertune.ops.nodes import is_here
-
     if root is not None:
         yield existing_folder(root, "a node's tree").resolve()
-    elif is_here(cluster, node):
-        yield NODE
+    elif nodes.is_here(cluster, node):
+        yield files.NODE
     else:
         say(f"note: this machine is {socket.gethostname()}: showing everything for a bare {node.name}")
         with tempfile.TemporaryDirectory(prefix="clustertune-") as empty:
             yield Path(empty)
 
 
-def _here(cluster: Cluster, node: Host, root: Path | None) -> Path:
+def _here(cluster: schema.Cluster, node: schema.Host, root: Path | None) -> Path:
     """The tree that was given, else this machine. Raises UserError where that is another one."""
-    from clustertune.ops.files import NODE
-    from clustertune.ops.nodes import require_here
-
     if root is not None:
         return existing_folder(root, "a node's tree").resolve()
-    require_here(cluster, node)
-    return NODE
+    nodes.require_here(cluster, node)
+    return files.NODE
 
 
 @storage_app.command("plan")
@@ -107,15 +102,10 @@ def storage_plan(
 
     Exit 0: nothing to do; 1: changes are needed; 2: something prevents them.
     """
-    from clustertune.ops.storage.plan import as_lines, make_plan
-
     found, host = _chosen(cluster, node)
     with compared_tree(found, host, root) as where:
-        made = make_plan(found, host.name, where, force=force)
-        if as_json:
-            emit_json(made.as_dict())
-        else:
-            _print(as_lines(made))
+        made = storage.make_plan(found, host.name, where, force=force)
+        reply(as_json, made.as_dict(), lambda: _print(storage.as_lines(made)))
     say(f"{host.name}: {'changes are needed (see above)' if made.needed else 'nothing to do'}")
     if made.needed:
         raise typer.Exit(int(ExitCode.FAILED))
@@ -139,8 +129,6 @@ def storage_apply(
     Running it again changes nothing. Every changed file keeps a dated backup and every line that clustertune did not write.
     Exit 0: done; 1: something remains, which is listed; 2: nothing was changed.
     """
-    from clustertune.ops.storage.plan import apply
-
     if dry_run:
         storage_plan(cluster, node, root, force, as_json)
         return
@@ -150,9 +138,8 @@ def storage_apply(
         raise UserError(Problem("needs root", file="command line", fix="run it with sudo; plan shows what it would do"))
     if root is not None and format_device:
         raise UserError(Problem("a tree has no disks", file="command line", key="--format", fix="leave out --root"))
-    done = apply(found, name, where, force=force, format_device=format_device, report=lambda text: say(f"  {text}"))
-    if as_json:
-        emit_json({"node": name, **asdict(done)})
+    done = storage.apply(found, name, where, force=force, format_device=format_device, report=lambda text: say(f"  {text}"))
+    reply(as_json, {"node": name, **asdict(done)})
     for word, texts in (("backup", done.backups), ("note", done.notes), ("left", done.left)):
         for text in texts:
             say(f"{word}: {text}")
@@ -174,15 +161,12 @@ def storage_check(
     Writes a small file and removes it. Exit 0: no findings; 1: warnings; 2: what would stop or spoil a job. A hung brick costs
     twice --seconds at most.
     """
-    from clustertune.check import rule
-    from clustertune.ops.storage.judge import judge
-    from clustertune.ops.storage.node import collect
-    from clustertune.ops.storage.plan import look
+    from clustertune.ops.storage.judge import judge  # registers rules
 
     found, host = _chosen(cluster, node)
     name, where = host.name, _here(found, host, root)
-    wanted, by_hand = look(found, name, where)
-    facts = collect(wanted, where, seconds, found.source)
+    wanted, by_hand = storage.look(found, name, where)
+    facts = node_storage.collect(wanted, where, seconds, found.source)
     facts.by_hand = by_hand
     findings = judge(facts, wanted)
     if as_json:
@@ -215,14 +199,10 @@ def slurm_plan(
 
     Exit 0: nothing to do; 1: something differs; 2: something prevents apply.
     """
-    from clustertune.ops.slurm.planning import all_texts
-
     made = _slurm_plan(cluster, node, root, accounting, adopt, force)
     more: dict[str, Any] = {}
     if try_it:
-        from clustertune.testbed.rehearsal import try_out
-
-        more["tried"] = try_out(made.cluster, all_texts(made))
+        more["tried"] = rehearsal.try_out(made.cluster, slurm.all_texts(made))
     _show(made, as_json, more)
     raise typer.Exit(made.exit_code())
 
@@ -239,18 +219,16 @@ def slurm_apply(
     as_json: AsJson = False,
 ) -> None:
     """Write what plan shows, as root. Daemons are left alone: the remaining steps are listed in order."""
-    from clustertune.ops.slurm.planning import apply_plan, shown
-
     made = _slurm_plan(cluster, node, root, accounting, adopt, force)
     if dry_run:
         _show(made, as_json, {})
         raise typer.Exit(made.exit_code())
-    done = apply_plan(made, root)
+    done = slurm.apply_plan(made, root)
     left = made.steps(applied=True) if made.changes else []
     if as_json:
         emit_json({**made.as_json(), **asdict(done), "steps": [asdict(step) for step in left], "exit_code": 0})
         return
-    _print([*_findings(made.findings), *shown(left)])
+    _print([*_findings(made.findings), *slurm.shown(left)])
     for note in [*done.notes, *(f"the old one is {backup}" for backup in done.backups)]:
         say(note)
     names = ", ".join([*done.written, *done.modes])
@@ -259,21 +237,17 @@ def slurm_apply(
 
 def _slurm_plan(
     cluster: str | None, node: str | None, root: Path, accounting: bool | None, adopt: bool, force: bool
-) -> SlurmPlan:
-    from clustertune.cluster.load import load_cluster
-    from clustertune.ops.nodes import choose_node
-    from clustertune.ops.slurm.planning import checked, make_plan, require_slurm
-
-    found = load_cluster(cluster)
-    require_slurm(found)
+) -> slurm.SlurmPlan:
+    found = load.load_cluster(cluster)
+    slurm.require_slurm(found)
     tree = existing_folder(root, "a machine's tree").resolve()
-    return checked(make_plan(found, choose_node(found, node), root=tree, accounting=accounting, adopt=adopt, force=force))
+    return slurm.checked(
+        slurm.make_plan(found, nodes.choose_node(found, node), root=tree, accounting=accounting, adopt=adopt, force=force)
+    )
 
 
-def _show(made: SlurmPlan, as_json: bool, more: dict[str, Any]) -> None:
+def _show(made: slurm.SlurmPlan, as_json: bool, more: dict[str, Any]) -> None:
     """A plan on stdout, its sum on stderr."""
-    from clustertune.ops.slurm.planning import shown
-
     if as_json:
         emit_json({**made.as_json(), **more})
         return
@@ -282,7 +256,7 @@ def _show(made: SlurmPlan, as_json: bool, more: dict[str, Any]) -> None:
         for line in item.diff():
             sys.stdout.write(line + "\n")
         _print(f"! {item.change.path}: {line}" for line in item.taken_over or ())
-    _print([*_findings(made.findings), *shown(made.steps())])
+    _print([*_findings(made.findings), *slurm.shown(made.steps())])
     if tried := more.get("tried"):
         say(f"tried here: {', '.join(tried['nodes'])} idle after {tried['seconds']} s, and a job ran on each")
     if made.bare:
@@ -291,7 +265,7 @@ def _show(made: SlurmPlan, as_json: bool, more: dict[str, Any]) -> None:
     say(f"{made.node.name}: {made.changes} of files and folders differ; {source}")
 
 
-def _findings(findings: Iterable[Finding]) -> Iterator[str]:
+def _findings(findings: Iterable[rule.Finding]) -> Iterator[str]:
     for item in findings:
         where, fix = f" {item.where}:" if item.where else "", f" -> {item.fix}" if item.fix else ""
         yield f"[{item.status}] {item.rule}:{where} {item.found}{fix}"

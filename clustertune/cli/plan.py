@@ -15,20 +15,32 @@ import typer
 
 from clustertune import console
 from clustertune.arguments import AsJson, ClusterOption, Tiny, path_argument, takes
+from clustertune.cli.deferred import deferred
 from clustertune.cli.new import DataOption, GpusOption, MethodOption, ModelOption
-from clustertune.console import emit_json, show
+from clustertune.console import emit_json, reply, show
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 
 if TYPE_CHECKING:
-    from clustertune.cluster.hardware import Price
-    from clustertune.launch.serving import Evaluation
-    from clustertune.plan import calibration
     from clustertune.plan.calibration import CalibratedCluster
     from clustertune.plan.constants import Constants
     from clustertune.plan.lengths import Lengths
     from clustertune.plan.predict import Plan
-    from clustertune.report.metrics import StepRecord
     from clustertune.resolve.resolved import Resolved
+
+with deferred():
+    from clustertune import draft
+    from clustertune.cli import new
+    from clustertune.cluster import hardware, load
+    from clustertune.data import measure
+    from clustertune.launch import serving, shape
+    from clustertune.plan import advise as advisor
+    from clustertune.plan import calibration, explanation, strategy, tables
+    from clustertune.plan import lengths as known_lengths
+    from clustertune.plan import predict as prediction
+    from clustertune.recipe import load as recipe_load
+    from clustertune.report import content, metrics
+    from clustertune.resolve import overrides as recipe_source
+    from clustertune.resolve import resolve
 
 Targets = Annotated[
     list[str] | None,
@@ -95,17 +107,13 @@ def plan(args: PlanArguments) -> None:
 
     --advise ranks alternatives. --model plans a model without a recipe.
     """
-    from clustertune.cluster.load import load_cluster, of_gpus
-    from clustertune.plan.calibration import find_calibrated
-    from clustertune.plan.lengths import of_counts, read_lengths
-
     _check_usage(args)
     check = path_argument(args.nccl_check) if args.nccl_check else None
-    known = read_lengths(path_argument(args.lengths)) if args.lengths else None
+    known = known_lengths.read_lengths(path_argument(args.lengths)) if args.lengths else None
     if args.model is not None:
         _answer_model(args, known)
         return
-    calibrated = find_calibrated(of_gpus(args.gpus) if args.gpus else load_cluster(args.cluster), check)
+    calibrated = calibration.find_calibrated(load.of_gpus(args.gpus) if args.gpus else load.load_cluster(args.cluster), check)
     if args.calibrate:
         _calibrate(calibrated, args.names, known, args.as_document)
         return
@@ -114,22 +122,16 @@ def plan(args: PlanArguments) -> None:
         nodes, gpus = len(calibrated.cluster.compute_nodes), calibrated.cluster.compute.gpus
         overrides = [f"slurm.nodes={nodes}", f"slurm.gpus_per_node={gpus}", *overrides]
     if args.data is not None:
-        from clustertune.data.measure import measure
-        from clustertune.draft import stated
-
-        found = measure(args.data, stated(overrides).get("data"))
-        known = known or (of_counts(list(found.tokens.items()), found.source) if found.tokens else None)
+        found = measure.measure(args.data, draft.stated(overrides).get("data"))
+        known = known or (known_lengths.of_counts(list(found.tokens.items()), found.source) if found.tokens else None)
         overrides = [*(f"data.{key}={json.dumps(value)}" for key, value in found.section.items()), *overrides]
     _answer(args, overrides, calibrated, [_plan(calibrated, name, overrides, args.tiny, known) for name in args.names])
 
 
 def _answer_model(args: PlanArguments, known: Lengths | None) -> None:
     """The same of a model that no recipe describes: the recipe that ``new`` would write is planned."""
-    from clustertune import draft
-    from clustertune.cli.new import read
-
     of_data = draft.stated(args.overrides).get("data")
-    model, data, at = read(args.model, args.data, args.method, args.gpus, args.cluster, of_data=of_data)
+    model, data, at = new.read(args.model, args.data, args.method, args.gpus, args.cluster, of_data=of_data)
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", str(model.section["name"]).rpartition("/")[2]).lower()[:50] + f"-{args.method}"
     with draft.drafted(name, model, args.method, data, at) as (made, folder):
         plan = _plan(at.calibrated, str(folder), args.overrides, args.tiny, known or made.lengths)
@@ -138,30 +140,19 @@ def _answer_model(args: PlanArguments, known: Lengths | None) -> None:
 
 
 def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedCluster, plans: list[Plan]) -> None:
-    from clustertune.cluster.hardware import price
-    from clustertune.launch.serving import evaluation
-    from clustertune.plan import explanation
-
-    prices = [price(plan.machine.gpu) for plan in plans]
+    prices = [hardware.price(plan.machine.gpu) for plan in plans]
     if args.compare:
-        if args.as_document:
-            documents = [explanation.as_json(plan, money) for plan, money in zip(plans, prices, strict=True)]
-            emit_json({"plans": documents, "speedup": plans[0].step.seconds / plans[1].step.seconds})
-        else:
-            from clustertune.plan import tables
-
-            tables.compare(plans[0], plans[1], prices, console.stdout)
+        documents = [explanation.as_json(plan, money) for plan, money in zip(plans, prices, strict=True)]
+        document = {"plans": documents, "speedup": plans[0].step.seconds / plans[1].step.seconds}
+        reply(args.as_document, document, lambda: tables.compare(plans[0], plans[1], prices, console.stdout))
         _end(all(plan.fits for plan in plans))
     elif args.why is not None:
         lines = explanation.why(plans[0], args.why)
-        if args.as_document:
-            emit_json({"part": args.why, "arithmetic": lines})
-        else:
-            show("\n".join(lines))
+        reply(args.as_document, {"part": args.why, "arithmetic": lines}, lambda: show("\n".join(lines)))
     elif args.advise:
         _advise(calibrated, plans[0], prices[0], args, overrides)
     else:
-        scored = evaluation(plans[0].resolved, calibrated.cluster)
+        scored = serving.evaluation(plans[0].resolved, calibrated.cluster)
         _show(plans[0], prices[0], tuple(overrides), args.as_document, scored)
 
 
@@ -173,8 +164,6 @@ def _end(fits: bool) -> None:
 
 def _check_usage(args: PlanArguments) -> None:
     """Raise UserError with all that the command line contradicts itself in."""
-    from clustertune.recipe.load import did_you_mean
-
     problems: list[Problem] = []
 
     def wrong(key: str | None, text: str, fix: str | None) -> None:
@@ -197,26 +186,22 @@ def _check_usage(args: PlanArguments) -> None:
     if args.gpus is not None and args.cluster is not None:
         wrong("--gpus", "--gpus and --cluster exclude each other: a cluster file says which GPUs there are", "leave one out")
     if args.goal not in GOALS:
-        wrong("--goal", f"{args.goal!r} is not a goal", did_you_mean(args.goal, GOALS))
+        wrong("--goal", f"{args.goal!r} is not a goal", recipe_load.did_you_mean(args.goal, GOALS))
     raise_if(problems)
 
 
 def _plan(calibrated: CalibratedCluster, recipe: str, changes: list[str], tiny: bool, lengths: Lengths | None) -> Plan:
-    from clustertune.plan.predict import make_plan
-    from clustertune.resolve.resolve import resolve
+    resolved = resolve.resolve(recipe, changes, tiny=tiny)
+    return prediction.make_plan(
+        resolved, calibrated.machine(resolved.recipe.slurm.nodes), calibrated.constants, lengths=lengths
+    )
 
-    resolved = resolve(recipe, changes, tiny=tiny)
-    return make_plan(resolved, calibrated.machine(resolved.recipe.slurm.nodes), calibrated.constants, lengths=lengths)
 
-
-def _show(found: Plan, money: Price | None, given: tuple[str, ...], as_document: bool, scored: Evaluation) -> None:
-    from clustertune.launch.shape import merge_seconds
-    from clustertune.plan import explanation
-    from clustertune.plan.advise import remedies
-    from clustertune.plan.predict import GIB
-
-    better = [] if found.fits else remedies(found, given)
-    merge = merge_seconds(found.resolved)
+def _show(
+    found: Plan, money: hardware.Price | None, given: tuple[str, ...], as_document: bool, scored: serving.Evaluation
+) -> None:
+    better = [] if found.fits else advisor.remedies(found, given)
+    merge = shape.merge_seconds(found.resolved)
     whole = None if found.hours is None else found.hours * found.strategy.world_size
     whole = None if whole is None or scored.gpu_hours is None else whole + scored.gpu_hours
     cost = explanation.spent(whole, money)
@@ -230,8 +215,6 @@ def _show(found: Plan, money: Price | None, given: tuple[str, ...], as_document:
             body["remedies"] = [{"change": r.what, "overrides": r.arguments, "step_s": r.plan.step.seconds} for r in better]
         emit_json(body)
         return _end(found.fits)
-    from clustertune.plan import tables
-
     tables.render(found, money, console.stdout)
     show(f"\nmerge: about {max(1, merge / 60):.0f} min on a node's CPUs, no GPU" if merge else "")
     show(str(scored))
@@ -242,17 +225,16 @@ def _show(found: Plan, money: Price | None, given: tuple[str, ...], as_document:
         show(f"\n{told}")
     for remedy in better[:6]:
         arguments = " ".join(remedy.arguments or ["not on this cluster"])
-        show(f"  {remedy.what}: {remedy.plan.step.seconds:.3g} s a step, {remedy.plan.needed / GIB:.1f} GiB  ({arguments})")
+        needed = f"{remedy.plan.needed / prediction.GIB:.1f} GiB"
+        show(f"  {remedy.what}: {remedy.plan.step.seconds:.3g} s a step, {needed}  ({arguments})")
     return _end(found.fits)
 
 
-def _advise(calibrated: CalibratedCluster, found: Plan, money: Price | None, args: PlanArguments, overrides: list[str]) -> None:
-    from clustertune.plan import advise as advisor
-    from clustertune.plan import explanation
-    from clustertune.resolve.overrides import RecipeSource
-
+def _advise(
+    calibrated: CalibratedCluster, found: Plan, money: hardware.Price | None, args: PlanArguments, overrides: list[str]
+) -> None:
     counts = _counts(args.nodes, found)
-    source = RecipeSource(found.resolved, tuple(overrides))
+    source = recipe_source.RecipeSource(found.resolved, tuple(overrides))
     advice = advisor.advise(
         source, calibrated.machine(max(counts)), found.constants, nodes=counts, goal=args.goal, lengths=found.lengths,  # type: ignore[arg-type]
     )  # fmt: skip
@@ -264,8 +246,6 @@ def _advise(calibrated: CalibratedCluster, found: Plan, money: Price | None, arg
         given |= {"--method": args.method} if args.model else {}
         recipe = [*args.names, *(word for key, value in given.items() if value for word in (key, value))]
         quoted = {family: [shlex.quote(text) for text in arguments] for family, arguments in named.items()}
-        from clustertune.plan import tables
-
         tables.advice(advice, quoted, found, console.stdout, recipe=shlex.join(recipe), cluster=calibrated.cluster, price=money)
     _end(any(option.starts(calibrated.cluster) for option in advice.fitting))
 
@@ -285,29 +265,20 @@ def _counts(text: str | None, found: Plan) -> list[int]:
 
 def _calibrate(calibrated: CalibratedCluster, runs: list[str], lengths: Lengths | None, as_document: bool) -> None:
     """Fit the factors to runs of this cluster, store them, show what changed."""
-    from clustertune.plan import calibration
-
     if calibrated.calibration is None:
         text = "a cluster found by looking has no file to keep a calibration beside"
         raise UserError(text, file="command line", key="--cluster", fix="write a cluster file: docs/clusters.md")
     found = calibration.fit([_observe(calibrated, path_argument(run), lengths) for run in runs])
     calibration.store(calibrated.calibration, calibrated.cluster.name, datetime.date.today().isoformat(), found)
-    if as_document:
-        emit_json(
-            {
-                "file": str(calibrated.calibration),
-                "constants": found.values,
-                "deviation": found.deviation,
-                "not_identified": found.left,
-                "unexplained": calibration.unexplained(found),
-                "runs": [run.model_dump() for run in found.runs],
-            }
-        )
-        return
-    from clustertune.plan import tables
-
-    tables.calibration(found, console.stdout)
-    show(f"kept in {calibrated.calibration}: plans on {calibrated.cluster.name} use it from now on")
+    document = {"file": str(calibrated.calibration), "constants": found.values, "deviation": found.deviation}
+    document |= {"not_identified": found.left, "unexplained": calibration.unexplained(found)}
+    kept = f"kept in {calibrated.calibration}: plans on {calibrated.cluster.name} use it from now on"
+    reply(
+        as_document,
+        {**document, "runs": [run.model_dump() for run in found.runs]},
+        lambda: tables.calibration(found, console.stdout),
+        lambda: show(kept),
+    )
 
 
 def _observe(calibrated: CalibratedCluster, folder: Path, lengths: Lengths | None) -> calibration.Observation:
@@ -315,16 +286,12 @@ def _observe(calibrated: CalibratedCluster, folder: Path, lengths: Lengths | Non
 
     import statistics
 
-    from clustertune.plan import calibration
-    from clustertune.plan.predict import make_plan
-    from clustertune.report.content import WARM_UP
-    from clustertune.report.metrics import read_metrics
     from clustertune.rundir import RunDir
 
     run = RunDir(folder)
     resolved = run.resolved()
-    steps = [s for s in read_metrics(run.metrics).steps if s.seconds and 0 < s.seconds < math.inf]
-    times = [float(s.seconds or 0) for s in steps[WARM_UP:]]
+    steps = [s for s in metrics.read_metrics(run.metrics).steps if s.seconds and 0 < s.seconds < math.inf]
+    times = [float(s.seconds or 0) for s in steps[content.WARM_UP :]]
     if len(times) < 3:
         text = f"has {len(steps)} timed steps; 5 are needed, 20 suffice"
         raise UserError(text, file=str(run.metrics), key="step", fix="let the run continue, or give another")
@@ -333,21 +300,18 @@ def _observe(calibrated: CalibratedCluster, folder: Path, lengths: Lengths | Non
     lengths = lengths or _lengths_seen(resolved, steps)
 
     def predict(constants: Constants) -> tuple[float, float]:
-        made = make_plan(resolved, where, constants, lengths=lengths, sure=False)
+        made = prediction.make_plan(resolved, where, constants, lengths=lengths, sure=False)
         return made.step.seconds, made.peak.bytes
 
     return calibration.Observation(folder.name, statistics.median(times), max(peaks) if peaks else None, predict)
 
 
-def _lengths_seen(resolved: Resolved, steps: list[StepRecord]) -> Lengths | None:
+def _lengths_seen(resolved: Resolved, steps: list[metrics.StepRecord]) -> Lengths | None:
     """The mean length of a padded run's conversations, from the tokens that it counted: else its factor of computing would hold
     the padding that a plan assumes where nothing is known."""
-    from clustertune.plan.lengths import Lengths
-    from clustertune.plan.strategy import strategy
-
     counted = [s for s in steps if s.tokens and s.step]
-    if strategy(resolved).packing or not counted:
+    if strategy.strategy(resolved).packing or not counted:
         return None
     last = max(counted, key=lambda s: s.step)
     rows = last.step * int(resolved.recipe.train["global_batch_size"])
-    return Lengths((max(1, round((last.tokens or 0) / rows)),), "tokens of metrics.jsonl")
+    return known_lengths.Lengths((max(1, round((last.tokens or 0) / rows)),), "tokens of metrics.jsonl")

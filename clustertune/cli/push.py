@@ -9,7 +9,7 @@ import typer
 
 from clustertune import secrets
 from clustertune.arguments import AsJson, existing_folder, path_given
-from clustertune.console import emit_json, say
+from clustertune.console import emit_json, reply, say
 from clustertune.errors import UserError
 from clustertune.rundir import RunDir
 
@@ -58,11 +58,8 @@ def push(
         fix = "look at it with --dry-run, then give --publish"
         raise UserError("nothing is sent without --publish", file="command line", key="--publish", fix=fix)
     upload, done = hub.send(run, name, public=public, replace=replace, licence=licence)
-    if as_json:
-        emit_json({"repo": name, **vars(done), "private": not public, "files": upload.as_json()})
-        return
     what = "already there, nothing was sent" if done.status == "unchanged" else f"pushed {upload.size:,} bytes in one commit"
-    say(f"{what}: {done.url}")
+    reply(as_json, {"repo": name, **vars(done), "private": not public, "files": upload.as_json()}, f"{what}: {done.url}")
 
 
 def _refuse_merged(run: RunDir) -> None:

@@ -8,18 +8,21 @@ import subprocess
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from clustertune.arguments import AsJson, RecipeArgument, path_option
-from clustertune.console import emit_json, say
+from clustertune.cli.deferred import deferred
+from clustertune.console import emit_json, reply, say
 from clustertune.errors import ExitCode, UserError
 
-if TYPE_CHECKING:
-    from clustertune.testbed.keeper import KeeperState
-    from clustertune.testbed.spec import ClusterSpec
-
+with deferred():
+    from clustertune.launch import cluster_paths
+    from clustertune.recipe import schema
+    from clustertune.testbed import cluster as testbed
+    from clustertune.testbed import keeper, spec
+    from clustertune.testbed import rehearsal as rehearsing
 DEMO = "recipes/llama405b-oasst2"
 SCRIPT = Path("launch", "run.sbatch")
 
@@ -66,31 +69,25 @@ def up(
 
     Installs and changes nothing on the machine. Needs no root if user namespaces are allowed.
     """
-    from clustertune.testbed import keeper
-
     state = keeper.up(_name(name), _spec(nodes, gpus, isolation))
-    if as_json:
-        emit_json(_as_dict(state))
-        return
     which = "" if name == "default" else f" --name {name}"
     apart = "" if state.prefix else "; no namespaces on this machine: the nodes share this machine's name and network"
-    say(f"cluster {name} is up: {', '.join(state.nodes)} with {state.gpus} GPUs each (only counted){apart}")
-    say(f"  clustertune cluster run{which} -- sinfo    runs any command on its login node: sbatch, squeue, scancel, bash")
-    say(f"  clustertune cluster status{which}          its nodes and jobs")
-    say(f"  clustertune cluster down{which}            ends it; nothing is left")
+    reply(
+        as_json,
+        _as_dict(state),
+        f"cluster {name} is up: {', '.join(state.nodes)} with {state.gpus} GPUs each (only counted){apart}",
+        f"  clustertune cluster run{which} -- sinfo    runs any command on its login node: sbatch, squeue, scancel, bash",
+        f"  clustertune cluster status{which}          its nodes and jobs",
+        f"  clustertune cluster down{which}            ends it; nothing is left",
+    )
 
 
 def down(name: Name = "default", as_json: AsJson = False) -> None:
     """Stop a cluster and all its jobs, and remove its files."""
-    from clustertune.testbed import keeper
-
     found = keeper.down(_name(name))
-    if as_json:
-        emit_json({"name": name, "ended": found is not None})
-    elif found:
-        say(f"cluster {name} is down, nothing is left of it")
-    else:
-        say(f"there is no cluster {name}{_others()}: nothing to end")
+    gone = f"there is no cluster {name}{_others()}: nothing to end"
+    text = f"cluster {name} is down, nothing is left of it" if found else gone
+    reply(as_json, {"name": name, "ended": found is not None}, text)
 
 
 def status(
@@ -100,8 +97,6 @@ def status(
 
     Exit code 0: one is up; 1: none.
     """
-    from clustertune.testbed import keeper
-
     states = [found for one in ([_name(name)] if name else keeper.names()) if (found := keeper.read(one))]
     clusters = [_status(state) for state in states]
     if as_json:
@@ -123,41 +118,32 @@ def run(
 
     Passes the command's input, output and exit code through.
     """
-    from clustertune.testbed import keeper
-    from clustertune.testbed.cluster import commands_environment
-
     state = _alive(keeper.read(_name(name)), name)
     command_line = state.command(command, Path.cwd())
     try:
-        os.execvpe(command_line[0], command_line, commands_environment(state.conf))  # noqa: S606 (no shell: the point is to become it)
+        os.execvpe(command_line[0], command_line, testbed.commands_environment(state.conf))  # noqa: S606 (no shell: the point is to become it)
     except OSError as error:
         raise UserError(f"cannot be run: {error.strerror}", file=command_line[0], fix="is it installed?") from None
 
 
 def _name(name: str) -> str:
-    from clustertune.recipe.schema import NAME
-
-    if not re.fullmatch(NAME, name):
+    if not re.fullmatch(schema.NAME, name):
         fix = "letters, digits and . _ -, beginning with a letter or digit, at most 64"
         raise UserError(f"{name!r} cannot be a cluster's name", file="command line", key="--name", fix=fix)
     return name
 
 
-def _spec(nodes: str, gpus: int, isolation: Isolation) -> ClusterSpec:
-    from clustertune.testbed.spec import ClusterSpec
-
+def _spec(nodes: str, gpus: int, isolation: Isolation) -> spec.ClusterSpec:
     wanted = int(nodes) if re.fullmatch(r"[0-9]{1,9}", nodes) else tuple(nodes.split(","))
-    return ClusterSpec(nodes=wanted, gpus=gpus, isolation=isolation.value)
+    return spec.ClusterSpec(nodes=wanted, gpus=gpus, isolation=isolation.value)
 
 
 def _others() -> str:
-    from clustertune.testbed import keeper
-
     names = keeper.names()
     return f" (there is {', '.join(names)})" if names else ""
 
 
-def _alive(state: KeeperState | None, name: str) -> KeeperState:
+def _alive(state: keeper.KeeperState | None, name: str) -> keeper.KeeperState:
     if state is None:
         message = f"there is no cluster {name}{_others()}"
         raise UserError(message, fix="clustertune cluster up starts one, --name chooses among several")
@@ -167,12 +153,12 @@ def _alive(state: KeeperState | None, name: str) -> KeeperState:
     return state
 
 
-def _as_dict(state: KeeperState) -> dict[str, Any]:
+def _as_dict(state: keeper.KeeperState) -> dict[str, Any]:
     body = {"name": state.name, "up": state.alive, "isolated": state.prefix is not None, "gpus_per_node": state.gpus}
     return {**body, "slurm_conf": str(state.conf), "nodes": state.nodes}
 
 
-def _status(state: KeeperState) -> dict[str, Any]:
+def _status(state: keeper.KeeperState) -> dict[str, Any]:
     body = {**_as_dict(state), "uptime_seconds": round(state.uptime), "jobs": []}
     body["nodes"] = [{"name": one, "state": "gone"} for one in state.nodes]
     if not body["up"]:
@@ -185,11 +171,9 @@ def _status(state: KeeperState) -> dict[str, Any]:
     return body
 
 
-def _ask(state: KeeperState, *words: str) -> list[str]:
-    from clustertune.testbed.cluster import commands_environment
-
+def _ask(state: keeper.KeeperState, *words: str) -> list[str]:
     command = state.command([words[0], "--noheader", *words[1:]], Path("/"))
-    environment = commands_environment(state.conf)
+    environment = testbed.commands_environment(state.conf)
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, timeout=60, check=False
     )
@@ -231,9 +215,6 @@ def demo_slurm(
 
     Starts the cluster, submits the real job script launch/run.sbatch, follows the job to its end, and stops the cluster.
     """
-    from clustertune.launch import cluster_paths
-    from clustertune.testbed.rehearsal import rehearse
-
     if not SCRIPT.is_file():
         raise UserError("no such file", file=str(SCRIPT), fix="call this in the checkout of clustertune")
     if "=" in recipe:  # the recipe is left out, and this is the first of the overrides
@@ -242,10 +223,8 @@ def demo_slurm(
     new = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = run_dir or cluster_paths.runs(cluster_paths.local_cluster()) / "rehearsal" / new
     arguments = [recipe, *(overrides or []), "--tiny", "--run-dir", str(folder.resolve())]
-    ended = rehearse(_spec(nodes, gpus, isolation), SCRIPT, arguments, folder)
-    if as_json:
-        emit_json(
-            {"job": ended.job, "state": ended.state, "run_dir": str(folder), "log": str(ended.log), "exit_code": ended.code}
-        )
+    ended = rehearsing.rehearse(_spec(nodes, gpus, isolation), SCRIPT, arguments, folder)
+    document = {"job": ended.job, "state": ended.state, "run_dir": str(folder), "log": str(ended.log)}
+    reply(as_json, {**document, "exit_code": ended.code})
     if ended.code:
         raise typer.Exit(ended.code)

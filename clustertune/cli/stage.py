@@ -14,13 +14,22 @@ import typer
 
 from clustertune import secrets
 from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_option
-from clustertune.console import emit_json, say, show_error
+from clustertune.cli.deferred import deferred
+from clustertune.console import reply, say, show_error
 from clustertune.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from clustertune.cluster.schema import Staging
     from clustertune.resolve.resolved import Resolved
     from clustertune.staging.worker import Bounds
+
+with deferred():
+    from clustertune import chain
+    from clustertune.cluster import load
+    from clustertune.launch import allocation, cluster_paths, step
+    from clustertune.resolve import resolve
+    from clustertune.staging import cache, collect, copier, needs, worker
+    from clustertune.staging import verify as verifying
 
 SRUN_SECONDS = 7 * 86400
 """The longest job of common sites: each node gives up by itself long before."""
@@ -56,11 +65,8 @@ def stage(
     A bundle is for machines without network. In an allocation every node copies. Existing copies are verified and kept; the
     least recently used are removed to make room.
     """
-    from clustertune.staging.copier import WORKERS
-    from clustertune.staging.worker import STALL_SECONDS, Bounds
-
     _check_modes(to, verify, clean, eval_data)
-    bounds = Bounds(workers or WORKERS, stall or STALL_SECONDS)
+    bounds = worker.Bounds(workers or copier.WORKERS, stall or worker.STALL_SECONDS)
     if verify is not None:
         _verify(verify, recipe, overrides or [], tiny, bounds, as_json)
         return
@@ -69,9 +75,7 @@ def stage(
         return
     if recipe is None:
         raise UserError("a recipe is missing", file="command line", fix="clustertune stage RECIPE, --verify DIR, or --clean")
-    from clustertune.resolve.resolve import resolve
-
-    resolved = resolve(recipe, overrides or [], tiny=tiny)
+    resolved = resolve.resolve(recipe, overrides or [], tiny=tiny)
     if to is not None:
         _collect(resolved, overrides or [], cluster, to, eval_data, bounds, dry_run, as_json)
     elif not node_local and (nodes := _allocation()) and not dry_run:
@@ -93,15 +97,11 @@ def _allocation() -> tuple[str, ...]:
     """The nodes of the Slurm job that this runs in; empty outside of one, and within one of its steps."""
     if "SLURM_JOB_ID" not in os.environ or "SLURM_STEP_ID" in os.environ or shutil.which("srun") is None:
         return ()
-    from clustertune.launch import allocation
-
     return allocation.read().nodes
 
 
 def _staging_of(cluster: str | None) -> Staging:
-    from clustertune.cluster.load import load_cluster
-
-    machine = load_cluster(cluster)
+    machine = load.load_cluster(cluster)
     if machine.storage.staging is None:
         fix = "storage: {staging: {path: /local/staging, gb: 2000}} in its file, or --cluster names another one"
         text = f"cluster {machine.name} names no local disk to copy to"
@@ -111,10 +111,7 @@ def _staging_of(cluster: str | None) -> Staging:
 
 def _on_all_nodes(nodes: tuple[str, ...], cluster: str | None, as_json: bool) -> None:
     """This same command on every node of the allocation; the worst exit code of all is this one's."""
-    from clustertune.cluster.load import load_cluster
-    from clustertune.launch import step
-
-    machine = load_cluster(cluster)
+    machine = load.load_cluster(cluster)
     _staging_of(cluster)
     given = [word for word in sys.argv[1:] if word != "--json"]
     command_line = [sys.executable, "-m", "clustertune", *given, "--node-local", "--json"]
@@ -126,8 +123,7 @@ def _on_all_nodes(nodes: tuple[str, ...], cluster: str | None, as_json: bool) ->
     null, pipe = subprocess.DEVNULL, subprocess.PIPE
     done = subprocess.run(command, stdin=null, stdout=pipe, text=True, timeout=SRUN_SECONDS, check=False)
     found = documents(done.stdout)
-    if as_json:
-        emit_json({"nodes": [{"node": nodes[at] if at < len(nodes) else str(at), **body} for at, body in found.items()]})
+    reply(as_json, {"nodes": [{"node": nodes[at] if at < len(nodes) else str(at), **body} for at, body in found.items()]})
     if done.returncode:
         raise typer.Exit(done.returncode)
 
@@ -152,28 +148,22 @@ def documents(labelled: str) -> dict[int, dict[str, Any]]:
 
 def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds: Bounds, dry_run: bool, as_json: bool) -> None:
     """Stage on this node, byte for byte verified."""
-    from clustertune.chain import default_run_dir
-    from clustertune.launch import cluster_paths
     from clustertune.rundir import RunDir
-    from clustertune.staging import cache, needs
-    from clustertune.staging.cache import Stager
-    from clustertune.staging.worker import amount
 
-    run = RunDir(run_dir or default_run_dir(resolved, cluster_paths.runs(cluster_paths.local_cluster())))
+    run = RunDir(run_dir or chain.default_run_dir(resolved, cluster_paths.runs(cluster_paths.local_cluster())))
     sources, notes = needs.sources(resolved, run)
     for note in notes:
         say(f"note: {note}")
     if not sources:
         raise UserError("nothing of this recipe is there to be copied yet", file=resolved.name, fix=notes[0])
-    stager = Stager(cache.open_cache(staging), bounds)
+    stager = cache.Stager(cache.open_cache(staging), bounds)
     host = os.uname().nodename
     if dry_run:
         plans = [stager.plan(source) for source in sources]
         for plan in plans:
             there = "is there, and would be verified" if plan["there"] else f"would be copied from {plan['from']}"
-            say(f"{plan['what']} {plan['name']}: {amount(plan['bytes'])} in {plan['files']} files {there}")
-        if as_json:
-            emit_json({"host": host, "trees": plans, "notes": notes})
+            say(f"{plan['what']} {plan['name']}: {worker.amount(plan['bytes'])} in {plan['files']} files {there}")
+        reply(as_json, {"host": host, "trees": plans, "notes": notes})
         return
     staged = []
     try:
@@ -181,12 +171,11 @@ def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds:
             staged.append(stager.stage(source))
             body = staged[-1].as_json()
             how = "was there, and is whole" if body["reused"] else f"{body['seconds']:.1f} s, {body['gb_s']:.2f} GB/s"
-            say(f"{body['what']} {body['name']}: {amount(body['bytes'])}, {how}: {body['path']}")
+            say(f"{body['what']} {body['name']}: {worker.amount(body['bytes'])}, {how}: {body['path']}")
     finally:
         for item in staged:
             item.release()
-    if as_json:
-        emit_json({"host": host, "trees": [item.as_json() for item in staged], "notes": notes})
+    reply(as_json, {"host": host, "trees": [item.as_json() for item in staged], "notes": notes})
 
 
 def _clean(cluster: str | None, node_local: bool, dry_run: bool, as_json: bool) -> None:
@@ -194,9 +183,6 @@ def _clean(cluster: str | None, node_local: bool, dry_run: bool, as_json: bool) 
     if not node_local and (nodes := _allocation()) and not dry_run:
         _on_all_nodes(nodes, cluster, as_json)
         return
-    from clustertune.staging import cache
-    from clustertune.staging.worker import amount
-
     staged = cache.open_cache(_staging_of(cluster))
     removed: list[dict[str, Any]] = []
     in_use: list[dict[str, Any]] = []
@@ -205,11 +191,10 @@ def _clean(cluster: str | None, node_local: bool, dry_run: bool, as_json: bool) 
         (removed if gone else in_use).append({"path": str(staged.folder(tree.key)), "bytes": tree.bytes})
         if not gone:
             word = "would be removed unless a job uses it" if dry_run else "stays: a job uses it"
-            say(f"{staged.folder(tree.key)} ({amount(tree.bytes)}) {word}")
+            say(f"{staged.folder(tree.key)} ({worker.amount(tree.bytes)}) {word}")
     if not removed and not in_use:
         say(f"nothing in {staged.root}")
-    if as_json:
-        emit_json({"host": os.uname().nodename, "removed": removed, "kept": in_use})
+    reply(as_json, {"host": os.uname().nodename, "removed": removed, "kept": in_use})
 
 
 def _collect(
@@ -217,40 +202,32 @@ def _collect(
     dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Everything into one folder."""
-    from clustertune.cluster.load import load_cluster
-    from clustertune.staging.collect import Collector, as_words
-    from clustertune.staging.worker import amount
-
-    collector = Collector(resolved, load_cluster(cluster), out, rows, bounds)
+    collector = collect.Collector(resolved, load.load_cluster(cluster), out, rows, bounds)
     collector.check()
     with secrets.lent(secrets.of_the_hub()):
         parts = collector.plan()
         if dry_run:
             for part in parts:
-                say(as_words(part.as_json()))
+                say(collect.as_words(part.as_json()))
             summary: dict[str, Any] = {"dir": str(out), "notes": collector.notes, "parts": [part.as_json() for part in parts]}
         else:
             summary = collector.go(parts, overrides)
     for note in collector.notes:
         say(f"note: {note}" if not note.startswith("warning") else note)
     if not dry_run:
-        say(f"{out}: {summary['files']} files, {amount(summary['bytes'])}")
+        say(f"{out}: {summary['files']} files, {worker.amount(summary['bytes'])}")
         say(f"next: clustertune stage --verify {out}, then carry it over and run with staged={out}")
-    if as_json:
-        emit_json(summary)
+    reply(as_json, summary)
 
 
 def _verify(folder: Path, recipe: str | None, overrides: list[str], tiny: bool, bounds: Bounds, as_json: bool) -> None:
     """Sums, and the rehearsal without network."""
-    from clustertune.staging.verify import verify
-
-    verdict = verify(folder, recipe, overrides, tiny=tiny, bounds=bounds, tell=say)
+    verdict = verifying.verify(folder, recipe, overrides, tiny=tiny, bounds=bounds, tell=say)
     error = UserError(verdict.problems)
     if verdict.problems:
         show_error(error)
     else:
         say(f"{folder}: whole, and nothing else is needed: run with staged={folder}")
-    if as_json:
-        emit_json({**verdict.as_json(), **error.as_dict(), "exit_code": 0 if not verdict.problems else int(error.code)})
+    reply(as_json, {**verdict.as_json(), **error.as_dict(), "exit_code": 0 if not verdict.problems else int(error.code)})
     if verdict.problems:
         raise typer.Exit(int(ExitCode.CONFIG))

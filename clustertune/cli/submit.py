@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from clustertune.arguments import (
-    AsJson,
-    ClusterOption,
-    OptionalRecipe,
-    Overrides,
-    Tiny,
-    existing_folder,
-    path_option,
-)
-from clustertune.console import aligned, emit_json, say
+from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, existing_folder, path_option
+from clustertune.cli.deferred import deferred
+from clustertune.console import aligned, reply, say
 from clustertune.errors import UserError, raise_if
 from clustertune.rundir import STAGES, RunDir
 
-if TYPE_CHECKING:
-    from clustertune.launch.submit import StagesStatus
+with deferred():
+    from clustertune import submission
+    from clustertune.launch import submit as jobs
 
 
 def add(app: typer.Typer) -> None:
@@ -56,9 +50,7 @@ def submit(
         return
     if recipe is None:
         raise UserError("a recipe is missing", file="command line", fix="clustertune submit RECIPE, or --status RUN")
-    from clustertune.submission import Submission
-
-    plan = Submission.make(recipe, overrides or [], tiny, cluster, run_dir, first, last, one_job)
+    plan = submission.Submission.make(recipe, overrides or [], tiny, cluster, run_dir, first, last, one_job)
     problems = plan.find_problems(dry_run)
     raise_if(problems)
     for warning in plan.warnings():
@@ -70,28 +62,20 @@ def submit(
 
 
 def _show_status(path: Path, as_json: bool) -> None:
-    from clustertune.launch.submit import read_status
-
     run = RunDir(existing_folder(path, "a run folder"))
     if not run.run_json.exists() and not (path / "jobs").is_dir():
         run.read()  # says that it is none
-    found = read_status(run)
-    if as_json:
-        emit_json({"run_dir": str(path), **found.as_dict()})
-        return
-    _render(found)
-    say(f"run folder: {path}")
+    found = jobs.read_status(run)
+    reply(as_json, {"run_dir": str(path), **found.as_dict()}, lambda: _render(found), f"run folder: {path}")
 
 
-def _render(found: StagesStatus) -> None:
+def _render(found: jobs.StagesStatus) -> None:
     """A table whose lines are never broken: job states are looked for by programs and people alike."""
-    from clustertune.launch.submit import duration
-
     names = ("stage", "job", "state", "time", "nodes", "restarts", "attempts", "step", "reason")
     lines: list[tuple[str, ...]] = [names]
     for row in found.rows:
         numbers = (str(row.restarts or ""), *("" if n is None else str(n) for n in (row.attempts, row.step)))
-        lines.append((row.stage, row.job or "", row.state, duration(row.seconds), row.nodes, *numbers, row.reason))
+        lines.append((row.stage, row.job or "", row.state, jobs.duration(row.seconds), row.nodes, *numbers, row.reason))
     used = [i for i in range(len(names)) if any(line[i] for line in lines[1:])]
     for text in aligned([[line[i] for i in used] for line in lines]):
         say(text)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Tiny, existing_folder, path_option
-from clustertune.console import emit_json, say
+from clustertune.cli.deferred import deferred
+from clustertune.console import emit_json, reply, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.rundir import require_stage
 
@@ -17,6 +18,16 @@ if TYPE_CHECKING:
     from clustertune.cluster.schema import Cluster
     from clustertune.resolve.resolved import Resolved
     from clustertune.sweep.points import Sweep
+
+with deferred():
+    from clustertune import chain
+    from clustertune.cluster import load
+    from clustertune.launch import cluster_paths, shape
+    from clustertune.launch import submit as launch
+    from clustertune.staging import bundle
+    from clustertune.sweep import array
+    from clustertune.sweep import points as sweep_points
+    from clustertune.sweep import results as outcome
 
 
 def add(app: typer.Typer) -> None:
@@ -51,13 +62,9 @@ def sweep(
 
     Runs a grid or random points as one job array. Each point is a separate run; finished ones are not run again.
     """
-    from clustertune.cluster.load import load_cluster
-    from clustertune.sweep import results as outcome
-    from clustertune.sweep.points import read_sweep, same_weights
-
     outcome.check_metric(metric)
     if results is not None:
-        _show_results(read_sweep(existing_folder(results, "a sweep")), metric, as_json)
+        _show_results(sweep_points.read_sweep(existing_folder(results, "a sweep")), metric, as_json)
         return
     if recipe is None:
         raise UserError("a recipe is missing", file="command line", fix="clustertune sweep RECIPE section.key=a,b")
@@ -68,9 +75,9 @@ def sweep(
     if here:
         made, resolved = _locally(recipe, settings or [], at_once, cluster, options)
     else:
-        machine = load_cluster(cluster)
+        machine = load.load_cluster(cluster)
         made, resolved, job = _array(recipe, settings or [], at_once, cluster, machine, options, dry_run)
-    for warning in same_weights(made, resolved):
+    for warning in sweep_points.same_weights(made, resolved):
         say(f"warning: {warning}")
     if dry_run:
         _show_plan(made, None if here else job, as_json)
@@ -83,21 +90,17 @@ def sweep(
 def _locally(
     recipe: str, settings: list[str], at_once: int | None, cluster: str | None, options: dict[str, Any]
 ) -> tuple[Sweep, list[Resolved]]:
-    from clustertune.chain import visible_gpus
-    from clustertune.launch import cluster_paths
-    from clustertune.sweep.points import make_sweep, missing_inputs
-
     problems = [
         Problem("has no meaning with --here: points run here, one after the other", file="command line", key=key)
         for key, value in (("--max-parallel", at_once), ("--cluster", cluster))
         if value is not None
     ]
     raise_if(problems)
-    made, resolved = make_sweep(recipe, settings, **options, runs=cluster_paths.enter_local())
-    raise_if(missing_inputs(made, resolved))
+    made, resolved = sweep_points.make_sweep(recipe, settings, **options, runs=cluster_paths.enter_local())
+    raise_if(sweep_points.missing_inputs(made, resolved))
     ranks_needed = max(item.world_size for item in resolved)
-    if not options["tiny"] and resolved[0].recipe.model.weights == "hub" and ranks_needed > visible_gpus():
-        text = f"needs {ranks_needed} GPUs, this machine has {visible_gpus()}"
+    if not options["tiny"] and resolved[0].recipe.model.weights == "hub" and ranks_needed > chain.visible_gpus():
+        text = f"needs {ranks_needed} GPUs, this machine has {chain.visible_gpus()}"
         raise UserError(text, file=recipe, key="slurm", fix="--tiny runs it here scaled down; without --here it is a job")
     return made, resolved
 
@@ -112,17 +115,10 @@ def _array(
     dry_run: bool,
 ) -> tuple[Sweep, list[Resolved], Any]:
     """The sweep and its job array (None where nothing is left), everything checked that can be before it is submitted."""
-    from clustertune.cluster.load import argument
-    from clustertune.launch import cluster_paths, shape
-    from clustertune.launch import submit as launch
-    from clustertune.staging import bundle
-    from clustertune.sweep import array
-    from clustertune.sweep.points import make_sweep
-
     # Every task sees the ranks of a tiny training, whatever the allocation.
     shaped = [word for word in settings if word.startswith("slurm.")]
     more = shape.tiny_size(recipe, shaped, machine) if options["tiny"] else []
-    made, resolved = make_sweep(recipe, settings, more=more, **options, runs=cluster_paths.runs(machine))
+    made, resolved = sweep_points.make_sweep(recipe, settings, more=more, **options, runs=cluster_paths.runs(machine))
     models = cluster_paths.folder(machine, "models")
     offers = [bundle.offered(item, models) for item in resolved]
     resolved = [item.with_staged(found) if found else item for item, (found, _) in zip(resolved, offers, strict=True)]
@@ -133,16 +129,14 @@ def _array(
         fix = "call this on a login node; --here runs the points on this machine, --dry-run needs no Slurm"
         problems += launch.find_missing(machine, [("the sweep folder", made.path.absolute())], fix)
     raise_if(problems)
-    flags = [] if cluster is None else ["--cluster", argument(cluster)]
+    flags = [] if cluster is None else ["--cluster", load.argument(cluster)]
     flags += cluster_paths.flags(cluster_paths.settings(machine))
     job = array.make_job(made, resolved, machine, at_once=at_once, flags=flags) if made.left() else None
     return made, resolved, job
 
 
 def _show_plan(made: Sweep, job: Any, as_json: bool) -> None:
-    from clustertune.sweep.array import run_command
-
-    commands = [] if job else [run_command(made, point) for point in made.left()]
+    commands = [] if job else [array.run_command(made, point) for point in made.left()]
     if as_json:
         points = [{"index": p.index, "values": p.values, "overrides": list(p.overrides)} for p in made.points]
         script = {"script": job.script, "file": str(job.path), "command": job.command(None)} if job else None
@@ -160,36 +154,21 @@ def _show_plan(made: Sweep, job: Any, as_json: bool) -> None:
 
 
 def _run_here(made: Sweep, metric: str, as_json: bool) -> None:
-    from clustertune.sweep.array import run_all
-    from clustertune.sweep.points import read_sweep
-
-    failed = run_all(made)
-    _show_results(read_sweep(made.path), metric, as_json)  # which knows when the sweep was made
+    failed = array.run_all(made)
+    _show_results(sweep_points.read_sweep(made.path), metric, as_json)  # which knows when the sweep was made
     if failed:
         raise typer.Exit(int(ExitCode.FAILED))
 
 
 def _submit(made: Sweep, resolved: list[Resolved], machine: Cluster, job: Any, as_json: bool) -> None:
-    from clustertune.sweep import array
-
     number = array.send(made, resolved, machine, job) if job else None
-    if as_json:
-        emit_json({"sweep_dir": str(made.path), "job": number, "points": len(made.points), "left": len(made.left())})
-        return
-    say(f"job {number}: {len(made.left())} of {len(made.points)} points" if number else "every point is finished")
-    say(f"clustertune sweep --results {shlex.quote(str(made.path))}")
+    document = {"sweep_dir": str(made.path), "job": number, "points": len(made.points), "left": len(made.left())}
+    text = f"job {number}: {document['left']} of {document['points']} points" if number else "every point is finished"
+    reply(as_json, document, text, f"clustertune sweep --results {shlex.quote(str(made.path))}")
 
 
 def _show_results(made: Sweep, metric: str, as_json: bool) -> None:
-    from clustertune.sweep import results
-    from clustertune.sweep.results import as_json as document
-    from clustertune.sweep.results import collect
-
-    found = collect(made, metric)
-    report = results.build(made, metric, found)
-    if as_json:
-        emit_json({**document(made, metric, found), "report": str(report)})
-        return
-    for line in results.lines(made, metric, found):
-        say(line)
-    say(f"report: {report}")
+    found = outcome.collect(made, metric)
+    report = outcome.build(made, metric, found)
+    lines = [*outcome.lines(made, metric, found), f"report: {report}"]
+    reply(as_json, {**outcome.as_json(made, metric, found), "report": str(report)}, *lines)

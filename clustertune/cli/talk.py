@@ -8,20 +8,26 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from clustertune.arguments import ClusterOption, Device, existing_folder, path_argument
+from clustertune.arguments import ClusterOption, Device, existing_folder, path_given
+from clustertune.cli.deferred import deferred
 from clustertune.console import say
 from clustertune.errors import UserError, raise_if
 
-if TYPE_CHECKING:
-    from clustertune.evaluate.model import ModelFacts
-
+with deferred():
+    from clustertune.cluster import load
+    from clustertune.evaluate import model as models
+    from clustertune.evaluate import run as evaluation
+    from clustertune.evaluate import servers
+    from clustertune.launch import batch, cluster_paths, serving, step
+    from clustertune.launch import shape as shapes
+    from clustertune.recipe import schema
 Model = Annotated[
     Path,
-    typer.Argument(metavar="RUN|MODEL", parser=path_argument, help="A run folder, to use its merged model, or a model folder."),
+    path_given("A run folder, to use its merged model, or a model folder.", "RUN|MODEL"),
 ]
 END = ("/exit", "/quit")
 
@@ -72,15 +78,12 @@ def chat(
 class _Talk:
     """A loaded model."""
 
-    def __init__(self, facts: ModelFacts, device: str | None, max_new_tokens: int, greedy: bool) -> None:
+    def __init__(self, facts: models.ModelFacts, device: str | None, max_new_tokens: int, greedy: bool) -> None:
         from transformers.utils import logging
-
-        from clustertune.evaluate import run
-        from clustertune.evaluate.model import pick_device
 
         logging.disable_progress_bar()
         self.tokenizer = facts.tokenizer
-        self.model = run.load_lm(facts.folder, pick_device(device, facts.folder), 1).model
+        self.model = evaluation.load_lm(facts.folder, models.pick_device(device, facts.folder), 1).model
         self.settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, **({"do_sample": False} if greedy else {})}
         self.room = facts.max_length - max_new_tokens
 
@@ -129,15 +132,11 @@ def serve(
 
 def _server(folder: Path, port: int, cluster: str | None) -> tuple[list[str], dict[str, str]]:
     """The server's command and what it needs in its environment. Raises UserError where there is no server."""
-    from clustertune.cluster.load import load_cluster
-    from clustertune.evaluate import servers
-    from clustertune.evaluate.model import check_tensors
-
     facts = _facts(folder, 1)
-    raise_if(check_tensors(folder))
+    raise_if(models.check_tensors(folder))
     program = servers.find_program()
     if program is None and cluster:  # one without containers names vLLM's program
-        settings = load_cluster(cluster).container
+        settings = load.load_cluster(cluster).container
         program = settings.vllm if settings.runtime == "none" else None
     if program:
         from dataclasses import replace
@@ -160,30 +159,23 @@ def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bo
     """One job of one node: the GPUs that hold the model. Raises UserError."""
     import json
 
-    from clustertune.cluster.load import argument, load_cluster
-    from clustertune.evaluate.model import weight_bytes
-    from clustertune.launch import batch, cluster_paths, step
-    from clustertune.launch.serving import ModelSize, serving
-    from clustertune.launch.shape import JobShape, place_of, usable_gpu_bytes
-    from clustertune.recipe.schema import parse_minutes
-
-    machine = load_cluster(cluster)
-    size = ModelSize.of(json.loads((folder / "config.json").read_bytes()), weight_bytes(folder))
-    found = serving(size, usable_gpu_bytes(machine), machine.compute.gpus, 1, documents=1)
+    machine = load.load_cluster(cluster)
+    size = serving.ModelSize.of(json.loads((folder / "config.json").read_bytes()), models.weight_bytes(folder))
+    found = serving.serving(size, shapes.usable_gpu_bytes(machine), machine.compute.gpus, 1, documents=1)
     if found is None:
         text = f"{size.weights / 1e9:,.0f} GB do not fit a node of cluster {machine.name}"
         raise UserError(text, file=str(folder), fix="an evaluation may span nodes, this command does not")
     gpus = found.gpus_per_node if machine.compute.gpus else 0
     share = gpus / machine.compute.gpus if gpus else 1.0
-    minutes = int(parse_minutes(time) or 0)
+    minutes = int(schema.parse_minutes(time) or 0)
     if not minutes:
         raise UserError(f"{time!r} is not a time limit", file="command line", key="--time", fix="--time 04:00:00")
     cpus, memory = max(1, int(machine.compute.threads * share)), max(1, int(machine.compute.memory_gb * share * 0.95))
-    shape = JobShape(1, gpus, 1, cpus, memory, minutes, *place_of(machine))
+    shape = shapes.JobShape(1, gpus, 1, cpus, memory, minutes, *shapes.place_of(machine))
     vllm = machine.container.model_copy(update={"image": machine.container.vllm or machine.container.image})
     inside = machine.model_copy(update={"container": vllm})
     command_line = [sys.executable, "-m", "clustertune", "serve", str(folder), "--port", str(port)]
-    command_line += ["--cluster", argument(cluster)] if cluster and vllm.runtime == "none" else []
+    command_line += ["--cluster", load.argument(cluster)] if cluster and vllm.runtime == "none" else []
     command = step.in_step(command_line, inside, binds=[folder], nodes=1, cpus=cpus, gpus=bool(gpus), environ={})
     script = "#!/usr/bin/env bash\n#SBATCH --output=%x-%j.log\nset -euo pipefail\nexec " + shlex.join(command) + "\n"
     note = "Derived by clustertune serve --submit from the model and the cluster file."
@@ -213,10 +205,8 @@ def _folder(path: Path) -> Path:
     return path / "merged"
 
 
-def _facts(path: Path, tokens: int) -> ModelFacts:
-    from clustertune.evaluate.model import check_model
-
-    facts, problems = check_model(_folder(path), tokens)
+def _facts(path: Path, tokens: int) -> models.ModelFacts:
+    facts, problems = models.check_model(_folder(path), tokens)
     if facts is None:
         raise UserError(problems)
     return facts

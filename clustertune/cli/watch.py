@@ -8,7 +8,18 @@ from typing import Annotated
 
 import typer
 
+from clustertune import console
 from clustertune.arguments import AsJson, existing_folder, path_argument, path_given, path_option
+from clustertune.cli.deferred import deferred
+from clustertune.console import emit_json, say
+from clustertune.errors import UserError, storing
+
+with deferred():
+    from clustertune.launch import cluster_paths
+    from clustertune.launch import submit as jobs
+    from clustertune.monitor import page
+    from clustertune.monitor import status as statuses
+    from clustertune.report import content
 
 EVERY_SECONDS = 3.0
 
@@ -32,25 +43,19 @@ def watch(
     Shows speed against the plan, remaining time and money, and stragglers. Ends with the training. --json prints one
     document; what this machine cannot find out is null.
     """
-    from clustertune.console import emit_json, stderr
-    from clustertune.errors import storage_error
-    from clustertune.monitor import page
-    from clustertune.monitor.status import Watcher
 
-    watcher = Watcher(_find(run))
+    watcher = statuses.Watcher(_find(run))
     while True:
         status = watcher.look()
         if metrics is not None:
-            try:
+            with storing("cannot be written", metrics):
                 page.write_openmetrics(metrics, status)
-            except OSError as error:
-                raise storage_error(error, "cannot be written", metrics) from None
         if as_json:
             emit_json(status.as_dict())
             return
-        if stderr.is_terminal and not once:
-            stderr.clear()
-        stderr.print(page.text(status), markup=False, highlight=False, soft_wrap=True)
+        if console.stderr.is_terminal and not once:
+            console.stderr.clear()
+        console.stderr.print(page.text(status), markup=False, highlight=False, soft_wrap=True)
         if once or status.state not in ("waiting", "training"):
             return
         time.sleep(EVERY_SECONDS)
@@ -58,15 +63,12 @@ def watch(
 
 def _find(text: str) -> Path:
     """The run folder that is named, or that a job works in. Raises UserError."""
-    from clustertune.errors import UserError
-    from clustertune.launch import cluster_paths
-    from clustertune.launch.submit import read_jobs
 
     if not text.isdigit() or Path(text).is_dir():
         return existing_folder(path_argument(text), "a run folder")
     below = cluster_paths.runs(cluster_paths.local_cluster())
     for folder in _folders(below):
-        if any(str(entry.get("id")) == text for entry in read_jobs(folder)["jobs"]):
+        if any(str(entry.get("id")) == text for entry in jobs.read_jobs(folder)["jobs"]):
             return folder
     fix = "give the run folder: clustertune runs lists them"
     raise UserError(f"no run below {below} has a job {text}", file="command line", key="RUN_OR_JOB", fix=fix)
@@ -86,17 +88,12 @@ def runs(
 
     Cost is GPU-hours, US dollars and kWh.
     """
-    from clustertune.console import emit_json, say, stderr
-    from clustertune.errors import UserError
-    from clustertune.launch import cluster_paths
-    from clustertune.monitor.status import Watcher
-    from clustertune.report.content import number
 
     where = below or cluster_paths.runs(cluster_paths.local_cluster())
     found = []
     for folder in _folders(where):
         try:
-            found.append(Watcher(folder).look().summary(folder))
+            found.append(statuses.Watcher(folder).look().summary(folder))
         except UserError as error:
             say(f"note: left out: {error.problems[0]}")
     if as_json:
@@ -106,10 +103,10 @@ def runs(
 
     table = Table("run", "state", "step", "score", "GPU-hours", "USD", "kWh", box=None, pad_edge=False)
     for row in found:
-        steps = f"{number(row['step'])}/{number(row['steps'])}"
+        steps = f"{content.number(row['step'])}/{content.number(row['steps'])}"
         table.add_row(
-            str(row["run"]), row["state"], steps, *(number(row[key], 2) for key in ("score", "gpu_hours", "usd", "kwh"))
+            str(row["run"]), row["state"], steps, *(content.number(row[key], 2) for key in ("score", "gpu_hours", "usd", "kwh"))
         )
-    stderr.print(table, soft_wrap=True)
+    console.stderr.print(table, soft_wrap=True)
     if not found:
         say(f"no run below {where}")

@@ -29,7 +29,7 @@ from clustertune.containers import pins, wheelhouse
 from clustertune.containers.lock import PackageLock
 from clustertune.containers.pins import FOLDER
 from clustertune.containers.wheelhouse import Wheel
-from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, raise_if, storing
 from clustertune.lock import in_turn
 from clustertune.process import captured
 from clustertune.tree import ROOT
@@ -295,7 +295,7 @@ def in_sif(program: str, image: Path, *command: str) -> list[str]:
 def _gathered(what: BuildRequest, lock: PackageLock | None, recipe: str, image: str, say: Say) -> Iterator[Gathered]:
     """What a build needs, for as long as it takes. Raises UserError where storage fails."""
     folder, wheels = None, []
-    try:
+    with storing("build the image", image):
         # One build at a time: base and wheels are kept for the next one.
         with in_turn(WORK / "lock", lambda: say("another build is gathering: waiting for it")):
             base = base_of(what, lock.python if lock else "3.12", say)
@@ -316,8 +316,6 @@ def _gathered(what: BuildRequest, lock: PackageLock | None, recipe: str, image: 
             for path in context.iterdir():
                 path.chmod(0o644)
             yield Gathered(base, folder, wheels, context)
-    except OSError as error:
-        raise storage_error(error, "build the image", image) from error
 
 
 def build_sif(what: BuildRequest, say: Say) -> dict[str, Any]:

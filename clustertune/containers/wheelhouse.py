@@ -26,7 +26,7 @@ from clustertune.containers import lock as locks
 from clustertune.containers import pins
 from clustertune.containers.lock import LockedPackage, PackageLock, file_digest, text_digest
 from clustertune.containers.pins import normal
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, storing
 from clustertune.process import captured
 
 FETCH_SECONDS = 3600
@@ -52,7 +52,7 @@ def fill(lock: PackageLock, folder: Path, tools: Path, say: Callable[[str], None
 
     What is there already and has the right hash stays. Raises UserError where a hash does not match or a package is not found.
     """
-    try:
+    with storing("gather the wheels", folder):
         folder.mkdir(parents=True, exist_ok=True)
         python = _tools(tools, say)
         present, wanted = _keep(lock, folder), dict(lock.entries)
@@ -77,8 +77,6 @@ def fill(lock: PackageLock, folder: Path, tools: Path, say: Callable[[str], None
         text, file = "".join(lines), folder / REQUIREMENTS
         if not file.exists() or file.read_text() != text:  # another build may be reading it
             file.write_text(text)
-    except OSError as error:
-        raise storage_error(error, "gather the wheels", folder) from error
     return wheels
 
 
@@ -204,7 +202,7 @@ def make_standin(python: str, out: Path, say: Callable[[str], None]) -> None:
         fix = "apt-get install mmdebstrap, or name a base: BASE=NAME@sha256:DIGEST"
         raise UserError("mmdebstrap is not here", fix=fix)
     say(f"stand-in base: {suite} with Python {python}")
-    try:
+    with storing("write the stand-in base", out):
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent) as folder:
             scratch = Path(folder)
@@ -215,8 +213,6 @@ def make_standin(python: str, out: Path, say: Callable[[str], None]) -> None:
             _strip(scratch / "root.tar", scratch / "layer.tar")
             _as_image(scratch, f"clustertune-standin:{suite}", scratch / "image.tar")
             (scratch / "image.tar").replace(out)
-    except OSError as error:
-        raise storage_error(error, "write the stand-in base", out) from error
 
 
 def _keyring(suite: str, bases: Mapping[str, str], scratch: Path) -> Path | None:

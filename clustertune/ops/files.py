@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune.console import escape
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, storing
 from clustertune.lock import held
+from clustertune.manifest import fsync_path
 
 NODE = Path("/")
 """The root of this machine itself."""
@@ -97,15 +98,14 @@ def exclusive(root: Path, name: str, doing: str) -> Iterator[None]:
     """
     lock = inside(root, f"/run/{name}" if root == NODE else f"/etc/.{name}")
     umask = os.umask(0o022)
+    fix = "wait for it, then run the same command again"
     try:
-        with held(lock, doing, shown=lock, fix="wait for it, then run the same command again"):
+        with storing("cannot be written", root, named=True), held(lock, doing, shown=lock, fix=fix):
             try:
                 yield
             finally:
                 with contextlib.suppress(OSError):
                     lock.unlink()
-    except OSError as error:
-        raise storage_error(error, "cannot be written", error.filename or str(root)) from None
     finally:
         os.umask(umask)
 
@@ -113,14 +113,11 @@ def exclusive(root: Path, name: str, doing: str) -> Iterator[None]:
 def read(root: Path, path: str) -> bytes | None:
     """The file's bytes; None where there is none. Raises UserError where it cannot be read, or is not a plain file."""
     target = inside(root, path)
-    try:
+    with storing("cannot be read", path), contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(target.stat().st_mode):
             raise UserError(Problem("is not a plain file", file=path, fix="move it away"))
         return target.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise storage_error(error, "cannot be read", path) from None
+    return None
 
 
 # --- blocks ------------------------------------------------------------------------------------------------------------
@@ -261,12 +258,10 @@ def put(root: Path, change: Change, *, when: float | None = None) -> Path | None
         raise UserError(Problem("was changed by another program meanwhile", file=change.path, fix=fix), ExitCode.AGAIN)
     if not change.needed:
         return None
-    try:
+    with storing("cannot be written", change.path):
         target.parent.mkdir(parents=True, exist_ok=True)
         backup = None if change.before is None else _back_up(target, change.before, when)
         _replace(target, target, change.after, change.mode)
-    except OSError as error:
-        raise storage_error(error, "cannot be written", change.path) from None
     return backup
 
 
@@ -300,11 +295,7 @@ def _replace(target: Path, like: Path, data: bytes, mode: int) -> None:
         with contextlib.suppress(OSError):
             fresh.unlink()
         raise
-    folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    fsync_path(target.parent)
 
 
 def _alike(fd: int, like: Path, mode: int) -> None:

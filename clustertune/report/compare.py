@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storing
 from clustertune.report import cost, forms, plots, telemetry
 from clustertune.report.content import get, is_number
 from clustertune.report.metrics import Metrics, read_metrics
@@ -234,10 +234,8 @@ def _run(path: Path) -> ComparedRun:
         what = "is not a run folder: it has no run.json" if isinstance(error, FileNotFoundError) else f"unreadable: {error}"
         raise UserError(Problem(what, file=str(path), fix=GIVE)) from None
     raise_if(forms.find_problems(run, forms.RUN, str(file), "leave it out: it is damaged, or no run of clustertune"))
-    try:
+    with storing("cannot be read", path / "metrics.jsonl"):
         metrics = read_metrics(path / "metrics.jsonl")
-    except OSError as error:
-        raise storage_error(error, "cannot be read", path / "metrics.jsonl") from None
     resolved, nodes = run.get("recipe") or {}, nodes_of(path, run) or 1
     entry.values = dict(describe(run, metrics) or {})
     entry.values |= {

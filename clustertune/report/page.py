@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.console import say
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, storing
 from clustertune.evaluate.scores import BETTER, SAME, WORSE, read_result, shown
+from clustertune.events import read_object
 from clustertune.manifest import MANIFEST, require_whole, write_durably
 from clustertune.nccl_check.check import FOLDER, RESULT
 from clustertune.nccl_check.result import COLLECTIVES, SCHEMA, nominal_of, pair_rows, result_rows, show_size
@@ -44,14 +45,12 @@ def build(run_dir: Path, out: Path | None = None) -> Path:
     page = run.report if out is None else out
     if page.suffix == ".json":
         raise UserError(Problem("is the name of the document beside the page", key="--out", fix="give it the ending .html"))
-    try:
+    with storing("writing the report", page):
         found = _Run(run, document)
         html = render(_TEMPLATE, found.page())
         page.parent.mkdir(parents=True, exist_ok=True)
         write_durably(page.with_suffix(".json"), json.dumps(found.as_dict(), indent=1) + "\n")
         write_durably(page, html + "\n")
-    except OSError as error:
-        raise storage_error(error, "writing the report", page) from error
     return page
 
 
@@ -69,10 +68,8 @@ class _Run:
 
     def __init__(self, run: RunDir, document: dict[str, Any]) -> None:
         self.run, self.document, self.resolved = run, document, document.get("recipe")
-        try:
+        with storing("cannot be read", run.metrics):
             self.metrics = read_metrics(run.metrics)
-        except OSError as error:
-            raise storage_error(error, "cannot be read", run.metrics) from None
         self.history = telemetry.History()
         nodes = telemetry.TelemetryReader(run.path / telemetry.FOLDER, self.history).read()
         self.cost = cost.of_run(run.path, document, self.metrics, nodes, time.time())
@@ -372,15 +369,9 @@ SHOWN_FINDINGS = 12
 
 def find(run: Path) -> dict[str, Any] | None:
     """The newest result below a run's folder; None where there is none that can be read."""
-    found = []
-    for path in (run / FOLDER).glob(f"*/{RESULT}"):
-        try:
-            document = json.loads(path.read_bytes())
-            if isinstance(document, dict) and document.get("schema") == SCHEMA:
-                found.append((path.stat().st_mtime, document))
-        except (OSError, ValueError, RecursionError):
-            continue
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    documents = {path: read_object(path) for path in (run / FOLDER).glob(f"*/{RESULT}")}
+    whole = [path for path, document in documents.items() if document.get("schema") == SCHEMA]
+    return documents[max(whole, key=lambda path: path.stat().st_mtime)] if whole else None
 
 
 def of_cluster(cluster: Any) -> dict[str, Any] | None:
@@ -396,10 +387,9 @@ def of_cluster(cluster: Any) -> dict[str, Any] | None:
         if path is None or not path.is_file():
             return None
         read_measured(path)  # a file that a plan refuses is not shown either
-        document = json.loads(path.read_bytes())
+        return read_object(path) or None
     except (OSError, ValueError, RecursionError, UserError):
         return None
-    return document if isinstance(document, dict) else None
 
 
 def section(run: Path, cluster: Any) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ that of the median step behind the first :data:`clustertune.report.content.WARM_
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import statistics
@@ -15,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from clustertune.events import read_object
 from clustertune.manifest import write_durably
 from clustertune.report.content import WARM_UP, get
 from clustertune.report.metrics import Metrics, Steps, read_metrics
@@ -71,10 +71,8 @@ def nodes_of(folder: Path, run: Mapping[str, Any]) -> int | None:
     """
     attempts = (path for path in folder.glob("attempts/*/plan.json") if path.parent.name.isdecimal())
     for path in sorted(attempts, key=lambda path: int(path.parent.name), reverse=True):
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            nodes = get(json.loads(path.read_bytes()), "nodes")
-            if isinstance(nodes, list) and nodes:
-                return len(nodes)
+        if isinstance(nodes := read_object(path).get("nodes"), list) and nodes:
+            return len(nodes)
     return len(get(run, "allocation", "nodes") or ()) or None
 
 

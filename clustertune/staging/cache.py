@@ -25,7 +25,7 @@ from typing import Any
 from clustertune import lock
 from clustertune.cluster.schema import Staging
 from clustertune.console import say
-from clustertune.errors import ExitCode, UserError, storage_error
+from clustertune.errors import ExitCode, UserError, storage_error, storing
 from clustertune.manifest import MANIFEST, FileRecord, fsync_path, list_files, parse_record, read_manifest, seal, write_durably
 from clustertune.staging import worker
 from clustertune.staging.copier import SourceFile
@@ -370,7 +370,7 @@ class Stager:
         key, size = key_of(source, files), sum(file.size for file in files)
         folder = self._cache.folder(key)
         copied, removed, deep = 0, list[str](), self._deep
-        try:
+        with storing("cannot hold the copy", folder, named=True):
             while True:
                 lease = self._cache.shared(key, wait=waits)
                 wrong = self._find_wrong(folder, source, files, deep=deep)
@@ -389,8 +389,6 @@ class Stager:
                         removed += [str(self._cache.folder(t.key)) for t in self._cache.make_room(key, size, self._tell)]
                         copied += self._fill(folder, source, files)
                         deep = False  # what was just hashed on its way is not hashed again
-        except OSError as error:
-            raise storage_error(error, "cannot hold the copy", error.filename or folder) from error
 
     def _find_wrong(self, folder: Path, source: SourceFolder, files: Sequence[SourceFile], *, deep: bool) -> list[str] | None:
         """The files of a tree that are not as they were sealed; None where there is no tree. Changes nothing."""

@@ -18,7 +18,7 @@ from typing import Any
 from clustertune import console, manifest
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say
-from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storing
 from clustertune.evaluate import punkt
 from clustertune.evaluate.inputs import TaskRows, fetch_benchmark
 from clustertune.evaluate.tasks import data_sets
@@ -82,10 +82,8 @@ class Collector:
         parts: list[BundlePart] = []
         problems: list[Problem] = []
         for find in (self._model, self._data, self._benchmark, self._task_data, self._nltk, self._container, self._recipe):
-            try:
+            with collect_problems(problems):
                 parts += find()
-            except UserError as error:
-                problems += error.problems
         raise_if(problems)
         return parts
 
@@ -216,7 +214,7 @@ class Collector:
     def go(self, parts: Sequence[BundlePart], overrides: Sequence[str]) -> dict[str, Any]:
         """Fill the folder and seal it; what an earlier try has left whole is kept. Raises UserError."""
         began = time.perf_counter()
-        try:
+        with storing("cannot be written", self._out, named=True):
             self._begin_folder()
             records = self._left_over(parts)
             needed = sum(f.size for part in parts for f in part.files if f"{part.target}/{f.name}" not in records)
@@ -228,8 +226,6 @@ class Collector:
                     say(as_words(part.as_json()))
                     self._collect(part, records, add)
             self._seal(parts, records, overrides)
-        except OSError as error:
-            raise storage_error(error, "cannot be written", error.filename or self._out) from error
         size = sum(record.size for record in records.values())
         summary = {"dir": str(self._out), "bytes": size, "files": len(records), "notes": self.notes}
         return {**summary, "seconds": round(time.perf_counter() - began, 3), "parts": [part.as_json() for part in parts]}

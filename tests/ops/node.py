@@ -46,7 +46,7 @@ ip link set lo up
 FORKS = multiprocessing.get_context("forkserver")
 """Commands are forked of one process that has their imports already: a second less for each."""
 FORKS.set_forkserver_preload(
-    ["clustertune.cli.app", *(f"clustertune.ops.storage.{name}" for name in ("judge", "plan")), __name__]
+    [*(f"clustertune.ops.storage.{name}" for name in ("judge", "plan")), "clustertune.cli.app", __name__]
 )
 
 

@@ -15,25 +15,7 @@ from clustertune.cluster.schema import Cluster, Host
 from clustertune.host import probe
 from clustertune.ops.files import NODE, inside
 from clustertune.ops.nodes import has_systemd, is_here, tool
-from clustertune.ops.slurm.texts import (
-    CGROUP_CONF,
-    ETC,
-    GRES_CONF,
-    HOSTS,
-    LOGS,
-    MUNGE_KEY,
-    NEWEST,
-    OLDEST,
-    SLURM_CONF,
-    SLURM_ROLES,
-    SLURMDBD_CONF,
-    SPOOL,
-    STATE,
-    USER,
-    Version,
-    parse_version,
-    real_memory,
-)
+from clustertune.ops.slurm import texts
 
 SECONDS = 10.0
 """For one program to answer; each of them only reads this machine."""
@@ -77,7 +59,17 @@ class NodeFacts:
 def collect(cluster: Cluster, node: Host, root: Path = NODE) -> NodeFacts:
     """Look at this machine, or at a tree. Raises nothing for what is not there."""
     local = root == NODE and is_here(cluster, node)
-    watched = (STATE, SPOOL, LOGS, MUNGE_KEY, SLURMDBD_CONF, ETC, SLURM_CONF, GRES_CONF, CGROUP_CONF)
+    watched = (
+        texts.STATE,
+        texts.SPOOL,
+        texts.LOGS,
+        texts.MUNGE_KEY,
+        texts.SLURMDBD_CONF,
+        texts.ETC,
+        texts.SLURM_CONF,
+        texts.GRES_CONF,
+        texts.CGROUP_CONF,
+    )
     places = {path: state for path in watched if (state := _path_state(inside(root, path))) is not None}
     if not local:
         return NodeFacts(False, users=_users(root), places=places, owns=os.geteuid() == 0)
@@ -170,7 +162,7 @@ class SlurmSubject:
     cluster: Cluster
     node: Host
     facts: NodeFacts
-    version: Version | None = None
+    version: texts.Version | None = None
     """The release that will read the files; None: unknown."""
     hosts: Sequence[tuple[int, str]] = ()
     """Lines of ``/etc/hosts`` that are not ours, with their numbers."""
@@ -199,18 +191,18 @@ def release(s: SlurmSubject) -> Iterator[Seen]:
     Why: a key that a release does not know makes every command fail
     See: https://manpages.ubuntu.com/manpages/lunar/en/man5/slurm.conf.5.html
     """
-    installed = {str(found) for answer in s.facts.versions if (found := parse_version(answer))}
-    stated = parse_version(s.cluster.slurm.version) if s.cluster.slurm and s.cluster.slurm.version else None
+    installed = {str(found) for answer in s.facts.versions if (found := texts.parse_version(answer))}
+    stated = texts.parse_version(s.cluster.slurm.version) if s.cluster.slurm and s.cluster.slurm.version else None
     if stated and installed - {str(stated)}:
         text = f"installed here is {' and '.join(sorted(installed))}, the cluster file says {stated}: machines may differ"
         yield Seen(WARN, text, "slurm: version: what sinfo --version shows on all machines")
     if s.version is None:
         fix = "install Slurm here, or write slurm.version into the cluster file"
-        yield Seen(UNKNOWN, f"not installed here, not in the cluster file: keys that all since {OLDEST} know", fix)
-    elif not OLDEST <= s.version <= NEWEST:
+        yield Seen(UNKNOWN, f"not installed here, not in the cluster file: keys that all since {texts.OLDEST} know", fix)
+    elif not texts.OLDEST <= s.version <= texts.NEWEST:
         fix = "look at plan --try, which starts these files with the Slurm that is installed"
-        fix = f"install {OLDEST} or later" if s.version < OLDEST else fix
-        yield Seen(WARN, f"Slurm {s.version}: the files were tried with {OLDEST} to {NEWEST}", fix)
+        fix = f"install {texts.OLDEST} or later" if s.version < texts.OLDEST else fix
+        yield Seen(WARN, f"Slurm {s.version}: the files were tried with {texts.OLDEST} to {texts.NEWEST}", fix)
 
 
 @rule("slurm-user", SLURM)
@@ -224,9 +216,11 @@ def user(s: SlurmSubject) -> Iterator[Seen]:
         return
     if s.facts.users is None:
         yield Seen(UNKNOWN, "no /etc/passwd here: folders stay with the user who makes them")
-    elif USER not in s.facts.users:
-        fix = f"install slurmctld or slurmd, which make him; or useradd --system --uid N {USER}, with one N on all machines"
-        yield Seen(FAIL if s.facts.local else WARN, f"there is no user {USER}", fix)
+    elif texts.USER not in s.facts.users:
+        fix = (
+            f"install slurmctld or slurmd, which make him; or useradd --system --uid N {texts.USER}, with one N on all machines"
+        )
+        yield Seen(FAIL if s.facts.local else WARN, f"there is no user {texts.USER}", fix)
 
 
 @rule("munge-key", SLURM)
@@ -236,20 +230,20 @@ def munge(s: SlurmSubject) -> Iterator[Seen]:
     Why: machines with different keys refuse each other's messages
     See: https://manpages.ubuntu.com/manpages/lunar/en/man5/slurm.conf.5.html
     """
-    if not set(s.node.roles) & set(SLURM_ROLES):
+    if not set(s.node.roles) & set(texts.SLURM_ROLES):
         return
-    key = s.facts.places.get(MUNGE_KEY)
+    key = s.facts.places.get(texts.MUNGE_KEY)
     fix = "the steps below take the controller's to this machine"
     if key is None:
         if s.facts.local:
-            yield Seen(FAIL, f"{MUNGE_KEY} is not there", fix)
+            yield Seen(FAIL, f"{texts.MUNGE_KEY} is not there", fix)
         return
     owner = (s.facts.users or {}).get("munge")
     if key.mode & 0o077 or (owner and key.uid != owner[0]):
-        fix = f"chown munge: {MUNGE_KEY} && chmod 400 {MUNGE_KEY}"
-        yield Seen(FAIL, f"{MUNGE_KEY} has mode {key.mode:04o} and owner {key.uid}: munged does not take it", fix)
+        fix = f"chown munge: {texts.MUNGE_KEY} && chmod 400 {texts.MUNGE_KEY}"
+        yield Seen(FAIL, f"{texts.MUNGE_KEY} has mode {key.mode:04o} and owner {key.uid}: munged does not take it", fix)
     elif not 32 <= key.size <= 1024:
-        yield Seen(FAIL, f"{MUNGE_KEY} has {key.size} bytes, and 32 to 1024 are a key", fix)
+        yield Seen(FAIL, f"{texts.MUNGE_KEY} has {key.size} bytes, and 32 to 1024 are a key", fix)
 
 
 # --- of a compute node that is this machine -------------------------------------------------------------------------------
@@ -296,7 +290,7 @@ def memory(s: SlurmSubject) -> Iterator[Seen]:
     Why: a node with less memory than RealMemory is not used
     See: https://manpages.ubuntu.com/manpages/lunar/en/man5/slurm.conf.5.html
     """
-    mib, wanted = _reported(s).get("RealMemory"), real_memory(s.cluster)
+    mib, wanted = _reported(s).get("RealMemory"), texts.real_memory(s.cluster)
     if _computes(s) and mib is not None and mib < wanted:
         text = f"this machine has {mib} MiB, slurm.conf {wanted} (memory_gb: {s.cluster.compute.memory_gb:g})"
         yield Seen(FAIL, text, f"compute: memory_gb: {mib // 1024}")
@@ -339,8 +333,8 @@ def cgroup(s: SlurmSubject) -> Iterator[Seen]:
     """
     if not _computes(s):
         return
-    if s.facts.cgroup == "v2" and s.version is not None and s.version < OLDEST:
-        fix = f"install Slurm {OLDEST} or later, or boot with systemd.unified_cgroup_hierarchy=0"
+    if s.facts.cgroup == "v2" and s.version is not None and s.version < texts.OLDEST:
+        fix = f"install Slurm {texts.OLDEST} or later, or boot with systemd.unified_cgroup_hierarchy=0"
         yield Seen(FAIL, f"cgroup version 2, which Slurm {s.version} does not know", fix)
     elif not s.facts.cgroup:
         fix = "mount -t cgroup2 none /sys/fs/cgroup, which systemd does by itself"
@@ -372,9 +366,9 @@ def hosts(s: SlurmSubject) -> Iterator[Seen]:
                 continue
             stated_address = _address(fields[0])
             loopback = stated_address is not None and stated_address.is_loopback
-            fix = f"remove {name} from line {number} of {HOSTS}"
+            fix = f"remove {name} from line {number} of {texts.HOSTS}"
             text = f"line {number} says {fields[0]} for {name}, the cluster file {address}"
-            yield Seen(WARN if loopback else FAIL, text, fix, HOSTS)
+            yield Seen(WARN if loopback else FAIL, text, fix, texts.HOSTS)
 
 
 @rule("slurm-foreign-file", SLURM)
@@ -411,9 +405,9 @@ def parser(s: SlurmSubject) -> Iterator[Seen]:
     """
     if re.search(r"auth/|munge", s.parser, re.IGNORECASE):  # a machine that is not set up yet, or a Slurm without auth/none
         fix = "start munge, then plan again; or plan --try where it can be"
-        yield Seen(UNKNOWN, "slurmd -G wants to prove who it is before it reads nodes and GPUs", fix, SLURM_CONF)
+        yield Seen(UNKNOWN, "slurmd -G wants to prove who it is before it reads nodes and GPUs", fix, texts.SLURM_CONF)
     elif s.parser:
-        yield Seen(FAIL, s.parser, where=SLURM_CONF)
+        yield Seen(FAIL, s.parser, where=texts.SLURM_CONF)
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -14,38 +14,13 @@ from typing import Any
 
 from clustertune.check.rule import FAIL, Finding, as_json, in_order
 from clustertune.cluster.schema import Cluster, Host
-from clustertune.errors import Problem, UserError, storage_error
+from clustertune.errors import Problem, UserError, collect_problems, raise_if, storing
 from clustertune.host import probe
 from clustertune.host.credentials import mask_settings
 from clustertune.ops.files import NODE, Change, block, diff, exclusive, foreign, inside, put, read, with_block
 from clustertune.ops.nodes import is_here, require_here, tool
+from clustertune.ops.slurm import texts
 from clustertune.ops.slurm.judge import NodeFacts, SlurmSubject, ask, blocks, collect, judge, parser
-from clustertune.ops.slurm.texts import (
-    BLOCK,
-    CGROUP_CONF,
-    DATABASE,
-    DROP_IN,
-    ETC,
-    GRES_CONF,
-    HOSTS,
-    MARIADB,
-    MUNGE_KEY,
-    SLURM_CONF,
-    SLURM_ROLES,
-    SLURMDBD_CONF,
-    STATE,
-    USER,
-    Mode,
-    Version,
-    WantedFile,
-    fold,
-    move_conf,
-    move_gres,
-    parse_version,
-    real_memory,
-    wanted_files,
-    wanted_folders,
-)
 from clustertune.process import captured
 
 
@@ -72,11 +47,11 @@ class SlurmPlan:
     cluster: Cluster
     node: Host
     facts: NodeFacts
-    version: Version | None
+    version: texts.Version | None
     version_from: str
     accounting: bool
     files: tuple[FileChange, ...]
-    modes: tuple[Mode, ...]
+    modes: tuple[texts.Mode, ...]
     findings: tuple[Finding, ...]
     before: Mapping[str, str | None]
     """Path to text; None: there was no file."""
@@ -153,24 +128,20 @@ def make_plan(
     seen = facts if facts is not None else NodeFacts(False) if bare else collect(cluster, node, root)
     version, version_from = _version(cluster, seen)
     with_accounting = cluster.slurm.accounting if accounting is None else accounting
-    wanted = wanted_files(cluster, node, version=version, accounting=with_accounting, hybrid=seen.cgroup == "hybrid")
+    wanted = texts.wanted_files(cluster, node, version=version, accounting=with_accounting, hybrid=seen.cgroup == "hybrid")
     files, problems = list[FileChange](), list[Problem]()
-    texts: dict[str, str | None] = {}
+    contents: dict[str, str | None] = {}
     after: dict[str, str] = {}
     others: dict[str, list[tuple[int, str]]] = {}
     for want in wanted:
         before = None if bare else read(root, want.path)
-        try:
-            others[want.path] = foreign(before, BLOCK, shown=want.path)
+        with collect_problems(problems):
+            others[want.path] = foreign(before, texts.BLOCK, shown=want.path)
             item = _file(cluster, want, before, others[want.path], force=force)
-        except UserError as error:
-            problems += error.problems
-            continue
-        files += [item] if item.change.needed else []
-        texts[want.path] = None if before is None else _decode(before)
-        after[want.path] = _decode(item.change.after)
-    if problems:
-        raise UserError(problems)
+            files += [item] if item.change.needed else []
+            contents[want.path] = None if before is None else _decode(before)
+            after[want.path] = _decode(item.change.after)
+    raise_if(problems)
     modes = _modes(node, wanted, seen)
     lost = {item.change.path: len(item.taken_over) for item in files if item.taken_over is not None}
     own = [want for want in wanted if not want.shared and want.path not in lost]
@@ -179,50 +150,50 @@ def make_plan(
         node,
         seen,
         version,
-        hosts=others.get(HOSTS, ()),
+        hosts=others.get(texts.HOSTS, ()),
         foreign={} if adopt else lost,
         repeated=[(want.path, *line) for want in own for line in repeated(others[want.path], want.lines)],
     )
     findings = tuple(in_order(judge(subject)))
     return SlurmPlan(
-        cluster, node, seen, version, version_from, with_accounting, tuple(files), modes, findings, texts, after, bare
+        cluster, node, seen, version, version_from, with_accounting, tuple(files), modes, findings, contents, after, bare
     )
 
 
 def all_texts(plan: SlurmPlan) -> dict[str, str]:
     """The files of all roles together, by path: what a rehearsal of the whole cluster needs."""
     everywhere = plan.node.model_copy(update={"roles": ("compute", "slurmctld")})
-    wanted = wanted_files(plan.cluster, everywhere, version=plan.version, accounting=plan.accounting, hybrid=False)
+    wanted = texts.wanted_files(plan.cluster, everywhere, version=plan.version, accounting=plan.accounting, hybrid=False)
     return {want.path: "\n".join(want.lines) + "\n" for want in wanted}
 
 
-def _version(cluster: Cluster, facts: NodeFacts) -> tuple[Version | None, str]:
+def _version(cluster: Cluster, facts: NodeFacts) -> tuple[texts.Version | None, str]:
     """The release that reads the files: what is installed here, which is certain, else what the cluster file says."""
     for answer in facts.versions:
-        if (found := parse_version(answer)) is not None:
+        if (found := texts.parse_version(answer)) is not None:
             return found, "installed here"
     stated = cluster.slurm and cluster.slurm.version
-    return (parse_version(stated), "slurm.version of the cluster file") if stated else (None, "unknown")
+    return (texts.parse_version(stated), "slurm.version of the cluster file") if stated else (None, "unknown")
 
 
 def _file(
-    cluster: Cluster, want: WantedFile, before: bytes | None, others: Sequence[tuple[int, str]], *, force: bool
+    cluster: Cluster, want: texts.WantedFile, before: bytes | None, others: Sequence[tuple[int, str]], *, force: bool
 ) -> FileChange:
     """What becomes of one file; ``others``: its lines that are not ours."""
-    if want.shared or not any(entries(line) for _, line in others) or block(before, BLOCK, shown=want.path) is not None:
-        after = with_block(before, BLOCK, want.lines, shown=want.path, origin=cluster.name, force=force)
+    if want.shared or not any(entries(line) for _, line in others) or block(before, texts.BLOCK, shown=want.path) is not None:
+        after = with_block(before, texts.BLOCK, want.lines, shown=want.path, origin=cluster.name, force=force)
         return FileChange(Change(want.path, before, after, mode=want.mode), want.owner)
     before = before or b""
-    after = with_block(None, BLOCK, want.lines, shown=want.path, origin=cluster.name)
+    after = with_block(None, texts.BLOCK, want.lines, shown=want.path, origin=cluster.name)
     lost = tuple(losses(*(data.decode(errors="replace") for data in (before, after))))  # what is shown is valid text
     return FileChange(Change(want.path, before, after, mode=want.mode), want.owner, lost)
 
 
-def _modes(node: Host, wanted: Sequence[WantedFile], facts: NodeFacts) -> tuple[Mode, ...]:
+def _modes(node: Host, wanted: Sequence[texts.WantedFile], facts: NodeFacts) -> tuple[texts.Mode, ...]:
     """Folders that are missing, and owners and modes that are not as they should be."""
-    strict = [Mode(want.path, want.owner, want.mode, False) for want in wanted if want.owner != "root"]
+    strict = [texts.Mode(want.path, want.owner, want.mode, False) for want in wanted if want.owner != "root"]
     found = []
-    for item in (*wanted_folders(node), *strict):
+    for item in (*texts.wanted_folders(node), *strict):
         state = facts.places.get(item.path)
         if state is None:
             found += [item] if item.folder else []
@@ -237,13 +208,16 @@ def _modes(node: Host, wanted: Sequence[WantedFile], facts: NodeFacts) -> tuple[
     return (*found, *_unreadable(wanted, facts))
 
 
-def _unreadable(wanted: Sequence[WantedFile], facts: NodeFacts) -> list[Mode]:
+def _unreadable(wanted: Sequence[texts.WantedFile], facts: NodeFacts) -> list[texts.Mode]:
     """What every user must read and cannot, or could write: ``put`` leaves a file that is there with the mode that it has."""
     found = []
-    for path, mode in [(ETC, 0o755), *((want.path, want.mode) for want in wanted if want.owner == "root" and not want.shared)]:
+    for path, mode in [
+        (texts.ETC, 0o755),
+        *((want.path, want.mode) for want in wanted if want.owner == "root" and not want.shared),
+    ]:
         state = facts.places.get(path)
         if state is not None and (mode & 0o555 & ~state.mode or state.mode & 0o002):
-            found.append(Mode(path, "root", mode, state.folder, f"owner {state.uid}, mode {state.mode:04o}"))
+            found.append(texts.Mode(path, "root", mode, state.folder, f"owner {state.uid}, mode {state.mode:04o}"))
     return found
 
 
@@ -270,8 +244,7 @@ LONGEST_NODE = 63
 
 def require_slurm(cluster: Cluster) -> None:
     """Raises UserError with everything for which no Slurm can be set up from this cluster file."""
-    if problems := list(_problems(cluster)):
-        raise UserError(problems)
+    raise_if(_problems(cluster))
 
 
 def _problems(cluster: Cluster) -> Iterator[Problem]:
@@ -290,13 +263,13 @@ def _problems(cluster: Cluster) -> Iterator[Problem]:
     if slurm.partition.lower() in RESERVED:
         text = f"{slurm.partition} is not a partition: Slurm means something else by it"
         yield Problem(text, file=file, key="slurm.partition", fix="another name, such as gpu")
-    if slurm.version is not None and parse_version(slurm.version) is None:
+    if slurm.version is not None and texts.parse_version(slurm.version) is None:
         text = f"{slurm.version!r} is not a release of Slurm"
         yield Problem(text, file=file, key="slurm.version", fix='write it as "22.05" or "24.11.5"; sinfo --version shows it')
     if re.fullmatch(r"[0:-]+", slurm.max_time):
         text = f"{slurm.max_time} is no time: no job may run"
         yield Problem(text, file=file, key="slurm.max_time", fix="UNLIMITED, or as 1-00:00:00")
-    if real_memory(cluster) < cluster.compute.threads:
+    if texts.real_memory(cluster) < cluster.compute.threads:
         text = f"{cluster.compute.memory_gb:g} GiB is less than 1 MiB for each of {cluster.compute.threads} threads"
         yield Problem(text, file=file, key="compute.memory_gb", fix="GiB of one node, as free -g shows")
     for host in cluster.nodes:
@@ -322,18 +295,18 @@ SECONDS = 30.0
 """For a program to read the files; it looks up names of nodes, and a name server may be slow."""
 
 
-def parsed(cluster: Cluster, texts: Mapping[str, str]) -> str:
+def parsed(cluster: Cluster, contents: Mapping[str, str]) -> str:
     """What ``slurmd -G`` (keys, nodes, GPUs) or, without it, ``scontrol`` (keys alone) complains of.
 
     They are read from a folder of their own, for the first node of the cluster, with devices and folders that are there.
     Nothing is asked of a controller. Empty where they take the files, and where neither program is installed.
     """
     slurmd, scontrol = tool("slurmd"), tool("scontrol")
-    if SLURM_CONF not in texts or not (slurmd or scontrol):
+    if texts.SLURM_CONF not in contents or not (slurmd or scontrol):
         return ""
     with tempfile.TemporaryDirectory(prefix="clustertune-slurm-") as name:
         folder = Path(name)
-        conf = _write(folder, cluster, texts)
+        conf = _write(folder, cluster, contents)
         node = cluster.compute_nodes[0].name
         output = _run([scontrol, "show", "hostnames", "x"], conf) if scontrol else ""
         if not output and slurmd:
@@ -341,7 +314,7 @@ def parsed(cluster: Cluster, texts: Mapping[str, str]) -> str:
     return mask_settings(re.sub(re.escape(name) + r"\S*/", "", output))  # it quotes the line that it cannot read
 
 
-def _write(folder: Path, cluster: Cluster, texts: Mapping[str, str]) -> Path:
+def _write(folder: Path, cluster: Cluster, contents: Mapping[str, str]) -> Path:
     (folder / "spool").mkdir()
     for gpu in range(cluster.compute.gpus):
         (folder / f"nvidia{gpu}").symlink_to("/dev/null")
@@ -355,10 +328,12 @@ def _write(folder: Path, cluster: Cluster, texts: Mapping[str, str]) -> Path:
         "CredType": "cred/none",
     }
     # What is included is on the machine itself, which may be another.
-    conf = re.sub(r"(?mi)^\s*include\s.*$", "", move_conf(texts[SLURM_CONF], moved))
+    conf = re.sub(r"(?mi)^\s*include\s.*$", "", texts.move_conf(contents[texts.SLURM_CONF], moved))
     (folder / "slurm.conf").write_text(conf, errors="surrogateescape")
-    (folder / "gres.conf").write_text(move_gres(texts.get(GRES_CONF, ""), str(folder), cores=False), errors="surrogateescape")
-    (folder / "cgroup.conf").write_text(texts.get(CGROUP_CONF, ""), errors="surrogateescape")
+    (folder / "gres.conf").write_text(
+        texts.move_gres(contents.get(texts.GRES_CONF, ""), str(folder), cores=False), errors="surrogateescape"
+    )
+    (folder / "cgroup.conf").write_text(contents.get(texts.CGROUP_CONF, ""), errors="surrogateescape")
     return folder / "slurm.conf"
 
 
@@ -378,7 +353,7 @@ def _run(arguments: list[str], conf: Path) -> str:
 def checked(plan: SlurmPlan) -> SlurmPlan:
     """``plan`` with what Slurm's own parser says, where the release that will read the files is the one that is installed."""
     answer = next((text for name in ("slurmd", "sinfo") if (text := ask(name, "-V"))), "")
-    installed = parse_version(answer)
+    installed = texts.parse_version(answer)
     if installed is None or (plan.version is not None and plan.version != installed):
         return plan
     answer = parsed(plan.cluster, plan.after)
@@ -502,22 +477,22 @@ class SetupStep:
 
 def find_steps(plan: SlurmPlan, *, applied: bool) -> Iterator[SetupStep]:  # noqa: PLR0912, PLR0915 - one step after the other
     """The order of things; ``applied``: the files of this machine are in place already."""
-    cluster, slurm = plan.cluster, bool(set(plan.node.roles) & set(SLURM_ROLES))
+    cluster, slurm = plan.cluster, bool(set(plan.node.roles) & set(texts.SLURM_ROLES))
     changed = {path for path in plan.after if plan.after[path] != (plan.before.get(path) or "")}
-    new_key = slurm and plan.facts.local and MUNGE_KEY not in plan.facts.places
+    new_key = slurm and plan.facts.local and texts.MUNGE_KEY not in plan.facts.places
     files = list(_files(plan, applied)) if changed else []
     if not slurm:
         yield from files
     if not slurm or not (changed or new_key):
         return
     assert cluster.controller
-    controller, nodes = cluster.controller.name, fold([host.name for host in cluster.compute_nodes])
-    first = plan.before.get(SLURM_CONF) is None
-    old, new = settings(plan.before.get(SLURM_CONF) or ""), settings(plan.after.get(SLURM_CONF, ""))
+    controller, nodes = cluster.controller.name, texts.fold([host.name for host in cluster.compute_nodes])
+    first = plan.before.get(texts.SLURM_CONF) is None
+    old, new = settings(plan.before.get(texts.SLURM_CONF) or ""), settings(plan.after.get(texts.SLURM_CONF, ""))
     keys = {key for key in {*old, *new} if old.get(key) != new.get(key)}
     held = "" if first else ", ".join(key for key in HOLDS_JOBS if key in keys)
-    gone = plan.before.get(GRES_CONF)
-    gres = gone is not None and GRES_CONF in plan.after and settings(gone) != settings(plan.after[GRES_CONF])
+    gone = plan.before.get(texts.GRES_CONF)
+    gres = gone is not None and texts.GRES_CONF in plan.after and settings(gone) != settings(plan.after[texts.GRES_CONF])
     shape = not first and bool(_shapes(old)) and (_shapes(old) != _shapes(new) or gres)
     if shape or held:
         why = "the shape of the nodes changes" if shape else f"{held}: jobs that run would be lost"
@@ -528,17 +503,17 @@ def find_steps(plan: SlurmPlan, *, applied: bool) -> Iterator[SetupStep]:  # noq
         yield from _munge(cluster, controller)
     stop = "systemctl stop slurmctld"
     state = old.get("statesavelocation", f"={OLD_STATE}").partition("=")[2].strip()
-    if not first and state.rstrip("/") != STATE:
+    if not first and state.rstrip("/") != texts.STATE:
         why = "the queue moves with its folder: in an empty one slurmctld knows of no job"
-        yield SetupStep(controller, why, (stop, f"cp -a {shlex.quote(state)}/. {STATE}/"))
+        yield SetupStep(controller, why, (stop, f"cp -a {shlex.quote(state)}/. {texts.STATE}/"))
     before, after = old.get("clustername"), new.get("clustername")
     if before and after and before.lower() != after.lower():
         why = "the cluster's name changes, and slurmctld refuses a state of another (running jobs are forgotten)"
-        yield SetupStep(controller, why, (stop, f"rm {STATE}/clustername"))
-    if plan.accounting and (changed & {SLURMDBD_CONF, MARIADB} or "accountingstoragetype" in keys):
+        yield SetupStep(controller, why, (stop, f"rm {texts.STATE}/clustername"))
+    if plan.accounting and (changed & {texts.SLURMDBD_CONF, texts.MARIADB} or "accountingstoragetype" in keys):
         sql = (
-            f"CREATE USER IF NOT EXISTS '{USER}'@'localhost' IDENTIFIED VIA unix_socket;",
-            f"GRANT ALL ON {DATABASE}.* TO '{USER}'@'localhost';",
+            f"CREATE USER IF NOT EXISTS '{texts.USER}'@'localhost' IDENTIFIED VIA unix_socket;",
+            f"GRANT ALL ON {texts.DATABASE}.* TO '{texts.USER}'@'localhost';",
         )
         commands = ("systemctl restart mariadb", *(f'mariadb -e "{line}"' for line in sql), "systemctl restart slurmdbd")
         why = "the database, whose user is known by its socket: no password; slurmctld enters the cluster by itself"
@@ -549,8 +524,8 @@ def find_steps(plan: SlurmPlan, *, applied: bool) -> Iterator[SetupStep]:  # noq
         yield SetupStep(nodes, "then each node", commands)
     else:
         slow = sorted(key for key in keys if key not in LIVE and not key.startswith("partitionname"))
-        started = changed & {GRES_CONF, CGROUP_CONF, DROP_IN}
-        if slow or GRES_CONF in started:
+        started = changed & {texts.GRES_CONF, texts.CGROUP_CONF, texts.DROP_IN}
+        if slow or texts.GRES_CONF in started:
             what = ", ".join([*slow[:6], *(path.rpartition("/")[2] for path in sorted(started))])
             why = f"changed, and read at a start only: {what}; the queue is kept"
             yield SetupStep(controller, why, ("systemctl restart slurmctld",))
@@ -574,18 +549,20 @@ def _files(plan: SlurmPlan, applied: bool) -> Iterator[SetupStep]:
     if not applied:
         yield SetupStep(plan.node.name, "write the files of this machine", (word,))
     if others:
-        yield SetupStep(fold(others), "the same on every other machine: Slurm wants one slurm.conf", (word,))
+        yield SetupStep(texts.fold(others), "the same on every other machine: Slurm wants one slurm.conf", (word,))
 
 
 def _munge(cluster: Cluster, controller: str) -> Iterator[SetupStep]:
-    others = [host.name for host in cluster.nodes if set(host.roles) & set(SLURM_ROLES) and host is not cluster.controller]
-    key, why = MUNGE_KEY, "one munge key for all machines; each package makes its own when it is installed"
+    others = [
+        host.name for host in cluster.nodes if set(host.roles) & set(texts.SLURM_ROLES) and host is not cluster.controller
+    ]
+    key, why = texts.MUNGE_KEY, "one munge key for all machines; each package makes its own when it is installed"
     make = f"test -s {key} || sudo -u munge mungekey --create --keyfile {key}"
     yield SetupStep(controller, why, (make, f"chown munge: {key} && chmod 400 {key}", "systemctl restart munge"))
     if others:
         take = f"ssh HOST 'umask 077; cat > {key}.new && chown munge: {key}.new && chmod 400 {key}.new && mv {key}.new {key}"
         commands = (f"{take} && systemctl restart munge' < {key}", "munge -n | ssh HOST unmunge")
-        yield SetupStep(controller, f"the same key for each HOST of {fold(others)}, and the proof", commands)
+        yield SetupStep(controller, f"the same key for each HOST of {texts.fold(others)}, and the proof", commands)
 
 
 def _shapes(conf: Mapping[str, str]) -> set[tuple[tuple[str, str], ...]]:
@@ -632,17 +609,13 @@ class Applied:
 
 def require_right_to_apply(plan: SlurmPlan, root: Path) -> None:
     """Raises UserError where this is another machine, not root, or something stands in the way: all of it at once."""
-    problems = []
+    problems: list[Problem] = []
     if root == NODE:
-        try:
+        with collect_problems(problems):
             require_here(plan.cluster, plan.node)
-        except UserError as error:
-            problems += error.problems
         if os.geteuid() != 0:
             problems.append(Problem("files below /etc are root's", fix="run it as root: sudo, or into a tree with --root DIR"))
-    problems += [Problem(item.found, file=item.where or None, key=item.rule, fix=item.fix) for item in plan.blocked]
-    if problems:
-        raise UserError(problems)
+    raise_if([*problems, *(Problem(item.found, file=item.where or None, key=item.rule, fix=item.fix) for item in plan.blocked)])
 
 
 def apply_plan(plan: SlurmPlan, root: Path = NODE) -> Applied:
@@ -661,30 +634,28 @@ def apply_plan(plan: SlurmPlan, root: Path = NODE) -> Applied:
             done.written.append(item.change.path)
             done.backups += [str(backup)] if backup else []
             if item.owner != "root":
-                done.notes += _set(plan, root, Mode(item.change.path, item.owner, item.change.mode, False))
+                done.notes += _set(plan, root, texts.Mode(item.change.path, item.owner, item.change.mode, False))
         for mode in plan.modes:
             if not mode.folder:
                 done.notes += _set(plan, root, mode)
                 done.modes += [] if mode.path in done.written else [mode.path]
-        if DROP_IN in done.written and root == NODE and plan.facts.systemd:
+        if texts.DROP_IN in done.written and root == NODE and plan.facts.systemd:
             answer = probe.ask(["systemctl", "daemon-reload"], _RELOAD_SECONDS)
             # A failure is reported; it is no reason to undo.
             done.notes += [] if answer.good else [f"systemctl daemon-reload: {answer.fault or 'is not installed'}"]
     return replace(done, notes=list(dict.fromkeys(done.notes)))
 
 
-def _set(plan: SlurmPlan, root: Path, mode: Mode) -> Iterable[str]:
+def _set(plan: SlurmPlan, root: Path, mode: texts.Mode) -> Iterable[str]:
     """Make a folder, or set owner and mode of what is there; says what could not be."""
     target = inside(root, mode.path)
     ids = (0, 0) if mode.owner == "root" else (plan.facts.users or {}).get(mode.owner)
-    try:
+    with storing("cannot be made as it should be", mode.path):
         if mode.folder:
             target.mkdir(parents=True, exist_ok=True)
         target.chmod(mode.mode)
         if ids is not None and os.geteuid() == 0:
             os.chown(target, *ids)
-    except OSError as error:
-        raise storage_error(error, "cannot be made as it should be", mode.path) from None
     if ids is None or os.geteuid() != 0:
         return [f"owners are not set in this tree: no user {mode.owner} in its /etc/passwd, or not root"]
     return []

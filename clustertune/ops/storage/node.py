@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.cluster.schema import Brick
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, collect_problems
+from clustertune.events import read_text
 from clustertune.host.mounts import MountLine, export_lines, unescape
 from clustertune.ops.bounded import Answer, Work, ask, ask_all, below, mount_points, mounts
 from clustertune.ops.files import NODE, Change, foreign, inside, read, with_block
@@ -236,14 +237,11 @@ def file_changes(
 ) -> Iterator[Change]:
     """What fstab and our exports shall hold; ``problems`` takes why one of them cannot be written."""
     for path, lines in ((FSTAB, [mount.line for mount in wanted.mounts]), (EXPORT_FILE, list(wanted.exports))):
-        before = None
-        try:
+        before, after = None, None
+        with collect_problems(problems):
             before = read(root, path)
             after = with_block(before, BLOCK, lines, shown=path, origin=Path(source).name, force=force)
-        except UserError as error:
-            problems += error.problems
-            after = before or b""
-        yield Change(path, before, after)
+        yield Change(path, before, before or b"" if after is None else after)
 
 
 # --- what is asked of one file system, in a child of its own: the answer may never come ------------------------------
@@ -769,10 +767,7 @@ _REQUIRED = ("rw", "sync", "root_squash", "no_subtree_check")
 
 def read_etab(path: Path = Path(ETAB)) -> str:
     """The text of etab; empty where there is none."""
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
+    return read_text(path)
 
 
 def clients(text: str) -> dict[tuple[str, str], frozenset[str]]:

@@ -20,33 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.cluster.schema import Cluster
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, collect_problems, raise_if
 from clustertune.host.mounts import MountLine
 from clustertune.ops.bounded import Work, ask, ask_all, mount_points, mounts
 from clustertune.ops.files import NODE, Change, diff, exclusive, put, read
 from clustertune.ops.nodes import group_id, has_systemd, tool
+from clustertune.ops.storage import node as present
 from clustertune.ops.storage.layout import FstabMount, SharedFolder, StorageLayout, find_node, layout
-from clustertune.ops.storage.node import (
-    FSTAB,
-    MKFS,
-    MountPoint,
-    StorageStep,
-    canonical,
-    device_steps,
-    elsewhere,
-    exported,
-    faults,
-    file_changes,
-    fstab_entries,
-    look_at_points,
-    make_points,
-    point_problems,
-    read_etab,
-    require_blank,
-    serves,
-    taken,
-    to_do_at,
-)  # fmt: skip
 from clustertune.process import captured, kill_group
 
 PROBE_SECONDS = 10.0
@@ -62,10 +42,10 @@ class StoragePlan:
     layout: StorageLayout
     root: Path
     changes: tuple[Change, ...]
-    points: tuple[MountPoint, ...]
+    points: tuple[present.MountPoint, ...]
     folders: tuple[SharedFolder, ...]
     """To be made, on bricks that are mounted, and on the node's own disk."""
-    steps: tuple[StorageStep, ...]
+    steps: tuple[present.StorageStep, ...]
     later: tuple[str, ...]
     """Where this is a tree: what the node itself needs once it has started, as commands."""
     notes: tuple[str, ...]
@@ -78,7 +58,7 @@ class StoragePlan:
     @property
     def point_words(self) -> list[str]:
         """What is to be done about mount points."""
-        return [message for point in self.points if (message := to_do_at(point, live=self.live))]
+        return [message for point in self.points if (message := present.to_do_at(point, live=self.live))]
 
     @property
     def needed(self) -> bool:
@@ -109,14 +89,12 @@ def make_plan(cluster: Cluster, node: str, root: Path, *, force: bool = False) -
     live = root == NODE
     found: list[Problem] = []
     wanted, by_hand = look(cluster, node, root)
-    found += taken(fstab_entries(read(root, FSTAB)), (mount.target for mount in wanted.mounts))
-    found += exported(root, (brick.path for brick in wanted.own))
-    changes = list(file_changes(wanted, root, cluster.source, found, force=force))
-    seen = look_at_points((mount.target for mount in wanted.mounts), root)
-    found += point_problems(seen)
-    if found:
-        raise UserError(found)
-    steps: list[StorageStep] = []
+    found += present.taken(present.fstab_entries(read(root, present.FSTAB)), (mount.target for mount in wanted.mounts))
+    found += present.exported(root, (brick.path for brick in wanted.own))
+    changes = list(present.file_changes(wanted, root, cluster.source, found, force=force))
+    seen = present.look_at_points((mount.target for mount in wanted.mounts), root)
+    raise_if([*found, *present.point_problems(seen)])
+    steps: list[present.StorageStep] = []
     folders: list[SharedFolder] = []
     notes = list(wanted.notes)
     if live:
@@ -143,7 +121,7 @@ def _later(wanted: StorageLayout) -> Iterator[str]:
         yield f"chattr +i {mount.target}"
     for mount in wanted.mounts:
         if mount.kind == "device" and mount.brick:
-            yield f"{shlex.join(MKFS[mount.brick.filesystem])} {mount.source}   # only if it is blank; apply --format"
+            yield f"{shlex.join(present.MKFS[mount.brick.filesystem])} {mount.source}   # only if it is blank; apply --format"
     yield "systemctl daemon-reload"
     for mount in wanted.mounts:
         if mount.kind in ("device", "bind"):
@@ -167,15 +145,15 @@ def look(cluster: Cluster, node: str, root: Path) -> tuple[StorageLayout, list[s
     Then disks of bricks that are mounted above the exported folder by nothing that the next boot knows, as messages.
     """
     node, live = find_node(cluster, node).name, root == NODE
-    lines, mounted = fstab_entries(read(root, FSTAB)), mounts() if live else []
+    lines, mounted = present.fstab_entries(read(root, present.FSTAB)), mounts() if live else []
     own = [brick for brick in cluster.storage.bricks if brick.node == node]
-    permanent = elsewhere(lines, [], own, live=live)
+    permanent = present.elsewhere(lines, [], own, live=live)
     by_hand = [
-        f"{device} is mounted at {at} by hand: the next boot leaves it out, as no line of {FSTAB} names it"
-        for device, at in elsewhere([], mounted, own, live=live).items()
+        f"{device} is mounted at {at} by hand: the next boot leaves it out, as no line of {present.FSTAB} names it"
+        for device, at in present.elsewhere([], mounted, own, live=live).items()
         if device not in permanent and not any((Path(folder) / unit(at)).exists() for folder in _UNITS)
     ]
-    return layout(cluster, node, elsewhere(lines, mounted, own, live=live)), by_hand
+    return layout(cluster, node, present.elsewhere(lines, mounted, own, live=live)), by_hand
 
 
 def as_lines(plan: StoragePlan) -> Iterator[str]:
@@ -202,32 +180,38 @@ def lacking(wanted: StorageLayout) -> list[str]:
     return sorted(package for kind, (program, package) in TOOLS.items() if kind in kinds and not tool(program))
 
 
-def _steps(wanted: StorageLayout, mounted: list[MountLine], changes: list[Change]) -> Iterator[StorageStep]:
+def _steps(wanted: StorageLayout, mounted: list[MountLine], changes: list[Change]) -> Iterator[present.StorageStep]:
     if packages := lacking(wanted):
-        yield StorageStep(("apt-get", "install", *packages), "what fstab and exports name is not installed", by_hand=True)
+        yield present.StorageStep(
+            ("apt-get", "install", *packages), "what fstab and exports name is not installed", by_hand=True
+        )
     where = {entry.point for entry in mounted}
     for mount in wanted.mounts:
         if mount.kind == "device" and mount.target not in where:
-            yield from device_steps(mount)
+            yield from present.device_steps(mount)
     if has_systemd() and (changes[0].needed or outdated(wanted.mounts)):
-        yield StorageStep(("systemctl", "daemon-reload"), "systemd makes its mount units of fstab again")
+        yield present.StorageStep(("systemctl", "daemon-reload"), "systemd makes its mount units of fstab again")
     local = [mount for mount in wanted.mounts if mount.kind in ("device", "bind") and mount.target not in where]
     yield from (_mount_step(mount) for mount in local)
-    if wanted.exports and not serves() and has_systemd():
-        yield StorageStep(("systemctl", "enable", "--now", "nfs-server.service"), "the NFS server does not run")
-    elif wanted.exports and not serves():
-        yield StorageStep(("rpc.nfsd", "8"), "the NFS server does not run, nor systemd, which would start it", by_hand=True)
+    if wanted.exports and not present.serves() and has_systemd():
+        yield present.StorageStep(("systemctl", "enable", "--now", "nfs-server.service"), "the NFS server does not run")
+    elif wanted.exports and not present.serves():
+        yield present.StorageStep(
+            ("rpc.nfsd", "8"), "the NFS server does not run, nor systemd, which would start it", by_hand=True
+        )
     elif wanted.exports:
-        now = read_etab()
-        if changes[1].needed or list(faults(wanted.exports, now, canonical(wanted.exports, now, PROBE_SECONDS))):
-            yield StorageStep(("exportfs", "-ra"), "the server reads the exports again")
+        now = present.read_etab()
+        if changes[1].needed or list(
+            present.faults(wanted.exports, now, present.canonical(wanted.exports, now, PROBE_SECONDS))
+        ):
+            yield present.StorageStep(("exportfs", "-ra"), "the server reads the exports again")
     yield from (_mount_step(mount) for mount in wanted.mounts if mount not in local and mount.target not in where)
 
 
-def _mount_step(mount: FstabMount) -> StorageStep:
+def _mount_step(mount: FstabMount) -> present.StorageStep:
     # fg,retry=0: the line's own bg would have this command wait for a server that is not up yet.
     extra = ("-o", "fg,retry=0") if mount.kind == "nfs" else ()
-    return StorageStep(("mount", *extra, mount.target), f"{mount.source} is not mounted", target=mount.target)
+    return present.StorageStep(("mount", *extra, mount.target), f"{mount.source} is not mounted", target=mount.target)
 
 
 def _other_mount(mount: FstabMount, mounted: list[MountLine]) -> Iterator[str]:
@@ -444,7 +428,7 @@ def apply(
 
 def _require(plan: StoragePlan, format_device: str | None) -> str | None:
     """Everything that must hold before anything is touched."""
-    problems = []
+    problems: list[Problem] = []
     if plan.live:
         if packages := lacking(plan.layout):
             fix = f"apt-get install {' '.join(packages)}"
@@ -455,16 +439,13 @@ def _require(plan: StoragePlan, format_device: str | None) -> str | None:
             problems.append(Problem(f"this node has no group {group}", file="cluster file", key="storage.group", fix=fix))
     formatted = None
     if format_device is not None:
-        try:
-            mount = require_blank(format_device, [mount for mount in plan.layout.mounts if mount.kind == "device"])
+        with collect_problems(problems):
+            mount = present.require_blank(format_device, [mount for mount in plan.layout.mounts if mount.kind == "device"])
             formatted = mount.source
             if plan.live and mount.target in mount_points():
                 message = f"something else is mounted at {mount.target}, where {formatted} belongs"
                 problems.append(Problem(message, file="command line", key="--format", fix=f"umount {mount.target}"))
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return formatted
 
 
@@ -478,19 +459,19 @@ def _verify(plan: StoragePlan, done: ApplyResult) -> None:
     elif found:
         fix = "fstab is as it was; fix the lines that systemd names, or the cluster file"
         raise UserError(
-            [Problem(f"systemd would not boot with the new lines: {line}", file=FSTAB, fix=fix) for line in found[:10]]
+            [Problem(f"systemd would not boot with the new lines: {line}", file=present.FSTAB, fix=fix) for line in found[:10]]
         )
 
 
 def _write(plan: StoragePlan, done: ApplyResult, report: Report) -> None:
-    wanted = [point for point in plan.points if to_do_at(point, live=plan.live)]
+    wanted = [point for point in plan.points if present.to_do_at(point, live=plan.live)]
     for problem in plan.point_words:
         report(problem)
     if wanted:
-        made, failures = make_points(wanted, plan.root)
+        made, failures = present.make_points(wanted, plan.root)
         done.notes += [f"{path}: {why}" for path, why in failures.items() if path in made]
         done.left += [f"{path} {why}" for path, why in failures.items() if path not in made]
-        done.did += [to_do_at(point, live=plan.live) or "" for point in wanted if point.path in made]
+        done.did += [present.to_do_at(point, live=plan.live) or "" for point in wanted if point.path in made]
     for change in plan.changes:
         if change.needed:
             report(f"write {change.path}")
@@ -521,7 +502,7 @@ def _run_steps(plan: StoragePlan, done: ApplyResult, report: Report, formatted: 
         _step(step, plan, done, report)
 
 
-def _step(step: StorageStep, plan: StoragePlan, done: ApplyResult, report: Report) -> None:
+def _step(step: present.StorageStep, plan: StoragePlan, done: ApplyResult, report: Report) -> None:
     if step.by_hand:
         done.left.append(f"{step.why}: {step}")
     elif step.target and (reason := _not_yet(plan, step.target)):
@@ -551,7 +532,7 @@ def _not_yet(plan: StoragePlan, target: str) -> str | None:
     return None
 
 
-def _command(step: StorageStep, done: ApplyResult, report: Report, seconds: float = COMMAND_SECONDS) -> bool:
+def _command(step: present.StorageStep, done: ApplyResult, report: Report, seconds: float = COMMAND_SECONDS) -> bool:
     """Run one command. What it says against itself is kept for the report; a hung one is left behind after its limit."""
     report(str(step))
     program = tool(step.argv[0]) or step.argv[0]
