@@ -56,13 +56,6 @@ def test_what_would_be_done_is_printed(submit: Submit, recipe: str, nodes: int, 
     assert conversion["exported"]["what"] == "model"
 
 
-def test_people_read_the_same(submit: Submit) -> None:
-    done = submit("llama70b-megatron", "--verbose")
-    assert done.code == 0, done.err
-    assert "# the ranks run in /s/m.sif" in done.out and '"tensor_model_parallel_size": 8' in done.out
-    assert "AutoBridge.from_hf_pretrained('meta-llama/Llama-3.1-70B-Instruct') by 64 ranks" in done.out
-
-
 def test_only_the_ranks_run_in_nvidias_image() -> None:
     """The other stages want the project's own stack."""
     cluster = load_cluster("dgx-h100")
