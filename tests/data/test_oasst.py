@@ -42,6 +42,11 @@ def test_the_reply_is_chosen_by_rank_then_by_file_order(run, row, ranks, taken):
     assert run(replies(row, *ranks)).texts == {"t": ["text of p1", f"text of {taken}"]}
 
 
+def test_of_two_paths_that_are_as_long_the_first_is_taken(run, row):
+    rows = [row("p1", None), row("a1", "p1"), *(row(f"p{n}", "a1") for n in (2, 3)), *(row(f"a{n}", f"p{n}") for n in (3, 2))]
+    assert run(rows).texts == {"t": ["text of p1", "text of a1", "text of p2", "text of a2"]}
+
+
 def test_the_language_is_that_of_the_root(run, row):
     rows = [row("p1", None, lang="de"), row("a1", "p1"), row("p2", None, **OTHER), row("a2", "p2", lang="de", **OTHER)]
     assert list(run(rows).texts) == ["u"]

@@ -32,10 +32,10 @@ from clustertune.merge.streaming import locked, staging_folder
 from clustertune.tensorfile import Tensor, build_header, byte_size
 from tests.damage import failing, flip, refused
 from tests.faults import CALLS, Crash, fault_at, sweep
-from tests.merge.conftest import file_hashes, save_adapter
+from tests.merge.conftest import file_hashes, save_adapter, save_llama
 from tools import merge_bench
 
-SIZE, COARSE = "60KB", "150KB"
+SIZE = "60KB"
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +60,15 @@ def whole_or_absent(out: Path) -> bool:
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_a_kill_or_a_full_disk_at_any_step(base: Path, adapter: Path, tmp_path: Path, killed: bool) -> None:
+def test_a_kill_or_a_full_disk_at_any_step(tmp_path: Path, killed: bool) -> None:
     """Each flush and each change of a name is once the last thing that happens, or is refused (exit 73): the same command ends
     with the very same files."""
 
+    base = save_llama(tmp_path / "base", torch.bfloat16, num_hidden_layers=1)  # three shards: each step is a merge
+    adapter = save_adapter(tmp_path / "adapter", base)
+
     def work(number: int) -> dict[str, Any]:
-        return merge(base, adapter, tmp_path / str(number) / "out", shard_size=COARSE, workers=1)
+        return merge(base, adapter, tmp_path / str(number) / "out", shard_size=SIZE, workers=1)
 
     work(0)
     reference, number = file_hashes(tmp_path / "0" / "out"), 0
