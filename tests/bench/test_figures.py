@@ -220,3 +220,9 @@ def test_a_peer_that_is_none_is_refused(word: str) -> None:
     """It would be found out only behind the first round."""
     with pytest.raises(UserError):
         start_of(word)
+
+
+def test_figures_in_words() -> None:
+    """A table with 17 digits is not read."""
+    assert [page.number(v) for v in (None, True, 0.12345, 12.345, 12345.6)] == ["-", "-", "0.123", "12.3", "12,346"]
+    assert page.percent(None) == "-" and page.percent(0.1234) == "12.3 %" and page.gib(None) == "-"
