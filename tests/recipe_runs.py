@@ -1,4 +1,4 @@
-"""What a tiny run of each recipe must have been: for the tests that start them, by fork and on a Slurm."""
+"""What a tiny run of each recipe must have been: for the tests that start them on a Slurm."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from clustertune.export.whole import export_either, find_base, read_types
+from clustertune.recipe import quantization
+from clustertune.rundir import RunDir
 from tests.command import events
 
 STEPS = 2
@@ -96,7 +99,11 @@ RUNS = {
 
 
 def judge(name: str, path: Path) -> None:
-    """Check what a run was, by its own record, against what the recipe says it must be."""
+    """Check what a run was, by its own record, against what the recipe says it must be; and the types of what is published.
+
+    A trained model has those of its base, tensor by tensor; an adapter the type in which it is trained: float32, and bfloat16
+    beside a quantised base (trl/trainer/sft_trainer.py:911).
+    """
     wanted = RUNS[name]
     body = json.loads((path / "run.json").read_bytes())
     found = body["distributed"]
@@ -114,3 +121,19 @@ def judge(name: str, path: Path) -> None:
     assert all(math.isfinite(event["loss"]) and low < event["loss"] < high for event in steps), steps
     (stop,) = events(path, "stop")
     assert stop["reason"] == "finished" and stop["exit_code"] == 0
+    resolved, base = RunDir(path).resolved(), find_base(path)
+    assert base is not None
+    named, stored = read_types(base)
+    out = Path(export_either(path)["out"])
+    published = read_types(out)
+    assert named == "bfloat16" and set(stored.values()) == {named}
+    if resolved.recipe.lora is None:
+        assert published == (named, stored)
+        return
+    from safetensors.torch import load_file
+
+    factors = load_file(out / "adapter_model.safetensors")  # also those of experts, which PEFT trains otherwise than modules
+    assert [name for name, value in factors.items() if ".lora_B" in name and not value.any()] == []
+    assert any(".experts." in name for name in factors) == bool(resolved.recipe.lora.get("target_parameters"))
+    trained = "float32" if quantization.of(resolved.train_args) is None else "bfloat16"
+    assert published == (trained, dict.fromkeys(published[1], trained))

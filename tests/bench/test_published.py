@@ -19,6 +19,7 @@ from clustertune.training.bench_schedule import BenchSchedule
 from tests import tree
 from tests.bench.documents import document
 from tests.command import REPO, run
+from tests.damage import failing
 
 COMMITTED = REPO / "docs" / "results" / "bench"
 
@@ -175,10 +176,7 @@ def test_a_dry_run_in_a_used_folder_is_refused(tmp_path: Path, monkeypatch: pyte
     done = run(*words)
     assert done.code == 2 and "is not empty" in done.json["problems"][0]["message"]
 
-    def closed(self: Path) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "iterdir", closed)
+    monkeypatch.setattr(Path, "iterdir", failing(PermissionError(13, "Permission denied")))
     args = benching.BenchArguments("tiny-oasst2", run_dir=tmp_path / "run", out=tmp_path / "out", dry_run=True)
     with pytest.raises(UserError) as caught:
         benching._folder_problems(args)

@@ -82,15 +82,15 @@ def test_an_attempt_saves_as_it_is_asked_to_and_not_as_the_one_before() -> None:
     assert (state.save_steps, state.eval_steps) == (5, 2)
 
 
-@pytest.mark.parametrize(("saving", "due"), [(None, 2), ("shared", 2), ("local", 2)])
-def test_the_trainer_waits_for_a_save_before_one_that_is_due_by_its_step(saving: str | None, due: int) -> None:
+@pytest.mark.parametrize("saving", [None, "shared", "local"])
+def test_the_trainer_waits_for_a_save_before_one_that_is_due_by_its_step(saving: str | None) -> None:
     from clustertune.training.trainer import RankTrainer
 
     trainer = SimpleNamespace(
         cadence=Cadence(Save(every=2), 10_000.0, 1.0), local_cadence=Cadence(Save(every=3), 10_000.0, 1.0),
         state=SimpleNamespace(global_step=2), _saving=SimpleNamespace(local=saving == "local") if saving else None,
     )  # fmt: skip
-    assert RankTrainer._find_due(trainer) == due  # type: ignore[arg-type]
+    assert RankTrainer._find_due(trainer) == 2  # type: ignore[arg-type]
     trainer.state.global_step = 3
     assert RankTrainer._find_due(trainer) == (0 if saving else 1), "a local save waits for no other"  # type: ignore[arg-type]
 

@@ -20,6 +20,7 @@ from clustertune.recipe.schema import LocalSave
 from clustertune.resolve.resolve import resolve
 from tests.checkpoint.test_store import OneRank
 from tests.command import REPO
+from tests.damage import flip
 
 FSDP2 = REPO / "recipes" / "tiny-oasst2"
 
@@ -44,11 +45,6 @@ def save(tier: LocalTier | CheckpointStore, step: int) -> Path:
     assert tier.commit(path, {"step": step}, {SHARD: record}) == 99
     tier.prune()
     return path
-
-
-def flip(file: Path) -> None:
-    data = file.read_bytes()
-    file.write_bytes(bytes([data[0] ^ 1]) + data[1:])
 
 
 def link(file: Path) -> None:

@@ -20,6 +20,7 @@ from clustertune.events import read_events, read_object
 from clustertune.launch.plan import check_fence
 from clustertune.report.metrics import MetricsReader
 from clustertune.rundir import RunDir
+from tests.damage import failing, flip
 
 
 class OneRank:
@@ -78,9 +79,7 @@ def test_unfinished_is_passed_over_and_never_written_into(tmp_path: Path) -> Non
 @given(offset=st.integers(0, 2000), bit=st.integers(0, 7))
 def test_every_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, name: str, offset: int, bit: int) -> None:
     path = save(tmp_path_factory.mktemp("flip"), 2)
-    data = bytearray((path / name).read_bytes())
-    data[offset % len(data)] ^= 1 << bit
-    (path / name).write_bytes(data)
+    flip(path / name, offset, bit)
     assert [p.file for p in store.verify(path)] == [str(path / name)]
 
 
@@ -225,10 +224,7 @@ def test_what_cannot_be_removed_does_not_end_the_training(tmp_path: Path, monkey
     for step in (2, 4):
         save(tmp_path, step)
 
-    def refuse(path: Path) -> None:
-        raise OSError(39, "Directory not empty", str(path))
-
-    monkeypatch.setattr(store.shutil, "rmtree", refuse)
+    monkeypatch.setattr(store.shutil, "rmtree", failing(OSError(39, "Directory not empty", "step-000002")))
     checkpoints, messages = make_store(tmp_path, limit=1)
     assert checkpoints.prune() == []
     assert messages == ["checkpoint step-000002 could not be removed (older than the newest 1): Directory not empty"]
@@ -236,14 +232,11 @@ def test_what_cannot_be_removed_does_not_end_the_training(tmp_path: Path, monkey
 
 
 def test_a_failed_fsync_means_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path) -> None:
-        raise OSError(5, "Input/output error", str(path))
-
     checkpoints, _ = make_store(tmp_path)
     path = checkpoints.begin(2)
     (path / "shard").write_bytes(b"data")
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "fsync_path", fail)
+        patch.setattr(manifest, "fsync_path", failing(OSError(5, "Input/output error", "shard")))
         with pytest.raises(OSError, match="Input/output error"):
             checkpoints.commit(path, {"step": 2})
     assert not (path / manifest.MANIFEST).exists() and store.newest_whole(tmp_path)[0] is None
@@ -391,10 +384,8 @@ def sealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_flipped_bit_is_seen_or_changes_nothing(sealed: Path, offset: int, bit: int) -> None:
     path = sealed / manifest.MANIFEST
     whole = path.read_bytes()
-    data = bytearray(whole)
-    data[offset % len(data)] ^= 1 << bit
     try:
-        path.write_bytes(data)
+        flip(path, offset, bit)
         if not manifest.find_problems(sealed, "checkpoint"):
             assert manifest.read_manifest(sealed).meta == META
     finally:

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from clustertune.checkpoint import values
 from clustertune.errors import UserError
 from clustertune.manifest import XXH3_128, hash_file
+from tests.damage import Canary
 
 OPTIMIZER: dict[str, Any] = {
     "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(3, 5)}, 7: {"exp_avg": torch.randn(4).bfloat16()}},
@@ -50,16 +51,6 @@ def test_a_state_comes_back_as_it_was(value: Any, tmp_path: Path) -> None:
     assert records == {"scheduler.safetensors": hash_file(file, XXH3_128)}
     with safe_open(file, "pt") as opened:  # any reader of safetensors opens it
         assert opened.metadata()
-
-
-class Canary:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.mkdir, (self.path,)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from clustertune.data.prepare import choose_eval, prepare
 from clustertune.errors import ExitCode, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest, seal
 from clustertune.recipe.schema import Data, ExpectedSplits
+from tests.damage import failing, refused
 from tests.faults import sweep
 
 SETTINGS = Data(name="x", format="lima", eval_fraction=0.25, max_rejected=1)
@@ -105,10 +106,14 @@ def test_what_the_recipe_expects_is_compared_each_time(source, tmp_path, capsys)
         assert captured.out == ""
 
 
-def test_a_refused_input_leaves_the_old_dataset(source, tmp_path):
+def test_a_full_disk_or_a_refused_input_leaves_the_old_dataset(source, tmp_path, monkeypatch):
     out = tmp_path / "out"
     make(source, out)
     old = content(out)
+    with monkeypatch.context() as patch, refused("No space left", ExitCode.STORAGE):
+        patch.setattr(module, "_write_splits", failing(OSError(28, "No space left on device")))
+        make(source, out, seed=2)
+    assert content(out) == old and find_problems(out, "dataset") == []
     source.write_bytes(b"nonsense\n")
     with pytest.raises(UserError):
         make(source, out)
@@ -133,22 +138,6 @@ def test_what_is_no_dataset_is_never_touched(source, tmp_path):
     assert find_problems(other, "adapter") == []
     with pytest.raises(UserError, match="is not a folder"):
         make(source, source)
-
-
-def test_a_full_disk_is_a_storage_error_and_leaves_the_old_dataset(source, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    make(source, out)
-    old = content(out)
-
-    def full(*_args, **_options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "_write_splits", full)
-    with pytest.raises(UserError, match="No space left") as caught:
-        make(source, out, seed=2)
-    assert caught.value.code == ExitCode.STORAGE
-    assert content(out) == old
-    assert find_problems(out, "dataset") == []
 
 
 # --- crashes at every change of the disk

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from shutil import rmtree
+from shutil import copyfile, rmtree
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from clustertune.data.tokenizer import choose_pad_token, training_template
 from clustertune.errors import ExitCode, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest
 from clustertune.recipe.schema import Data
+from tests.damage import flip
 
 CHUNK = 2000
 SETTINGS = {"assistant_only_loss": True, "packing": True, "max_length": 64}
@@ -194,10 +195,10 @@ def test_a_stopped_prepare_goes_on_behind_its_whole_shards(
     assert find_problems(dataset / "tokens", tokens.KIND), "nothing there counts as whole"
     shards = sorted((dataset / "tokens").glob(".shards-*/*.bin"))
     assert [path.name for path in shards] == made
-    if damage:
-        body = bytearray(shards[1].read_bytes())
-        body[50] ^= 1
-        shards[1].write_bytes(body if damage == "flipped" else body[:-8])
+    if damage == "flipped":
+        flip(shards[1], 50)
+    if damage == "cut":
+        os.truncate(shards[1], shards[1].stat().st_size - 8)
     before = {path: path.stat().st_mtime_ns for path in shards}
     again: list[str] = []
     monkeypatch.setattr(tokens, "make_shard", lambda job, encoder: again.append(job[3].name) or real(job, encoder))
@@ -286,8 +287,9 @@ def test_a_template_without_marks_is_replaced_as_trl_does_or_refused(dataset: Pa
     assert training_template(tokenizer, marked=False) == tokenizer.chat_template
     assert 0 < tokens.make(dataset, tokenizer, SETTINGS)["labelled_share"] < 1
     tokenizer.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(UserError, match="does not mark what the assistant says"):
+    with pytest.raises(UserError, match="does not mark what the assistant says") as caught:
         tokens.make(dataset, tokenizer, SETTINGS)
+    assert caught.value.problems[0].key == "model.chat_template"
     assert tokens.make(dataset, tokenizer, {**SETTINGS, "assistant_only_loss": False})["labelled_share"] == 1
 
 
@@ -306,27 +308,21 @@ def test_points_of_a_sweep_tokenise_once(tmp_path: Path, tokenizer: Any) -> None
     shared = tmp_path / "tokens"
     first, second, other = (fill(tmp_path / name) for name in ("first", "second", "other"))
     made = tokens.make(first, tokenizer, SETTINGS, shared=shared)
-    assert content(first) == content_alone(fill(tmp_path / "alone"), tokenizer)
+    tokens.make(alone := fill(tmp_path / "alone"), tokenizer, SETTINGS)
+    assert content(first) == content(alone)
     again = tokens.make(second, tokenizer, {**SETTINGS, "max_length": 32}, shared=shared)
     assert again["tokens"] == made["tokens"] and again["sequences"] > made["sequences"] and not again["reused"]
     name = "train-00000.u32"
     assert (first / "tokens" / name).samefile(second / "tokens" / name) and len(list(shared.iterdir())) == 1
     [home] = shared.iterdir()
-    damaged = bytearray((home / name).read_bytes())
-    damaged[0] ^= 1
-    (home / name).unlink()
-    (home / name).write_bytes(damaged)
+    Path(copyfile(home / name, tmp_path / "apart")).replace(home / name)  # no longer linked
+    flip(home / name, 0)
     tokens.make(other, tokenizer, SETTINGS, shared=shared)
     assert content(other) == content(first)
     tokens.make(other, tokenizer, {**SETTINGS, "assistant_only_loss": False}, shared=shared)
     assert len(list(shared.iterdir())) == 2
     for folder in (first, second, other):
         assert not find_problems(folder / "tokens", tokens.KIND)
-
-
-def content_alone(dataset: Path, tokenizer: Any) -> dict[str, bytes]:
-    tokens.make(dataset, tokenizer, SETTINGS)
-    return content(dataset)
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +16,8 @@ import torch.distributed.checkpoint as dcp
 
 from clustertune.export.expected import build_expected
 from clustertune.manifest import MANIFEST, seal
-from tests.conftest import REPO, once
+from tests.command import REPO, warm
+from tests.conftest import once
 
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
@@ -86,10 +85,15 @@ def real_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What :mod:`tests.export.processes` leaves. Read only."""
 
     def make(out: Path) -> None:
-        program = [sys.executable, "-m", "tests.export.processes", str(out)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "PYTHONWARNINGS": "ignore"}
-        done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=240)
-        assert done.returncode == 0, done.stderr[-3000:]
+        with (
+            (out / "said").open("wb") as said,
+            warm(stack=True).start(
+                ["tests.export.processes", str(out)], REPO, said.fileno(), said.fileno(), environment
+            ) as answer,
+        ):
+            answer.settimeout(240)
+            assert answer.recv(64) == b"0", (out / "said").read_text()[-3000:]
 
     return once(tmp_path_factory, "shards", make)
 

@@ -1,4 +1,4 @@
-"""What export refuses: every tensor that is not as expected, every file that is not as sealed, hostile pickles."""
+"""What export expects, which is PEFT's own, and refuses: other tensors, files that are not as sealed, hostile pickles."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pathlib
 import pickle
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from clustertune import manifest
 from clustertune.checkpoint import restricted
 from clustertune.errors import ExitCode, UserError
-from clustertune.export.expected import normalise
+from clustertune.export.expected import build_expected, normalise
 from clustertune.export.export import export
 from clustertune.manifest import MANIFEST, FileRecord, hash_file
-from tests.export.conftest import LORA, Maker, make_tensors, seal_checkpoint
+from tests.damage import Canary, flip, refused
+from tests.export.conftest import ARCHITECTURE, LORA, Maker, make_tensors, seal_checkpoint
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 V = "base_model.model.model.layers.1.self_attn.v_proj"
@@ -30,11 +34,11 @@ V = "base_model.model.model.layers.1.self_attn.v_proj"
 
 def refuse(checkpoint: Path, tmp_path: Path) -> list[str]:
     """The problems of a checkpoint that must not be exported, and nothing written."""
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as caught:
         export(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".*exporting"))
-    return [str(problem) for problem in refused.value.problems]
+    return [str(problem) for problem in caught.value.problems]
 
 
 def test_every_wrong_tensor_is_named_at_once(make_checkpoint: Maker, tmp_path: Path) -> None:
@@ -68,19 +72,11 @@ def test_tensor_stored_under_two_names_is_refused(make_checkpoint: Maker, tmp_pa
     assert any("stored twice" in problem for problem in refuse(make_checkpoint(tensors), tmp_path))
 
 
-SETTINGS: list[tuple[dict[str, Any] | None, str]] = [
-    (None, "no adapter"),
-    (LORA | {"init_lora_weights": "pissa"}, "changes the base weights"),
-    (LORA | {"target_modules": ["nowhere_proj"]}, "nowhere_proj"),
-    (LORA | {"rank": 3}, "rank"),
-]
-
-
-@pytest.mark.parametrize(("lora", "words"), SETTINGS)
-def test_full_training_and_odd_settings_are_refused(
-    lora: dict[str, Any] | None, words: str, make_checkpoint: Maker, tmp_path: Path
-) -> None:
-    assert words in refuse(make_checkpoint(make_tensors(), lora=lora), tmp_path)[0]
+def test_full_training_and_odd_settings_are_refused(make_checkpoint: Maker, tmp_path: Path) -> None:
+    """What else does not go together, :func:`test_what_does_not_go_together_is_refused` has."""
+    assert "no adapter" in refuse(make_checkpoint(make_tensors(), lora=None), tmp_path)[0]
+    odd = make_checkpoint(make_tensors(), name="odd", lora=LORA | {"init_lora_weights": "pissa"})
+    assert "changes the base weights" in refuse(odd, tmp_path)[0]
 
 
 @pytest.mark.parametrize("body", ["{", "[]", '{"recipe": 3}', '{"name": "x", "recipe": {"lora": {}, "model": "m"}}'])
@@ -105,12 +101,10 @@ def test_folder_that_is_no_checkpoint_is_said(make_checkpoint: Maker, tmp_path: 
 @pytest.mark.parametrize("damage", ["flip", "gone"])
 def test_damage_in_any_file_that_is_read_names_the_file(name: str, damage: str, make_checkpoint: Maker, tmp_path: Path) -> None:
     path = make_checkpoint() / name
-    data = bytearray(path.read_bytes())
     if damage == "gone":
         path.unlink()
     else:
-        data[0 if name == MANIFEST else len(data) // 2] ^= 0x10
-        path.write_bytes(data)
+        flip(path, 0 if name == MANIFEST else None, 4)
     problems = refuse(tmp_path / "step-000002", tmp_path)
     assert any(str(path) in problem for problem in problems), problems
 
@@ -124,20 +118,9 @@ def test_disk_that_cannot_be_read_is_said(make_checkpoint: Maker, tmp_path: Path
         return hash_file(path)
 
     monkeypatch.setattr(manifest, "hash_file", broken)
-    with pytest.raises(UserError, match="Input/output error") as failed:
+    with refused("Input/output error", ExitCode.STORAGE):
         export(checkpoint, tmp_path / "out")
-    assert failed.value.code == ExitCode.STORAGE
     assert not (tmp_path / "out").exists()
-
-
-class Canary:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.parametrize("sealed", [True, False])
@@ -206,14 +189,13 @@ def test_an_index_that_lies_is_refused(change: Any, words: str, make_checkpoint:
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_cost_does_not_depend_on_the_base(apart: bool, make_checkpoint: Maker, tmp_path: Path) -> None:
-    """A base tensor of 200 MB in a file of its own is not read; one of 40 MB in a shared file is never held in memory."""
+    """A base tensor of 40 MB in a file of its own is not read; in a shared file it is never held in memory."""
 
     def proc(name: str, key: str) -> int:
         return next(int(line.split()[1]) for line in Path("/proc/self", name).read_text().splitlines() if line.startswith(key))
 
     export(make_checkpoint(), tmp_path / "warm")
-    values = 50_000_000 if apart else 10_000_000
-    base = {"model.base_model.model.model.embed_tokens.weight": torch.ones(values)}
+    base = {"model.base_model.model.model.embed_tokens.weight": torch.ones(10_000_000)}
     checkpoint = make_checkpoint(make_tensors() | base, name="step-000004", step=4, file_per_tensor=apart)
     del base
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
@@ -237,3 +219,59 @@ def test_wrappers_and_adapter_names_are_taken_off(wrapped: list[str], prefix: st
     key = f"{prefix}{'.'.join(parts)}.lora_A.{'default.' if named else ''}weight"
     assert normalise(key) == f"{Q}.lora_A.weight"
     assert normalise(normalise(key)) == normalise(key)
+
+
+LLAMA_405B: dict[str, Any] = ARCHITECTURE | {
+    "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        LORA,
+        LORA | {"target_modules": "all-linear"},
+        LORA | {"target_modules": r".*layers\.1\..*(q|o)_proj", "rank_pattern": {"o_proj": 2}, "use_rslora": True},
+        LORA | {"modules_to_save": ["lm_head"], "layers_to_transform": [0]},
+        LORA | {"init_lora_weights": "orthogonal"},
+        LORA | {"use_dora": True},
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_names_and_shapes_are_those_of_a_real_model(lora: dict[str, Any], kind: str) -> None:
+    architecture = {key: value for key, value in ARCHITECTURE.items() if key != "architectures"} | {"model_type": kind}
+    expected = build_expected(architecture, lora, "example/tiny", None)
+    model = get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture)), LoraConfig(**lora))
+    saved = get_peft_model_state_dict(model)
+    assert expected.tensors == {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    assert not expected.base & saved.keys()
+    assert expected.config["init_lora_weights"] == lora.get("init_lora_weights", True)
+
+
+def test_405b_is_checked_in_seconds_and_without_memory() -> None:
+    before = torch.get_default_dtype()
+    lora = {"r": 32, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    started = time.process_time()
+    expected = build_expected(LLAMA_405B, lora, "example/405b", None)
+    assert time.process_time() - started < 20
+    assert len(expected.tensors) == 1008
+    assert sum(torch.Size(shape).numel() for shape in expected.tensors.values()) == 404_619_264
+    assert torch.get_default_dtype() == before
+
+
+@pytest.mark.parametrize(
+    ("architecture", "lora"),
+    [
+        ({"model_type": "no-such-model"}, LORA),
+        ({}, LORA),
+        (ARCHITECTURE | {"hidden_size": "many"}, LORA),
+        (ARCHITECTURE, LORA | {"target_modules": ["absent_proj"]}),
+        (ARCHITECTURE, LORA | {"no_such_field": 1}),
+        (ARCHITECTURE, LORA | {"r": 0}),
+        (ARCHITECTURE, LORA | {"init_lora_weights": "olora"}),
+    ],
+)
+def test_what_does_not_go_together_is_refused(architecture: dict[str, Any], lora: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"recipe\.json"):
+        build_expected(architecture, lora, "example/tiny", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from clustertune.errors import ExitCode, UserError
 from clustertune.export import export as module
 from clustertune.export.export import ADAPTER_FILES, export
 from clustertune.manifest import MANIFEST, find_problems, read_manifest, seal
+from tests.damage import failing, refused
 from tests.export.conftest import ARCHITECTURE, LORA, Maker, make_tensors, seal_checkpoint
 from tests.faults import sweep
 
@@ -105,9 +107,8 @@ def test_foreign_output_is_left_alone(kind: str, make_checkpoint: Maker, tmp_pat
         (out / "notes.txt").write_text("mine")
     if kind == "merged":
         seal(out, "merged", {})
-    with pytest.raises(UserError) as refused:
+    with refused(re.escape(str(out))):
         export(checkpoint, out)
-    assert str(out) in str(refused.value) and refused.value.code == ExitCode.CONFIG
     foreign = out if kind == "file" else out / "notes.txt"
     assert foreign.read_text() == "mine"
 
@@ -119,14 +120,9 @@ def test_storage_failure_leaves_no_adapter_and_the_next_call_makes_it(
     checkpoint, out = make_checkpoint(), tmp_path / "out"
     export(checkpoint, tmp_path / "reference")
 
-    def fail(*_args: object, **_kwargs: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(module, victim, fail)
-        with pytest.raises(UserError, match="No space left") as full:
-            export(checkpoint, out)
-    assert full.value.code == ExitCode.STORAGE
+    with monkeypatch.context() as broken, refused("No space left", ExitCode.STORAGE):
+        broken.setattr(module, victim, failing(OSError(28, "No space left on device")))
+        export(checkpoint, out)
     assert not (out / MANIFEST).exists()
     assert not list(tmp_path.glob(".*exporting"))
     export(checkpoint, out)
@@ -151,10 +147,8 @@ def test_kill_at_every_change_of_the_disk_leaves_nothing_half(make_checkpoint: M
 
 def test_second_export_at_the_same_time_is_told_to_come_again(make_checkpoint: Maker, tmp_path: Path) -> None:
     checkpoint, out = make_checkpoint(), tmp_path / "out"
-    busy_with = rf"process {os.getpid()} on .* is exporting into it"
-    with module.staging(out), pytest.raises(UserError, match=busy_with) as busy:
+    with module.staging(out), refused(rf"process {os.getpid()} on .* is exporting into it", ExitCode.AGAIN):
         export(checkpoint, out)
-    assert busy.value.code == ExitCode.AGAIN
     assert export(checkpoint, out)["reused"] is False
 
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from clustertune.errors import UserError
 from clustertune.export import whole
 from clustertune.manifest import find_problems, read_manifest
+from tests.damage import flip
 from tests.export.conftest import ARCHITECTURE, save_shards, seal_checkpoint, write_recipe
 
 MIXTRAL = {**ARCHITECTURE, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
@@ -124,9 +125,7 @@ def test_a_value_that_the_base_s_type_cannot_hold_is_not_published(tmp_path: Pat
     assert "model.safetensors: unreadable" in refused(checkpoint, tmp_path / "out", base)
     (base / "model.safetensors").unlink()
     shard = max((checkpoint / "pytorch_model_fsdp_0").glob("*.distcp"), key=lambda file: file.stat().st_size)
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip(shard)
     assert "content differs" in refused(checkpoint, tmp_path / "out", base)
 
 

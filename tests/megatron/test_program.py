@@ -1,4 +1,4 @@
-"""The program of a Megatron rank, against stand-ins of NVIDIA's modules that take the recorded names and nothing else."""
+"""The program of a Megatron rank, its inputs and what starts it, against stand-ins that take NVIDIA's recorded names only."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from clustertune import manifest
+from clustertune import chain, manifest, rank
 from clustertune.checkpoint import store
+from clustertune.data.local_model import make_local_model
 from clustertune.errors import ExitCode, UserError
 from clustertune.export.export import export
+from clustertune.launch import node
+from clustertune.launch.agent import Agent
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.megatron import inputs, program
 from clustertune.megatron.bridge import Bridge
 from clustertune.process import StopFlag
@@ -25,6 +30,7 @@ from clustertune.report.metrics import read_metrics
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 from clustertune.training.heartbeat import Attempt, Heartbeat
+from tests.megatron.conftest import SMALL
 from tests.megatron.standin import Loop
 
 GIVEN = "of the user"
@@ -215,3 +221,122 @@ def test_another_release_is_refused(loop: Loop, monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(sys.modules["megatron.bridge.package_info"], "__version__", version)
     with pytest.raises(UserError, match=says):
         Bridge.load(("a", None), "a")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model's folder with a tokenizer."""
+    texts = [f"word{n} and more words of it" for n in range(200)]
+    make_local_model({**SMALL, "vocab_size": 512}, texts, tmp_path / "model", 1)
+    return tmp_path / "model"
+
+
+def test_conversations_and_tokenizer(run: RunDir, resolved: Resolved, model: Path) -> None:
+    """Of a row the messages alone; the tokenizer masks what the user said, by its own template; whole folders are kept."""
+    from transformers import AutoTokenizer
+
+    counts = inputs.make(resolved, run.path, run.data, (str(model), None))
+    assert counts == {"train": 1, "eval": 1}
+    where = inputs.places(run.path)
+    assert [set(json.loads(line)) for line in (where["data"] / "training.jsonl").open()] == [{"messages"}]
+    assert (where["data"] / "validation.jsonl").is_file()
+    tokenizer: Any = AutoTokenizer.from_pretrained(where["tokenizer"])
+    talk = [{"role": "user", "content": "word1"}, {"role": "assistant", "content": "more words"}]
+    found = tokenizer.apply_chat_template(talk, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    learnt = [token for token, mask in zip(found["input_ids"], found["assistant_masks"], strict=True) if mask]
+    assert "more words" in tokenizer.decode(learnt) and "word1" not in tokenizer.decode(learnt)
+    before = {path: path.stat().st_mtime_ns for path in where["data"].parent.rglob("*") if path.is_file()}
+    (where["data"] / "training.jsonl.idx.npy").write_bytes(b"an index that Bridge puts beside it")
+    inputs.make(resolved, run.path, run.data, (str(model), None))
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in before.items())
+
+
+def test_other_conversations_are_written_anew(run: RunDir, resolved: Resolved, model: Path) -> None:
+    """And a split that has none is refused."""
+    inputs.make(resolved, run.path, run.data, (str(model), None))
+    (run.data / "train.jsonl").write_text((run.data / "train.jsonl").read_text() * 3)
+    (run.data / manifest.MANIFEST).unlink()
+    manifest.seal(run.data, "dataset", {})
+    assert inputs.make(resolved, run.path, run.data, (str(model), None)) == {"train": 3, "eval": 1}
+    (run.data / "train.jsonl").write_text("")
+    (run.data / manifest.MANIFEST).unlink()
+    manifest.seal(run.data, "dataset", {"other": True})
+    with pytest.raises(UserError, match="no conversation"):
+        inputs.make(resolved, run.path, run.data, (str(model), None))
+
+
+@pytest.fixture
+def planned(run: RunDir) -> RunDir:
+    """The run with the plan of its first attempt."""
+    run.attempt(1).mkdir(parents=True)
+    AttemptPlan(1, (Node("here", "127.0.0.1"),), 4, environment={"NCCL_DEBUG": "WARN"}).write(run.attempt(1))
+    return run
+
+
+def test_a_node_starts_the_ranks_by_torchrun(planned: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of any other recipe by accelerate."""
+    commands: list[list[str]] = []
+
+    def start(_agent: Agent, command: list[str], **_options: Any) -> ExitCode:
+        commands.append(command)
+        return ExitCode.OK
+
+    monkeypatch.setattr(Agent, "run", start)
+    assert node.main(planned.path, 1, 0, quiet=True) == 0
+    resolved = planned.resolved()
+    other = replace(resolved, recipe=resolved.recipe.model_copy(update={"megatron": None}))
+    planned.update(recipe=other.as_dict(), fingerprint=other.fingerprint())
+    assert node.main(planned.path, 1, 0, quiet=True) == 0
+    assert [command[2] for command in commands] == ["torch.distributed.run", "accelerate.commands.launch"]
+    assert commands[0][commands[0].index("--nproc_per_node") + 1] == "4"
+
+
+def test_a_rank_runs_the_program(planned: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its signals, its fence, the base model and the tokens."""
+    given: list[Attempt] = []
+
+    def train(attempt: Attempt) -> ExitCode:
+        given.append(attempt)
+        return ExitCode.AGAIN
+
+    monkeypatch.setattr(program, "train", train)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("HF_TOKEN", "of the user")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    stop = StopFlag()
+    assert rank.train(planned, 1, stop, Heartbeat(), io.StringIO()) is ExitCode.AGAIN
+    (attempt,) = given
+    assert attempt.stop is stop and attempt.tokens == {"HF_TOKEN": "of the user"} and attempt.number == 1
+    assert attempt.source == (attempt.resolved.recipe.model.name, attempt.resolved.recipe.model.revision)
+    assert attempt.notes == ["NCCL_DEBUG=WARN by the plan of this attempt; it was INFO in the environment"]
+    attempt.fence()
+    RunDir(planned.path).new_attempt()
+
+
+def test_the_stage_export_takes_what_the_ranks_exported(run: RunDir, resolved: Resolved, loop: Loop) -> None:
+    """The final checkpoint says that there is one; the adapter is checked as every other."""
+    final = run.checkpoints / "step-000010"
+    final.mkdir(parents=True)
+    (final / "recipe.json").write_text("{}")
+    manifest.seal(final, "checkpoint", {"step": 10, "final": True})
+    out = inputs.exported(run.path)
+    out.mkdir(parents=True)
+    save_file(loop.adapter, out / "adapter_model.safetensors")
+    (out / "recipe.json").write_text(json.dumps(resolved.as_dict()))
+    manifest.seal(out, "checkpoint", {"step": 10, "final": True})
+    found = chain.Chain(run, resolved).export()
+    assert found["summary"]["tensors"] == len(loop.adapter) and not manifest.find_problems(run.adapter, "adapter")
+
+
+def test_the_stage_prepare_makes_the_inputs(run: RunDir, resolved: Resolved, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Path, tuple[str, str | None]]] = []
+
+    def make(_resolved: Resolved, run_path: Path, _prepared: Path, source: tuple[str, str | None]) -> dict[str, int]:
+        made.append((run_path, source))
+        return {}
+
+    counts = {"conversations": 1}
+    monkeypatch.setattr("clustertune.data.prepare.prepare", lambda *_a, **_k: {"train": counts, "eval": counts})
+    monkeypatch.setattr(inputs, "make", make)
+    chain.Chain(run, resolved).prepare()
+    assert made == [(run.path, (resolved.recipe.model.name, resolved.recipe.model.revision))]

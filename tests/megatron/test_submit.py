@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -54,13 +54,6 @@ def test_what_would_be_done_is_printed(submit: Submit, recipe: str, nodes: int, 
     conversion = found["conversion"]
     assert conversion["from"]["revision"] == resolve(recipe).recipe.model.revision and conversion["ranks"] == nodes * 8
     assert conversion["exported"]["what"] == "model"
-
-
-def test_people_read_the_same(submit: Submit) -> None:
-    done = submit("llama70b-megatron", "--verbose")
-    assert done.code == 0, done.err
-    assert "# the ranks run in /s/m.sif" in done.out and '"tensor_model_parallel_size": 8' in done.out
-    assert "AutoBridge.from_hf_pretrained('meta-llama/Llama-3.1-70B-Instruct') by 64 ranks" in done.out
 
 
 def test_only_the_ranks_run_in_nvidias_image() -> None:
@@ -160,8 +153,6 @@ def test_a_rank_needs_nothing_that_nvidias_image_lacks() -> None:
 
 def test_the_project_imports_nothing_of_nvidias_by_itself() -> None:
     """Its own environment has none of it: modules are asked for by name, on the nodes."""
-    for path in (REPO / "clustertune").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            assert not [name for name in names if name.split(".")[0] in ("megatron", "transformer_engine")], path
+    ours = re.compile(r"^\s*(?:import|from)\s+(?:megatron|transformer_engine)\b", re.MULTILINE)
+    assert ours.search("x = 1\n    from megatron.core import y\n") and not ours.search("from clustertune.megatron import x\n")
+    assert [path for path in (REPO / "clustertune").rglob("*.py") if ours.search(path.read_text(encoding="utf-8"))] == []

@@ -1,4 +1,4 @@
-"""The merged bytes are PEFT's, over dtypes, ranks, scalings, patterns, odd shapes and threads."""
+"""The merged bytes are PEFT's, over dtypes, ranks, scalings, patterns, odd shapes and threads; and the output's files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clustertune.errors import UserError
 from clustertune.merge import merge, pieces
-from clustertune.merge.pieces import MIN_ROWS, Scratch, add_update, row_blocks
+from clustertune.merge.pieces import MIN_ROWS, Scratch, add_update, parse_size, plan_shards, row_blocks
+from clustertune.tensorfile import Tensor
 from tests.merge.conftest import SHAPES, load_all, peft_merged, same_bytes, save_adapter, save_llama
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -176,15 +178,22 @@ def test_same_bytes_whatever_the_file_size_and_the_workers(base: Path, adapter: 
         assert found.keys() == expected.keys() and all(same_bytes(found[n], expected[n]) for n in expected)
 
 
-def test_a_file_is_what_the_library_would_write(base: Path, adapter: Path, tmp_path: Path) -> None:
-    """Header and order too: nobody needs to know that this file was streamed."""
-    from safetensors import safe_open
-    from safetensors.torch import save
+def test_wide_types_come_first_so_that_every_tensor_is_aligned() -> None:
+    sizes = {"a": ("U8", 3, 3), "b": ("F32", 2, 8), "c": ("BF16", 1, 2)}
+    mixed = [Tensor(name, dtype, (count,), Path(), 0, size) for name, (dtype, count, size) in sizes.items()]
+    (shard,) = plan_shards(mixed, 1000)
+    assert [t.name for t in shard.tensors] == ["b", "c", "a"]
+    assert len(shard.header) % 8 == 0
 
-    merge(base, adapter, tmp_path / "first", shard_size="40KB")
-    merge(tmp_path / "first", adapter, tmp_path / "out", shard_size="40KB")
-    for path in (tmp_path / "out").glob("*.safetensors"):
-        with safe_open(path, "pt") as src:
-            tensors = {name: src.get_tensor(name) for name in src.offset_keys()}
-        if list(tensors) == sorted(tensors):
-            assert path.read_bytes() == save(tensors, metadata={"format": "pt"})
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), (77, 77), ("2MiB", 2 << 20), ("10KB", 10_000)]
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "5 apples", "0", 0, -1, "-5GB", "GB", "5GBGB", "1e9", "5XB"])
+def test_what_is_no_size(text: str | int) -> None:
+    with pytest.raises(UserError, match="not a size"):
+        parse_size(text)

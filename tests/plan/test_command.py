@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ from clustertune.errors import UserError
 from clustertune.plan.machine import Link
 from clustertune.plan.predict import make_plan
 from clustertune.resolve.resolve import resolve
-from tests.command import run as run_command
 from tests.plan.world import LLAMA_70B, LORA_SECTION, machine, write_cluster, write_recipe
 from tests.recipe.conftest import check_form
 
@@ -78,17 +74,11 @@ USAGE: dict[str, tuple[list[str], str]] = {
     "0 nodes": (["RECIPE", "--advise", "--nodes", "0"], "node counts from 1 to 2, which hgx has"),
     "too many nodes": (["RECIPE", "--advise", "--nodes", "1,3"], "node counts from 1 to 2"),
     "nodes that are not numbers": (["RECIPE", "--advise", "--nodes", "all"], "node counts from 1 to 2"),
-    "no nodes": (["RECIPE", "--advise", "--nodes", ""], "node counts from 1 to 2"),
     "nodes without a search": (["RECIPE", "--nodes", "2"], "only with --advise"),
     "a recipe for more nodes": (["RECIPE", "slurm.nodes=4"], "4, and hgx has 2 compute nodes"),
     "a recipe for more GPUs": (["RECIPE", "slurm.gpus_per_node=16"], "16, and a node of hgx has 8 GPUs"),
-    "0 GPUs": (["RECIPE", "slurm.gpus_per_node=0"], "slurm.gpus_per_node"),
     "a batch that does not divide": (["RECIPE", "train.global_batch_size=9"], "9 is not a multiple of 8"),
-    "a batch of 0": (["RECIPE", "train.global_batch_size=0"], "train.global_batch_size"),
     "a sequence beyond the context": (["RECIPE", "train.max_length=9000"], "the model has 8192 positions"),
-    "heads that do not divide": (["RECIPE", "megatron.tensor_model_parallel_size=3", "slurm.nodes=3",
-                                  "train.activation_checkpointing=null"], "does not divide"),
-    "no override": (["RECIPE", "train.=5"], "invalid override"),
     "no such file of lengths": (["RECIPE", "--lengths", "no-such-file"], "no-such-file"),
     "no such check": (["RECIPE", "--nccl-check", "no-such-file"], "no-such-file"),
     "nothing to calibrate with": (["--calibrate"], "no run was given"),
@@ -196,37 +186,6 @@ def test_the_commands_of_the_documents() -> None:
     ):  # fmt: skip
         done = call(*words)
         assert done.exit_code == 0 and all(text in done.output for text in promised), done.output
-
-
-def test_a_plan_imports_no_library_of_training(recipe: Path, cluster: Path) -> None:
-    """0.3 s for a plan: torch, transformers, numpy and the like alone take seconds."""
-    program = (
-        "import sys\nfrom clustertune.cli.app import app\n"
-        f"sys.argv = ['clustertune', 'plan', {str(recipe)!r}, '--cluster', {str(cluster)!r}, '--json']\n"
-        "app(standalone_mode=False)\n"
-        "heavy = {'torch', 'transformers', 'accelerate', 'peft', 'trl', 'numpy', 'datasets', 'scipy'} & set(sys.modules)\n"
-        "sys.exit(', '.join(sorted(heavy)) or 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_errors_as_a_document(recipe: Path) -> None:
-    """The whole command: exit code 2, one JSON document on stdout, words on stderr, no traceback."""
-    done = run_command("plan", recipe, "--cluster", "no-such-cluster", "--json")
-    assert done.code == 2 and done.json["exit_code"] == 2 and done.json["problems"]
-    assert "no-such-cluster" in done.err
-
-
-def test_the_printed_line_is_a_command(recipe: Path, cluster: Path) -> None:
-    """The second line of --advise selects the winner where it is pasted: recipe, cluster and what was given are in it."""
-    command = ["plan", recipe, "--cluster", cluster, "train.max_length=1024"]
-    done = call(*command[1:], "--advise")
-    line = done.output.strip().splitlines()[1]
-    words = shlex.split(line)
-    assert words[:2] == ["clustertune", "plan"] and "train.max_length=1024" in words
-    best = next(option for option in answer(*command[1:], "--advise")["options"] if option["starts_here"])
-    assert answer(*words[2:])["step_s"] == pytest.approx(best["step_s"])
 
 
 def test_a_padded_run_teaches_no_padding(tmp_path: Path, cluster: Path) -> None:

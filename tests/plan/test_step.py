@@ -1,4 +1,4 @@
-"""The time of a step by hand: overlap, accumulation, the pipeline's bubble, the optimizer, offload; parts sum up."""
+"""The seconds of a step by hand: what a rank computes, what travels and how long, what overlaps; parts sum up."""
 
 from __future__ import annotations
 
@@ -7,9 +7,358 @@ from typing import Any
 import pytest
 
 from clustertune.plan.constants import total
-from clustertune.plan.step import ADAM_BYTES, HOST_ADAM_BYTES_PER_S, NVME_BYTES_PER_S, Step, micro_batch, offload, step
+from clustertune.plan.machine import Link, PlanMachine
+from clustertune.plan.step import (
+    ADAM_BYTES,
+    HOST_ADAM_BYTES_PER_S,
+    NVME_BYTES_PER_S,
+    Collective,
+    RankGroup,
+    Step,
+    flops,
+    micro_batch,
+    offload,
+    step,
+    traffic,
+)
 from clustertune.plan.strategy import ModelShape
-from tests.plan.world import ADAPTERS, HBM, INTER, LORA, TOTAL, WHOLE, constants, machine, shape
+from tests.plan.world import (
+    ADAPTERS,
+    ENDS,
+    HBM,
+    HIDDEN,
+    INNER,
+    INTER,
+    INTRA,
+    LAYER,
+    LAYERS,
+    LORA,
+    MATMUL,
+    NARROW,
+    NORMS,
+    PEAK,
+    RANK,
+    TOTAL,
+    VOCABULARY,
+    WHOLE,
+    constants,
+    counted,
+    machine,
+    mixture,
+    shape,
+)
+
+TOKENS = 2 * 512
+HEAD = VOCABULARY * HIDDEN
+SCORES = 2 * 4 * (16 + 16) * 512 / 2
+"""Forward FLOPs of attention of one token in one layer: 4 heads of 16 and 16, half of 512 tokens seen."""
+SPEED = 0.5 * PEAK
+
+
+def seconds(of: ModelShape, prefix: str = "") -> dict[str, float]:
+    """Seconds of the parts whose name begins so; forward and backward of one name together."""
+    found: dict[str, float] = {}
+    work = micro_batch(of, machine(), constants())
+    for term in [*work.forward, *work.backward]:
+        if term.name.startswith(prefix):
+            found[term.name] = found.get(term.name, 0.0) + term.value
+    return found
+
+
+DENSE = 6 * (LAYERS * MATMUL + HEAD) + LAYERS * 3.5 * SCORES
+"""6 for each weight that is multiplied (the embedding row is not), and 3.5 times attention's forward pass."""
+AGAIN = 2 * LAYERS * MATMUL + LAYERS * SCORES
+ACTIVE = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * 32 + HIDDEN * 8 + 2 * 3 * HIDDEN * INNER
+"""Of a mixture: attention, the router, and two of eight experts."""
+
+
+@pytest.mark.parametrize(
+    ("of", "hardware", "expected"),
+    [
+        (shape(), False, DENSE),
+        (shape(checkpointed=1.0), True, DENSE + AGAIN),
+        (shape(checkpointed=0.5), True, DENSE + AGAIN / 2),
+        (shape(checkpointed=1.0), False, DENSE),  # MFU does not count what is done again
+        (shape(**LORA), False, 4 * (LAYERS * MATMUL + HEAD) + 6 * ADAPTERS + LAYERS * 3.5 * SCORES),
+        (shape(mixture()), False, 6 * (LAYERS * ACTIVE + HEAD) + LAYERS * 3.5 * SCORES),
+        # Of 512 tokens with a window of 128: 128 x (1 - 128 / 1024); a window beyond the sequence changes nothing.
+        (shape(counted(window=128)), False, DENSE - LAYERS * 3.5 * SCORES * (1 - 128 * (1 - 1 / 8) / 256)),
+        (shape(counted(window=512)), False, DENSE),
+    ],
+)
+def test_flops_of_a_token(of: ModelShape, hardware: bool, expected: float) -> None:
+    assert flops(of, hardware=hardware) == pytest.approx(expected * TOKENS * 16)
+
+
+def test_packed_attention_counts_what_is_computed() -> None:
+    """The causal half of each conversation; under a mask the square of the micro batch, of which MFU counts the same half."""
+    apart = {"packing": True, "isolated": True, "conversation": 128.0}
+    plain = seconds(shape(attention="flash"), "attention")["attention, forward"]
+    assert seconds(shape(**apart, attention="flash"), "attention")["attention, forward"] == pytest.approx(plain * 128 / 512)
+    for dense in ("sdpa", "eager"):
+        found = seconds(shape(**apart, attention=dense), "attention")["attention, forward"]
+        assert found == pytest.approx(plain * TOKENS / (512 / 2))
+    rest = flops(shape(), hardware=False) - LAYERS * 3.5 * SCORES * TOKENS * 16
+    for kind, hardware, seen in (("flash", True, 64), ("sdpa", False, 64), ("sdpa", True, TOKENS)):
+        total = flops(shape(**apart, attention=kind), hardware=hardware)
+        assert total == pytest.approx(rest + LAYERS * 3.5 * SCORES * seen / 256 * TOKENS * 16)
+    narrow = counted(window=32)
+    assert seconds(shape(narrow, **apart, attention="flash"), "attention")["attention, forward"] < plain * 32 / 256
+    assert seconds(shape(narrow, **apart), "attention")["attention, forward"] == pytest.approx(plain * TOKENS / 256), (
+        "no kernel"
+    )
+
+
+def test_a_rank_multiplies_its_tokens() -> None:
+    """Forward 2, backward 4 FLOPs per weight and token, at the share of the peak that products reach."""
+    found = seconds(shape(), "matrix")
+    assert found["matrix products, forward"] == pytest.approx(2 * LAYERS * MATMUL * TOKENS / SPEED)
+    assert found["matrix products, backward"] == pytest.approx(4 * LAYERS * MATMUL * TOKENS / SPEED)
+    head = seconds(shape(), "output head")
+    assert sum(head.values()) == pytest.approx(6 * HEAD * TOKENS / SPEED)
+    attention = seconds(shape(), "attention")
+    assert sum(attention.values()) == pytest.approx(3.5 * LAYERS * SCORES * TOKENS / (0.5 * SPEED))
+
+
+def test_lora_multiplies_backward_as_often_as_forward() -> None:
+    """The gradient of the input alone; the thin products are bound by what they read and write."""
+    found = seconds(shape(**LORA))
+    assert found["matrix products, backward"] == pytest.approx(found["matrix products, forward"])
+    elements = 3.0 * ADAPTERS / RANK  # lora_passes x (inputs + outputs of all adapted modules)
+    assert found["LoRA"] == pytest.approx(elements * 2 * TOKENS / HBM)
+    assert "LoRA" not in seconds(shape())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_recomputation_repeats_layers_and_not_the_head(share: float) -> None:
+    """A recomputed layer runs forward again: products, attention, element-wise kernels; the loss is not in a layer."""
+    without, with_it = seconds(shape()), seconds(shape(checkpointed=share))
+    more = sum(with_it.values()) - sum(without.values())
+    layer = sum(value for name, value in without.items() if name.endswith(", forward") and not name.startswith("output head"))
+    assert more == pytest.approx(share * layer)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "products", "norms"),
+    [
+        ({"tp": 4}, 4, 1), ({"pp": 2}, 2, 2), ({"cp": 2}, 2, 2), ({"tp": 2, "sequence_parallel": True}, 2, 2),
+        ({"tp": 2, "pp": 2, "sequence_parallel": True}, 4, 4),
+    ],
+)  # fmt: skip
+def test_model_parallel_ranks_share_the_products(sizes: dict[str, Any], products: int, norms: int) -> None:
+    """Each computes its part of the layers, of a layer, or of the sequence; without sequence parallelism every tensor-parallel
+    rank norms all tokens (https://arxiv.org/abs/2205.05198, 4.2)."""
+    for prefix, part in (("matrix", products), ("element", norms)):
+        one, some = seconds(shape(), prefix), seconds(shape(**sizes), prefix)
+        assert sum(some.values()) == pytest.approx(sum(one.values()) / part)
+
+
+def test_element_wise_kernels_by_hand() -> None:
+    """A forward pass is a third of the constant: elements of the hidden size per token and layer, 2 bytes each."""
+    for compiled, elements in ((True, 250.0), (False, 560.0)):
+        given = constants(compiled_hidden=250.0, eager_hidden=560.0)
+        work = micro_batch(shape(compiled=compiled), machine(), given)
+        found = sum(t.value for t in [*work.forward, *work.backward] if t.name.startswith("element"))
+        assert found == pytest.approx(LAYERS * elements * HIDDEN * 2 * TOKENS / HBM)
+
+
+def test_the_loss_in_tiles_moves_a_third() -> None:
+    """Whole logits are read and written by each operation on them."""
+    for fused, size in ((False, 30.0), (True, 10.0)):
+        found = seconds(shape(fused_loss=fused), "cross")
+        assert found["cross-entropy"] == pytest.approx(size * VOCABULARY * TOKENS / HBM)
+
+
+def test_a_quantised_base_is_written_out_at_each_use() -> None:
+    """Forward, backward and where a layer is recomputed; the rest of the model is not quantised."""
+    nf4 = {**LORA, "weight_bytes": 0.5}
+    body = LAYERS * (MATMUL + 2 * HIDDEN)
+    for share in (0.0, 1.0):
+        found = seconds(shape(**nf4, checkpointed=share), "dequant")
+        assert found["dequantising"] == pytest.approx((2 + share) * body * 2.5 / HBM)
+    assert not seconds(shape(**LORA), "dequant")
+    assert not seconds(shape(**nf4, compute="fp8"), "dequant"), "products in float8 read float8"
+
+
+@pytest.mark.parametrize(("compute", "factor"), [("fp8", 0.5), ("fp32", 2.0), ("bf16", 1.0), ("fp16", 1.0)])
+def test_the_type_that_computes(compute: str, factor: float) -> None:
+    """Float8 has its own peak, TF32 half of bfloat16's; without a float8 unit the request changes nothing."""
+    one, other = seconds(shape(), "matrix"), seconds(shape(compute=compute), "matrix")
+    assert sum(other.values()) == pytest.approx(factor * sum(one.values()))
+    if compute == "fp8":
+        work = micro_batch(shape(compute="fp8"), machine(peak_flops_fp8=None), constants())
+        assert sum(t.value for t in [*work.forward, *work.backward] if "matrix" in t.name) == pytest.approx(sum(one.values()))
+
+
+def test_float32_shards_are_cast_before_they_travel() -> None:
+    """Once forward, and backward once more where weights are gathered again; not what one rank holds whole."""
+    each = 7 * shape().parameters / 16 / HBM
+    assert seconds(shape(), "casts")["casts of the shards"] == pytest.approx(3 * each)
+    assert seconds(shape(reshard=False), "casts")["casts of the shards"] == pytest.approx(2 * each)
+    assert not seconds(shape(**LORA), "casts")
+    assert not seconds(shape(weight_shards=1), "casts")
+
+
+ACTIVATION = TOKENS * HIDDEN * 2
+"""Bytes of one layer's output."""
+
+
+def gather(size: int, stride: int = 1, nbytes: float = 1e9, kind: str = "gather") -> Collective:
+    return Collective("c", kind, RankGroup(size, stride), nbytes, 0)
+
+
+SLOW = machine(intra=Link(5e9, 5e9, "nominal", "", 0.0))
+FAST = machine(inter=Link(8e12, 8e12, "nominal", "", 0.0))
+RACK = machine(gpus_per_node=4, domain=16, nodes=8)
+
+
+@pytest.mark.parametrize(
+    ("at", "size", "stride", "bandwidth"),
+    [
+        (machine(), 8, 1, INTRA),  # one node
+        (machine(), 4, 2, INTRA),
+        (machine(), 16, 1, INTER),  # both nodes: the ring crosses the border of a node once
+        (machine(), 2, 8, INTER / 8),  # eight pairs, one of each GPU of a node, share its ports: TP 8 x FSDP 2
+        (machine(), 4, 4, INTER / 4),
+        (machine(), 8, 2, INTER / 2),  # TP 2 x FSDP 8
+        (SLOW, 16, 1, 5e9),  # bound by the links inside a node where these are the slower ones (PCIe and InfiniBand)
+        (FAST, 2, 8, 1e12),  # one GPU of a node: no ring inside
+        (RACK, 16, 1, INTRA),  # NVL72: 18 nodes of 4 on one switch
+        (RACK, 8, 2, INTRA),
+        (RACK, 32, 1, 4 * INTER),  # what leaves it has the ports of all its nodes
+    ],
+)
+def test_a_ring_is_as_fast_as_its_slowest_border(at: PlanMachine, size: int, stride: int, bandwidth: float) -> None:
+    """Groups that have members in one node share its ports: 8 parallel rings get an eighth each. NeMo's A100 rows showed it."""
+    assert RankGroup(size, stride).bandwidth(at) == pytest.approx(bandwidth)
+    assert gather(size, stride).seconds(at) == pytest.approx(1e9 * (size - 1) / size / bandwidth)
+
+
+def test_kinds_of_collectives() -> None:
+    """nccl-tests' definition of the bus bandwidth: an all-reduce moves everything twice, a send once, one rank nothing."""
+    assert gather(8, kind="reduce").seconds(machine()) == pytest.approx(2 * 7 / 8 * 1e9 / INTRA)
+    assert gather(8, kind="send").seconds(machine()) == pytest.approx(1e9 / INTRA)
+    assert gather(1).seconds(machine()) == 0 and gather(8, nbytes=0).seconds(machine()) == 0
+
+
+def test_latency_counts_per_call_and_step_of_the_ring() -> None:
+    """Small tensors wait for the number of hops, not for the bandwidth."""
+    slow = machine(
+        intra=Link(INTRA, INTRA, "nominal", "", 2e-6), inter=Link(INTER, INTER, "nominal", "", 10e-6)
+    )  # fmt: skip
+    for size, hop in ((8, 2e-6), (16, 10e-6)):
+        found = Collective("c", "gather", RankGroup(size), 16.0, 5)
+        assert found.seconds(slow) == pytest.approx(5 * (size - 1) * hop, rel=1e-3)
+    sent = Collective("c", "send", RankGroup(2, 8), 16.0, 5)
+    assert sent.seconds(slow) == pytest.approx(5 * 10e-6, rel=1e-3)
+
+
+def test_all_to_all_sends_to_each_member_its_part() -> None:
+    """Inside a node 7 of 8 parts over the links; over two nodes half of it over one GPU's share of the ports."""
+    assert gather(8, kind="exchange").seconds(machine()) == pytest.approx(1e9 * 7 / 8 / INTRA)
+    assert gather(16, kind="exchange").seconds(machine()) == pytest.approx(1e9 * 8 / 16 / (INTER / 8))
+    fast = machine(inter=Link(1e15, 1e15, "nominal", "", 0.0))
+    assert gather(16, kind="exchange").seconds(fast) == pytest.approx(1e9 * 7 / 16 / INTRA), "the slower of the two"
+
+
+def sent(**changes: Any) -> dict[str, tuple[str, int, int, float]]:
+    """Each collective's place, group size, stride and bytes."""
+    found = traffic(shape(**changes))
+    return {
+        f"{phase}: {c.name}": (c.kind, c.group.size, c.group.stride, pytest.approx(c.size))  # type: ignore[misc]
+        for phase in ("forward", "backward", "last", "exposed", "after")
+        for c in getattr(found, phase)
+    }
+
+
+GATHER, SCATTER = "all-gather of the weights", "reduce-scatter of the gradients"
+UPDATED = "all-gather of the updated weights"
+WHOLE_MODEL = TOTAL * 2
+Sent = dict[str, tuple[str, int, int, float]]
+FORWARD: Sent = {f"forward: {GATHER}": ("gather", 16, 1, WHOLE_MODEL)}
+BOTH: Sent = FORWARD | {f"backward: {GATHER}": ("gather", 16, 1, WHOLE_MODEL)}
+LAST: Sent = {f"last: {SCATTER}": ("gather", 16, 1, WHOLE_MODEL)}
+AFTER: Sent = {f"after: {UPDATED}": ("gather", 16, 1, WHOLE_MODEL)}
+EACH: Sent = {f"backward: {SCATTER}": ("gather", 16, 1, WHOLE_MODEL)}
+ADAPTED: Sent = {f"last: {SCATTER}": ("gather", 16, 1, ADAPTERS * 2)}
+CASES: dict[str, tuple[dict[str, Any], Sent]] = {
+    "FSDP2 gathers twice and scatters once": ({}, BOTH | LAST),
+    "not resharded: gathered once": ({"reshard": False}, FORWARD | LAST),
+    "LoRA: the base is gathered, only adapters are scattered": (LORA, BOTH | ADAPTED),
+    "a quantised base travels quantised, embedding and head do not": (
+        {**LORA, "weight_bytes": 0.5, "gather_bytes": 0.5, "reshard": False},
+        {f"forward: {GATHER}": ("gather", 16, 1, LAYERS * LAYER * 0.5 + (2 * ENDS + HIDDEN) * 2)} | ADAPTED,
+    ),
+    "HSDP: weights stay in the node, the shards' gradients cross": (
+        {"replicas": 2, "weight_shards": 8, "gradient_shards": 8, "state_shards": 8, "reshard": False},
+        {
+            f"forward: {GATHER}": ("gather", 8, 1, WHOLE_MODEL),
+            f"last: {SCATTER}": ("gather", 8, 1, WHOLE_MODEL),
+            "last: all-reduce of the gradients between replicas": ("reduce", 2, 8, WHOLE_MODEL / 8),
+        },
+    ),
+    "DDP reduces all gradients": (
+        {**WHOLE, "kind": "DDP", "reduce_bytes": 4.0},
+        {"last: all-reduce of the gradients": ("reduce", 16, 1, TOTAL * 4)},
+    ),
+    "ZeRO-1 sums its share of the gradients and gathers the updated weights": (
+        {**WHOLE, "kind": "ZeRO-1", "state_shards": 16}, LAST | AFTER,
+    ),
+    "ZeRO-2 scatters after each micro batch": (
+        {**WHOLE, "kind": "ZeRO-2", "state_shards": 16, "gradient_shards": 16}, EACH | AFTER,
+    ),
+    "ZeRO-3 too": ({"kind": "ZeRO-3"}, BOTH | EACH),
+    "one GPU sends nothing": ({**WHOLE, "world_size": 1, "data_parallel_size": 1, "ranks_per_node": 1, "kind": "NO"}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_collectives_of_data_parallel_strategies(name: str) -> None:
+    """Bytes follow from the tensors; which rank pairs they cross from the mesh."""
+    changes, expected = CASES[name]
+    assert sent(**changes) == expected
+
+
+def test_tensor_parallelism_reduces_four_times_a_layer() -> None:
+    """Two all-reduces forward, two backward; recomputation repeats the forward ones; FSDP runs across with stride tp."""
+    size = {"tp": 4, "data_parallel_size": 4, "weight_shards": 4, "gradient_shards": 4, "state_shards": 4}
+    for share, rounds in ((0.0, 4), (1.0, 6)):
+        found = sent(**size, checkpointed=share)
+        assert found["exposed: tensor-parallel all-reduce"] == ("reduce", 4, 1, rounds * LAYERS * ACTIVATION)
+    # Each rank gathers its quarter of the matrices; norms are not divided.
+    part = LAYERS * (MATMUL / 4 + NORMS) + (2 * ENDS + HIDDEN) / 4
+    assert found[f"forward: {GATHER}"] == ("gather", 4, 4, part * 2)
+    hidden = sent(**size, overlap_tp=True, checkpointed=1.0)
+    assert hidden["forward: tensor-parallel all-reduce"] == ("reduce", 4, 1, 2 * LAYERS * ACTIVATION)
+    assert hidden["backward: tensor-parallel all-reduce"] == ("reduce", 4, 1, 4 * LAYERS * ACTIVATION)
+
+
+@pytest.mark.parametrize(("virtual", "sequence_parallel", "rounds"), [(1, False, 2), (2, False, 4), (2, True, 2)])
+def test_a_pipeline_sends_activations_and_gradients(virtual: int, sequence_parallel: bool, rounds: int) -> None:
+    """Of each micro batch, once per virtual stage and direction; under sequence parallelism each rank sends its part."""
+    held = {**WHOLE, "kind": "Megatron", "data_parallel_size": 4, "tp": 2, "pp": 2}
+    found = sent(**held, virtual=virtual, sequence_parallel=sequence_parallel)
+    assert found["exposed: pipeline send"] == ("send", 2, 8, rounds * ACTIVATION)
+
+
+def test_ring_attention_passes_keys_and_values() -> None:
+    """All other ranks' keys and values come by; backward their gradients too."""
+    found = sent(cp=2, data_parallel_size=8)
+    whole = LAYERS * 2 * NARROW * 2 * 512 * 2
+    assert found["forward: keys and values around the ring"] == ("gather", 2, 1, whole)
+    assert found["backward: keys, values and their gradients around the ring"] == ("gather", 2, 1, 2 * whole)
+    assert found[f"forward: {GATHER}"] == ("gather", 16, 1, TOTAL * 2), "FSDP shards over dp and cp together"
+
+
+def test_experts_exchange_each_tokens_copies() -> None:
+    """To two experts and back, forward and backward; 6 times where layers are recomputed."""
+    held = {**WHOLE, "kind": "Megatron", "ep": 8}
+    for share, rounds in ((0.0, 4), (1.0, 6)):
+        found = traffic(shape(mixture(active=2), **held, checkpointed=share)).exposed[0]
+        assert (found.kind, found.group) == ("exchange", RankGroup(8))
+        assert found.size == pytest.approx(rounds * LAYERS * 2 * ACTIVATION)
+    assert not traffic(shape(mixture(), **WHOLE, kind="Megatron")).exposed
+
 
 RING = TOTAL * 2 * 15 / 16 / INTER
 """Seconds of a gather of all weights, or of a scatter of all gradients, over both nodes."""

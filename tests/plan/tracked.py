@@ -10,11 +10,10 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 import sys
-import traceback
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from tests.damage import fork, free_port, wait
 
 RANKS = 2
 GLOO_COPY = "aten.split.Tensor"
@@ -181,39 +182,23 @@ def train(folder: Path) -> Tracker:
 
 
 def run_rank(folder: Path, rank: int, port: int) -> None:
-    """A forked rank. Never returns."""
-    code = 1
-    try:
-        log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        peaks = train(folder).peaks
-        if rank == 0:
-            (folder / "peaks.json").write_text(json.dumps(peaks))
-        torch.distributed.barrier()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+    """What a forked rank does."""
+    log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    peaks = train(folder).peaks
+    if rank == 0:
+        (folder / "peaks.json").write_text(json.dumps(peaks))
+    torch.distributed.barrier()
 
 
 def run_full_size(file: Path) -> None:
-    """The cases of a file, forked. Never returns."""
+    """The cases of a file."""
     from tests.plan import full_size
 
-    code = 1
-    try:
-        full_size.run(file)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+    full_size.run(file)
 
 
 def main() -> int:
@@ -223,25 +208,14 @@ def main() -> int:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     assert trl.SFTTrainer  # loaded once, before the ranks are forked
-    failed, given, beside = 0, [Path(text) for text in sys.argv[1:]], []
-    for file in filter(Path.is_file, given):
-        if not (child := os.fork()):
-            run_full_size(file)
-        beside.append(child)
+    failed, given = 0, [Path(text) for text in sys.argv[1:]]
+    beside = [fork(partial(run_full_size, file)) for file in filter(Path.is_file, given)]
     for folder in filter(Path.is_dir, given):
         architecture = json.loads((folder / "model.json").read_text())
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture)).save_pretrained(folder / "base")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        children = []
-        for rank in range(RANKS):
-            if not (child := os.fork()):
-                run_rank(folder, rank, port)
-            children.append(child)
-        codes = [os.waitpid(child, 0)[1] for child in children]
-        failed += any(codes)
-    return failed + sum(os.waitpid(child, 0)[1] != 0 for child in beside)
+        port = free_port()
+        failed += any(wait([fork(partial(run_rank, folder, rank, port)) for rank in range(RANKS)]))
+    return failed + sum(code != 0 for code in wait(beside))
 
 
 if __name__ == "__main__":

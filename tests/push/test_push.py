@@ -18,6 +18,7 @@ from clustertune.errors import UserError
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from tests.command import Done
+from tests.damage import flip
 from tests.fake_hub import TOKEN, FakeHub, Repo
 from tests.push.conftest import change, reseal
 
@@ -150,10 +151,7 @@ def test_a_failure_midway_leaves_nothing_and_the_next_call_goes_on(
 
 
 def test_a_damaged_adapter_is_not_pushed(push: Push, hub: FakeHub, trained: RunDir) -> None:
-    path = trained.adapter / "adapter_model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(trained.adapter / "adapter_model.safetensors", -1)
     done = push("--publish")
     assert done.code == 2 and "SHA-256" in done.err and "nothing of it is pushed" in done.err and hub.asked == []
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError
-from tests.training.forked import around, bad_loss, failing, on_rank
+from tests.damage import failing, flip
+from tests.training.forked import around, bad_loss, on_rank
 
 BREAKS = f"{__name__}:"
 
@@ -43,9 +44,7 @@ def changed_before_it_is_loaded() -> None:
 
     def change(path: str) -> None:
         if "zero_pp_rank_1" in path and path.endswith("optim_states.pt"):
-            data = bytearray(Path(path).read_bytes())
-            data[-3000] ^= 1
-            Path(path).write_bytes(data)
+            flip(Path(path), -3000)
 
     around(deepspeed, "load_file", change)
 

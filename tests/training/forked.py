@@ -12,17 +12,17 @@ import json
 import os
 import pkgutil
 import signal
-import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tests.command import REPO
+from tests.damage import fork, free_port, wait
 
 
 class Forge:
@@ -78,15 +78,6 @@ def around(owner: Any, name: str, before: Callable[..., Any] | None = None, afte
 def on_rank(number: int, act: Callable[..., Any]) -> Callable[..., Any]:
     """Calls ``act`` on one rank only."""
     return lambda *args: act(*args) if os.environ["RANK"] == str(number) else None
-
-
-def failing(error: BaseException) -> Callable[..., None]:
-    """Raises ``error``."""
-
-    def fail(*_: Any) -> None:
-        raise error
-
-    return fail
 
 
 def kill(number: int = signal.SIGKILL) -> Callable[..., None]:
@@ -173,25 +164,13 @@ def _rank(request: dict[str, Any], rank: int, port: int) -> int:
 
 
 def _fork(request: dict[str, Any]) -> list[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = []
-    for rank in range(request["ranks"]):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                os.dup2(2, 1)  # stdout is for answers
-                code = _rank(request, rank, port)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    port = free_port()
+
+    def act(rank: int) -> int:
+        os.dup2(2, 1)  # stdout is for answers
+        return _rank(request, rank, port)
+
+    return wait([fork(partial(act, rank)) for rank in range(request["ranks"])])
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.errors import UserError
+from clustertune.errors import ExitCode, UserError
 from clustertune.launch.node import accelerate_command
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.resolve.resolve import resolve
@@ -19,6 +19,7 @@ from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 from clustertune.training import deepspeed
 from tests.command import REPO
+from tests.damage import refused
 
 PARAM = deepspeed.NVME_VARIABLES["offload_param"]
 
@@ -69,9 +70,8 @@ def test_a_disk_that_is_too_small_or_no_folder_is_told_before_the_model_is_loade
     need = deepspeed.swap_bytes(resolved, "offload_param")
     assert need == 2 * 3_147_456
     monkeypatch.setattr(deepspeed, "free_bytes", lambda _: need - 1)
-    with pytest.raises(UserError, match="takes about") as caught:
+    with refused("takes about", ExitCode.STORAGE):
         deepspeed.set_environment(resolved, "run", cuda=True)
-    assert int(caught.value.code) == 73
     (tmp_path / "swap" / "1_param.tensor.swp").write_bytes(b"x")
     deepspeed.set_environment(resolved, "run", cuda=True)
     (tmp_path / "file").write_text("")

@@ -20,8 +20,9 @@ from clustertune.rundir import RunDir
 from clustertune.training.session import Session
 from clustertune.training.trainer import RankTrainer
 from tests.command import events
+from tests.damage import failing, flip
 from tests.training.benches import Bench, fsdp, make_bench
-from tests.training.forked import Forge, around, failing, kill, on_rank
+from tests.training.forked import Forge, around, kill, on_rank
 from tests.training.test_saving import shards
 
 pytestmark = pytest.mark.timeout(900)
@@ -136,9 +137,7 @@ def node_gone(job: Job) -> None:
 def flipped(job: Job) -> None:
     """One bit of each shard on one disk."""
     for shard in job.root(1).glob("step-000005/*/__*_0.distcp"):
-        data = bytearray(shard.read_bytes())
-        data[-5] ^= 1
-        shard.write_bytes(data)
+        flip(shard, -5)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,9 @@ from clustertune.errors import ExitCode
 from clustertune.training.session import Watch
 from clustertune.training.trainer import Trainer
 from tests.command import events
+from tests.damage import failing
 from tests.training.benches import Bench, problems
-from tests.training.forked import Forge, around, failing, kill, on_rank
+from tests.training.forked import Forge, around, kill, on_rank
 
 pytestmark = pytest.mark.timeout(900)
 

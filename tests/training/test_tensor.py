@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from clustertune.errors import UserError
 from clustertune.training import context, tensor
 from tests.conftest import TINY_LLAMA
+from tests.damage import fork, wait
 
 
 def in_a_group(folder: Path, work: Callable[[Any], None], ranks: int = 2) -> None:
     """Call ``work`` with the mesh of a group, in as many forked processes; an error in any of them fails the test."""
-    children = []
-    for rank in range(ranks):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                torch.set_num_threads(1)
-                dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
-                work(init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",)))
-                code = 0
-            except BaseException:
-                (folder / f"error-{rank}").write_text(traceback.format_exc())
-            finally:
-                os._exit(code)
-        children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert codes == [0] * ranks, "".join(path.read_text() for path in folder.glob("error-*"))
+
+    def act(rank: int) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
+        work(init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",)))
+
+    assert wait([fork(partial(act, rank)) for rank in range(ranks)]) == [0] * ranks
 
 
 def model(**changes: Any) -> Any:

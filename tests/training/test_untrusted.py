@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
-import os
 import pickle
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from clustertune import manifest
 from clustertune.checkpoint import restricted, store, values
 from clustertune.errors import UserError
 from clustertune.rundir import RunDir
+from tests.damage import Canary, flip_somewhere
 from tests.training.benches import Bench, output_of
 
 pytestmark = pytest.mark.timeout(900)
@@ -34,14 +33,6 @@ def need(strategy: str) -> None:
 
 
 # -- damaged inputs ------------------------------------------------------------------------------------------------------
-
-
-def damage(path: Path, seed: int) -> None:
-    """Flip one bit; the size stays. Seeded."""
-    data = bytearray(path.read_bytes())
-    draw = random.Random(f"{path.name} {seed}")
-    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-    path.write_bytes(data)
 
 
 INPUTS = [
@@ -66,7 +57,7 @@ INPUTS = [
 def test_a_damaged_input_is_not_trained_on(strategy: str, name: str, seed: int, bench: Bench) -> None:
     need(strategy)
     path = bench.make(strategy)
-    damage(path / name, seed)
+    flip_somewhere(path / name, seed)
     assert bench.go(path) == [2, 2], output_of(path)
     assert Path(name).name in output_of(path) and not list(path.glob("checkpoints/*/MANIFEST.json"))
 
@@ -82,16 +73,6 @@ def test_a_changed_recipe_of_a_run_is_not_followed(bench: Bench) -> None:
 
 
 # -- hostile checkpoints -------------------------------------------------------------------------------------------------
-
-
-class Canary:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 def plant(checkpoint: Path, where: str, canary: Path) -> None:

@@ -1,9 +1,11 @@
-"""The walk against a second implementation, which enumerates every path by recursion, on random forests with random faults."""
+"""The rules of a message tree; and the walk against one that lists every path by recursion, on random forests with faults."""
 
 from __future__ import annotations
 
 import io
 import json
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,90 @@ from hypothesis import strategies as st
 
 from clustertune.data import chats as oasst
 from clustertune.data.rows import Rejects, RowLocation
+
+OTHER = {"message_tree_id": "u"}
+
+
+def test_a_conversation_has_chat_roles_and_names_its_tree(run, row):
+    got = run([row("p1", None, "Hi"), row("a1", "p1", " Hello\n")])
+    assert got.conversations == [
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Hello\n"}], "source": {"tree": "t"}}
+    ]
+
+
+def replies(row, *ranks):
+    return [row("p1", None), *(row(f"a{i}", "p1", rank=rank) for i, rank in enumerate(ranks))]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "taken"),
+    [
+        ((None, 5, 0), "a2"),
+        ((2.0, 1.0), "a1"),
+        ((-1, 0), "a1"),
+    ],
+)
+def test_the_reply_is_chosen_by_rank_then_by_file_order(run, row, ranks, taken):
+    assert run(replies(row, *ranks)).texts == {"t": ["text of p1", f"text of {taken}"]}
+
+
+def test_of_two_paths_that_are_as_long_the_first_is_taken(run, row):
+    rows = [row("p1", None), row("a1", "p1"), *(row(f"p{n}", "a1") for n in (2, 3)), *(row(f"a{n}", f"p{n}") for n in (3, 2))]
+    assert run(rows).texts == {"t": ["text of p1", "text of a1", "text of p2", "text of a2"]}
+
+
+def test_the_language_is_that_of_the_root(run, row):
+    rows = [row("p1", None, lang="de"), row("a1", "p1"), row("p2", None, **OTHER), row("a2", "p2", lang="de", **OTHER)]
+    assert list(run(rows).texts) == ["u"]
+    assert sorted(run(rows, language=None).texts) == ["t", "u"]
+
+
+def test_the_nested_export_gives_the_same(run, row, nest):
+    rows = [row("p1", None), row("a1", "p1", rank=1), row("a2", "p1", rank=0), row("p2", "a2"), row("p3", "a2")]
+    rows += [row("a3", "p3"), row("a4", "p2", deleted=True), row("p4", "a4"), row("x", "a2", role="ghost")]
+    flat, nested = run(rows), run(nest(rows))
+    assert flat.texts == nested.texts == {"t": ["text of p1", "text of a2", "text of p3", "text of a3"]}
+    assert flat.rejected == nested.rejected == {"unknown-role": 1}
+
+
+def deep(row, depth):
+    ids = [f"{'ap'[i % 2]}{i}" for i in range(1, depth + 1)]
+    return [row(identity, parent) for identity, parent in zip(ids, [None, *ids], strict=False)]
+
+
+def test_a_tree_of_5000_levels_flat_in_any_order_and_nested(run, row):
+    rows = deep(row, 5000)
+    start, wanted = time.process_time(), [r["text"] for r in rows]
+    for order in (rows, random.Random(1).sample(rows, len(rows))):
+        assert run(order).texts == {"t": wanted}
+    assert time.process_time() - start < 10
+    kept = ({key: r[key] for key in ("message_id", "role", "text", "lang")} for r in rows)
+    text = "".join(json.dumps(one)[:-1] + ', "replies": [' for one in kept)
+    nested = f'{{"message_tree_id": "t", "prompt": {text}{"]}" * len(rows)}}}\n'.encode()
+    with pytest.raises(RecursionError):
+        json.loads(nested)
+    assert run(nested).texts == {"t": wanted}
+
+
+def test_a_chain_of_5000_in_a_cycle_is_found_in_time(run, row):
+    rows = deep(row, 5000)
+    rows[0]["parent_id"] = rows[-1]["message_id"]
+    good = [row("p_", None, **OTHER), row("a_", "p_", **OTHER)]
+    assert run(rows + good).rejected == {"cycle": 5000}
+
+
+def test_the_conversations_that_the_project_ships(run):
+    """Every feature that the walk has rules for, enough conversations, and no bad row."""
+    file = Path(__file__).parents[2] / "recipes" / "tiny-oasst2" / "conversations.jsonl"
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert {r["lang"] for r in rows} == {"en", "de", "fr", "es", "tr"} and {r["rank"] for r in rows} == {None, 0, 1, 2}
+    assert sum(r["deleted"] for r in rows) >= 3 and sum(r["review_result"] is False for r in rows) >= 3
+    assert len({r["text"] for r in rows}) > 0.98 * len(rows)
+    got = run(path=file, bad_rows="stop")
+    assert 80 <= len(got.conversations) <= 95
+    assert set(got.rejected) <= {"no-assistant-reply"}
+    assert {len(line["messages"]) for line in got.conversations} == {2, 4, 6}
+
 
 Row = dict[str, Any]
 DATA = Path(__file__).parents[3] / "shared" / "data"

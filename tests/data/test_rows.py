@@ -1,4 +1,4 @@
-"""Every kind of bad row: left out and counted once, named with file and line, refused where the recipe says stop."""
+"""Every kind of bad row: left out and counted once, named with file and line, refused where the recipe says stop; parser."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import functools
 import json
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from clustertune.data import rows
-from clustertune.data.rows import SHOWN
+from clustertune.data.rows import SHOWN, JsonError, parse, parse_deep
 from clustertune.errors import ExitCode, UserError
 
 GOOD = 2
@@ -141,3 +143,59 @@ def test_without_any_conversation_the_reason_is_said(run, row):
         run([row("p1", None), row("a1", "p1")], language="tr")
     with pytest.raises(UserError, match="contains no usable conversation"):
         run(b"")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(VALUES, st.sampled_from([None, 1]), st.booleans())
+@example([float("inf"), -float("inf")], None, True)
+def test_equals_the_standard_parser(value, indent, ascii_only):
+    text = " \n" + json.dumps(value, indent=indent, ensure_ascii=ascii_only) + " "
+    assert parse_deep(text) == parse(text) == (value, len(text) - 1)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(VALUES, min_size=1) | st.dictionaries(st.text(), VALUES, min_size=1), st.data())
+def test_every_cut_of_a_record_is_called_truncated(value, data):
+    text = json.dumps(value)
+    cut = text[: data.draw(st.integers(1, len(text) - 1))]
+    with pytest.raises(JsonError) as caught:
+        parse(cut)
+    assert caught.value.truncated
+
+
+WRONG = [
+    '{"a": 1,, "b": 2}',
+    "{'a': 1}",
+    '{"a" 1}',
+    "[1 2]",
+    '{"a": "x\ny"}',
+    '["\\q____"]',
+    "{1: 2}",
+    "[}",
+    "[01, 2]",
+    '["\\u12"]',
+]
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_is_wrong_in_the_middle_is_not(text):
+    with pytest.raises(JsonError) as caught:
+        parse(text)
+    assert not caught.value.truncated
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(text)
+
+
+def test_100000_levels():
+    value, end = parse("[" * 100_000 + "]" * 100_000)
+    depth = 0
+    while value:
+        value, depth = value[0], depth + 1
+    assert (depth, end) == (99_999, 200_000)
