@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
+
+_RUNNING = threading.RLock()
+"""Held while a module's code runs: a thread that asks for one of its names waits for all of them, as at any import."""
 
 
 class DeferredModule(ModuleType):
@@ -21,13 +25,16 @@ class DeferredModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        self.__class__ = ModuleType  # type: ignore[assignment]
-        try:
-            self.__spec__.loader.exec_module(self)  # type: ignore[union-attr]
-        except BaseException:
-            self.__class__ = DeferredModule
-            raise
-        return getattr(self, name)
+        with _RUNNING:
+            # Another thread may have run it meanwhile; and its own code may ask for a name that it has not come to.
+            if type(self) is DeferredModule and "__running__" not in self.__dict__:
+                self.__dict__["__running__"] = True
+                try:
+                    self.__spec__.loader.exec_module(self)  # type: ignore[union-attr]
+                    self.__class__ = ModuleType  # type: ignore[assignment]
+                finally:
+                    del self.__dict__["__running__"]
+        return ModuleType.__getattribute__(self, name)
 
 
 class _Later(Loader):
