@@ -15,7 +15,7 @@ from typing import Any
 
 from clustertune.check.log_read import Log, LoggedDevice
 from clustertune.check.machine import Expects, Machine
-from clustertune.check.rule import FAIL, LINKS, Check, Seen, listed, rule
+from clustertune.check.rule import FAIL, LINKS, Check, Rule, Seen, described, listed
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
 from clustertune.host.gpus import has_nvlink
 
@@ -231,7 +231,7 @@ class LinkContext:
 def logged(*kinds: str, rank: int, status: str = FAIL, name: str = "") -> Callable[[Callable[[], None]], Check]:
     """Makes a rule of a docstring: it repeats what NCCL said about these faults. ``name``: without it the first kind's."""
 
-    def register(described: Callable[[], None]) -> Check:
+    def make_rule(named: Callable[[], None]) -> Check:
         def look(context: LinkContext) -> Iterator[Seen]:
             found = [fault for fault in context.log.faults if fault.kind in kinds]
             if found:
@@ -241,11 +241,10 @@ def logged(*kinds: str, rank: int, status: str = FAIL, name: str = "") -> Callab
                 again = f" ({times} times)" if times > 1 else ""
                 yield Seen(status, f"{found[0].text}{again}", where=names(fault.host for fault in found))
 
-        look.__doc__ = described.__doc__
-        look.__module__ = described.__module__
-        return rule(name or kinds[0], LINKS, rank=rank)(look)
+        look.__module__ = named.__module__
+        return Check(Rule(name or kinds[0], *described(named.__doc__ or "")), look, LINKS, rank)
 
-    return register
+    return make_rule
 
 
 def number(value: object) -> float:

@@ -265,13 +265,13 @@ def _of_recipe(args: DoctorArguments, cluster: Cluster, facts: HostFacts | None)
         return []
     from clustertune import chain
     from clustertune.doctor import recipe_context
-    from clustertune.doctor.recipe_findings import recipe_findings, refused
+    from clustertune.doctor.recipe_findings import recipe_findings, recipe_refused
     from clustertune.launch import cluster_paths, shape
 
     try:
         resolved = shape.resolve_on(args.recipe, args.overrides or [], cluster, tiny=args.tiny)[0]
     except UserError as error:
-        return list(refused(error))
+        return list(recipe_refused(error))
     run_dir = args.run_dir or chain.default_run_dir(resolved, cluster_paths.runs(cluster))  # as submit takes it
     own = {setting.name: setting.value for setting in cluster_paths.settings(cluster)}  # as its jobs have it
     context = recipe_context.build(resolved, cluster, facts, run_dir=run_dir, environment={**os.environ, **own})
