@@ -15,7 +15,7 @@ from typing import Any
 
 from clustertune.check.log_read import Log, LoggedDevice
 from clustertune.check.machine import Expects, Machine
-from clustertune.check.rule import FAIL, LINKS, Check, Rule, Seen, described, listed
+from clustertune.check.rule import FAIL, LINKS, Check, Seen, described, listed, rule_of
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
 from clustertune.host.gpus import has_nvlink
 
@@ -242,7 +242,7 @@ def logged(*kinds: str, rank: int, status: str = FAIL, name: str = "") -> Callab
                 yield Seen(status, f"{found[0].text}{again}", where=names(fault.host for fault in found))
 
         look.__module__ = named.__module__
-        return Check(Rule(name or kinds[0], *described(named.__doc__ or "")), look, LINKS, rank)
+        return rule_of(name or kinds[0], *described(named.__doc__ or ""), look=look, subject=LINKS, rank=rank)
 
     return make_rule
 

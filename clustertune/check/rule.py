@@ -109,7 +109,7 @@ def either(status: str, bad: str, good: str, fix: str = "", where: str = "") -> 
 class Check:
     """A rule with the function that looks. Calling it with a subject gives findings."""
 
-    def __init__(self, rule: Rule, look: Callable[[Any], Iterable[Seen]], subject: str, rank: int | None = None) -> None:
+    def __init__(self, rule: Rule, look: Callable[[Any], Iterable[Seen]], subject: str, rank: int | None) -> None:
         self.rule, self.look, self.subject, self.rank = rule, look, subject, rank
         self.name = f"{look.__module__}.{rule.id}"
 
@@ -145,7 +145,12 @@ def rule(look: Callable[[Any], Iterable[Seen]]) -> Check:
     """
     texts = described(look.__doc__ or "")
     subject = _SUBJECTS[next(iter(look.__annotations__.values()))]
-    return Check(Rule(look.__name__.replace("_", "-"), *texts), look, subject, _RANKS.get(look))
+    return rule_of(look.__name__.replace("_", "-"), *texts, look=look, subject=subject, rank=_RANKS.get(look))
+
+
+def rule_of(*texts: str, look: Callable[[Any], Iterable[Seen]], subject: str, rank: int | None = None) -> Check:
+    """A rule with the function that looks. ``texts``: the fields of :class:`Rule` in their order."""
+    return Check(Rule(*texts), look, subject, rank)
 
 
 def described(docstring: str) -> tuple[str, str, str, str]:

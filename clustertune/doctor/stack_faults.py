@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from packaging.version import InvalidVersion, Version
 
-from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Check, Rule, Seen, described
+from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Check, Seen, described, rule_of
 from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
@@ -97,7 +97,7 @@ def fault(
                 judged, more = met if isinstance(met, tuple) else (status, "")
                 yield Seen(judged, f"{name} {version}: {what or seen}{more}", where=context.versions_of)
 
-        return Check(Rule(key, f"{package} {ranges}", why, link, fix or remedy), look, RECIPE)
+        return rule_of(key, f"{package} {ranges}", why, link, fix or remedy, look=look, subject=RECIPE)
 
     return make_rule
 

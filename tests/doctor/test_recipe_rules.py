@@ -481,7 +481,7 @@ def test_a_model_type_says_that_its_layers_carry_a_state(case: Case) -> None:
     resolved = case.context().resolved
     named = replace(resolved, architecture={**resolved.architecture, "model_type": "bamba"})
     found = list(recipe_plan.packed_state(replace(case.context(), resolved=named)))
-    assert [item.rule for item in found] == ["packed-state"] and "bamba has layers with a state" in found[0].found
+    assert len(found) == 1 and "bamba has layers with a state" in found[0].found
     assert not list(recipe_plan.packed_state(case.context()))
 
 
