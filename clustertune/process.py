@@ -117,6 +117,15 @@ def die_with_parent(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
+def end(child: subprocess.Popen[bytes], seconds: float) -> None:
+    """Ask a child to end (SIGTERM), and kill it where it has not within ``seconds``."""
+    for ask, patience in ((child.terminate, seconds), (child.kill, 10)):  # one that hangs in a driver is not to be had
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            ask()
+            child.wait(patience)
+            return
+
+
 def kill_group(child: subprocess.Popen[bytes]) -> None:
     """Kill a child that leads a session, with all that it started; SIGKILL ends a stopped process, too."""
     if child.poll() is None:

@@ -84,15 +84,10 @@ def local_target(hosts: tuple[str, ...], addresses: tuple[str, ...], cluster: Cl
 
 def job_target(allocation: Allocation, cluster: Cluster, environ: Mapping[str, str]) -> CheckTarget:
     """The nodes of a Slurm job, reached by srun, in the cluster's container if it has one."""
-    # Slurm gives whole cores: a job that asked for one CPU has two, and srun warns of a step that wants both.
-    requested = environ.get("SLURM_CPUS_PER_TASK", "")
-    cpus = int(requested) if requested.isdigit() else allocation.cpus_per_node
 
     def command(folder: Path) -> list[str]:
         words = [sys.executable, "-m", NODE_MODULE, "--folder", str(folder)]
-        gpus = bool(allocation.gpus_per_node)
-        nodes = len(allocation.nodes)
-        return step.in_step(words, cluster, binds=[folder.parent], nodes=nodes, cpus=cpus, gpus=gpus, environ=environ)
+        return step.in_job(words, cluster, allocation, binds=[folder.parent], environ=environ)
 
     # Slurm's names resolve on every node: training meets by them, too.
     return CheckTarget(allocation.nodes, allocation.nodes, cluster, command, allocation.job_id)
