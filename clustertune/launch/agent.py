@@ -270,12 +270,11 @@ def read_anew(path: Path) -> dict[str, Any]:
 
 def await_object(path: Path, seconds: float, give_up: Callable[[], bool] = lambda: False) -> dict[str, Any]:
     """:func:`read_anew` as soon as there is one; empty where there is none within ``seconds``, or ``give_up`` says so."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not give_up():
-        if found := read_anew(path):
-            return found
+    deadline, found = time.monotonic() + seconds, read_anew(path)
+    while not found and time.monotonic() < deadline and not give_up():
         time.sleep(POLL_SECONDS)
-    return {}
+        found = read_anew(path)
+    return found
 
 
 def rank_record(folder: Path, rank: int) -> dict[str, Any]:

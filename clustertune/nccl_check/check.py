@@ -23,6 +23,7 @@ from clustertune.cluster.hardware import HARDWARE, LinkFacts, NetworkFacts, read
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import batch, step
+from clustertune.launch.agent import await_object
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import environment
 from clustertune.launch.shape import JobShape
@@ -40,7 +41,6 @@ from clustertune.nccl_check.setup import (
     CheckOptions,
     CollectiveCase,
     Setup,
-    await_file,
     write_whole,
 )
 from clustertune.plan.measured import SUFFIX, beside, read_measured
@@ -122,7 +122,7 @@ def run_round(target: CheckTarget, folder: Path, setup: Setup, tick: Callable[[P
     if target.by_hand:  # srun waits for all nodes by itself
         until = min(time.monotonic(), began + setup.most_seconds) + RECORD_SECONDS
         for node in range(len(target.hosts)):
-            await_file(folder / NODE.format(node=node), until - time.monotonic())
+            await_object(folder / NODE.format(node=node), until - time.monotonic())
 
 
 def round_folder(folder: Path, number: int) -> Path:
@@ -149,7 +149,7 @@ def join(folder: Path, node: int, seconds: float) -> int:
                 return number - 1
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{following / SETUP} did not come within {seconds:.0f} s")
-            await_file(following / SETUP, 0.5)
+            await_object(following / SETUP, 0.5)
         setup = Setup.read(following)
         limit = setup.limit + SLACK_SECONDS + FACTS_SECONDS
         _run_node(node_command(following, node), following, f"launch-{node}.out", limit, lambda _: None)

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import UserError
-from clustertune.nccl_check.setup import FACTS, LOGS, NODE, OUTPUT, SETUP, Setup, await_file, tournament, write_whole
+from clustertune.launch.agent import await_object, read_anew
+from clustertune.nccl_check.setup import FACTS, LOGS, NODE, OUTPUT, SETUP, Setup, tournament, write_whole
 from clustertune.process import die_with_parent, kill_group
 
 # --- pairs of GPUs ----------------------------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ class NodeCheck:
         self._checked = time.monotonic()
         for node in range(len(self.setup.hosts)):
             path = self.folder / NODE.format(node=node)
-            if node != self.node and path.exists() and any(code != 0 for code in await_file(path, 0)["codes"] or [None]):
+            if node != self.node and path.exists() and any(code != 0 for code in read_anew(path)["codes"] or [None]):
                 return True
         return False
 
@@ -297,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not number.isdigit():
         parser.exit(2, "error: SLURM_NODEID is not set: give --node, or start it with srun\n")
     try:
-        await_file(given.folder / SETUP, PATIENCE_SECONDS)
+        await_object(given.folder / SETUP, PATIENCE_SECONDS)
         setup = Setup.read(given.folder)
         if given.facts:
             from clustertune.host.collect import collect
