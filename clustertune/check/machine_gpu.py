@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from clustertune.check.machine import Machine
-from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Seen, either, in_verdict
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Seen, either
 from clustertune.host.facts import Gpu
 from clustertune.host.gpus import gpu_links
 from clustertune.host.system import readable_cpus, version
@@ -117,7 +117,6 @@ def cuda_visible_devices(m: Machine) -> Iterator[Seen]:
         yield Seen(WARN, f"it is {value!r} outside of a job", "unset CUDA_VISIBLE_DEVICES, unless it is meant")
 
 
-@in_verdict(6)
 def gpu_pcie(m: Machine) -> Iterator[Seen]:
     """Cards have all their lanes; slots are of the generation that the cluster file says, or that the card has.
 
@@ -138,7 +137,6 @@ def gpu_pcie(m: Machine) -> Iterator[Seen]:
     yield from either(WARN, "; ".join(texts), good, seat if narrow else board)
 
 
-@in_verdict(6)
 def pcie_p2p(m: Machine) -> Iterator[Seen]:
     """Nothing stands between GPUs on PCIe.
 
@@ -165,7 +163,6 @@ def pcie_p2p(m: Machine) -> Iterator[Seen]:
         yield from either(FAIL if m.expects.p2p is False else WARN, " and ".join(lines), "neither IOMMU nor ACS in the way")
 
 
-@in_verdict(4)
 def gpudirect_rdma(m: Machine) -> Iterator[Seen]:
     """Adapters that are up can reach GPU memory.
 

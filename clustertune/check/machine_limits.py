@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from clustertune.check.machine import LOGIN, Machine, first_part, gigabytes
-from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Seen, either, in_verdict, listed
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Seen, either, listed
 from clustertune.host.system import version
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -20,7 +20,6 @@ KERNEL_LEAST, GLIBC_LEAST = (5, 5), (2, 28)
 OFFSET_S = 1.0
 
 
-@in_verdict(2)
 def shm(m: Machine) -> Iterator[Seen]:
     """Shared memory is there, is larger than Docker's default, and has room.
 
@@ -44,7 +43,6 @@ def shm(m: Machine) -> Iterator[Seen]:
     yield from either(FAIL if free < SHM_LEAST and needed else WARN, left, f"{gigabytes(free)} free", clean)
 
 
-@in_verdict(2)
 def memlock(m: Machine) -> Iterator[Seen]:
     """No limit where RDMA is used; on a login node it is what Slurm passes on to jobs.
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from clustertune.check.machine import RDMA_KINDS, Machine, one_link
-from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Seen, either, in_verdict
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Seen, either
 from clustertune.host.facts import Nic
 
 FAST_MBIT = 25_000
@@ -38,7 +38,6 @@ def _nic(m: Machine, name: str) -> Nic | None:
     return next((nic for nic in m.facts.nics if nic.name == name), None)
 
 
-@in_verdict(3)
 def interface(m: Machine) -> Iterator[Seen]:
     """The interface is there, is up, and has an address; the variable means one interface.
 
@@ -72,7 +71,6 @@ def interface(m: Machine) -> Iterator[Seen]:
             yield Seen(FAIL, f"{means}, which is down", "unset it")
 
 
-@in_verdict(3)
 def interface_subnet(m: Machine) -> Iterator[Seen]:
     """The interface's address is in the cluster's subnet.
 
@@ -114,7 +112,6 @@ def interface_speed(m: Machine) -> Iterator[Seen]:
     yield from either(WARN, slow, f"{nic.name}: {runs}", fix)
 
 
-@in_verdict(3)
 def bond(m: Machine) -> Iterator[Seen]:
     """Links of bonds are up; of the one that carries the ranks, connections are spread.
 
@@ -139,7 +136,6 @@ def bond(m: Machine) -> Iterator[Seen]:
             yield Seen(PASS, f"{nic.name}: {nic.bond_mode}, {len(nic.bond_links)} links up")
 
 
-@in_verdict(3)
 def mtu(m: Machine) -> Iterator[Seen]:
     """A fast interface between nodes has large frames.
 
@@ -157,7 +153,6 @@ def mtu(m: Machine) -> Iterator[Seen]:
         yield from either(WARN, f"{size} at {speed / 1000:g} Gbit/s" if nic.mtu <= 1500 else "", size, fix)
 
 
-@in_verdict(4)
 def rdma_port(m: Machine) -> Iterator[Seen]:
     """The ports that the cluster file names are active; where it names none, one is.
 
@@ -193,7 +188,6 @@ def rdma_port(m: Machine) -> Iterator[Seen]:
         yield from either(WARN, found, f"active: {', '.join(active)}", fix)
 
 
-@in_verdict(4)
 def rdma_verbs(m: Machine) -> Iterator[Seen]:
     """What uses an active port is in this place.
 

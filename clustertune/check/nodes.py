@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from clustertune.check.machine import Machine, gigabytes
-from clustertune.check.rule import FAIL, PASS, WARN, Seen, either, in_verdict, listed
+from clustertune.check.rule import FAIL, PASS, WARN, Seen, either, listed
 from clustertune.host.mounts import lies_elsewhere
 
 
@@ -78,7 +78,6 @@ def origin(source: str) -> str:
     return f"{found[1]}.0/24:{found[2]}" if found else source
 
 
-@in_verdict(5)
 def nodes_driver(several: JobNodes) -> Iterator[Seen]:
     """One driver.
 
@@ -181,7 +180,6 @@ def nodes_limits(several: JobNodes) -> Iterator[Seen]:
     yield from _compare(several.machines, WARN, [*values, ("cores", lambda m: m.facts.affinity)], fix)
 
 
-@in_verdict(3)
 def nodes_network(several: JobNodes) -> Iterator[Seen]:
     """The interface between the nodes, and the RDMA ports, are alike.
 

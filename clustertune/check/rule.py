@@ -24,7 +24,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 PASS, WARN, FAIL, UNKNOWN = "pass", "warn", "fail", "unknown"
 STATUSES = (PASS, UNKNOWN, WARN, FAIL)
@@ -52,7 +52,6 @@ _HOMES = {
 }
 """For each of them the type of a rule's argument, and the package and the beginnings of the modules that hold its rules."""
 _SUBJECTS = {kind: subject for subject, (kind, _, _) in _HOMES.items()}
-Function = TypeVar("Function")
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,8 @@ def either(status: str, bad: str, good: str, fix: str = "", where: str = "") -> 
 class Check:
     """A rule with the function that looks. Calling it with a subject gives findings."""
 
-    def __init__(self, rule: Rule, look: Callable[[Any], Iterable[Seen]], subject: str, rank: int | None) -> None:
-        self.rule, self.look, self.subject, self.rank = rule, look, subject, rank
+    def __init__(self, rule: Rule, look: Callable[[Any], Iterable[Seen]], subject: str) -> None:
+        self.rule, self.look, self.subject = rule, look, subject
         self.name = f"{look.__module__}.{rule.id}"
 
     def __call__(self, subject: Any) -> Iterator[Finding]:
@@ -120,21 +119,7 @@ class Check:
             yield finding(self.rule, seen.status, seen.found, fix, seen.where or getattr(subject, "where", ""))
 
 
-_RANKS: dict[object, int] = {}
 _FIELD = re.compile(r"^ *(Looks at|Why|Fix|See):\s", re.MULTILINE)
-
-
-def in_verdict(rank: int) -> Callable[[Function], Function]:
-    """Gives a rule its place in the verdict of ``nccl-check``, which asks no other rules.
-
-    The lowest ``rank`` of findings that are alike bad comes first.
-    """
-
-    def note(look: Function) -> Function:
-        _RANKS[look] = rank
-        return look
-
-    return note
 
 
 def rule(look: Callable[[Any], Iterable[Seen]]) -> Check:
@@ -145,12 +130,12 @@ def rule(look: Callable[[Any], Iterable[Seen]]) -> Check:
     """
     texts = described(look.__doc__ or "")
     subject = _SUBJECTS[next(iter(look.__annotations__.values()))]
-    return rule_of(look.__name__.replace("_", "-"), *texts, look=look, subject=subject, rank=_RANKS.get(look))
+    return rule_of(look.__name__.replace("_", "-"), *texts, look=look, subject=subject)
 
 
-def rule_of(*texts: str, look: Callable[[Any], Iterable[Seen]], subject: str, rank: int | None = None) -> Check:
+def rule_of(*texts: str, look: Callable[[Any], Iterable[Seen]], subject: str) -> Check:
     """A rule with the function that looks. ``texts``: the fields of :class:`Rule` in their order."""
-    return Check(Rule(*texts), look, subject, rank)
+    return Check(Rule(*texts), look, subject)
 
 
 def described(docstring: str) -> tuple[str, str, str, str]:
@@ -184,11 +169,6 @@ def _is_rule(value: Any) -> bool:
     """Whether it is a public function that looks at one of the subjects and yields what it saw."""
     types = list(value.__annotations__.values()) if inspect.isfunction(value) and not value.__name__.startswith("_") else []
     return len(types) == 2 and types[0] in _SUBJECTS and types[1] == "Iterator[Seen]"
-
-
-def ranked() -> list[Check]:
-    """The rules of ``nccl-check``, of whatever subject, what is closest to a cause first."""
-    return sorted((one for one in checks(LINKS, MACHINE, NODES) if one.rank is not None), key=lambda one: one.rank or 0)
 
 
 def finding(rule: Rule, status: str, found: str, fix: str = "", where: str = "") -> Finding:
