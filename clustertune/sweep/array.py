@@ -141,9 +141,7 @@ def _run(sweep: Sweep, point: Point, command: Sequence[str]) -> int:
         log.write(f"$ {shlex.join(command)}\n".encode())
         log.flush()
         # A session of its own: Ctrl-C reaches this process only, which then asks the run to save and stop.
-        child = subprocess.Popen(
-            list(command), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         try:
             return child.wait()
         finally:
