@@ -24,8 +24,6 @@ from clustertune.rundir import RunDir
 from clustertune.secrets import SECRET, read_env
 from clustertune.tensorfile import Tensor, read_header
 
-OURS = ("run.json", "lock", "owner.json", "requeued.json", "attempts", "jobs", "logs")
-"""What a run folder holds from its first second."""
 TIMES = 4.0
 """A checkpoint this many times larger than adapter and optimizer state holds something else: the base."""
 
@@ -54,7 +52,7 @@ def run_of_another_recipe(context: RecipeContext) -> Iterator[Seen]:
         fix = "give another --run-dir, or leave it out"
     elif (folder / "run.json").exists():
         found = "its run.json cannot be read"
-    elif foreign := sorted(p.name for p in folder.iterdir() if p.name not in OURS and not p.name.endswith(".tmp")):
+    elif foreign := RunDir(folder).foreign():
         found, fix = f"is not a run: it holds {', '.join(foreign[:3])}", "give a new or empty --run-dir"
     if found:
         yield Seen(FAIL, found, fix, str(folder))

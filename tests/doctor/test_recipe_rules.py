@@ -552,7 +552,7 @@ def test_without_a_run_dir_the_one_of_submit_is_looked_at(tmp_path: Path) -> Non
     recipe = REPO / "recipes" / "tiny-oasst2"
     folder = default_run_dir(resolve(recipe), tmp_path / "runs")
     folder.mkdir(parents=True)
-    (folder / "notes.txt").write_text("mine")
+    (folder / "notes.tmp").write_text("mine")  # as foreign for run and submit, which refuse the folder
     cluster = yaml.safe_load((REPO / "ops" / "clusters" / "rno-rtxpro6000.yaml").read_text())
     cluster["storage"]["runs"] = str(tmp_path / "runs")
     (tmp_path / "here.yaml").write_text(yaml.safe_dump(cluster))
