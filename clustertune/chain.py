@@ -70,7 +70,7 @@ def check_folder(resolved: Resolved, path: Path) -> None:
     if run.run_json.exists():
         if not run.is_of(resolved):
             raise UserError(_differences(run, resolved))
-    elif path.is_dir() and any(not _is_ours(entry.name) for entry in path.iterdir()):
+    elif run.foreign():
         raise UserError("is not empty and is not a run folder", file=str(path), fix="give a new or empty --run-dir")
 
 
@@ -123,15 +123,6 @@ def keep_forecast(run: RunDir, resolved: Resolved, cluster: Cluster | None = Non
     except UserError as error:
         found = {"unknown": str(error.problems[0])}
     run.update(forecast=found)
-
-
-_BEFORE = ("lock", "owner.json", "requeued.json", "attempts", "jobs", "logs")
-"""What a job makes in its run folder before ``run.json``."""
-
-
-def _is_ours(name: str) -> bool:
-    """A file that a command which was killed before it had written ``run.json`` leaves."""
-    return name in _BEFORE or (name.startswith((".run.json.", ".owner.json.", ".requeued.json.")) and name.endswith(".tmp"))
 
 
 def _differences(run: RunDir, resolved: Resolved) -> list[Problem]:

@@ -30,7 +30,7 @@ from clustertune.launch.judge import Outcome, any_node_failed
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.launch.rendezvous import first_port
 from clustertune.nccl_check import check
-from clustertune.process import STOP_SIGNALS, Stopped
+from clustertune.process import STOP_SIGNALS, Stopped, end
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, RunDir, keep_private
 from clustertune.training.events import EventLog
@@ -152,25 +152,20 @@ class JobChain(chain.Chain):
             program=None if contained else container_.vllm,
             start_seconds=2 * found.start_seconds if found.start_seconds else START_SECONDS,
         ).write(folder / JOB)
-        command = step.in_step(
+        command = step.in_job(
             [sys.executable, "-m", "clustertune.evaluate.servers", str(folder)],
             self.cluster.model_copy(update={"container": container_.model_copy(update={"image": container_.vllm})}),
+            self.allocation,
             binds=[*container.places_of(self.resolved, self.run.path), self.base_folder()],
             nodes=len(nodes),
-            cpus=step.requested_cpus(os.environ) or self.allocation.cpus_per_node,
-            gpus=bool(self.allocation.gpus_per_node),
-            environ=os.environ,
             options=[f"--nodelist={','.join(nodes)}"],
         )
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=step.in_srun)  # noqa: PLW1509 - libc only
+        child = step.begin(command)
         threading.Thread(target=note_end, args=(child, folder), daemon=True).start()
         try:
             yield folder
         finally:
-            child.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(step.END_SECONDS)
-            child.kill()
+            end(child, step.END_SECONDS)
 
     def make_plan(self, attempt: int, from_step: int) -> AttemptPlan:
         names = self.allocation.nodes
@@ -213,15 +208,8 @@ def step_command(
     environ: Mapping[str, str] = os.environ,
 ) -> list[str]:
     """``srun`` of the node's program, in the cluster's container if it has one. ``environ``: of the batch script."""
-    return step.in_step(
-        step.node_command(run_path, attempt),
-        megatron.of_training(resolved, cluster),
-        binds=container.places_of(resolved, run_path),
-        nodes=len(allocation.nodes),
-        cpus=step.requested_cpus(environ) or allocation.cpus_per_node,
-        gpus=bool(allocation.gpus_per_node),
-        environ=environ,
-    )
+    command, inside = step.node_command(run_path, attempt), megatron.of_training(resolved, cluster)
+    return step.in_job(command, inside, allocation, binds=container.places_of(resolved, run_path), environ=environ)
 
 
 def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:

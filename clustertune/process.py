@@ -117,6 +117,29 @@ def die_with_parent(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
+def start(command: Sequence[str | Path], last: signal.Signals, **given: Any) -> subprocess.Popen[bytes]:
+    """Start a program that leads a session, and gets the signal ``last`` when this process ends. Raises OSError.
+
+    SIGUSR1 is not for it, and would kill it. No thread may run here. ``given``: further arguments of Popen.
+    """
+
+    def in_child() -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        die_with_parent(last)
+
+    started = {"stdin": subprocess.DEVNULL, "start_new_session": True, **given}
+    return subprocess.Popen(list(command), preexec_fn=in_child, **started)  # noqa: PLW1509 - it calls libc only
+
+
+def end(child: subprocess.Popen[bytes], seconds: float) -> None:
+    """Ask a child to end (SIGTERM), and kill it where it has not within ``seconds``."""
+    for ask, patience in ((child.terminate, seconds), (child.kill, 10)):  # one that hangs in a driver is not to be had
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            ask()
+            child.wait(patience)
+            return
+
+
 def kill_group(child: subprocess.Popen[bytes]) -> None:
     """Kill a child that leads a session, with all that it started; SIGKILL ends a stopped process, too."""
     if child.poll() is None:

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -31,7 +32,7 @@ from clustertune.checkpoint import store
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import node, progress, rendezvous
-from clustertune.launch.agent import Agent, await_object, await_records, launcher_pid_file, log_file, monitored
+from clustertune.launch.agent import Agent, await_object, await_records, launcher_pid_file, log_file, monitored, of_ranks
 from clustertune.launch.judge import Outcome, conclude, how_ended, judge
 from clustertune.launch.plan import OUTCOME, AttemptPlan, Node, newest_attempt
 from clustertune.manifest import write_durably
@@ -172,7 +173,10 @@ class RankAgent(Agent):
         launcher_pid_file(self.folder, self.node).write_text(f"{os.getpid()}\n")
         shown = self.folder / PROGRESS if self.node == 0 and not quiet else log_file(self.folder, self.node)
         with log_file(self.folder, self.node).open("ab") as log, shown.open("ab") as out:
-            child = self._start(command, out, log, environment)
+            # Ray's threads are running here, so that nothing may be called in the child before the command begins.
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=log, env=of_ranks(environment), start_new_session=True
+            )
         try:
             first = environment.get("LOCAL_RANK") == "0"
             with monitored(self.run_path, self.plan, self.node, of_run=self.node == 0) if first else contextlib.nullcontext():

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 STAGES = ("prepare", "train", "export", "merge", "eval", "report")
 """The chain, in order."""
+_BEFORE = ("lock", "owner.json", "requeued.json", "attempts", "jobs", "logs")
+"""What a job makes in its run folder before ``run.json``."""
+_TORN = (".run.json.", ".owner.json.", ".requeued.json.")
+"""How files begin that a command leaves which was killed before it had written ``run.json``."""
 SCHEMA = "clustertune.run/1"
 """Of ``run.json``; those of releases before it say none."""
 
@@ -110,6 +114,11 @@ class RunDir:
     def attempt(self, number: int) -> Path:
         """Logs and exit records of one attempt at training."""
         return self.path / "attempts" / f"{number:04d}"
+
+    def foreign(self) -> list[str]:
+        """What lies in the folder, if it is one, that no run has there before its ``run.json``."""
+        names = sorted(entry.name for entry in self.path.iterdir()) if self.path.is_dir() else []
+        return [name for name in names if name not in _BEFORE and not (name.startswith(_TORN) and name.endswith(".tmp"))]
 
     def read(self) -> dict[str, Any]:
         """``run.json``. Raises UserError where the folder is not a run."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from dataclasses import dataclass, field, replace
@@ -161,15 +160,7 @@ def _on_nodes(made: chain.Chain, order: Path, plan: AttemptPlan) -> list[str]:
     if not isinstance(made, job.JobChain):
         return command
     binds = container.places_of(made.resolved, made.run.path)
-    return step.in_step(
-        command,
-        made.cluster,
-        binds=[*binds, order.parent],
-        nodes=len(plan.nodes),
-        cpus=step.requested_cpus(os.environ) or made.allocation.cpus_per_node,
-        gpus=bool(made.allocation.gpus_per_node),
-        environ=os.environ,
-    )
+    return step.in_job(command, made.cluster, made.allocation, binds=[*binds, order.parent], nodes=len(plan.nodes))
 
 
 def _read(folder: Path, ranks: int) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ A peer is a Python script that ``accelerate launch`` starts with the recipe's ow
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
@@ -32,7 +31,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import binding, rendezvous
 from clustertune.launch.node import accelerate_command
 from clustertune.launch.plan import AttemptPlan
-from clustertune.process import die_with_parent
+from clustertune.process import die_with_parent, end
 from clustertune.resolve.distribution import mixed_precision
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
@@ -145,11 +144,7 @@ def await_round(child: subprocess.Popen[bytes], seconds: float = MOST_SECONDS + 
     except subprocess.TimeoutExpired:
         return int(ExitCode.FAILED)
     finally:
-        if child.poll() is None:
-            child.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(15)
-            child.kill()
+        end(child, 15)
 
 
 def why(folder: Path) -> str:

@@ -1,7 +1,6 @@
 """What the rules of the links between GPUs look at: a result of ``nccl-check`` and NCCL's logs. Python 3.8, standard library.
 
-Of findings that are alike bad the one whose rule has the lowest ``rank`` is the headline: what is closest to a cause comes
-first, what is often the echo of another fault last.
+Of findings that are alike bad the one whose rule stands first in :data:`VERDICT` is the headline.
 """
 
 from __future__ import annotations
@@ -15,14 +14,36 @@ from typing import Any
 
 from clustertune.check.log_read import Log, LoggedDevice
 from clustertune.check.machine import Expects, Machine
-from clustertune.check.rule import FAIL, LINKS, Check, Seen, listed, rule
+from clustertune.check.rule import FAIL, LINKS, MACHINE, NODES, Check, Seen, checks, described, listed, rule_of
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
 from clustertune.host.gpus import has_nvlink
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "p2p")
 """What is measured, in the order of what training needs most: sharded data parallelism gathers and scatters."""
-INTERFACES = 3
-"""The rank of the rules of interfaces, which gloo uses too."""
+INTERFACES = """
+interface-down wrong-interface ifname-prefix extra-interfaces several-subnets link-local bond-hash one-socket
+interface interface-subnet bond mtu nodes-network
+"""
+"""The rules of interfaces, which gloo uses too."""
+VERDICT = f"""
+socket-fallback driver
+duplicate-gpu gpu-missing gpu-memory gpu-fault nvls imex
+p2p-hang p2p-refused small-shm shm-lost low-memlock shm memlock
+{INTERFACES}
+roce-unused ib-disabled no-verbs rdma-port-down net-plugin mixed-plugins gdr-off adapters-unused
+gpudirect-rdma rdma-port rdma-verbs
+mixed-nccl mixed-torch mixed-driver nccl-fault gloo-with-gpus small-world forced-algorithm debug-left-on mixed-settings
+nodes-driver
+nvlink-unused p2p-disabled shm-disabled acs-redirect gpu-pcie pcie-p2p
+rdma-timeout rdma-connect collectives-differ port-refused
+slow-node asymmetric slow-pair
+intra-speed inter-speed jitter not-measured
+wrong-result
+cuda rdma-link rdma-error peers-disagree descriptors collective-hung peer-lost unexplained-error other-warning
+debug-variables
+""".split()
+"""The rules that ``nccl-check`` asks, of whatever subject: what is closest to a cause comes first, what is often the echo of
+another fault last."""
 ENOUGH = 0.8
 """Share of the expected bandwidth below which a rule warns: published figures of healthy clusters spread by a fifth
 (ops/hardware.yaml)."""
@@ -228,10 +249,16 @@ class LinkContext:
         return self.interconnect.startswith("nvlink")
 
 
-def logged(*kinds: str, rank: int, status: str = FAIL, name: str = "") -> Callable[[Callable[[], None]], Check]:
+def ranked() -> list[Check]:
+    """The rules of ``nccl-check`` in the order of :data:`VERDICT`; each about links has a place there."""
+    asked = [one for one in checks(LINKS, MACHINE, NODES) if one.subject == LINKS or one.rule.id in VERDICT]
+    return sorted(asked, key=lambda one: VERDICT.index(one.rule.id))
+
+
+def logged(*kinds: str, status: str = FAIL, name: str = "") -> Callable[[Callable[[], None]], Check]:
     """Makes a rule of a docstring: it repeats what NCCL said about these faults. ``name``: without it the first kind's."""
 
-    def register(described: Callable[[], None]) -> Check:
+    def make_rule(named: Callable[[], None]) -> Check:
         def look(context: LinkContext) -> Iterator[Seen]:
             found = [fault for fault in context.log.faults if fault.kind in kinds]
             if found:
@@ -241,11 +268,10 @@ def logged(*kinds: str, rank: int, status: str = FAIL, name: str = "") -> Callab
                 again = f" ({times} times)" if times > 1 else ""
                 yield Seen(status, f"{found[0].text}{again}", where=names(fault.host for fault in found))
 
-        look.__doc__ = described.__doc__
-        look.__module__ = described.__module__
-        return rule(name or kinds[0], LINKS, rank=rank)(look)
+        look.__module__ = named.__module__
+        return rule_of(name or kinds[0], *described(named.__doc__ or ""), look=look, subject=LINKS)
 
-    return register
+    return make_rule
 
 
 def number(value: object) -> float:

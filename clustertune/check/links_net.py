@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from clustertune.check.links import ENOUGH, PLUGIN_KINDS, LinkContext, gbit, logged, names, number, short
 from clustertune.check.machine import RDMA_KINDS, one_link
-from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Seen, either, rule
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Seen, either
 from clustertune.host.facts import HostFacts, Nic
 from clustertune.host.system import version
 
@@ -31,7 +31,6 @@ def leads_nowhere(name: str) -> bool:
     return name == "lo" or any(name.startswith(start) for start in VIRTUAL if start != "lo")
 
 
-@rule("interface-down", LINKS, rank=3)
 def interface_down(context: LinkContext) -> Iterator[Seen]:
     """The interface that ranks were given is up and has an address.
 
@@ -46,7 +45,6 @@ def interface_down(context: LinkContext) -> Iterator[Seen]:
         yield seen._replace(found=f"NCCL found no interface to use{text}: {seen.found}")
 
 
-@rule("wrong-interface", LINKS, rank=3)
 def wrong_interface(context: LinkContext) -> Iterator[Seen]:
     """The interface that ranks use.
 
@@ -90,7 +88,6 @@ def _slower(facts: HostFacts, used: list[str]) -> str:
     return f"{slow.name} ({gbit(speed(slow))}) is used, while {fast.name} ({gbit(speed(fast))}) is up"
 
 
-@rule("ifname-prefix", LINKS, rank=3)
 def ifname_prefix(context: LinkContext) -> Iterator[Seen]:
     """What NCCL_SOCKET_IFNAME matches.
 
@@ -106,7 +103,6 @@ def ifname_prefix(context: LinkContext) -> Iterator[Seen]:
             yield Seen(WARN, f"NCCL_SOCKET_IFNAME={value} took {names(other)}")
 
 
-@rule("extra-interfaces", LINKS, rank=3)
 def extra_interfaces(context: LinkContext) -> Iterator[Seen]:
     """No bridges among the interfaces of NET/Socket.
 
@@ -121,7 +117,6 @@ def extra_interfaces(context: LinkContext) -> Iterator[Seen]:
             return
 
 
-@rule("several-subnets", LINKS, rank=3)
 def several_subnets(context: LinkContext) -> Iterator[Seen]:
     """Addresses of all nodes in one network.
 
@@ -146,7 +141,6 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
         return None
 
 
-@rule("link-local", LINKS, rank=3)
 def link_local(context: LinkContext) -> Iterator[Seen]:
     """No link-local addresses between nodes.
 
@@ -175,7 +169,6 @@ def _link_local(addresses: Iterable[str]) -> bool:
     return bool(given) and all(address.lower().startswith(("fe80", "169.254.")) for address in given)
 
 
-@rule("bond-hash", LINKS, rank=3)
 def bond_hash(context: LinkContext) -> Iterator[Seen]:
     """How a bond spreads its traffic.
 
@@ -202,7 +195,6 @@ def _one_link(context: LinkContext, nic: Nic) -> str:
     return f"; {best:.3g} GB/s were measured, the speed of one link ({link:.3g} GB/s)"
 
 
-@rule("one-socket", LINKS, rank=3)
 def one_socket(context: LinkContext) -> Iterator[Seen]:
     """TCP connections for each of NCCL's channels.
 
@@ -232,7 +224,6 @@ def _gpus(context: LinkContext) -> int:
     return max(context.ranks, context.log.highest_gpu + 1 if context.nodes else 0)
 
 
-@rule("p2p-hang", LINKS, rank=2)
 def p2p_hang(context: LinkContext) -> Iterator[Seen]:
     """Two GPUs of a node exchange data.
 
@@ -255,7 +246,7 @@ def p2p_hang(context: LinkContext) -> Iterator[Seen]:
         yield Seen(PASS, "pairs of GPUs exchange data", where=names(good))
 
 
-@logged("p2p-refused", "no-transport", rank=2)
+@logged("p2p-refused", "no-transport")
 def p2p_refused() -> None:
     """The driver lets GPUs reach each other's memory.
 
@@ -266,7 +257,6 @@ def p2p_refused() -> None:
     """
 
 
-@rule("nvlink-unused", LINKS, rank=6)
 def nvlink_unused(context: LinkContext) -> Iterator[Seen]:
     """NVLink carries the traffic inside a node.
 
@@ -302,7 +292,6 @@ def _inside(context: LinkContext) -> dict[str, int]:
     return found
 
 
-@rule("p2p-disabled", LINKS, rank=6)
 def p2p_disabled(context: LinkContext) -> Iterator[Seen]:
     """P2P between the GPUs of a node.
 
@@ -341,7 +330,6 @@ def _near(context: LinkContext) -> str:
     return ""
 
 
-@rule("shm-disabled", LINKS, rank=6)
 def shm_disabled(context: LinkContext) -> Iterator[Seen]:
     """Shared memory inside a node.
 
@@ -357,7 +345,6 @@ def shm_disabled(context: LinkContext) -> Iterator[Seen]:
         yield Seen(WARN, f"GPUs of a node talk over {names(inside)}", fix)
 
 
-@rule("acs-redirect", LINKS, rank=6)
 def acs_redirect(context: LinkContext) -> Iterator[Seen]:
     """No ACS or IOMMU between GPUs on PCIe.
 
@@ -371,7 +358,7 @@ def acs_redirect(context: LinkContext) -> Iterator[Seen]:
         yield Seen(WARN, faults[0].text, "add iommu=pt to the kernel's command line", names(fault.host for fault in faults))
 
 
-@logged("shm", name="small-shm", rank=2)
+@logged("shm", name="small-shm")
 def small_shm() -> None:
     """Room in /dev/shm.
 
@@ -382,7 +369,7 @@ def small_shm() -> None:
     """
 
 
-@logged("shm-lost", rank=2)
+@logged("shm-lost")
 def shm_lost() -> None:
     """Shared memory of other ranks can be opened.
 
@@ -393,7 +380,7 @@ def shm_lost() -> None:
     """
 
 
-@logged("memlock", name="low-memlock", rank=2)
+@logged("memlock", name="low-memlock")
 def low_memlock() -> None:
     """Locked memory for RDMA.
 
@@ -428,7 +415,6 @@ def _ipoib(name: str) -> bool:
     return name.rstrip("0123456789").startswith(IPOIB) and any(letter.isdigit() for letter in name)
 
 
-@rule("socket-fallback", LINKS, rank=0)
 def socket_fallback(context: LinkContext) -> Iterator[Seen]:
     """TCP between nodes although there is a faster way.
 
@@ -476,7 +462,6 @@ def _wants_rdma(context: LinkContext) -> str:
     return ""
 
 
-@rule("roce-unused", LINKS, rank=4)
 def roce_unused(context: LinkContext) -> Iterator[Seen]:
     """TCP over adapters that can do RoCE.
 
@@ -495,7 +480,6 @@ def roce_unused(context: LinkContext) -> Iterator[Seen]:
     yield from either(WARN, "" if context.kind == "ethernet" else idle, good, where=facts.hostname)
 
 
-@rule("ib-disabled", LINKS, rank=4)
 def ib_disabled(context: LinkContext) -> Iterator[Seen]:
     """NCCL_IB_DISABLE against the adapters.
 
@@ -511,7 +495,6 @@ def ib_disabled(context: LinkContext) -> Iterator[Seen]:
         yield Seen(WARN, "NCCL_IB_DISABLE is set although an RDMA port is active")
 
 
-@rule("no-verbs", LINKS, rank=4)
 def no_verbs(context: LinkContext) -> Iterator[Seen]:
     """What RDMA needs where ranks run: libibverbs, its providers, /dev/infiniband.
 
@@ -533,7 +516,6 @@ def no_verbs(context: LinkContext) -> Iterator[Seen]:
         yield Seen(UNKNOWN, "NCCL found no libibverbs: right where there is no RDMA adapter", where=names(hosts))
 
 
-@rule("rdma-port-down", LINKS, rank=4)
 def rdma_port_down(context: LinkContext) -> Iterator[Seen]:
     """RDMA ports that should be up.
 
@@ -546,7 +528,6 @@ def rdma_port_down(context: LinkContext) -> Iterator[Seen]:
         yield Seen(FAIL, f"NCCL found no adapter, while the cluster file says {context.kind}", where=names(missing))
 
 
-@rule("net-plugin", LINKS, rank=4)
 def net_plugin(context: LinkContext) -> Iterator[Seen]:
     """NCCL's plugin for the vendor's network.
 
@@ -565,7 +546,6 @@ def net_plugin(context: LinkContext) -> Iterator[Seen]:
         yield from either(FAIL, lacks if without else "", f"traffic goes over {names(context.over)}")
 
 
-@rule("mixed-plugins", LINKS, rank=4)
 def mixed_plugins(context: LinkContext) -> Iterator[Seen]:
     """The same network on all nodes.
 
@@ -583,7 +563,6 @@ def mixed_plugins(context: LinkContext) -> Iterator[Seen]:
     yield from either(FAIL, f"nodes use different networks: {text}" if len(kinds) > 1 else "", good)
 
 
-@rule("gdr-off", LINKS, rank=4)
 def gdr_off(context: LinkContext) -> Iterator[Seen]:
     """GPUDirect RDMA.
 
@@ -611,7 +590,6 @@ def gdr_off(context: LinkContext) -> Iterator[Seen]:
         yield Seen(UNKNOWN, "no connection uses GPUDirect RDMA: GPUs and adapters may be too far apart")
 
 
-@rule("adapters-unused", LINKS, rank=4)
 def adapters_unused(context: LinkContext) -> Iterator[Seen]:
     """All adapters of a node carry traffic.
 

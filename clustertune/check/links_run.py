@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from clustertune.check.links import COLLECTIVES, ENOUGH, LinkContext, logged, names, number
 from clustertune.check.log_read import FOLLOWS, OTHER
 from clustertune.check.machine_stack import only_all_reduce
-from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Seen, either, rule
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Seen, either
 from clustertune.host.system import version
 
 # --- what NCCL reported ---------------------------------------------------------------------------------------------------
@@ -22,7 +22,7 @@ _CUDA_KINDS = ("duplicate-gpu", "gpu-missing", "gpu-memory", "gpu-fault", "drive
 """Errors of CUDA that have rules of their own."""
 
 
-@logged("duplicate-gpu", rank=1)
+@logged("duplicate-gpu")
 def duplicate() -> None:
     """One GPU for each rank.
 
@@ -32,7 +32,7 @@ def duplicate() -> None:
     """
 
 
-@logged("gpu-missing", rank=1)
+@logged("gpu-missing")
 def gpu_missing() -> None:
     """Ranks see the GPUs that they ask for.
 
@@ -42,7 +42,7 @@ def gpu_missing() -> None:
     """
 
 
-@logged("gpu-memory", rank=1)
+@logged("gpu-memory")
 def gpu_memory() -> None:
     """GPU memory for NCCL's buffers.
 
@@ -52,7 +52,7 @@ def gpu_memory() -> None:
     """
 
 
-@logged("gpu-fault", rank=1)
+@logged("gpu-fault")
 def gpu_fault() -> None:
     """No hardware faults of GPUs.
 
@@ -62,7 +62,7 @@ def gpu_fault() -> None:
     """
 
 
-@logged("nvls", rank=1)
+@logged("nvls")
 def nvls() -> None:
     """NVLink SHARP (multicast).
 
@@ -72,7 +72,7 @@ def nvls() -> None:
     """
 
 
-@logged("imex", rank=1)
+@logged("imex")
 def imex() -> None:
     """NVLink between nodes.
 
@@ -83,7 +83,6 @@ def imex() -> None:
     """
 
 
-@rule("cuda", LINKS, rank=11)
 def cuda(context: LinkContext) -> Iterator[Seen]:
     """No errors of CUDA.
 
@@ -100,7 +99,7 @@ def cuda(context: LinkContext) -> Iterator[Seen]:
         yield Seen(FAIL, first.text, where=names(fault.host for fault in cuda_faults))
 
 
-@logged("rdma-timeout", rank=7)
+@logged("rdma-timeout")
 def rdma_timeout() -> None:
     """RDMA answers in time.
 
@@ -111,7 +110,7 @@ def rdma_timeout() -> None:
     """
 
 
-@logged("rdma-connect", rank=7)
+@logged("rdma-connect")
 def rdma_connect() -> None:
     """RDMA connections can be made.
 
@@ -122,7 +121,7 @@ def rdma_connect() -> None:
     """
 
 
-@logged("rdma-link", status=WARN, rank=11)
+@logged("rdma-link", status=WARN)
 def rdma_link() -> None:
     """No events of RDMA ports.
 
@@ -132,7 +131,7 @@ def rdma_link() -> None:
     """
 
 
-@logged("rdma-error", rank=11)
+@logged("rdma-error")
 def rdma_error() -> None:
     """RDMA operations succeed.
 
@@ -142,7 +141,7 @@ def rdma_error() -> None:
     """
 
 
-@logged("collectives-differ", rank=7)
+@logged("collectives-differ")
 def collectives_differ() -> None:
     """All ranks call the same collectives.
 
@@ -153,7 +152,7 @@ def collectives_differ() -> None:
     """
 
 
-@logged("peers-disagree", rank=11)
+@logged("peers-disagree")
 def peers_disagree() -> None:
     """Ranks understand each other.
 
@@ -163,7 +162,7 @@ def peers_disagree() -> None:
     """
 
 
-@logged("refused", name="port-refused", rank=7)
+@logged("refused", name="port-refused")
 def refused() -> None:
     """Nodes reach each other on all ports.
 
@@ -174,7 +173,7 @@ def refused() -> None:
     """
 
 
-@logged("descriptors", rank=11)
+@logged("descriptors")
 def descriptors() -> None:
     """Enough open files.
 
@@ -184,7 +183,6 @@ def descriptors() -> None:
     """
 
 
-@rule("collective-hung", LINKS, rank=11)
 def collective_hung(context: LinkContext) -> Iterator[Seen]:
     """Every collective ends.
 
@@ -211,7 +209,7 @@ def collective_hung(context: LinkContext) -> Iterator[Seen]:
         yield Seen(UNKNOWN, "the log ends before ranks are connected")
 
 
-@logged("peer-lost", rank=11)
+@logged("peer-lost")
 def peer_lost() -> None:
     """No rank is lost.
 
@@ -221,7 +219,6 @@ def peer_lost() -> None:
     """
 
 
-@rule("wrong-result", LINKS, rank=10)
 def wrong_result(context: LinkContext) -> Iterator[Seen]:
     """Collectives compute what they should.
 
@@ -243,7 +240,6 @@ def wrong_result(context: LinkContext) -> Iterator[Seen]:
         yield Seen(PASS, "every value was as it must be")
 
 
-@rule("unexplained-error", LINKS, rank=11)
 def unexplained_error(context: LinkContext) -> Iterator[Seen]:
     """No error without a reason.
 
@@ -261,7 +257,6 @@ def unexplained_error(context: LinkContext) -> Iterator[Seen]:
         yield Seen(FAIL, found + why, where=names(fault.host for fault in failures or warned[-1:]))
 
 
-@rule("other-warning", LINKS, rank=11)
 def other_warning(context: LinkContext) -> Iterator[Seen]:
     """No other warnings of NCCL.
 
@@ -320,7 +315,6 @@ def _one_version(what: str, differs: str, found: dict[str, set[str]], seen: dict
     yield from either(FAIL, f"{differs}: {_by_host(found)}" if len(found) > 1 else "", f"{what} {names(seen)}" if seen else "")
 
 
-@rule("mixed-nccl", LINKS, rank=5)
 def mixed_nccl(context: LinkContext) -> Iterator[Seen]:
     """One version of NCCL on all nodes.
 
@@ -337,7 +331,6 @@ def mixed_nccl(context: LinkContext) -> Iterator[Seen]:
     yield from _one_version("NCCL", "NCCL differs", found, found or log)
 
 
-@rule("mixed-torch", LINKS, rank=5)
 def mixed_torch(context: LinkContext) -> Iterator[Seen]:
     """One version of torch on all nodes.
 
@@ -349,7 +342,6 @@ def mixed_torch(context: LinkContext) -> Iterator[Seen]:
     yield from _one_version("torch", "torch differs", found, found)
 
 
-@rule("mixed-driver", LINKS, rank=5)
 def mixed_driver(context: LinkContext) -> Iterator[Seen]:
     """One driver on all nodes.
 
@@ -362,7 +354,6 @@ def mixed_driver(context: LinkContext) -> Iterator[Seen]:
         yield from _one_version("driver", "CUDA of the drivers differs", found, found)
 
 
-@rule("driver", LINKS, rank=0)
 def driver(context: LinkContext) -> Iterator[Seen]:
     """A driver that is new enough for NCCL's CUDA.
 
@@ -388,7 +379,6 @@ def number_of(text: str) -> int:
     return 1000 * int(major) + 10 * int(minor.partition(".")[0] or 0) if major.isdigit() and minor[:1].isdigit() else 0
 
 
-@rule("nccl-fault", LINKS, rank=5)
 def nccl_fault(context: LinkContext) -> Iterator[Seen]:
     """Versions of NCCL with known faults.
 
@@ -408,7 +398,6 @@ def nccl_fault(context: LinkContext) -> Iterator[Seen]:
         yield Seen(PASS, f"no fault of NCCL {names(versions)} is known here")
 
 
-@rule("gloo-with-gpus", LINKS, rank=5)
 def gloo_with_gpus(context: LinkContext) -> Iterator[Seen]:
     """NCCL where there are GPUs.
 
@@ -430,7 +419,6 @@ def gloo_with_gpus(context: LinkContext) -> Iterator[Seen]:
         yield Seen(PASS, f"gloo between CPUs: {why or 'no GPUs'}")
 
 
-@rule("small-world", LINKS, rank=5)
 def small_world(context: LinkContext) -> Iterator[Seen]:
     """All GPUs take part.
 
@@ -456,7 +444,6 @@ def small_world(context: LinkContext) -> Iterator[Seen]:
         yield Seen(PASS, f"{stated or log.ranks} ranks took part")
 
 
-@rule("forced-algorithm", LINKS, rank=5)
 def forced_algorithm(context: LinkContext) -> Iterator[Seen]:
     """NCCL chooses its algorithms and protocols.
 
@@ -474,7 +461,6 @@ def forced_algorithm(context: LinkContext) -> Iterator[Seen]:
             yield Seen(FAIL if only_reduce else WARN, found)
 
 
-@rule("debug-left-on", LINKS, rank=5)
 def debug_left_on(context: LinkContext) -> Iterator[Seen]:
     # The check itself captures the log at INFO, so that the variable in it is not that of training.
     """NCCL_DEBUG in training.
@@ -489,7 +475,6 @@ def debug_left_on(context: LinkContext) -> Iterator[Seen]:
         yield from either(WARN, loud, f"NCCL_DEBUG={value}")
 
 
-@rule("debug-variables", LINKS, rank=12)
 def debug_variables(context: LinkContext) -> Iterator[Seen]:
     """No variables that are meant for debugging.
 
@@ -502,7 +487,6 @@ def debug_variables(context: LinkContext) -> Iterator[Seen]:
         yield Seen(WARN, f"{names(found)} set")
 
 
-@rule("mixed-settings", LINKS, rank=5)
 def mixed_settings(context: LinkContext) -> Iterator[Seen]:
     """The same settings on all nodes.
 
@@ -581,7 +565,6 @@ def _judged(where: str, gb_s: float, seconds: float, expected: float, nominal: f
         yield from either(FAIL if share < HALF else WARN, text if share < ENOUGH else "", text, hint)
 
 
-@rule("intra-speed", LINKS, rank=9)
 def intra_speed(context: LinkContext) -> Iterator[Seen]:
     """Bandwidth inside a node.
 
@@ -601,7 +584,6 @@ def intra_speed(context: LinkContext) -> Iterator[Seen]:
         yield from _judged("inside a node", gb_s, seconds, expected, nominal, fix)
 
 
-@rule("inter-speed", LINKS, rank=9)
 def inter_speed(context: LinkContext) -> Iterator[Seen]:
     """Bandwidth between nodes.
 
@@ -682,7 +664,6 @@ def _slow_nodes(pairs: Mapping[tuple[str, str], Pair]) -> dict[str, tuple[float,
     return slow
 
 
-@rule("slow-node", LINKS, rank=8)
 def slow_node(context: LinkContext) -> Iterator[Seen]:
     """All nodes are alike.
 
@@ -716,7 +697,6 @@ def _per_node(context: LinkContext) -> dict[str, float]:
     return found if len(found) > 1 else {}
 
 
-@rule("asymmetric", LINKS, rank=8)
 def asymmetric(context: LinkContext) -> Iterator[Seen]:
     """Both directions of a pair are alike.
 
@@ -737,7 +717,6 @@ def asymmetric(context: LinkContext) -> Iterator[Seen]:
         yield Seen(PASS, "pairs are as fast in both directions")
 
 
-@rule("slow-pair", LINKS, rank=8)
 def slow_pair(context: LinkContext) -> Iterator[Seen]:
     """No pair of good nodes is slow.
 
@@ -763,7 +742,6 @@ def slow_pair(context: LinkContext) -> Iterator[Seen]:
         yield Seen(PASS, "no pair is slower than the others")
 
 
-@rule("jitter", LINKS, rank=9)
 def jitter(context: LinkContext) -> Iterator[Seen]:
     """Steady times.
 
@@ -779,7 +757,6 @@ def jitter(context: LinkContext) -> Iterator[Seen]:
     yield from either(WARN, text, "times are steady" if measured else "")
 
 
-@rule("not-measured", LINKS, rank=9)
 def not_measured(context: LinkContext) -> Iterator[Seen]:
     """What the check had no time for.
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from clustertune.check.machine import Machine
-from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, either, rule
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Seen, either
 from clustertune.host.facts import Gpu
 from clustertune.host.gpus import gpu_links
 from clustertune.host.system import readable_cpus, version
@@ -38,8 +38,7 @@ COHERENT = re.compile(r"\bG[HB]\d{2,3}\b")
 """GH200, GB200, GB300, GB10: what goes between CPU and GPU takes NVLink-C2C, not the PCIe link of the driver's list."""
 
 
-@rule("cuda-init", MACHINE)
-def init(m: Machine) -> Iterator[Seen]:
+def cuda_init(m: Machine) -> Iterator[Seen]:
     """CUDA starts.
 
     Looks at: what cuInit returns
@@ -57,8 +56,7 @@ def init(m: Machine) -> Iterator[Seen]:
     yield from either(FAIL, f"cuInit returned {code}: {meaning}" if code else "", f"{m.facts.cuda_devices} devices", fix)
 
 
-@rule("driver-cuda", MACHINE)
-def old_driver(m: Machine) -> Iterator[Seen]:
+def driver_cuda(m: Machine) -> Iterator[Seen]:
     """The driver serves the CUDA of torch.
 
     Looks at: the driver, against the CUDA of the installed torch
@@ -82,8 +80,7 @@ def old_driver(m: Machine) -> Iterator[Seen]:
         yield Seen(PASS, text)
 
 
-@rule("cuda-compat", MACHINE)
-def compat(m: Machine) -> Iterator[Seen]:
+def cuda_compat(m: Machine) -> Iterator[Seen]:
     """The libcuda in use is the driver's.
 
     Looks at: no forward-compatibility library in front of the driver's own
@@ -98,8 +95,7 @@ def compat(m: Machine) -> Iterator[Seen]:
     yield from either(status, f"{found} stands in front of driver {f.driver or '?'}" if found else "", f.cuda_library)
 
 
-@rule("cuda-visible-devices", MACHINE)
-def visible(m: Machine) -> Iterator[Seen]:
+def cuda_visible_devices(m: Machine) -> Iterator[Seen]:
     """Only Slurm has chosen GPUs.
 
     Looks at: CUDA_VISIBLE_DEVICES as this place finds it
@@ -121,8 +117,7 @@ def visible(m: Machine) -> Iterator[Seen]:
         yield Seen(WARN, f"it is {value!r} outside of a job", "unset CUDA_VISIBLE_DEVICES, unless it is meant")
 
 
-@rule("gpu-pcie", MACHINE, rank=6)
-def pcie(m: Machine) -> Iterator[Seen]:
+def gpu_pcie(m: Machine) -> Iterator[Seen]:
     """Cards have all their lanes; slots are of the generation that the cluster file says, or that the card has.
 
     Looks at: lanes and generation of the slot
@@ -142,8 +137,7 @@ def pcie(m: Machine) -> Iterator[Seen]:
     yield from either(WARN, "; ".join(texts), good, seat if narrow else board)
 
 
-@rule("pcie-p2p", MACHINE, rank=6)
-def peer_to_peer(m: Machine) -> Iterator[Seen]:
+def pcie_p2p(m: Machine) -> Iterator[Seen]:
     """Nothing stands between GPUs on PCIe.
 
     Looks at: IOMMU and ACS between GPUs without NVLink
@@ -169,8 +163,7 @@ def peer_to_peer(m: Machine) -> Iterator[Seen]:
         yield from either(FAIL if m.expects.p2p is False else WARN, " and ".join(lines), "neither IOMMU nor ACS in the way")
 
 
-@rule("gpudirect-rdma", MACHINE, rank=4)
-def gpudirect(m: Machine) -> Iterator[Seen]:
+def gpudirect_rdma(m: Machine) -> Iterator[Seen]:
     """Adapters that are up can reach GPU memory.
 
     Looks at: whether adapters can reach GPU memory
@@ -184,8 +177,7 @@ def gpudirect(m: Machine) -> Iterator[Seen]:
         yield from either(WARN, lacking, "nvidia_peermem or dma-buf" if f.peermem else "")
 
 
-@rule("gpu-numa", MACHINE)
-def numa(m: Machine) -> Iterator[Seen]:
+def gpu_numa(m: Machine) -> Iterator[Seen]:
     """Each GPU has cores of its own NUMA node among those of this place.
 
     Looks at: the cores of this place, against the NUMA nodes of its GPUs
@@ -235,8 +227,7 @@ XIDS: dict[int, tuple[str, str, str]] = {
 """What an Xid means and asks for, by the vendor's catalogue. Others are mostly a program's own faults (13, 31, 43, 45)."""
 
 
-@rule("gpu-driver", MACHINE)
-def driver(m: Machine) -> Iterator[Seen]:
+def gpu_driver(m: Machine) -> Iterator[Seen]:
     """The driver answers, for every GPU that is on the bus.
 
     Looks at: whether the driver answers
@@ -268,8 +259,7 @@ def driver(m: Machine) -> Iterator[Seen]:
         yield Seen(FAIL, f"{devices} NVIDIA GPUs on the bus, and no nvidia-smi", fix)
 
 
-@rule("gpu-count", MACHINE)
-def count(m: Machine) -> Iterator[Seen]:
+def gpu_count(m: Machine) -> Iterator[Seen]:
     """As many GPUs as the job has; CUDA's own count where it was asked.
 
     Looks at: GPUs that this place sees, against those that the job has
@@ -298,8 +288,7 @@ def count(m: Machine) -> Iterator[Seen]:
         yield Seen(PASS, f"{seen} GPUs")
 
 
-@rule("gpu-mixed", MACHINE)
-def mixed(m: Machine) -> Iterator[Seen]:
+def gpu_mixed(m: Machine) -> Iterator[Seen]:
     """All GPUs are of one model and size.
 
     Looks at: one model of GPU
@@ -313,8 +302,7 @@ def mixed(m: Machine) -> Iterator[Seen]:
     yield from either(WARN, ", ".join(listed) if len(kinds) > 1 else "", one)
 
 
-@rule("gpu-in-use", MACHINE)
-def in_use(m: Machine) -> Iterator[Seen]:
+def gpu_in_use(m: Machine) -> Iterator[Seen]:
     """The GPUs are free.
 
     Looks at: memory and processes of others on the GPUs
@@ -331,8 +319,7 @@ def in_use(m: Machine) -> Iterator[Seen]:
     yield from either(FAIL if hard else WARN, "; ".join(used), "no process and no memory in use")
 
 
-@rule("gpu-compute-mode", MACHINE)
-def compute_mode(m: Machine) -> Iterator[Seen]:
+def gpu_compute_mode(m: Machine) -> Iterator[Seen]:
     """Several processes may use each GPU.
 
     Looks at: compute mode
@@ -347,8 +334,7 @@ def compute_mode(m: Machine) -> Iterator[Seen]:
     yield from either(FAIL if prohibited else WARN, prohibited or exclusive, default)
 
 
-@rule("gpu-mig", MACHINE)
-def mig(m: Machine) -> Iterator[Seen]:
+def gpu_mig(m: Machine) -> Iterator[Seen]:
     """No GPU is split by MIG.
 
     Looks at: MIG is off
@@ -360,8 +346,7 @@ def mig(m: Machine) -> Iterator[Seen]:
     yield from either(FAIL, _of(gpus, lambda gpu: gpu.mig, "MIG is on"), "off" if any(gpu.mig is False for gpu in gpus) else "")
 
 
-@rule("gpu-persistence", MACHINE)
-def persistence(m: Machine) -> Iterator[Seen]:
+def gpu_persistence(m: Machine) -> Iterator[Seen]:
     """The driver stays loaded between processes.
 
     Looks at: persistence mode
@@ -374,8 +359,7 @@ def persistence(m: Machine) -> Iterator[Seen]:
     yield from either(WARN, unkept, "on" if any(gpu.persistence for gpu in gpus) else "")
 
 
-@rule("gpu-throttled", MACHINE)
-def throttled(m: Machine) -> Iterator[Seen]:
+def gpu_throttled(m: Machine) -> Iterator[Seen]:
     """No GPU is held back. The power cap of one that computes is as it should be.
 
     Looks at: reasons why clocks are held down
@@ -388,8 +372,7 @@ def throttled(m: Machine) -> Iterator[Seen]:
     yield from either(WARN, bad, "no GPU is held back" if held and m.computes else "")
 
 
-@rule("gpu-ecc", MACHINE)
-def ecc(m: Machine) -> Iterator[Seen]:
+def gpu_ecc(m: Machine) -> Iterator[Seen]:
     """ECC counts nothing that it could not correct.
 
     Looks at: uncorrected memory errors
@@ -406,8 +389,7 @@ def ecc(m: Machine) -> Iterator[Seen]:
     yield from either(FAIL if bad else WARN, bad or off, good, fix)
 
 
-@rule("gpu-row-remap", MACHINE)
-def row_remap(m: Machine) -> Iterator[Seen]:
+def gpu_row_remap(m: Machine) -> Iterator[Seen]:
     """No row waits to be replaced.
 
     Looks at: rows of GPU memory that are to be replaced
@@ -438,8 +420,7 @@ def read_xid(line: str) -> tuple[str, int, float | None] | None:
     return found[1].lower(), int(found[2]), float(second[1]) if second else None
 
 
-@rule("gpu-xid", MACHINE)
-def xids(m: Machine) -> Iterator[Seen]:
+def gpu_xid(m: Machine) -> Iterator[Seen]:
     """The kernel's log contains no serious error of a GPU of the last day; an older one is a warning.
 
     Looks at: errors of GPUs in the kernel's log

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from clustertune.check.machine import LOGIN, Machine, first_part, gigabytes
-from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, either, listed, rule
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Seen, either, listed
 from clustertune.host.system import version
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -20,7 +20,6 @@ KERNEL_LEAST, GLIBC_LEAST = (5, 5), (2, 28)
 OFFSET_S = 1.0
 
 
-@rule("shm", MACHINE, rank=2)
 def shm(m: Machine) -> Iterator[Seen]:
     """Shared memory is there, is larger than Docker's default, and has room.
 
@@ -44,7 +43,6 @@ def shm(m: Machine) -> Iterator[Seen]:
     yield from either(FAIL if free < SHM_LEAST and needed else WARN, left, f"{gigabytes(free)} free", clean)
 
 
-@rule("memlock", MACHINE, rank=2)
 def memlock(m: Machine) -> Iterator[Seen]:
     """No limit where RDMA is used; on a login node it is what Slurm passes on to jobs.
 
@@ -80,7 +78,6 @@ def _limit(m: Machine, limit: int | None, enough: int, fix: str, hard: int = 0) 
         yield from either(FAIL if limit < hard else WARN, low, "unlimited" if limit < 0 else str(limit), fix)
 
 
-@rule("open-files", MACHINE)
 def open_files(m: Machine) -> Iterator[Seen]:
     """Enough files may be open at once.
 
@@ -92,7 +89,6 @@ def open_files(m: Machine) -> Iterator[Seen]:
     yield from _limit(m, m.facts.nofile, ENOUGH_FILES, fix, hard=256)
 
 
-@rule("processes", MACHINE)
 def processes(m: Machine) -> Iterator[Seen]:
     """Enough processes may run at once.
 
@@ -104,8 +100,7 @@ def processes(m: Machine) -> Iterator[Seen]:
     yield from _limit(m, m.facts.nproc, ENOUGH_PROCESSES, more)
 
 
-@rule("cores-in-step", MACHINE)
-def cores(m: Machine) -> Iterator[Seen]:
+def cores_in_step(m: Machine) -> Iterator[Seen]:
     """The step may use the cores that the job asked for, as far as the machine has them.
 
     Looks at: cores of the step, against those that were asked for
@@ -124,7 +119,6 @@ def cores(m: Machine) -> Iterator[Seen]:
     yield from either(status, few, f"{f.affinity} CPUs, asked for {requested}", fix)
 
 
-@rule("memory", MACHINE)
 def memory(m: Machine) -> Iterator[Seen]:
     """Most of the memory is free before a job begins.
 
@@ -140,7 +134,6 @@ def memory(m: Machine) -> Iterator[Seen]:
         yield from either(WARN, little, f"{gigabytes(free)} free")
 
 
-@rule("swap", MACHINE)
 def swap(m: Machine) -> Iterator[Seen]:
     """Nothing of weight is in swap.
 
@@ -154,7 +147,6 @@ def swap(m: Machine) -> Iterator[Seen]:
         yield Seen(WARN if used > GIB else PASS, f"{gigabytes(used)} in swap" if used else "none in use")
 
 
-@rule("huge-pages", MACHINE)
 def huge_pages(m: Machine) -> Iterator[Seen]:
     """No allocation waits for a huge page.
 
@@ -168,7 +160,6 @@ def huge_pages(m: Machine) -> Iterator[Seen]:
         yield Seen(WARN if f.thp_defrag == "always" else PASS, f"defrag is {f.thp_defrag}")
 
 
-@rule("kernel", MACHINE)
 def kernel(m: Machine) -> Iterator[Seen]:
     """The kernel is new enough for the stack.
 
@@ -182,7 +173,6 @@ def kernel(m: Machine) -> Iterator[Seen]:
         yield from either(WARN, old, m.facts.kernel, fix)
 
 
-@rule("glibc", MACHINE)
 def glibc(m: Machine) -> Iterator[Seen]:
     """The C library is new enough for the stack.
 
@@ -197,7 +187,6 @@ def glibc(m: Machine) -> Iterator[Seen]:
         yield from either(FAIL, m.facts.glibc if library < GLIBC_LEAST else "", m.facts.glibc, fix)
 
 
-@rule("clock", MACHINE)
 def clock(m: Machine) -> Iterator[Seen]:
     """The clock is kept right, and is right.
 
@@ -224,8 +213,7 @@ def clock(m: Machine) -> Iterator[Seen]:
 # Slurm as a login node sees it: the controller, accounting, and whether jobs keep to their own GPUs. Python 3.8.
 
 
-@rule("slurm-controller", MACHINE)
-def controller(m: Machine) -> Iterator[Seen]:
+def slurm_controller(m: Machine) -> Iterator[Seen]:
     """It answers.
 
     Looks at: whether slurmctld answers
@@ -237,8 +225,7 @@ def controller(m: Machine) -> Iterator[Seen]:
     yield from either(FAIL, f.slurm_silent or "", f.slurm.get("SLURM_VERSION", "answers") if f.slurm else "")
 
 
-@rule("slurm-nodes", MACHINE)
-def nodes(m: Machine) -> Iterator[Seen]:
+def slurm_nodes(m: Machine) -> Iterator[Seen]:
     """All nodes of the cluster file take jobs.
 
     Looks at: nodes that take no jobs
@@ -254,8 +241,7 @@ def nodes(m: Machine) -> Iterator[Seen]:
     yield from either(WARN, listed(bad, 8, "; ", "; and"), "all take jobs")
 
 
-@rule("slurm-accounting", MACHINE)
-def accounting(m: Machine) -> Iterator[Seen]:
+def slurm_accounting(m: Machine) -> Iterator[Seen]:
     """Accounting is as the cluster file says.
 
     Looks at: accounting, against the cluster file
@@ -270,8 +256,7 @@ def accounting(m: Machine) -> Iterator[Seen]:
     yield from either(WARN, "the cluster file counts on it, and Slurm has none" if lacking else "", good if kind else "")
 
 
-@rule("slurm-devices", MACHINE)
-def devices(m: Machine) -> Iterator[Seen]:
+def slurm_devices(m: Machine) -> Iterator[Seen]:
     """Jobs are kept apart by their GPUs.
 
     Looks at: whether a job sees only its own GPUs
@@ -287,8 +272,7 @@ def devices(m: Machine) -> Iterator[Seen]:
         yield Seen(WARN if off else PASS, f"ConstrainDevices is {'off' if off else 'on'}")
 
 
-@rule("slurm-affinity", MACHINE)
-def affinity(m: Machine) -> Iterator[Seen]:
+def slurm_affinity(m: Machine) -> Iterator[Seen]:
     """Jobs are kept apart by their cores.
 
     Looks at: whether a job keeps to its own cores
@@ -302,7 +286,6 @@ def affinity(m: Machine) -> Iterator[Seen]:
         yield Seen(WARN if plugin in ("", "task/none", "(null)") else PASS, plugin or "no TaskPlugin")
 
 
-@rule("srun-cpus", MACHINE)
 def srun_cpus(m: Machine) -> Iterator[Seen]:
     """A batch script passes its number of cores on to srun.
 

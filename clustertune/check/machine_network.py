@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from clustertune.check.machine import RDMA_KINDS, Machine, one_link
-from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, either, rule
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Seen, either
 from clustertune.host.facts import Nic
 
 FAST_MBIT = 25_000
@@ -38,7 +38,6 @@ def _nic(m: Machine, name: str) -> Nic | None:
     return next((nic for nic in m.facts.nics if nic.name == name), None)
 
 
-@rule("interface", MACHINE, rank=3)
 def interface(m: Machine) -> Iterator[Seen]:
     """The interface is there, is up, and has an address; the variable means one interface.
 
@@ -72,8 +71,7 @@ def interface(m: Machine) -> Iterator[Seen]:
             yield Seen(FAIL, f"{means}, which is down", "unset it")
 
 
-@rule("interface-subnet", MACHINE, rank=3)
-def subnet(m: Machine) -> Iterator[Seen]:
+def interface_subnet(m: Machine) -> Iterator[Seen]:
     """The interface's address is in the cluster's subnet.
 
     Looks at: the interface's address, against the cluster file's subnet
@@ -94,8 +92,7 @@ def subnet(m: Machine) -> Iterator[Seen]:
         yield from either(FAIL if m.several else WARN, outside, f"{nic.name} is in {wanted}")
 
 
-@rule("interface-speed", MACHINE)
-def speed(m: Machine) -> Iterator[Seen]:
+def interface_speed(m: Machine) -> Iterator[Seen]:
     """The interface has the speed of the cluster file.
 
     Looks at: the interface's speed, against the cluster file
@@ -115,7 +112,6 @@ def speed(m: Machine) -> Iterator[Seen]:
     yield from either(WARN, slow, f"{nic.name}: {runs}", fix)
 
 
-@rule("bond", MACHINE, rank=3)
 def bond(m: Machine) -> Iterator[Seen]:
     """Links of bonds are up; of the one that carries the ranks, connections are spread.
 
@@ -140,7 +136,6 @@ def bond(m: Machine) -> Iterator[Seen]:
             yield Seen(PASS, f"{nic.name}: {nic.bond_mode}, {len(nic.bond_links)} links up")
 
 
-@rule("mtu", MACHINE, rank=3)
 def mtu(m: Machine) -> Iterator[Seen]:
     """A fast interface between nodes has large frames.
 
@@ -158,7 +153,6 @@ def mtu(m: Machine) -> Iterator[Seen]:
         yield from either(WARN, f"{size} at {speed / 1000:g} Gbit/s" if nic.mtu <= 1500 else "", size, fix)
 
 
-@rule("rdma-port", MACHINE, rank=4)
 def rdma_port(m: Machine) -> Iterator[Seen]:
     """The ports that the cluster file names are active; where it names none, one is.
 
@@ -194,8 +188,7 @@ def rdma_port(m: Machine) -> Iterator[Seen]:
         yield from either(WARN, found, f"active: {', '.join(active)}", fix)
 
 
-@rule("rdma-verbs", MACHINE, rank=4)
-def verbs(m: Machine) -> Iterator[Seen]:
+def rdma_verbs(m: Machine) -> Iterator[Seen]:
     """What uses an active port is in this place.
 
     Looks at: device files and libraries of active RDMA ports in this place
@@ -221,7 +214,6 @@ def verbs(m: Machine) -> Iterator[Seen]:
     yield from either(FAIL if hard else WARN, "; ".join(lacking), good, image if m.in_container else host)
 
 
-@rule("network-kind", MACHINE)
 def network_kind(m: Machine) -> Iterator[Seen]:
     """What the cluster file says is what there is; a variable does not switch off what the file counts on.
 
@@ -240,8 +232,7 @@ def network_kind(m: Machine) -> Iterator[Seen]:
         yield Seen(PASS, str(kind))
 
 
-@rule("ephemeral-ports", MACHINE)
-def ports(m: Machine) -> Iterator[Seen]:
+def ephemeral_ports(m: Machine) -> Iterator[Seen]:
     """Jobs meet outside of the ephemeral ports; a port in the environment does too.
 
     Looks at: the kernel's range of ephemeral ports
@@ -267,8 +258,7 @@ def _is_loopback(text: str) -> bool:
     return False
 
 
-@rule("hostname-loopback", MACHINE)
-def loopback(m: Machine) -> Iterator[Seen]:
+def hostname_loopback(m: Machine) -> Iterator[Seen]:
     """The own name is an address that others reach, where gloo is given no interface.
 
     Looks at: what the machine's own name resolves to
@@ -283,7 +273,6 @@ def loopback(m: Machine) -> Iterator[Seen]:
         yield from either(WARN, bad if own else f"{name} does not resolve", ", ".join(own))
 
 
-@rule("node-names", MACHINE)
 def node_names(m: Machine) -> Iterator[Seen]:
     """The other nodes' names resolve, to none of this machine's own addresses of loopback.
 

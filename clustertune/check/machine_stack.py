@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from clustertune.check.machine import Machine
-from clustertune.check.rule import FAIL, MACHINE, WARN, Seen, either, listed, rule
+from clustertune.check.rule import FAIL, WARN, Seen, either, listed
 from clustertune.host.credentials import has_login
 from clustertune.host.gpus import has_nvlink
 
@@ -54,7 +54,6 @@ def only_all_reduce(value: str) -> bool:
     return algorithms <= set(NO_GATHER) and not value.startswith("^")
 
 
-@rule("user-site", MACHINE)
 def user_site(m: Machine) -> Iterator[Seen]:
     """Nothing of the stack is taken from the user's own folder.
 
@@ -72,8 +71,7 @@ def user_site(m: Machine) -> Iterator[Seen]:
         yield from either(FAIL if m.in_container else WARN, found, good)
 
 
-@rule("python-path", MACHINE)
-def paths(m: Machine) -> Iterator[Seen]:
+def python_path(m: Machine) -> Iterator[Seen]:
     """Neither variable is set.
 
     Looks at: PYTHONPATH and PYTHONHOME
@@ -85,8 +83,7 @@ def paths(m: Machine) -> Iterator[Seen]:
     yield from either(status, "; ".join(lines), "not set", "unset them (module unload python, conda deactivate, .bashrc)")
 
 
-@rule("scattered-packages", MACHINE)
-def scattered(m: Machine) -> Iterator[Seen]:
+def scattered_packages(m: Machine) -> Iterator[Seen]:
     """The packages of the stack lie in one folder; in a container in the image.
 
     Looks at: all packages of the stack in one place
@@ -103,7 +100,6 @@ def scattered(m: Machine) -> Iterator[Seen]:
     yield from either(WARN, text if len(found) > 1 else "", next(iter(found), ""))
 
 
-@rule("nccl-twice", MACHINE)
 def nccl_twice(m: Machine) -> Iterator[Seen]:
     """One package of NCCL is installed.
 
@@ -116,8 +112,7 @@ def nccl_twice(m: Machine) -> Iterator[Seen]:
     yield from either(WARN, ", ".join(nccl) if len(nccl) > 1 else "", "".join(nccl[:1]))
 
 
-@rule("library-path", MACHINE)
-def libraries(m: Machine) -> Iterator[Seen]:
+def library_path(m: Machine) -> Iterator[Seen]:
     """LD_LIBRARY_PATH puts nothing in front of torch's libraries.
 
     Looks at: libraries in LD_LIBRARY_PATH that torch brings itself
@@ -134,7 +129,6 @@ def libraries(m: Machine) -> Iterator[Seen]:
     yield from either(WARN, listed(bad, 6), "" if stub else "none", fix)
 
 
-@rule("preload", MACHINE)
 def preload(m: Machine) -> Iterator[Seen]:
     """Nothing is preloaded.
 
@@ -146,8 +140,7 @@ def preload(m: Machine) -> Iterator[Seen]:
     yield from either(WARN, m.environ("LD_PRELOAD"), "not set")
 
 
-@rule("nccl-settings", MACHINE)
-def nccl(m: Machine) -> Iterator[Seen]:
+def nccl_settings(m: Machine) -> Iterator[Seen]:
     """Only the cluster file steers NCCL, not the environment or a file of NCCL's.
 
     Looks at: settings of NCCL left behind
@@ -173,8 +166,7 @@ def nccl(m: Machine) -> Iterator[Seen]:
     yield from either(FAIL if stops or (through_host and nvlink) else WARN, "; ".join(bad), "none")
 
 
-@rule("debug-settings", MACHINE)
-def debugging(m: Machine) -> Iterator[Seen]:
+def debug_settings(m: Machine) -> Iterator[Seen]:
     """Nothing is set that slows every step.
 
     Looks at: settings that are for the search of faults
@@ -187,7 +179,6 @@ def debugging(m: Machine) -> Iterator[Seen]:
     yield from either(WARN, ", ".join(bad), "none")
 
 
-@rule("rank-variables", MACHINE)
 def rank_variables(m: Machine) -> Iterator[Seen]:
     """No launcher's variables are set where none has started this.
 
@@ -202,8 +193,7 @@ def rank_variables(m: Machine) -> Iterator[Seen]:
         yield from either(WARN, values, "not set", f"unset {' '.join(found)}")
 
 
-@rule("proxy", MACHINE)
-def proxies(m: Machine) -> Iterator[Seen]:
+def proxy(m: Machine) -> Iterator[Seen]:
     """What goes to this machine and to the nodes goes there directly.
 
     Looks at: proxies, and what must not go through them
@@ -220,7 +210,6 @@ def proxies(m: Machine) -> Iterator[Seen]:
     yield from either(WARN, text, f"{proxies}; local addresses go directly" if proxies else "none", fix)
 
 
-@rule("threads", MACHINE)
 def threads(m: Machine) -> Iterator[Seen]:
     """OMP_NUM_THREADS is left to the launcher.
 

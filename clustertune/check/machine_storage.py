@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 
 from clustertune.check.machine import Machine, first_part, gigabytes
-from clustertune.check.rule import FAIL, MACHINE, PASS, WARN, Seen, either, rule
+from clustertune.check.rule import FAIL, PASS, WARN, Seen, either
 from clustertune.host.facts import Mount
 from clustertune.host.mounts import lies_elsewhere
 
@@ -29,8 +29,7 @@ def _pools(m: Machine) -> list[Mount]:
     return [mount for mount in m.facts.mounts if mount.kind == "fuse.mergerfs"]
 
 
-@rule("mount-silent", MACHINE)
-def silent(m: Machine) -> Iterator[Seen]:
+def mount_silent(m: Machine) -> Iterator[Seen]:
     """Every file system answers.
 
     Looks at: file systems that do not answer
@@ -50,8 +49,7 @@ def silent(m: Machine) -> Iterator[Seen]:
         yield Seen(PASS, f"{len(m.facts.mounts)} file systems answer")
 
 
-@rule("mount-missing", MACHINE)
-def missing(m: Machine) -> Iterator[Seen]:
+def mount_missing(m: Machine) -> Iterator[Seen]:
     """What the cluster file mounts is mounted, on the machines of the file. In a container it is a bind of it.
 
     Looks at: the file systems of the cluster file
@@ -78,8 +76,7 @@ def missing(m: Machine) -> Iterator[Seen]:
             yield Seen(FAIL if m.computes else WARN, f"nothing is mounted on {path} ({what} of the cluster file)", fix)
 
 
-@rule("mount-read-only", MACHINE)
-def read_only(m: Machine) -> Iterator[Seen]:
+def mount_read_only(m: Machine) -> Iterator[Seen]:
     """Bricks, pool, scratch and /tmp are writable.
 
     Looks at: file systems that ought to be writable
@@ -98,7 +95,6 @@ def read_only(m: Machine) -> Iterator[Seen]:
         yield Seen(PASS, "none that is to be written")
 
 
-@rule("nfs-options", MACHINE)
 def nfs_options(m: Machine) -> Iterator[Seen]:
     """NFS is mounted hard, and with locks.
 
@@ -113,8 +109,7 @@ def nfs_options(m: Machine) -> Iterator[Seen]:
             yield from either(WARN, f"{mount.point}: {', '.join(bad)}" if bad else "", f"{mount.point}: hard")
 
 
-@rule("pool-mmap", MACHINE)
-def pools(m: Machine) -> Iterator[Seen]:
+def pool_mmap(m: Machine) -> Iterator[Seen]:
     """Pools can map files.
 
     Looks at: mapped files on a mergerfs pool
@@ -129,8 +124,7 @@ def pools(m: Machine) -> Iterator[Seen]:
             yield Seen(WARN, f"{mount.point}: {', '.join(bad)}")
 
 
-@rule("nfs-over-fuse", MACHINE)
-def exports(m: Machine) -> Iterator[Seen]:
+def nfs_over_fuse(m: Machine) -> Iterator[Seen]:
     """No FUSE file system is exported.
 
     Looks at: NFS exports of a FUSE file system
@@ -144,8 +138,7 @@ def exports(m: Machine) -> Iterator[Seen]:
             yield Seen(FAIL, f"/etc/exports: {path} is on {mount.kind} at {mount.point}")
 
 
-@rule("pool-branch", MACHINE)
-def branches(m: Machine) -> Iterator[Seen]:
+def pool_branch(m: Machine) -> Iterator[Seen]:
     """No branch of a pool is on the root disk.
 
     Looks at: what the branches of a mergerfs pool lie on
@@ -173,7 +166,6 @@ def _tried(m: Machine, what: str, fix: str, *, worst: str = WARN, folders: Conta
         yield Seen(PASS, f"works in {done} folders")
 
 
-@rule("mmap", MACHINE)
 def mmap(m: Machine) -> Iterator[Seen]:
     """Files can be mapped shared in the folders of libraries.
 
@@ -184,7 +176,6 @@ def mmap(m: Machine) -> Iterator[Seen]:
     yield from _tried(m, "mmap", "cache.files=auto-full for a mergerfs pool, or move the folder to another file system")
 
 
-@rule("flock", MACHINE)
 def flock(m: Machine) -> Iterator[Seen]:
     """Files can be locked in the folders of libraries: without locks they end with an error.
 
@@ -196,7 +187,6 @@ def flock(m: Machine) -> Iterator[Seen]:
     yield from _tried(m, "flock", fix, worst=FAIL)
 
 
-@rule("noexec", MACHINE)
 def noexec(m: Machine) -> Iterator[Seen]:
     """What is compiled can be run from the folder that keeps it.
 
@@ -209,8 +199,7 @@ def noexec(m: Machine) -> Iterator[Seen]:
     yield from _tried(m, "exec", fix, folders=(*named, str(m.section("storage").get("scratch") or "")))
 
 
-@rule("compiler-cache", MACHINE)
-def caches(m: Machine) -> Iterator[Seen]:
+def compiler_cache(m: Machine) -> Iterator[Seen]:
     """Compiled kernels lie on a disk of the node.
 
     Looks at: file system of Triton's and Inductor's caches
@@ -232,7 +221,6 @@ def caches(m: Machine) -> Iterator[Seen]:
         yield from either(WARN, away, f"{path} is on {mount.kind}", fix)
 
 
-@rule("hub-cache", MACHINE)
 def hub_cache(m: Machine) -> Iterator[Seen]:
     """Weights are read from a disk of the node.
 
@@ -259,8 +247,7 @@ def _written(m: Machine) -> list[Mount]:
     return [mount for mount in known if "ro" not in mount.options]
 
 
-@rule("disk-full", MACHINE)
-def room(m: Machine) -> Iterator[Seen]:
+def disk_full(m: Machine) -> Iterator[Seen]:
     """There is room where jobs write.
 
     Looks at: room on the file systems that jobs write to
@@ -281,7 +268,6 @@ def room(m: Machine) -> Iterator[Seen]:
         yield Seen(PASS, f"{len(mounts) - bad} file systems have room")
 
 
-@rule("inodes", MACHINE)
 def inodes(m: Machine) -> Iterator[Seen]:
     """There are inodes where jobs write.
 
@@ -296,7 +282,6 @@ def inodes(m: Machine) -> Iterator[Seen]:
             yield Seen(status, f"{mount.point} ({mount.kind}): {mount.free_inodes} inodes left", fix)
 
 
-@rule("scratch", MACHINE)
 def scratch(m: Machine) -> Iterator[Seen]:
     """The node's own folder is on the node, and can be written.
 
@@ -318,7 +303,6 @@ def scratch(m: Machine) -> Iterator[Seen]:
         yield from either(FAIL if m.in_step else WARN, untried, f"{path} on {mount.kind}", fix)
 
 
-@rule("container-root", MACHINE)
 def container_root(m: Machine) -> Iterator[Seen]:
     """A container's overlay has room.
 
@@ -344,7 +328,6 @@ def _open_to_others(m: Machine, what: str, bits: int, change: str) -> Iterator[S
         yield Seen(PASS, f"{len(files)} files")
 
 
-@rule("secret-mode", MACHINE)
 def secret_mode(m: Machine) -> Iterator[Seen]:
     """Secrets are read by their owner only.
 
@@ -355,7 +338,6 @@ def secret_mode(m: Machine) -> Iterator[Seen]:
     yield from _open_to_others(m, "secret", 0o077, "600")
 
 
-@rule("program-mode", MACHINE)
 def program_mode(m: Machine) -> Iterator[Seen]:
     """Programs are changed by their owner only.
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from clustertune.check.machine import Machine, gigabytes
-from clustertune.check.rule import FAIL, NODES, PASS, WARN, Seen, either, listed, rule
+from clustertune.check.rule import FAIL, PASS, WARN, Seen, either, listed
 from clustertune.host.mounts import lies_elsewhere
 
 
@@ -78,8 +78,7 @@ def origin(source: str) -> str:
     return f"{found[1]}.0/24:{found[2]}" if found else source
 
 
-@rule("nodes-driver", NODES, rank=5)
-def driver(several: JobNodes) -> Iterator[Seen]:
+def nodes_driver(several: JobNodes) -> Iterator[Seen]:
     """One driver.
 
     Looks at: one version of the driver on all nodes
@@ -97,8 +96,7 @@ CORE = re.compile(r"(Python|torch|nvidia-nccl-cu\d+|transformers|accelerate|trl|
 """What ranks must have alike; for the others a difference is only shown."""
 
 
-@rule("nodes-packages", NODES)
-def packages(several: JobNodes) -> Iterator[Seen]:
+def nodes_packages(several: JobNodes) -> Iterator[Seen]:
     """One version of each package, and one Python.
 
     Looks at: one version of each package on all nodes
@@ -125,8 +123,7 @@ def packages(several: JobNodes) -> Iterator[Seen]:
     yield from either(FAIL if hard else WARN, shown, good)
 
 
-@rule("nodes-gpus", NODES)
-def gpus(several: JobNodes) -> Iterator[Seen]:
+def nodes_gpus(several: JobNodes) -> Iterator[Seen]:
     """As many GPUs, of the same kind.
 
     Looks at: the same GPUs on all nodes
@@ -143,8 +140,7 @@ def gpus(several: JobNodes) -> Iterator[Seen]:
         yield from _compare(several.machines, FAIL, [("GPUs", kinds)], fix)
 
 
-@rule("nodes-system", NODES)
-def system(several: JobNodes) -> Iterator[Seen]:
+def nodes_system(several: JobNodes) -> Iterator[Seen]:
     """Kernel, C library, memory and cores are alike.
 
     Looks at: kernel, C library and memory of the nodes
@@ -162,8 +158,7 @@ def system(several: JobNodes) -> Iterator[Seen]:
     yield from _compare(several.machines, WARN, [*values, ("CPUs", lambda m: m.facts.cpus)], fix)
 
 
-@rule("nodes-limits", NODES)
-def limits(several: JobNodes) -> Iterator[Seen]:
+def nodes_limits(several: JobNodes) -> Iterator[Seen]:
     """Limits of the steps are alike.
 
     Looks at: limits, shared memory and cores of the steps
@@ -185,8 +180,7 @@ def limits(several: JobNodes) -> Iterator[Seen]:
     yield from _compare(several.machines, WARN, [*values, ("cores", lambda m: m.facts.affinity)], fix)
 
 
-@rule("nodes-network", NODES, rank=3)
-def network(several: JobNodes) -> Iterator[Seen]:
+def nodes_network(several: JobNodes) -> Iterator[Seen]:
     """The interface between the nodes, and the RDMA ports, are alike.
 
     Looks at: frame size, speed and state of the interface between the nodes
@@ -215,8 +209,7 @@ def network(several: JobNodes) -> Iterator[Seen]:
             yield Seen(WARN, f"{name}: {difference}", "look at cables and ports of the odd node: ibstat, ethtool")
 
 
-@rule("nodes-mounts", NODES)
-def mounts(several: JobNodes) -> Iterator[Seen]:
+def nodes_mounts(several: JobNodes) -> Iterator[Seen]:
     """File systems of the network are mounted on all nodes, from the same place.
 
     Looks at: the same network file systems on all nodes
@@ -244,8 +237,7 @@ def _waits(machine: Machine, point: str) -> bool:
     return any(point == above or point.startswith(above.rstrip("/") + "/") for above in machine.facts.automounts)
 
 
-@rule("nodes-clock", NODES)
-def clocks(several: JobNodes) -> Iterator[Seen]:
+def nodes_clock(several: JobNodes) -> Iterator[Seen]:
     """Each node's clock was, when it answered, between the times at which it was asked and had answered.
 
     Looks at: clocks of the nodes, against that of the node that asked
@@ -266,8 +258,7 @@ def clocks(several: JobNodes) -> Iterator[Seen]:
     yield from either(status, f"off at least: {listed}" if bad else "", good, fix)
 
 
-@rule("node-silent", NODES)
-def missing(several: JobNodes) -> Iterator[Seen]:
+def node_silent(several: JobNodes) -> Iterator[Seen]:
     """Every node answered; where not, what is known of the reason.
 
     Looks at: nodes that did not say anything

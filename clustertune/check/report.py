@@ -15,8 +15,8 @@ from clustertune.check.nodes import JobNodes
 from clustertune.check.rule import FAIL, LOOKS, MACHINE, NODES, PASS, UNKNOWN, WARN, Check, Finding, Rule, Seen, checks, rule
 
 
-@rule("rule-broken", LOOKS)
-def broken(unread: tuple[str, str]) -> Iterator[Seen]:
+@rule
+def rule_broken(unread: tuple[str, str]) -> Iterator[Seen]:
     """Looks at: the rules themselves
 
     Why: a rule that ended in an error has judged nothing
@@ -40,12 +40,12 @@ def run(looks: Iterable[Callable[[Any], Iterable[Finding]]], context: Any, where
         except Exception as error:
             name = look.name if isinstance(look, Check) else f"{look.__module__}.{look.__name__}"
             message = f"{name}: {type(error).__name__}: {error}"
-            yield from broken((message[:300], where))
+            yield from rule_broken((message[:300], where))
 
 
 def machine_findings(machine: Machine) -> list[Finding]:
     """What all machine rules find on one machine."""
-    unread = [found for text in machine.facts.unread for found in broken((text, machine.where))]
+    unread = [found for text in machine.facts.unread for found in rule_broken((text, machine.where))]
     return [*run(checks(MACHINE), machine, machine.where), *unread]
 
 

@@ -1,8 +1,8 @@
 """One form for every check: a rule, the function that looks, and what it found.
 
-A rule is one function. Its decorator gives the id, its docstring the texts that people read, and it yields what it saw:
+A rule is one public function in a module of rules. Its name, with hyphens, is the id, its argument says what it looks at, its
+docstring holds the texts that people read, and it yields what it saw:
 
-    @rule("swap", MACHINE)
     def swap(m: Machine) -> Iterator[Seen]:
         \"\"\"Nothing of weight is in swap.
 
@@ -18,14 +18,13 @@ Standard library only, Python 3.8 or later: ``doctor`` and the reader of NCCL's 
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from types import ModuleType
+from functools import lru_cache
 from typing import Any, NamedTuple
-
-import clustertune.check
 
 PASS, WARN, FAIL, UNKNOWN = "pass", "warn", "fail", "unknown"
 STATUSES = (PASS, UNKNOWN, WARN, FAIL)
@@ -39,6 +38,20 @@ The storage and the Slurm of a node that ``ops`` sets up: rules in ``clustertune
 ``clustertune/ops/slurm/judge.py``."""
 LOOKS = "looks"
 """A rule that ended in an error, or a fact that could not be read: the rule in ``clustertune/check/report.py``."""
+
+_HOMES = {
+    MACHINE: ("Machine", "clustertune.check", ("machine_",)),
+    NODES: ("JobNodes", "clustertune.check", ("nodes",)),
+    LINKS: ("LinkContext", "clustertune.check", ("links_",)),
+    SCRIPT: ("Batch", "clustertune.check", ("script_",)),
+    LOOKS: ("tuple[str, str]", "clustertune.check", ("report",)),
+    RECIPE: ("RecipeContext", "clustertune.doctor", ("data_", "recipe_", "run_", "stack_")),
+    REFUSED: ("UserError", "clustertune.doctor", ("recipe_findings",)),
+    STORAGE: ("StorageSubject", "clustertune.ops.storage", ("judge",)),
+    SLURM: ("SlurmSubject", "clustertune.ops.slurm", ("judge",)),
+}
+"""For each of them the type of a rule's argument, and the package and the beginnings of the modules that hold its rules."""
+_SUBJECTS = {kind: subject for subject, (kind, _, _) in _HOMES.items()}
 
 
 @dataclass(frozen=True)
@@ -95,8 +108,8 @@ def either(status: str, bad: str, good: str, fix: str = "", where: str = "") -> 
 class Check:
     """A rule with the function that looks. Calling it with a subject gives findings."""
 
-    def __init__(self, rule: Rule, look: Callable[[Any], Iterable[Seen]], subject: str, rank: int | None) -> None:
-        self.rule, self.look, self.subject, self.rank = rule, look, subject, rank
+    def __init__(self, rule: Rule, look: Callable[[Any], Iterable[Seen]], subject: str) -> None:
+        self.rule, self.look, self.subject = rule, look, subject
         self.name = f"{look.__module__}.{rule.id}"
 
     def __call__(self, subject: Any) -> Iterator[Finding]:
@@ -106,29 +119,23 @@ class Check:
             yield finding(self.rule, seen.status, seen.found, fix, seen.where or getattr(subject, "where", ""))
 
 
-_CHECKS: dict[tuple[str, str], Check] = {}
 _FIELD = re.compile(r"^ *(Looks at|Why|Fix|See):\s", re.MULTILINE)
 
 
-def rule(name: str, subject: str, *, rank: int | None = None) -> Callable[[Callable[[Any], Iterable[Seen]]], Check]:
-    """Makes a rule of a function and registers it.
+def rule(look: Callable[[Any], Iterable[Seen]]) -> Check:
+    """The rule that a function is; as a decorator where other code calls it for its findings.
 
     The docstring's first line says what holds where all is well. ``Looks at:`` is the title (without it the first line),
-    ``Why:`` the reason, ``See:`` the link, and ``Fix:`` what to do where the function does not say it. ``subject``:
-    one of the constants of this module that name what rules look at. ``rank``: its place in the verdict of ``nccl-check``,
-    where the lowest of findings that are alike bad comes first; None: ``nccl-check`` does not ask it.
+    ``Why:`` the reason, ``See:`` the link, and ``Fix:`` what to do where the function does not say it.
     """
-    return lambda look: register(name, *described(look.__doc__ or ""), look=look, subject=subject, rank=rank)
+    texts = described(look.__doc__ or "")
+    subject = _SUBJECTS[next(iter(look.__annotations__.values()))]
+    return rule_of(look.__name__.replace("_", "-"), *texts, look=look, subject=subject)
 
 
-def register(*texts: str, look: Callable[[Any], Iterable[Seen]], subject: str, rank: int | None = None) -> Check:
-    """Puts a rule into the registry with the function that looks; :func:`rule` does so for functions with a docstring.
-
-    ``texts``: the fields of :class:`Rule` in their order.
-    """
-    check = Check(Rule(*texts), look, subject, rank)
-    assert (subject, check.rule.id) not in _CHECKS, f"two rules are named {check.rule.id}"
-    return _CHECKS.setdefault((subject, check.rule.id), check)
+def rule_of(*texts: str, look: Callable[[Any], Iterable[Seen]], subject: str) -> Check:
+    """A rule with the function that looks. ``texts``: the fields of :class:`Rule` in their order."""
+    return Check(Rule(*texts), look, subject)
 
 
 def described(docstring: str) -> tuple[str, str, str, str]:
@@ -139,17 +146,34 @@ def described(docstring: str) -> tuple[str, str, str, str]:
     return title, texts.get("Why", ""), texts.get("See", ""), texts.get("Fix", "")
 
 
-def checks(*subjects: str, package: ModuleType = clustertune.check, modules: tuple[str, ...] = ()) -> list[Check]:
-    """The rules of these subjects, in the modules of a package whose names begin with a subject, or as ``modules`` say."""
-    for name in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
-        if name.startswith(modules or subjects):
-            importlib.import_module(f"{package.__name__}.{name}")
-    return sorted((one for one in _CHECKS.values() if one.subject in subjects), key=lambda one: one.look.__module__)
+def checks(*subjects: str) -> list[Check]:
+    """The rules of these subjects, in the order of their modules and in these as they stand."""
+    modules = set()
+    for _, package, begins in map(_HOMES.__getitem__, subjects):
+        listed = pkgutil.iter_modules(importlib.import_module(package).__path__)
+        modules |= {f"{package}.{found.name}" for found in listed if found.name.startswith(begins)}
+    found = [check for module in sorted(modules) for check in _rules_in(module) if check.subject in subjects]
+    assert len({(check.subject, check.rule.id) for check in found}) == len(found), "two rules have one id"
+    return found
 
 
-def ranked() -> list[Check]:
-    """The rules of ``nccl-check``, of whatever subject, what is closest to a cause first."""
-    return sorted((one for one in checks(LINKS, MACHINE, NODES) if one.rank is not None), key=lambda one: one.rank or 0)
+@lru_cache(maxsize=None)  # noqa: UP033 - Python 3.8
+def _rules_in(module: str) -> tuple[Check, ...]:
+    """The rules of a module: what has been made one, and each public function that yields what it saw."""
+    looks = [(value, getattr(value, "look", value)) for value in vars(importlib.import_module(module)).values()]
+    own = [value for value, look in looks if getattr(look, "__module__", "") == module]
+    return tuple(
+        value if isinstance(value, Check) else rule(value) for value in own if isinstance(value, Check) or _is_rule(value)
+    )
+
+
+def _is_rule(value: Any) -> bool:
+    """Whether it is a public function that yields what it saw. One that takes anything but a subject would be lost: an error."""
+    types = list(value.__annotations__.values()) if inspect.isfunction(value) and not value.__name__.startswith("_") else []
+    if not types or "Seen" not in types[-1]:
+        return False
+    assert len(types) == 2 and types[0] in _SUBJECTS, f"{value.__module__}.{value.__name__}: a rule takes one subject alone"
+    return True
 
 
 def finding(rule: Rule, status: str, found: str, fix: str = "", where: str = "") -> Finding:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from clustertune.check.rule import SCRIPT, WARN, Seen, rule
+from clustertune.check.rule import WARN, Seen
 from clustertune.check.script_batch import (
     MAGIC,
     Batch,
@@ -36,7 +36,6 @@ def _at(line: int, found: str, fix: str) -> Seen:
 # --- the file -------------------------------------------------------------------------------------------------------------
 
 
-@rule("crlf", SCRIPT)
 def crlf(batch: Batch) -> Iterator[Seen]:
     r"""Lines end as on Linux.
 
@@ -48,7 +47,6 @@ def crlf(batch: Batch) -> Iterator[Seen]:
         yield _at(before.count("\n") + 1, "DOS line ends (\\r\\n)", f"sed -i 's/\\r$//' {batch.path}")
 
 
-@rule("bom", SCRIPT)
 def bom(batch: Batch) -> Iterator[Seen]:
     """The file begins with its first character.
 
@@ -59,7 +57,6 @@ def bom(batch: Batch) -> Iterator[Seen]:
         yield _at(1, "the file begins with a byte order mark", f"sed -i '1s/^\\xef\\xbb\\xbf//' {batch.path}")
 
 
-@rule("shebang", SCRIPT)
 def shebang(batch: Batch) -> Iterator[Seen]:
     """The first line names an interpreter.
 
@@ -84,7 +81,6 @@ def _outside(batch: Batch) -> Iterator[tuple[int, str]]:
     return ((number, line) for number, line in enumerate(batch.lines, 1) if number not in inside)
 
 
-@rule("not-a-directive", SCRIPT)
 def not_a_directive(batch: Batch) -> Iterator[Seen]:
     """What looks like a directive is one.
 
@@ -104,7 +100,6 @@ def not_a_directive(batch: Batch) -> Iterator[Seen]:
             yield _at(number, message, f"write {wanted.rstrip()!r}; to switch it off: ##SBATCH")
 
 
-@rule("late-directive", SCRIPT)
 def late_directive(batch: Batch) -> Iterator[Seen]:
     """Directives stand in front of the first command.
 
@@ -121,7 +116,6 @@ def late_directive(batch: Batch) -> Iterator[Seen]:
 _UNEXPANDED = re.compile(r"\$[\w{(]|`")
 
 
-@rule("variable-in-directive", SCRIPT)
 def variable_in_directive(batch: Batch) -> Iterator[Seen]:
     """Directives hold values, not variables.
 
@@ -135,7 +129,6 @@ def variable_in_directive(batch: Batch) -> Iterator[Seen]:
             yield _at(number, f"sbatch does not expand this:{written.rstrip()}", remedy)
 
 
-@rule("unknown-option", SCRIPT)
 def unknown_option(batch: Batch) -> Iterator[Seen]:
     """sbatch knows every option.
 
@@ -147,7 +140,6 @@ def unknown_option(batch: Batch) -> Iterator[Seen]:
             yield _at(option.line, f"sbatch has no option {option.written}", f"#SBATCH --{close}=...")
 
 
-@rule("loose-word", SCRIPT)
 def loose_word(batch: Batch) -> Iterator[Seen]:
     """Every word of a directive belongs to an option.
 
@@ -158,7 +150,6 @@ def loose_word(batch: Batch) -> Iterator[Seen]:
         yield _at(number, f"{word!r} is not an option", "write --name=value, and quote values that hold blanks")
 
 
-@rule("cut-value", SCRIPT)
 def cut_value(batch: Batch) -> Iterator[Seen]:
     """No value holds a #.
 
@@ -169,7 +160,6 @@ def cut_value(batch: Batch) -> Iterator[Seen]:
         yield _at(number, f"the # ends the value: it is {word!r}", "put the value in quotes")
 
 
-@rule("repeated-option", SCRIPT)
 def repeated_option(batch: Batch) -> Iterator[Seen]:
     """Each option is given once.
 
@@ -189,7 +179,6 @@ _KNOWN_BEFORE = "xu%"
 """File name patterns whose value is known when the job is submitted: the job's and the user's name."""
 
 
-@rule("log-folder", SCRIPT)
 def log_folder(batch: Batch) -> Iterator[Seen]:
     """The folders of --output and --error are there.
 
@@ -228,7 +217,6 @@ def _known(batch: Batch, found: re.Match[str]) -> str:
     return "%" if found[2] == "%" else found[0]
 
 
-@rule("no-time", SCRIPT)
 def no_time(batch: Batch) -> Iterator[Seen]:
     """The job has a time limit.
 
@@ -245,7 +233,6 @@ def _requeues(batch: Batch) -> list[int]:
     return [one.line for one in batch.everything if one.name == "scontrol" and one.arguments[1:2] == ["requeue"]]
 
 
-@rule("log-truncated", SCRIPT)
 def log_truncated(batch: Batch) -> Iterator[Seen]:
     """A requeue keeps the log.
 
@@ -259,7 +246,6 @@ def log_truncated(batch: Batch) -> Iterator[Seen]:
         yield _at(line, "requeue without --open-mode=append", "#SBATCH --open-mode=append")
 
 
-@rule("requeue-refused", SCRIPT)
 def requeue_refused(batch: Batch) -> Iterator[Seen]:
     """A job that asks for a requeue allows it.
 
@@ -313,7 +299,6 @@ def _reads_dotenv(command: ShellCommand) -> bool:
     return arguments[:1] == ["export"] and any(map(_DOTENV.search, inner))
 
 
-@rule("secret-in-file", SCRIPT)
 def secret_in_file(batch: Batch) -> Iterator[Seen]:
     """No secret stands in the script.
 
@@ -324,7 +309,6 @@ def secret_in_file(batch: Batch) -> Iterator[Seen]:
     return (_at(line, "a key stands in the script (not repeated here)", remedy) for line in _written(batch))
 
 
-@rule("secret-in-export", SCRIPT)
 def secret_in_export(batch: Batch) -> Iterator[Seen]:
     """No secret stands in --export.
 
@@ -337,7 +321,6 @@ def secret_in_export(batch: Batch) -> Iterator[Seen]:
             yield _at(line, f"--export with the value of {name}", f"name it only, without a value: --export=ALL,{name}")
 
 
-@rule("secret-in-arguments", SCRIPT)
 def secret_in_arguments(batch: Batch) -> Iterator[Seen]:
     """No secret stands on a command line.
 
@@ -361,7 +344,6 @@ def secret_in_arguments(batch: Batch) -> Iterator[Seen]:
         yield from (_at(line, message, remedy) for line, message in found if line not in told)
 
 
-@rule("secret-in-log", SCRIPT)
 def secret_in_log(batch: Batch) -> Iterator[Seen]:
     """No secret is written into the log.
 
@@ -400,7 +382,6 @@ def _dumps_environment(command: ShellCommand, follower: str) -> bool:
     return bare and not command.assignments and not command.targets and follower not in ("grep", "sed", "awk", "wc", "cut")
 
 
-@rule("dotenv-sourced", SCRIPT)
 def dotenv_sourced(batch: Batch) -> Iterator[Seen]:
     """.env is read, and not run.
 
@@ -454,7 +435,6 @@ def _warning(batch: Batch) -> _Warning | None:
     return _Warning(option.line, option.value or "", signal, "B" in (found["who"] or ""), traps)
 
 
-@rule("signal-misses-shell", SCRIPT)
 def signal_misses_shell(batch: Batch) -> Iterator[Seen]:
     """The signal reaches the shell that traps it.
 
@@ -467,7 +447,6 @@ def signal_misses_shell(batch: Batch) -> Iterator[Seen]:
         yield _at(warning.line, message, f"#SBATCH --signal=B:{warning.given}")
 
 
-@rule("signal-kills-shell", SCRIPT)
 def signal_kills_shell(batch: Batch) -> Iterator[Seen]:
     """The shell traps the signal that it gets.
 
@@ -484,7 +463,6 @@ def signal_kills_shell(batch: Batch) -> Iterator[Seen]:
         yield _at(warning.line, message, remedy)
 
 
-@rule("trap-without-signal", SCRIPT)
 def trap_without_signal(batch: Batch) -> Iterator[Seen]:
     """A trap has a signal.
 
@@ -499,7 +477,6 @@ def trap_without_signal(batch: Batch) -> Iterator[Seen]:
                 yield _at(line, message, f"#SBATCH --signal=B:{signal}@300")
 
 
-@rule("trap-waits", SCRIPT)
 def trap_waits(batch: Batch) -> Iterator[Seen]:
     """A trap runs while the program does.
 
@@ -534,7 +511,6 @@ _PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 
 
-@rule("expanded-too-early", SCRIPT)
 def expanded_too_early(batch: Batch) -> Iterator[Seen]:
     """A task's number is put in by the task.
 
@@ -617,7 +593,6 @@ def _tasks_per_node(batch: Batch, srun: Srun) -> int | None:
     return batch.tasks_per_node
 
 
-@rule("tasks-times-processes", SCRIPT)
 def tasks_times_processes(batch: Batch) -> Iterator[Seen]:
     """One launcher runs on each node.
 
@@ -635,7 +610,6 @@ def tasks_times_processes(batch: Batch) -> Iterator[Seen]:
                 break
 
 
-@rule("gpus-per-task", SCRIPT)
 def gpus_per_task(batch: Batch) -> Iterator[Seen]:
     """Every rank sees all GPUs of its node.
 
@@ -651,7 +625,6 @@ def gpus_per_task(batch: Batch) -> Iterator[Seen]:
             yield _at(line, message, "#SBATCH --gpus-per-node=8, and srun --gpu-bind=none")
 
 
-@rule("cpus-lost-in-srun", SCRIPT)
 def cpus_lost_in_srun(batch: Batch) -> Iterator[Seen]:
     """Steps have the cores that the job asked for.
 
@@ -691,7 +664,6 @@ def _hosts(batch: Batch) -> list[Token]:
     return [] if batch.nodes == 1 else _values(batch, _HOST_NAME, "rdzv_endpoint", "master_addr", "main_process_ip")
 
 
-@rule("nodelist-as-host", SCRIPT)
 def nodelist_as_host(batch: Batch) -> Iterator[Seen]:
     """The rendezvous is at one host.
 
@@ -705,7 +677,6 @@ def nodelist_as_host(batch: Batch) -> Iterator[Seen]:
             yield _at(value.line, f"{value.text} is a list such as node[1-4], no host", _FIRST_NODE)
 
 
-@rule("nodes-not-joined", SCRIPT)
 def nodes_not_joined(batch: Batch) -> Iterator[Seen]:
     """torchrun knows the number of nodes.
 
@@ -723,7 +694,6 @@ def nodes_not_joined(batch: Batch) -> Iterator[Seen]:
             yield _at(srun.line, message, remedy)
 
 
-@rule("localhost-fallback", SCRIPT)
 def localhost_fallback(batch: Batch) -> Iterator[Seen]:
     """No node of several takes itself for the first.
 
@@ -757,7 +727,6 @@ def _ports(batch: Batch) -> Iterator[tuple[int, int, int]]:
             yield line, low, high
 
 
-@rule("fixed-port", SCRIPT)
 def fixed_port(batch: Batch) -> Iterator[Seen]:
     """Each job has a port of its own.
 
@@ -767,7 +736,6 @@ def fixed_port(batch: Batch) -> Iterator[Seen]:
     return (_at(line, f"the port is always {low}", _PORT) for line, low, high in _ports(batch) if low == high)
 
 
-@rule("port-range", SCRIPT)
 def port_range(batch: Batch) -> Iterator[Seen]:
     """No other process takes the port.
 

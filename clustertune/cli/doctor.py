@@ -245,12 +245,12 @@ def _of_recipe(args: DoctorArguments, cluster: schema.Cluster, facts: HostFacts 
     """What the rules of recipe, stack and folders find; one that cannot be resolved is a finding for each of its problems."""
     if args.recipe is None:
         return []
-    from clustertune.doctor import recipe_findings  # registers rules
+    from clustertune.doctor import recipe_findings  # it holds rules
 
     try:
         resolved = shape.resolve_on(args.recipe, args.overrides or [], cluster, tiny=args.tiny)[0]
     except UserError as error:
-        return list(recipe_findings.refused(error))
+        return list(recipe_findings.recipe_refused(error))
     run_dir = args.run_dir or chain.default_run_dir(resolved, cluster_paths.runs(cluster))  # as submit takes it
     own = {setting.name: setting.value for setting in cluster_paths.settings(cluster)}  # as its jobs have it
     context = recipe_context.build(resolved, cluster, facts, run_dir=run_dir, environment={**os.environ, **own})

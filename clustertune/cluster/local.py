@@ -78,7 +78,7 @@ def collect() -> LocalMachine:
         config=_ask("scontrol", "show", "config")[0] if nodes else "",
         gpus=gpus,
         gpu_numa=_gpu_numa(gpus, probe),
-        numa_cpus=dict(sorted((int(node), cpus) for node, cpus in system.processors(probe)["numa_cpus"].items())),
+        numa_cpus=system.numa_cpus(probe),
         topology=system.topology(probe),
         memory_kb=(system.memory(probe)["memory_bytes"] or 0) // 1024,
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clustertune import manifest
-from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, listed, rule
+from clustertune.check.rule import FAIL, UNKNOWN, WARN, Seen, listed
 from clustertune.data.tokenizer import PADS
 from clustertune.doctor.recipe_context import FolderFileSystem, RecipeContext, has_generation_marks, snapshot
 from clustertune.doctor.recipe_plan import hours
@@ -27,8 +27,7 @@ from clustertune.secrets import SECRET, read_env
 from clustertune.staging import bundle
 
 
-@rule("staged-inputs", RECIPE)
-def staged(context: RecipeContext) -> Iterator[Seen]:
+def staged_inputs(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the folder that the recipe reads model and data from
 
     Why: a recipe with staged: asks nothing of the network: what is not in that folder is nowhere
@@ -40,8 +39,7 @@ def staged(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(FAIL, text, fix, problem.file or context.where)
 
 
-@rule("dataset-absent", RECIPE)
-def dataset(context: RecipeContext) -> Iterator[Seen]:
+def dataset_absent(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the dataset is where the recipe says
 
     Why: prepare fails, and with it every job that waits for it
@@ -85,8 +83,7 @@ def _is_empty(path: Path | None) -> bool:
         return True
 
 
-@rule("dataset-differs", RECIPE)
-def expected(context: RecipeContext) -> Iterator[Seen]:
+def dataset_differs(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: conversations found against data.expect
 
     Why: another revision or another filter gives other data: steps, loss and score are not those of the reference
@@ -114,8 +111,7 @@ def _compared(context: RecipeContext) -> list[str]:
     return [name for name in recipe.eval.tasks if name in {*recipe.expect.tasks, *recipe.eval.pass_mark} and context.is_real]
 
 
-@rule("task-data", RECIPE)
-def own_rows(context: RecipeContext) -> Iterator[Seen]:
+def task_data(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the rows of a task in eval/, where its score is compared
 
     Why: without them the project's own few are scored: that is not the benchmark's score
@@ -130,8 +126,7 @@ def own_rows(context: RecipeContext) -> Iterator[Seen]:
             yield Seen(FAIL if name in context.recipe.eval.pass_mark else WARN, context.not_cached(hub.name), fetch)
 
 
-@rule("eval-tasks", RECIPE)
-def tasks(context: RecipeContext) -> Iterator[Seen]:
+def eval_tasks(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the names in eval.tasks, and their data sets
 
     Why: a name that lm-eval does not know, or a data set that is not there, ends the evaluation after the training
@@ -166,8 +161,7 @@ def nltk_folders(context: RecipeContext) -> list[Path]:
     return [expand_home(part) for part in (*given, *own, *system)]
 
 
-@rule("punkt-data", RECIPE)
-def splitter(context: RecipeContext) -> Iterator[Seen]:
+def punkt_data(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: NLTK's punkt_tab for the tasks that need it, where their scores are compared
 
     Why: lm-eval downloads it where it is missing and fails after the last prompt without a network; a splitter trained here
@@ -185,8 +179,7 @@ def splitter(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(FAIL, f"it lacks {', '.join(missing)}", fix, str(found))
 
 
-@rule("wandb-mode", RECIPE)
-def tracker(context: RecipeContext) -> Iterator[Seen]:
+def wandb_mode(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: W&B's mode against the network
 
     Why: each start waits for a server that cannot be reached; what stays offline is in the run folder until it is synced
@@ -210,8 +203,7 @@ HOME_BYTES = 10e9
 """Above this size a model in a home folder meets quotas."""
 
 
-@rule("storage-silent", RECIPE)
-def silent(context: RecipeContext) -> Iterator[Seen]:
+def storage_silent(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: folders of model, data and run answer
 
     Why: a hard NFS mount whose server is gone holds every process that looks there, and the job with it
@@ -238,8 +230,7 @@ def _is_absent(context: RecipeContext) -> bool:
     return _remote(context) and not there and context.inputs_seen
 
 
-@rule("model-absent", RECIPE)
-def absent(context: RecipeContext) -> Iterator[Seen]:
+def model_absent(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the model at its commit is in the cache
 
     Why: the ranks download it while the GPUs wait, or end where there is no network
@@ -258,8 +249,7 @@ def absent(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(status, text + (", and HF_HUB_OFFLINE is set" if context.offline else ""), fetch)
 
 
-@rule("gated-model", RECIPE)
-def gated(context: RecipeContext) -> Iterator[Seen]:
+def gated_model(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: access to a model behind a licence
 
     Why: the Hub answers 401 or 403, minutes into the job
@@ -282,8 +272,7 @@ def _has_token(context: RecipeContext) -> bool:
         return False
 
 
-@rule("model-incomplete", RECIPE)
-def incomplete(context: RecipeContext) -> Iterator[Seen]:
+def model_incomplete(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: all weight files and the tokenizer are there
 
     Why: loading ends in the middle, or draws what is missing at random with no more than a warning
@@ -307,8 +296,7 @@ def incomplete(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(FAIL, "no tokenizer (tokenizer.json or tokenizer.model)", fix, str(model.path))
 
 
-@rule("model-json", RECIPE)
-def other_size(context: RecipeContext) -> Iterator[Seen]:
+def model_json(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: model.json of the recipe against config.json of the model
 
     Why: plan, adapter shapes and merge are made for another model
@@ -320,8 +308,7 @@ def other_size(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(FAIL, differ, f"copy these keys from {model.path / 'config.json'} into {own}", own)
 
 
-@rule("model-code", RECIPE)
-def own_code(context: RecipeContext) -> Iterator[Seen]:
+def model_code(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: a model that brings its own code
 
     Why: code from a model repository is never run here: what transformers does not know itself cannot be loaded
@@ -340,8 +327,7 @@ def _template(context: RecipeContext) -> str | None:
     return (model.template or context.resolved.chat_template or "") if model and model.has_tokenizer else None
 
 
-@rule("no-chat-template", RECIPE)
-def no_template(context: RecipeContext) -> Iterator[Seen]:
+def no_chat_template(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: a chat template for conversations and for the tasks of the evaluation
 
     Why: training refuses conversations without one; a model scored without one loses most of its points (28 of 100, not 83)
@@ -352,8 +338,7 @@ def no_template(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(FAIL, "the tokenizer has no chat template", where=str(context.model.path))
 
 
-@rule("template-without-marks", RECIPE)
-def no_marks(context: RecipeContext) -> Iterator[Seen]:
+def template_without_marks(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: generation marks in the chat template, for a loss on the assistant's turns
 
     Why: no token carries a label and nothing is learnt, or the ranks end at their start
@@ -367,8 +352,7 @@ def no_marks(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN, text, where=str(context.model.path))
 
 
-@rule("eos-not-in-template", RECIPE)
-def no_eos(context: RecipeContext) -> Iterator[Seen]:
+def eos_not_in_template(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the chat template ends turns with the tokenizer's EOS
 
     Why: generation goes on past the answer: what was learnt at the end of a turn is not what stops it
@@ -381,8 +365,7 @@ def no_eos(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN, f"EOS is {show_value(eos)}, which the chat template never writes", where=str(model.path))
 
 
-@rule("pad-is-eos", RECIPE)
-def padding(context: RecipeContext) -> Iterator[Seen]:
+def pad_is_eos(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: a padding token that is not EOS
 
     Why: labels at padding are masked, and EOS with them: the model never learns to stop
@@ -404,8 +387,7 @@ def padding(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(FAIL, f"the tokenizer's pad_token {what}", fix, str(model.path))
 
 
-@rule("tokenizer-mismatch", RECIPE)
-def vocabulary(context: RecipeContext) -> Iterator[Seen]:
+def tokenizer_mismatch(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: token ids against the rows of the embedding
 
     Why: an id beyond the last row ends the ranks with an index error or, on a GPU, with an assertion of the device
@@ -434,8 +416,7 @@ def _unmappable(lies: FolderFileSystem) -> bool:
     return lies.kind == "fuse.mergerfs" and (options.get("cache.files", "") == "off" or "direct_io" in options)
 
 
-@rule("weights-on-network", RECIPE)
-def mapping(context: RecipeContext) -> Iterator[Seen]:
+def weights_on_network(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the disk that the weights are read from
 
     Why: safetensors maps files: over NFS or FUSE every 4 KiB page is a request, 10 to 50 times slower than reading in order
@@ -455,8 +436,7 @@ def mapping(context: RecipeContext) -> Iterator[Seen]:
     yield Seen(WARN, text)
 
 
-@rule("pool-without-mmap", RECIPE)
-def unmappable(context: RecipeContext) -> Iterator[Seen]:
+def pool_without_mmap(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: a mergerfs pool that lets files be mapped
 
     Why: with its page cache off a file on it cannot be mapped: loading ends with 'No such device'
@@ -468,8 +448,7 @@ def unmappable(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(FAIL, f"{_real(context)} is on {lies}, its page cache is off", where=lies.point)
 
 
-@rule("cache-in-home", RECIPE)
-def home(context: RecipeContext) -> Iterator[Seen]:
+def cache_in_home(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: where the Hub's cache lies
 
     Why: a large model fills the quota of a home folder, and a container without it downloads everything again

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,7 +21,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.host.facts import HostFacts
 from clustertune.launch import step
 from clustertune.launch.allocation import Allocation
-from clustertune.process import die_with_parent
+from clustertune.process import end
 from clustertune.recipe.load import did_you_mean
 from clustertune.tree import ROOT
 
@@ -74,17 +70,7 @@ def collector(cluster: Cluster, nodes: Sequence[str], seconds: float) -> list[st
 
 def step_command(cluster: Cluster, allocation: Allocation, binds: Sequence[str], seconds: float) -> list[str]:
     """``srun`` of the collector on every node, as the ranks are started, but that one node's failure ends no other."""
-    gpus = bool(allocation.gpus_per_node)
-    requested = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    command = step.in_step(
-        collector(cluster, allocation.nodes, seconds),
-        cluster,
-        binds=binds,
-        nodes=len(allocation.nodes),
-        cpus=int(requested) if requested.isdigit() else allocation.cpus_per_node,
-        gpus=gpus,
-        environ=os.environ,
-    )
+    command = step.in_job(collector(cluster, allocation.nodes, seconds), cluster, allocation, binds=binds)
     return ["--kill-on-bad-exit=0" if word == "--kill-on-bad-exit=1" else word for word in command if word != "--unbuffered"]
 
 
@@ -123,28 +109,13 @@ def look(cluster: Cluster, allocation: Allocation, *, binds: Sequence[str] = (),
 
 def _run(command: Sequence[str], out: IO[bytes], err: IO[bytes], seconds: float) -> bool:
     """Run the step. Returns whether it did not end in time: it is asked to then, and killed."""
-    child = subprocess.Popen(
-        list(command),
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=err,
-        cwd=ROOT,
-        preexec_fn=partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509 - libc only
-    )
+    child = step.begin(command, stdout=out, stderr=err, cwd=ROOT)
     try:
         child.wait(seconds)
     except subprocess.TimeoutExpired:
-        child.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(END_SECONDS)
-            return True
-        child.kill()
-        child.wait()
         return True
-    except BaseException:
-        child.kill()
-        child.wait()
-        raise
+    finally:
+        end(child, END_SECONDS)
     return False
 
 

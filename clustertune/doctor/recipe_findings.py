@@ -5,41 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import clustertune.doctor
 from clustertune.check import report
-from clustertune.check.rule import (
-    FAIL,
-    LOOKS,
-    MACHINE,
-    NODES,
-    RECIPE,
-    REFUSED,
-    SCRIPT,
-    WARN,
-    Check,
-    Finding,
-    Rule,
-    Seen,
-    checks,
-    rule,
-)
+from clustertune.check.rule import FAIL, LOOKS, MACHINE, NODES, RECIPE, REFUSED, SCRIPT, WARN, Finding, Rule, Seen, checks, rule
 from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.errors import UserError
 
 
 def recipe_findings(context: RecipeContext) -> list[Finding]:
     """What the rules of recipe, stack, data and run folder find. Reads headers and small files only; imports no torch."""
-    return list(report.run(recipe_checks(RECIPE), context, context.resolved.name))
-
-
-def recipe_checks(*subjects: str) -> list[Check]:
-    """The rules that need the recipe, and what refuses it, of the modules of this package that hold them."""
-    return checks(*subjects, package=clustertune.doctor, modules=("recipe_", "stack_", "run_", "data_"))
+    return list(report.run(checks(RECIPE), context, context.resolved.name))
 
 
 def recipe_rules() -> tuple[Rule, ...]:
     """The rules of recipe, stack, data and run folder."""
-    return tuple(one.rule for one in recipe_checks(RECIPE, REFUSED))
+    return tuple(one.rule for one in checks(RECIPE, REFUSED))
 
 
 def all_rules() -> tuple[Rule, ...]:
@@ -57,8 +36,8 @@ def script_rules() -> tuple[Rule, ...]:
 # A recipe that ``resolve`` refuses, as findings: keys of another release, batches that do not divide.
 
 
-@rule("recipe-refused", REFUSED)
-def refused(error: UserError) -> Iterator[Seen]:
+@rule
+def recipe_refused(error: UserError) -> Iterator[Seen]:
     """Looks at: recipe and distribution against the installed dataclasses
 
     Why: submit and train refuse it: a key of another release, values that exclude each other, a batch that does not divide
@@ -70,8 +49,7 @@ def refused(error: UserError) -> Iterator[Seen]:
         yield Seen(FAIL, problem.message, problem.fix or "", where)
 
 
-@rule("recipe-doubtful", RECIPE)
-def doubtful(context: RecipeContext) -> Iterator[Seen]:
+def recipe_doubtful(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: warnings from resolving the recipe
 
     Why: it is allowed, but probably unintended

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, rule
+from clustertune.check.rule import FAIL, UNKNOWN, WARN, Seen
 from clustertune.cluster.hardware import load_hardware
 from clustertune.doctor import stack_faults
 from clustertune.doctor.recipe_context import RecipeContext
@@ -40,8 +40,7 @@ def hours(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds >= 5400 else f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
 
 
-@rule("not-planned", RECIPE)
-def unplanned(context: RecipeContext) -> Iterator[Seen]:
+def not_planned(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: whether the planner can say anything
 
     Why: memory, time and cadence cannot be judged
@@ -51,8 +50,7 @@ def unplanned(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(UNKNOWN, context.no_plan)
 
 
-@rule("shape-refused", RECIPE)
-def refused(context: RecipeContext) -> Iterator[Seen]:
+def shape_refused(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: nodes, GPUs, time and memory that the job asks for
 
     Why: submit refuses it: the cluster does not have what is asked for
@@ -63,7 +61,6 @@ def refused(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(FAIL, f"{problem.key}: {problem.message}", problem.fix or "another --cluster")
 
 
-@rule("gpu-memory", RECIPE)
 def gpu_memory(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: predicted memory of a GPU
 
@@ -79,7 +76,6 @@ def gpu_memory(context: RecipeContext) -> Iterator[Seen]:
             yield Seen(FAIL if over else WARN, f"{'' if over else 'tight: '}predicted {memory}", fix)
 
 
-@rule("host-memory", RECIPE)
 def host_memory(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: predicted RAM of the fullest node
 
@@ -93,8 +89,7 @@ def host_memory(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(FAIL, f"{need}, a node has {room}", how_to_load(context.resolved.distribution)[1])
 
 
-@rule("load-timeout", RECIPE)
-def loading(context: RecipeContext) -> Iterator[Seen]:
+def load_timeout(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: loading against the time-out of collectives
 
     Why: ranks that wait for the one that loads end with 'wait timeout after ...ms', after a part of an hour for nothing
@@ -112,8 +107,7 @@ def loading(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(FAIL if seconds > limit else WARN, f"{text}, ranks wait {hours(limit)}", fix)
 
 
-@rule("prepare-time", RECIPE)
-def tokenising(context: RecipeContext) -> Iterator[Seen]:
+def prepare_time(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: tokenising against the time limit of its job
 
     Why: the job of prepare is ended, and the training that waits for it never starts
@@ -138,7 +132,6 @@ def _cadence(context: RecipeContext) -> tuple[int, float, float] | None:
     return min(every, steps or every), plan.step.seconds, plan.schedule.save.value
 
 
-@rule("saves-seldom", RECIPE)
 def saves_seldom(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: hours of work between two checkpoints
 
@@ -154,7 +147,6 @@ def saves_seldom(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN, f"a checkpoint every {every} steps of {step:.0f} s: {lost}", fix)
 
 
-@rule("saves-often", RECIPE)
 def saves_often(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: time that training stands still for saves
 
@@ -172,8 +164,7 @@ def saves_often(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN, text, f"{key}={better} or so, or save.every=auto")
 
 
-@rule("warning-lead", RECIPE)
-def warned(context: RecipeContext) -> Iterator[Seen]:
+def warning_lead(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the warning before the time limit against a step and a save
 
     Why: a signal that comes later than a step and a save before the end saves nothing
@@ -195,8 +186,7 @@ def warned(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN, f"{text} a save of {save:.0f} s need {math.ceil(need)} s", fix)
 
 
-@rule("time-limit", RECIPE)
-def limit(context: RecipeContext) -> Iterator[Seen]:
+def time_limit(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the time limit against the predicted hours
 
     Why: the job is stopped in the middle and waits in the queue again, once for each turn
@@ -213,8 +203,7 @@ def limit(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN, f"{text}, slurm.time is {hours(60 * context.minutes)}", fix)
 
 
-@rule("much-evaluation", RECIPE)
-def evaluation(context: RecipeContext) -> Iterator[Seen]:
+def much_evaluation(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: time that evaluations take
 
     Why: GPU hours go into passes that train nothing
@@ -229,8 +218,7 @@ def evaluation(context: RecipeContext) -> Iterator[Seen]:
             yield Seen(WARN, f"{plan.schedule.evaluations} evaluations of {each} are {100 * share:.0f} % of the time")
 
 
-@rule("eval-gpus", RECIPE)
-def scoring(context: RecipeContext) -> Iterator[Seen]:
+def eval_gpus(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: GPUs, of one node or by vLLM of several, hold the merged model for its evaluation
 
     Why: lm-eval's local models run on one node: what does not fit is computed from host memory, many times slower
@@ -241,8 +229,7 @@ def scoring(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN, note)
 
 
-@rule("small-micro-batch", RECIPE)
-def micro_batch(context: RecipeContext) -> Iterator[Seen]:
+def small_micro_batch(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: accumulation where a larger micro batch fits
 
     Why: FSDP gathers all weights again for each micro batch, so gradient accumulation multiplies the traffic
@@ -271,8 +258,7 @@ LONG_WARMUP = 0.5
 """Share of all steps."""
 
 
-@rule("double-recomputation", RECIPE)
-def recomputation(context: RecipeContext) -> Iterator[Seen]:
+def double_recomputation(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: activation checkpointing in one place only
 
     Why: FSDP and the model both recompute: each layer is gathered and computed once more, or the ranks end with a ValueError
@@ -286,8 +272,7 @@ def recomputation(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(FAIL, text)
 
 
-@rule("nothing-saved", RECIPE)
-def unsaved(context: RecipeContext) -> Iterator[Seen]:
+def nothing_saved(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: checkpoints are written
 
     Why: without a checkpoint nothing can be exported, and a stop loses the whole run
@@ -299,8 +284,7 @@ def unsaved(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(FAIL, f"train.save_strategy is {strategy}: no checkpoint of the last step is certain")
 
 
-@rule("save-only-model", RECIPE)
-def only_model(context: RecipeContext) -> Iterator[Seen]:
+def save_only_model(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: save_only_model with sharded checkpoints
 
     Why: the first save looks for a file that sharded saving does not write; and a run without optimizer state cannot continue
@@ -312,7 +296,6 @@ def only_model(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(FAIL, "train.save_only_model is true" + (" with SHARDED_STATE_DICT" if sharded else ""))
 
 
-@rule("single-checkpoint", RECIPE)
 def single_checkpoint(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: more than one checkpoint is kept
 
@@ -324,7 +307,6 @@ def single_checkpoint(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN, f"train.save_total_limit is 1, on {context.recipe.slurm.nodes} nodes")
 
 
-@rule("learning-rate", RECIPE)
 def learning_rate(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the size of the learning rate
 
@@ -338,7 +320,6 @@ def learning_rate(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN, f"train.learning_rate {rate:g} for {'a LoRA' if lora else 'training all parameters'}", fix)
 
 
-@rule("long-warmup", RECIPE)
 def long_warmup(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: warm-up against the number of steps
 
@@ -354,8 +335,7 @@ def long_warmup(context: RecipeContext) -> Iterator[Seen]:
             yield Seen(WARN, f"train.warmup_steps {warm:g} are {count:g} of {steps} steps")
 
 
-@rule("loss-on-all-tokens", RECIPE)
-def labels(context: RecipeContext) -> Iterator[Seen]:
+def loss_on_all_tokens(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: which tokens of a conversation carry a loss
 
     Why: the model learns to write the user's turns as well; losses of the two ways cannot be compared
@@ -370,8 +350,7 @@ def labels(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN, f"{given}, and train.assistant_only_loss is not given: all tokens count")
 
 
-@rule("compile-shapes", RECIPE)
-def shapes(context: RecipeContext) -> Iterator[Seen]:
+def compile_shapes(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: torch.compile with batches of one shape
 
     Why: new lengths are compiled again, or their CUDA graphs recorded again: the gain of compiling is lost
@@ -386,8 +365,7 @@ def shapes(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN, text, fix)
 
 
-@rule("quantised-compute", RECIPE)
-def quantised(context: RecipeContext) -> Iterator[Seen]:
+def quantised_compute(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: what a quantised base computes in
 
     Why: BitsAndBytesConfig's own type is float32: products run at a fraction of the speed of bfloat16
@@ -406,7 +384,6 @@ def _lacks_bf16(context: RecipeContext) -> bool:
     return gpu is not None and gpu.bf16_tflops is None
 
 
-@rule("no-bfloat16", RECIPE)
 def no_bfloat16(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: no bfloat16 on GPUs without it
 
@@ -419,7 +396,6 @@ def no_bfloat16(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(FAIL, f"train.bf16 on {compute.gpu}, which has no bfloat16")
 
 
-@rule("no-mixed-precision", RECIPE)
 def no_mixed_precision(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: bfloat16 on GPUs that have it
 
@@ -432,8 +408,7 @@ def no_mixed_precision(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN, "train.bf16 is false")
 
 
-@rule("packed-state", RECIPE)
-def packed(context: RecipeContext) -> Iterator[Seen]:
+def packed_state(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: packing with layers that carry a state
 
     Why: a mask keeps packed conversations apart in attention; recurrent layers (Mamba, linear attention, convolutions) hand
@@ -450,7 +425,6 @@ def packed(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN, text)
 
 
-@rule("no-evaluation", RECIPE)
 def no_evaluation(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: an eval split where evaluation is asked for
 
@@ -464,8 +438,7 @@ def no_evaluation(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN, "data.expect.eval is 0, and train.eval_strategy asks for evaluations")
 
 
-@rule("revision-not-pinned", RECIPE)
-def pinned(context: RecipeContext) -> Iterator[Seen]:
+def revision_not_pinned(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: commits of model and dataset
 
     Why: a branch moves: the next attempt trains on another model, and the cache is looked up under another name

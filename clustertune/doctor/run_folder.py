@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clustertune import manifest
-from clustertune.check.rule import FAIL, RECIPE, WARN, Seen, listed, rule
+from clustertune.check.rule import FAIL, WARN, Seen, listed
 from clustertune.checkpoint import store
 from clustertune.doctor.recipe_context import RecipeContext, read_json, shards_of
 from clustertune.errors import UserError
@@ -24,8 +24,6 @@ from clustertune.rundir import RunDir
 from clustertune.secrets import SECRET, read_env
 from clustertune.tensorfile import Tensor, read_header
 
-OURS = ("run.json", "lock", "owner.json", "requeued.json", "attempts", "jobs", "logs")
-"""What a run folder holds from its first second."""
 TIMES = 4.0
 """A checkpoint this many times larger than adapter and optimizer state holds something else: the base."""
 
@@ -37,8 +35,7 @@ def _folder(context: RecipeContext) -> Path | None:
     return None
 
 
-@rule("run-of-another-recipe", RECIPE)
-def owner(context: RecipeContext) -> Iterator[Seen]:
+def run_of_another_recipe(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the run folder belongs to this recipe
 
     Why: a run is never continued with other settings: the job ends at its start
@@ -55,14 +52,13 @@ def owner(context: RecipeContext) -> Iterator[Seen]:
         fix = "give another --run-dir, or leave it out"
     elif (folder / "run.json").exists():
         found = "its run.json cannot be read"
-    elif foreign := sorted(p.name for p in folder.iterdir() if p.name not in OURS and not p.name.endswith(".tmp")):
+    elif foreign := RunDir(folder).foreign():
         found, fix = f"is not a run: it holds {', '.join(foreign[:3])}", "give a new or empty --run-dir"
     if found:
         yield Seen(FAIL, found, fix, str(folder))
 
 
-@rule("run-on-one-node", RECIPE)
-def hidden(context: RecipeContext) -> Iterator[Seen]:
+def run_on_one_node(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: all nodes see the run folder
 
     Why: ranks of other nodes write their shards elsewhere: .metadata is on one node only, and nothing can be loaded again
@@ -77,8 +73,7 @@ def hidden(context: RecipeContext) -> Iterator[Seen]:
             yield Seen(FAIL, problem.message, problem.fix or "put it on shared storage", problem.file or "")
 
 
-@rule("run-in-use", RECIPE)
-def in_use(context: RecipeContext) -> Iterator[Seen]:
+def run_in_use(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: no other command works in the run folder
 
     Why: the next command ends with exit code 75
@@ -99,8 +94,7 @@ def in_use(context: RecipeContext) -> Iterator[Seen]:
             yield Seen(WARN, f"{holder}{job} works in it", where=str(folder))
 
 
-@rule("checkpoint-damaged", RECIPE)
-def damaged(context: RecipeContext) -> Iterator[Seen]:
+def checkpoint_damaged(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the newest checkpoints are whole
 
     Why: what came after the last whole one is computed again; a trainer that takes the newest dies, or resumes from garbage
@@ -116,8 +110,7 @@ def damaged(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN if whole or more else FAIL, text, fix, str(checkpoint.path))
 
 
-@rule("checkpoint-without-metadata", RECIPE)
-def no_metadata(context: RecipeContext) -> Iterator[Seen]:
+def checkpoint_without_metadata(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: .metadata beside the shards
 
     Why: without it no shard can be loaded: it is written by one rank, on one node where the folder is not shared
@@ -133,8 +126,7 @@ def no_metadata(context: RecipeContext) -> Iterator[Seen]:
                 yield Seen(FAIL if checkpoint is whole else WARN, text, where=str(shards))
 
 
-@rule("checkpoint-of-another-world", RECIPE)
-def other_world(context: RecipeContext) -> Iterator[Seen]:
+def checkpoint_of_another_world(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: a checkpoint of as many ranks, under DeepSpeed
 
     Why: DeepSpeed keeps what each rank held: other ranks cannot load it, and the job ends at its start
@@ -147,8 +139,7 @@ def other_world(context: RecipeContext) -> Iterator[Seen]:
             yield Seen(FAIL, text, f"use {world} ranks, or another run folder", str(whole.path))
 
 
-@rule("checkpoint-holds-base", RECIPE)
-def with_base(context: RecipeContext) -> Iterator[Seen]:
+def checkpoint_holds_base(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the size of a LoRA checkpoint
 
     Why: hundreds of gigabytes of frozen weights are written at each save
@@ -172,8 +163,7 @@ def _adapter_size(context: RecipeContext) -> int | None:
     return None if lora is None else trained_count(context.resolved.architecture, lora)
 
 
-@rule("adapter-of-another-step", RECIPE)
-def stale(context: RecipeContext) -> Iterator[Seen]:
+def adapter_of_another_step(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the exported adapter is of the newest checkpoint
 
     Why: merge and score are of an older model than the one that was trained
@@ -192,8 +182,7 @@ def stale(context: RecipeContext) -> Iterator[Seen]:
             yield Seen(WARN, text, f"move {out} and what was made of it away, then --from export", str(out))
 
 
-@rule("adapter-shapes", RECIPE)
-def shapes(context: RecipeContext) -> Iterator[Seen]:
+def adapter_shapes(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: tensors of the exported adapter
 
     Why: a tensor of one dimension or of no size is a shard's rest: the adapter changes nothing, or cannot be loaded
@@ -238,8 +227,7 @@ def bad_shapes(tensors: list[Tensor]) -> Iterator[str]:
             yield f"{name} has {shape[0]} rows, {other} {pair[1]} columns"
 
 
-@rule("left-overs", RECIPE)
-def left_over(context: RecipeContext) -> Iterator[Seen]:
+def left_overs(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: unfinished files of former attempts
 
     Why: they take space that the next stage needs
@@ -248,7 +236,7 @@ def left_over(context: RecipeContext) -> Iterator[Seen]:
     """
     # What a killed export or merge leaves; while another command works here it is that command's.
     folder = _folder(context)
-    if folder is None or any(in_use.look(context)):
+    if folder is None or any(run_in_use(context)):
         return
     found = {}
     for path in [*folder.glob(".*ing"), *folder.glob("*.partial")]:
@@ -267,8 +255,7 @@ def left_over(context: RecipeContext) -> Iterator[Seen]:
 GIT_SECONDS = 5.0
 
 
-@rule("env-file", RECIPE)
-def readable(context: RecipeContext) -> Iterator[Seen]:
+def env_file(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the .env file is yours alone, and can be parsed
 
     Why: a token that others can read is theirs; a file that is refused leaves the job without its tokens
@@ -284,8 +271,7 @@ def readable(context: RecipeContext) -> Iterator[Seen]:
             yield Seen(FAIL, problem.message, fix, problem.file or str(context.env_file))
 
 
-@rule("env-in-git", RECIPE)
-def tracked(context: RecipeContext) -> Iterator[Seen]:
+def env_in_git(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: git does not have the .env file
 
     Why: what was committed once goes to everybody who clones, and stays in the history
@@ -301,8 +287,7 @@ def tracked(context: RecipeContext) -> Iterator[Seen]:
             yield Seen(FAIL, "git tracks it", fix, str(path))
 
 
-@rule("token-in-environment", RECIPE)
-def exported(context: RecipeContext) -> Iterator[Seen]:
+def token_in_environment(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: tokens in the shell's environment
 
     Why: every process of this shell inherits them, and logs of an environment hold them; jobs of ours take them from .env
@@ -346,8 +331,7 @@ def needed(plan: Plan, run_dir: Path) -> dict[str, float]:
     return {name: size for name, size in found.items() if size}
 
 
-@rule("disk-space", RECIPE)
-def room(context: RecipeContext) -> Iterator[Seen]:
+def disk_space(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: room for checkpoints, adapter and merged model
 
     Why: a save that finds the disk full ends the run (exit 73); a merge ends after hours
@@ -366,7 +350,6 @@ def room(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(FAIL if need > free else WARN, text if need > free else f"tight: {text}", where=str(context.run_dir))
 
 
-@rule("local-disk", RECIPE)
 def local_disk(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the nodes' own folder for checkpoints, save.local.path
 
@@ -400,8 +383,7 @@ def _free(context: RecipeContext, path: Path) -> float | None:
     return None
 
 
-@rule("checkpoints-kept", RECIPE)
-def unlimited(context: RecipeContext) -> Iterator[Seen]:
+def checkpoints_kept(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: a limit on the checkpoints that are kept
 
     Why: without one every save stays, until the disk is full

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from packaging.version import InvalidVersion, Version
 
-from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, described, register, rule
+from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Check, Seen, described, rule_of
 from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
@@ -60,8 +60,7 @@ NCCL = "nccl"
 """Stands for nvidia-nccl-cu12 and nvidia-nccl-cu13, whichever is there."""
 
 
-@rule("stack-unseen", RECIPE)
-def unseen(context: RecipeContext) -> Iterator[Seen]:
+def stack_unseen(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: whether the ranks' packages can be seen from here
 
     Why: the versions of the image decide, and those of this machine may be others
@@ -77,7 +76,7 @@ FAULTS: list[tuple[str, str]] = []
 
 def fault(
     key: str, package: str, ranges: str, status: str, *, what: str = "", fix: str = ""
-) -> Callable[[Callable[[RecipeContext], object]], None]:
+) -> Callable[[Callable[[RecipeContext], object]], Check]:
     """Makes a rule of a function that says whether a recipe meets a fault of some releases, perhaps with status and more words.
 
     The docstring's first line is what is seen, its other fields are those of every rule. ``what`` and ``fix`` take their place
@@ -86,7 +85,7 @@ def fault(
     names = ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if package == NCCL else (package,)
     FAULTS.append((key, ranges))
 
-    def register_fault(meets: Callable[[RecipeContext], object]) -> None:
+    def make_rule(meets: Callable[[RecipeContext], object]) -> Check:
         seen, why, link, remedy = described(meets.__doc__ or "")
         seen = seen if seen[1:2].isupper() else seen[:1].lower() + seen[1:]
 
@@ -98,9 +97,9 @@ def fault(
                 judged, more = met if isinstance(met, tuple) else (status, "")
                 yield Seen(judged, f"{name} {version}: {what or seen}{more}", where=context.versions_of)
 
-        register(key, f"{package} {ranges}", why, link, fix or remedy, look=look, subject=RECIPE)
+        return rule_of(key, f"{package} {ranges}", why, link, fix or remedy, look=look, subject=RECIPE)
 
-    return register_fault
+    return make_rule
 
 
 FULL_FIX = f"accelerate 1.15 or later, or {acc.key_of('state_dict_type')}: SHARDED_STATE_DICT"
@@ -269,8 +268,7 @@ def quantized_by(context: RecipeContext) -> str | None:
     return quantization.method(config) if config else None
 
 
-@rule("versions-differ", RECIPE)
-def pinned(context: RecipeContext) -> Iterator[Seen]:
+def versions_differ(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: installed versions against containers/versions.env
 
     Why: what was tested together is not what runs: keys, defaults and files of another release
@@ -290,8 +288,7 @@ def _differences(context: RecipeContext, pins: Mapping[str, str]) -> list[str]:
     return [f"{name} {version} (pinned {pins[name]})" for name, version in sorted(others.items())]
 
 
-@rule("package-missing", RECIPE)
-def missing(context: RecipeContext) -> Iterator[Seen]:
+def package_missing(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: packages that the recipe asks for
 
     Why: the ranks end at their start, after the queue

@@ -21,17 +21,22 @@ _CGROUP_NONE = 1 << 60
 
 def processors(probe: Probe) -> dict[str, Any]:
     """Hardware threads, those that this process may use, and those of each NUMA node."""
-    folder = "/sys/devices/system/node"
-    nodes = {name[4:]: probe.read(f"{folder}/{name}/cpulist") for name in probe.names(folder) if re.fullmatch(r"node\d+", name)}
     online = readable_cpus(probe.read("/sys/devices/system/cpu/online"))
     found: dict[str, Any] = {
         "cpus": len(online) or (os.cpu_count() if probe.live else None),
-        "numa_cpus": {node: cpus for node, cpus in nodes.items() if cpus},
+        "numa_cpus": {str(node): cpus for node, cpus in numa_cpus(probe).items()},
     }
     if probe.live:
         mine = os.sched_getaffinity(0)
         found.update(affinity=len(mine), affinity_list=format_cpu_list(mine))
     return found
+
+
+def numa_cpus(probe: Probe) -> dict[int, str]:
+    """The CPU list of each NUMA node that has CPUs, by the node's number."""
+    folder = "/sys/devices/system/node"
+    numbers = sorted(int(name[4:]) for name in probe.names(folder) if re.fullmatch(r"node\d+", name))
+    return {node: cpus for node in numbers if (cpus := probe.read(f"{folder}/node{node}/cpulist"))}
 
 
 def topology(probe: Probe) -> dict[int, tuple[int, int]]:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from clustertune.errors import ExitCode, Problem
 from clustertune.events import read_object, read_text
 from clustertune.launch.plan import AttemptPlan, newest_attempt
 from clustertune.manifest import write_durably
-from clustertune.process import die_with_parent, handled, stop_signals
+from clustertune.process import handled, start, stop_signals
 from clustertune.rundir import RunDir
 
 POLL_SECONDS = 0.25
@@ -103,8 +103,10 @@ class Agent:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with log_file(self.folder, self.node).open("ab") as log:
-            # No thread is running here yet, and what is called in the child is libc's only. SIGUSR1 would kill the launcher.
-            child = self._start(command, log if quiet else sys.stderr.fileno(), log, environment or {}, _in_launcher)
+            out, variables = log if quiet else sys.stderr.fileno(), of_ranks(environment or {})
+            # A session of its own keeps a terminal's Ctrl-C from reaching a launcher, which would kill the ranks after 30 s: it
+            # is passed on by _forward, and the ranks save before they end. No thread is running here yet.
+            child = start(command, signal.SIGKILL, stdout=out, stderr=log, env=variables)
         try:
             with handled(self._forward(child)):
                 launcher_pid_file(self.folder, self.node).write_text(f"{child.pid}\n")
@@ -114,29 +116,6 @@ class Agent:
             child.kill()
             raise
         return self._leave_record(ended)
-
-    def _start(
-        self,
-        command: Sequence[str],
-        out: IO[bytes] | int,
-        log: IO[bytes],
-        environment: Mapping[str, str],
-        first: Callable[[], None] | None = None,
-    ) -> subprocess.Popen[bytes]:
-        """A process with this node's ranks. ``first`` is called in it before the command begins.
-
-        A new session keeps a terminal's Ctrl-C from reaching a launcher, which would kill the ranks after 30 s: it is passed on
-        by :meth:`_forward`, and the ranks save before they end.
-        """
-        return subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=first,  # noqa: PLW1509 - see run
-            env={**os.environ, **environment, "PYTHONFAULTHANDLER": "1"},
-        )
 
     def _watch(self, child: subprocess.Popen[bytes]) -> int:
         """Wait for the launcher; end it where its ranks are superseded or show no life."""
@@ -214,6 +193,11 @@ class Agent:
         await_records(self.run_path, self.plan, {*range(len(self.plan.nodes))} - {self.node})
 
 
+def of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of ranks: this process's with ``environment``, and stacks of a crash in native code."""
+    return {**os.environ, **environment, "PYTHONFAULTHANDLER": "1"}
+
+
 def await_records(run_path: Path, plan: AttemptPlan, nodes: Iterable[int]) -> None:
     """Wait until these nodes have left their records, as long as no attempt has followed and :data:`LINGER_SECONDS` at most."""
     folder, missing = RunDir(run_path).attempt(plan.attempt), set(nodes)
@@ -270,12 +254,11 @@ def read_anew(path: Path) -> dict[str, Any]:
 
 def await_object(path: Path, seconds: float, give_up: Callable[[], bool] = lambda: False) -> dict[str, Any]:
     """:func:`read_anew` as soon as there is one; empty where there is none within ``seconds``, or ``give_up`` says so."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not give_up():
-        if found := read_anew(path):
-            return found
+    deadline, found = time.monotonic() + seconds, read_anew(path)
+    while not found and time.monotonic() < deadline and not give_up():
         time.sleep(POLL_SECONDS)
-    return {}
+        found = read_anew(path)
+    return found
 
 
 def rank_record(folder: Path, rank: int) -> dict[str, Any]:
@@ -307,11 +290,6 @@ def signal_ranks(folder: Path, plan: AttemptPlan, node: int, number: signal.Sign
     for pid in rank_pids(folder, plan, node).values():
         with contextlib.suppress(OSError):  # it has ended, or another user's process has its id by now
             os.kill(pid, number)
-
-
-def _in_launcher() -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    die_with_parent(signal.SIGKILL)
 
 
 # --- heartbeats -----------------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
+from clustertune.host import system
+from clustertune.host.probe import Probe
 from clustertune.host.system import format_cpu_list, parse_cpu_list
 
 
@@ -104,22 +105,6 @@ def rank_cpus(
     return (node, cpus) if cpus else f"the job has no CPU of NUMA node {node} ({numa_cpus[node]})"
 
 
-def node_numa_cpus(root: Path = Path("/sys/devices/system/node")) -> tuple[str, ...]:
-    """The CPU list of each NUMA node of this machine, in the kernel's form; empty where it cannot be read.
-
-    NUMA nodes without CPUs (memory only, as GPUs' on Grace) are left out: no rank could run there.
-    """
-    found = []
-    try:
-        folders = [path for path in root.iterdir() if re.fullmatch(r"node[0-9]+", path.name)]
-        for folder in sorted(folders, key=lambda path: int(path.name[4:])):
-            if text := (folder / "cpulist").read_text().strip():
-                found.append(text)
-    except OSError:
-        return ()
-    return tuple(found)
-
-
 def bind(
     rank: int,
     local_rank: int,
@@ -133,7 +118,7 @@ def bind(
     ``numa_cpus`` empty: read on this node. Never raises for what the machine is like: unbound is slower, and not wrong.
     """
     gpus = physical_gpus(os.environ if env is None else env)
-    lists = tuple(numa_cpus) or node_numa_cpus()
+    lists = tuple(numa_cpus) or tuple(system.numa_cpus(Probe()).values())
     found = rank_cpus(local_rank, ranks_per_node, gpus, numa_gpus, lists, os.sched_getaffinity(0))
     if isinstance(found, str):
         return f"rank {rank}: not bound, {found}"

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from clustertune.cluster.schema import Cluster, Network
@@ -56,100 +56,75 @@ def environment(
     the same arguments give the same list anywhere.
     """
     several = world_size > ranks_per_node
-    settings: list[Setting] = []
-    if several:
-        settings += sockets(cluster.network, cpu_only=cpu_only)
-    if not cpu_only:
-        settings += _gpu_settings(cluster, several)
-        settings += _caches(cluster.storage.scratch, job, traces)
-    settings = overridden(cluster, settings, cpu_only=cpu_only)
-    settings.append(_omp_threads(cluster, ranks_per_node, cpus_per_node, present))
+    derived = [
+        *(_sockets(cluster.network, cpu_only=cpu_only) if several else ()),
+        *(() if cpu_only else _of_gpus(cluster, several)),
+        *(() if cpu_only else _caches(cluster.storage.scratch, job, traces)),
+    ]
+    of_threads = "tokenizers' threads do not survive the fork of a data loader: they warn or hang"
     return [
-        *settings,
-        Setting(
-            "TOKENIZERS_PARALLELISM", "false", "tokenizers' threads do not survive the fork of a data loader: they warn or hang"
-        ),
+        *_overridden(cluster, derived, cpu_only=cpu_only),
+        _omp_threads(cluster, ranks_per_node, cpus_per_node, present),
+        Setting("TOKENIZERS_PARALLELISM", "false", of_threads),
         Setting("PYTHONNOUSERSITE", "1", "packages in ~/.local would shadow the pinned ones, in a container too"),
         Setting("PYTHONFAULTHANDLER", "1", "a crash in native code leaves the Python stack of every thread in the rank's log"),
     ]
 
 
-def sockets(network: Network, *, cpu_only: bool) -> list[Setting]:
+def _sockets(network: Network, *, cpu_only: bool) -> Iterator[Setting]:
     """How the ranks of several nodes reach each other; nothing about an interface where none is known."""
-    settings = []
+    if network.interface and not cpu_only:
+        reason = f"{network.interface} and no other: without '=' NCCL takes every name that begins so (NVIDIA/nccl#286)"
+        yield Setting("NCCL_SOCKET_IFNAME", f"={network.interface}", reason)
     if network.interface:
-        settings += interface_settings(network.interface, cpu_only=cpu_only)
-    if cpu_only:
-        return settings
-    if network.kind == "ethernet":
+        reason = "gloo takes the exact name, without '='; else it binds where the host name resolves to, which may be loopback"
+        yield Setting("GLOO_SOCKET_IFNAME", network.interface, reason)
+    if network.kind == "ethernet" and not cpu_only:
         reason = "the cluster file says ethernet: NCCL goes to sockets at once, and tries no stray RDMA device"
-        settings.append(Setting("NCCL_IB_DISABLE", "1", reason))
+        yield Setting("NCCL_IB_DISABLE", "1", reason)
         if network.gbit is not None and network.gbit >= FAST_ETHERNET:
             reason = f"one TCP connection does not fill {network.gbit:g} Gbit/s: NCCL's guide has 4 threads, 64 sockets at most"
-            settings.append(Setting("NCCL_SOCKET_NTHREADS", "4", reason))
-            reason = "4 x 4 connections, which a bond's hash also spreads over its links"
-            settings.append(Setting("NCCL_NSOCKS_PERTHREAD", "4", reason))
-    elif network.hca and network.kind in ("infiniband", "roce"):
+            yield Setting("NCCL_SOCKET_NTHREADS", "4", reason)
+            yield Setting("NCCL_NSOCKS_PERTHREAD", "4", "4 x 4 connections, which a bond's hash also spreads over its links")
+    elif network.hca and network.kind in ("infiniband", "roce") and not cpu_only:
         reason = "the adapters of the cluster file, exactly: without '=' NCCL takes every name that begins so"
-        settings.append(Setting("NCCL_IB_HCA", f"={','.join(network.hca)}", reason))
-    return settings
+        yield Setting("NCCL_IB_HCA", f"={','.join(network.hca)}", reason)
 
 
-def overridden(cluster: Cluster, derived: Sequence[Setting], *, cpu_only: bool) -> list[Setting]:
+def _overridden(cluster: Cluster, derived: Sequence[Setting], *, cpu_only: bool) -> Iterator[Setting]:
     """``derived`` with what the cluster file says itself, which wins; without GPUs only gloo's, all others have no effect."""
     own = {name: value for name, value in cluster.network.environment.items() if not cpu_only or name.startswith("GLOO_")}
-    settings = []
     for setting in derived:
-        value = own.pop(setting.name, None)
-        if value is None or value == setting.value:
-            settings.append(setting)
-        else:
-            settings.append(Setting(setting.name, value, f"the cluster file says so, instead of {setting.value}"))
-    return [*settings, *(Setting(name, value, "the cluster file says so") for name, value in own.items())]
+        value = own.pop(setting.name, setting.value)
+        instead = replace(setting, value=value, reason=f"the cluster file says so, instead of {setting.value}")
+        yield setting if value == setting.value else instead
+    yield from (Setting(name, value, "the cluster file says so") for name, value in own.items())
 
 
-def interface_settings(interface: str, *, cpu_only: bool) -> list[Setting]:
-    """The variables that hold NCCL and gloo to one interface."""
-    settings = []
-    if not cpu_only:
-        reason = f"{interface} and no other: without '=' NCCL takes every name that begins so (NVIDIA/nccl#286)"
-        settings.append(Setting("NCCL_SOCKET_IFNAME", f"={interface}", reason))
-    reason = "gloo takes the exact name, without '='; else it binds where the host name resolves to, which may be loopback"
-    return [*settings, Setting("GLOO_SOCKET_IFNAME", interface, reason)]
-
-
-def _gpu_settings(cluster: Cluster, several: bool) -> list[Setting]:
-    settings = [Setting("NCCL_DEBUG", "WARN", "NCCL says why it fails; by default it says nothing")]
+def _of_gpus(cluster: Cluster, several: bool) -> Iterator[Setting]:
+    yield Setting("NCCL_DEBUG", "WARN", "NCCL says why it fails; by default it says nothing")
     if cluster.compute.interconnect and cluster.compute.interconnect.startswith("pcie"):
-        reason = (
-            "GPUs of a node talk over PCIe; where the first all-reduce hangs, IOMMU or ACS is in the way: "
-            "turn it off, or set this to 1 (NVIDIA/nccl#1999)"
-        )
-        settings.append(Setting("NCCL_P2P_DISABLE", "0", reason))
+        reason = "GPUs of a node talk over PCIe; where the first all-reduce hangs, IOMMU or ACS is in the way: "
+        yield Setting("NCCL_P2P_DISABLE", "0", f"{reason}turn it off, or set this to 1 (NVIDIA/nccl#1999)")
     if several or cluster.compute.gpus > 1:
         reason = "a collective that times out leaves torch's flight recorder: which rank waited for what"
-        settings.append(Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", reason))
+        yield Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", reason)
     reason = "GPU n of CUDA is GPU n of nvidia-smi and of the cluster file's NUMA map"
-    settings.append(Setting("CUDA_DEVICE_ORDER", "PCI_BUS_ID", reason))
+    yield Setting("CUDA_DEVICE_ORDER", "PCI_BUS_ID", reason)
     reason = (
         "gathered layers differ in size: without it freed memory is left in pieces (PYTORCH_CUDA_ALLOC_CONF, where set, wins)"
     )
-    settings.append(Setting("PYTORCH_ALLOC_CONF", "expandable_segments:True", reason))
-    return settings
+    yield Setting("PYTORCH_ALLOC_CONF", "expandable_segments:True", reason)
 
 
-def _caches(scratch: str, job: str | None, traces: str | None) -> list[Setting]:
+def _caches(scratch: str, job: str | None, traces: str | None) -> Iterator[Setting]:
     folder = PurePosixPath(scratch) / f"clustertune-{_plain(job)}"
     nfs = "on the node's own disk, of this job alone: on NFS a stale handle kills one rank, and the others wait for it"
-    return [
-        Setting("TRITON_CACHE_DIR", str(folder / "triton"), f"compiled kernels {nfs} (triton-lang/triton#11512)"),
-        Setting("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"), f"compiled code {nfs} (pytorch/pytorch#173679)"),
-        Setting(
-            "TORCH_FR_DUMP_TEMP_FILE",
-            str((PurePosixPath(traces) if traces else folder) / "nccl-trace-rank-"),
-            "where the flight recorder writes, one file per rank; by default below the home folder",
-        ),
-    ]
+    yield Setting("TRITON_CACHE_DIR", str(folder / "triton"), f"compiled kernels {nfs} (triton-lang/triton#11512)")
+    yield Setting("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"), f"compiled code {nfs} (pytorch/pytorch#173679)")
+    reason = "where the flight recorder writes, one file per rank; by default below the home folder"
+    place = PurePosixPath(traces) if traces else folder
+    yield Setting("TORCH_FR_DUMP_TEMP_FILE", str(place / "nccl-trace-rank-"), reason)
 
 
 def _plain(job: str | None) -> str:

@@ -6,15 +6,14 @@ import contextlib
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import cluster_paths, megatron, rendezvous
-from clustertune.launch.agent import Agent, leave_record
+from clustertune.launch.agent import Agent, await_object, leave_record
 from clustertune.launch.environment import make_own_folder
-from clustertune.launch.plan import AttemptPlan, check_fence, newest_attempt
+from clustertune.launch.plan import PLAN, AttemptPlan, check_fence, newest_attempt
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 
@@ -65,15 +64,12 @@ def main(run_path: Path, attempt: int, node: int, *, quiet: bool, around: Around
 
 
 def _read_plan(folder: Path) -> AttemptPlan:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while True:
-        try:
-            return AttemptPlan.read(folder)
-        except UserError as error:
-            if time.monotonic() > deadline:
-                text, fix = f"timed out after {PATIENCE_SECONDS:g} s", "put the run folder on storage that all nodes share"
-                raise UserError([*error.problems, Problem(text, file=str(folder), fix=fix)]) from None
-        time.sleep(0.5)
+    await_object(folder / PLAN, PATIENCE_SECONDS)
+    try:
+        return AttemptPlan.read(folder)
+    except UserError as error:
+        text, fix = f"timed out after {PATIENCE_SECONDS:g} s", "put the run folder on storage that all nodes share"
+        raise UserError([*error.problems, Problem(text, file=str(folder), fix=fix)]) from None
 
 
 def _check_interface(plan: AttemptPlan, node: int) -> None:

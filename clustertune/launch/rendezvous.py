@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.host.probe import Probe
 from clustertune.launch.agent import await_object
 from clustertune.launch.plan import RENDEZVOUS, AttemptPlan
 from clustertune.manifest import write_durably
@@ -33,7 +34,7 @@ def free_port(start: int, *, ephemeral_from: int | None = None) -> int:
 
     Raises UserError (exit 75) where none of 200 can.
     """
-    limit = min(_FIRST + _COUNT, ephemeral_from or _ephemeral_from())
+    limit = min(_FIRST + _COUNT, ephemeral_from or Probe().number("/proc/sys/net/ipv4/ip_local_port_range") or 32_768)
     if limit < 4096:  # every port is ephemeral here: there is nothing outside
         low, count = _FIRST, _COUNT
     elif limit <= _FIRST + 1000:  # an administrator has widened the ephemeral range downwards: stay below it
@@ -46,13 +47,6 @@ def free_port(start: int, *, ephemeral_from: int | None = None) -> int:
             return port
     problem = Problem(f"no free port among {_TRIES} from {start} on", file=socket.gethostname(), fix="requeue the job")
     raise UserError(problem, ExitCode.AGAIN)
-
-
-def _ephemeral_from() -> int:
-    try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 32_768
 
 
 def _can_bind(port: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 from clustertune.cluster.schema import Cluster
 from clustertune.launch import cluster_paths, container
+from clustertune.launch.allocation import Allocation
 from clustertune.process import die_with_parent, handled
 
 BASIC = (
@@ -110,6 +112,22 @@ def in_step(
     )
 
 
+def in_job(
+    command: Sequence[str],
+    cluster: Cluster,
+    allocation: Allocation,
+    *,
+    binds: Sequence[str | Path],
+    environ: Mapping[str, str] = os.environ,
+    nodes: int | None = None,
+    options: Sequence[str] = (),
+) -> list[str]:
+    """:func:`in_step` with what a job has, on all of its nodes or so many of them."""
+    cpus, gpus = requested_cpus(environ) or allocation.cpus_per_node, bool(allocation.gpus_per_node)
+    nodes = nodes or len(allocation.nodes)
+    return in_step(command, cluster, binds=binds, nodes=nodes, cpus=cpus, gpus=gpus, environ=environ, options=options)
+
+
 def requested_cpus(environ: Mapping[str, str]) -> int | None:
     """CPUs of a step's task on each node, as the job asked for them; None where it did not.
 
@@ -155,7 +173,7 @@ def run_step(
     asks for a save. ``failed`` tells whether a node has recorded that it failed: srun waits without end for the tasks of a node
     that lost its power and came back before Slurm noticed. ``ask`` asks the ranks for a save in place of SIGUSR1 through srun.
     """
-    child = subprocess.Popen(list(command), stdin=subprocess.DEVNULL, preexec_fn=in_srun)  # noqa: PLW1509 - libc only
+    child = begin(command)
     since: float | None = None
     with handled(_forward(child, signals, ask)):
         while True:
@@ -182,6 +200,11 @@ def _forward(child: subprocess.Popen[bytes], signals: list[int], ask: Callable[[
     return handle
 
 
-def in_srun() -> None:
+def begin(command: Sequence[str], **given: Any) -> subprocess.Popen[bytes]:
+    """Start ``srun``, which ends with this process; ``given``: further arguments of Popen."""
+    return subprocess.Popen(list(command), stdin=subprocess.DEVNULL, preexec_fn=_in_srun, **given)  # noqa: PLW1509 - libc only
+
+
+def _in_srun() -> None:
     """Before srun begins: it ends with this process."""
     die_with_parent(signal.SIGTERM)

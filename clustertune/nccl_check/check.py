@@ -23,6 +23,7 @@ from clustertune.cluster.hardware import HARDWARE, LinkFacts, NetworkFacts, read
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import batch, step
+from clustertune.launch.agent import await_object
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import environment
 from clustertune.launch.shape import JobShape
@@ -40,7 +41,6 @@ from clustertune.nccl_check.setup import (
     CheckOptions,
     CollectiveCase,
     Setup,
-    await_file,
     write_whole,
 )
 from clustertune.plan.measured import SUFFIX, beside, read_measured
@@ -84,15 +84,10 @@ def local_target(hosts: tuple[str, ...], addresses: tuple[str, ...], cluster: Cl
 
 def job_target(allocation: Allocation, cluster: Cluster, environ: Mapping[str, str]) -> CheckTarget:
     """The nodes of a Slurm job, reached by srun, in the cluster's container if it has one."""
-    # Slurm gives whole cores: a job that asked for one CPU has two, and srun warns of a step that wants both.
-    requested = environ.get("SLURM_CPUS_PER_TASK", "")
-    cpus = int(requested) if requested.isdigit() else allocation.cpus_per_node
 
     def command(folder: Path) -> list[str]:
         words = [sys.executable, "-m", NODE_MODULE, "--folder", str(folder)]
-        gpus = bool(allocation.gpus_per_node)
-        nodes = len(allocation.nodes)
-        return step.in_step(words, cluster, binds=[folder.parent], nodes=nodes, cpus=cpus, gpus=gpus, environ=environ)
+        return step.in_job(words, cluster, allocation, binds=[folder.parent], environ=environ)
 
     # Slurm's names resolve on every node: training meets by them, too.
     return CheckTarget(allocation.nodes, allocation.nodes, cluster, command, allocation.job_id)
@@ -127,7 +122,7 @@ def run_round(target: CheckTarget, folder: Path, setup: Setup, tick: Callable[[P
     if target.by_hand:  # srun waits for all nodes by itself
         until = min(time.monotonic(), began + setup.most_seconds) + RECORD_SECONDS
         for node in range(len(target.hosts)):
-            await_file(folder / NODE.format(node=node), until - time.monotonic())
+            await_object(folder / NODE.format(node=node), until - time.monotonic())
 
 
 def round_folder(folder: Path, number: int) -> Path:
@@ -154,7 +149,7 @@ def join(folder: Path, node: int, seconds: float) -> int:
                 return number - 1
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{following / SETUP} did not come within {seconds:.0f} s")
-            await_file(following / SETUP, 0.5)
+            await_object(following / SETUP, 0.5)
         setup = Setup.read(following)
         limit = setup.limit + SLACK_SECONDS + FACTS_SECONDS
         _run_node(node_command(following, node), following, f"launch-{node}.out", limit, lambda _: None)

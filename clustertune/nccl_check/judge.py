@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from clustertune.check.links import INTERFACES, LinkContext, names
+from clustertune.check.links import INTERFACES, LinkContext, names, ranked
 from clustertune.check.log_read import Log, read
 from clustertune.check.nodes import JobNodes
 from clustertune.check.report import grouped, run
-from clustertune.check.rule import FAIL, LINKS, NODES, PASS, UNKNOWN, WARN, Finding, in_order, ranked, worst
+from clustertune.check.rule import FAIL, LINKS, NODES, PASS, UNKNOWN, WARN, Finding, in_order, worst
 
 
 def judge(document: Mapping[str, Any], logs: Mapping[str, str]) -> list[Finding]:
@@ -34,7 +34,7 @@ def judge_log(document: Mapping[str, Any], log: Log) -> list[Finding]:
     for one in ranked():
         if one.subject == LINKS:
             found += one(context)
-        elif context.backend == "nccl" or (context.nodes > 1 and one.rank == INTERFACES):
+        elif context.backend == "nccl" or (context.nodes > 1 and one.rule.id in INTERFACES.split()):
             subjects: Sequence[Any] = [several] if one.subject == NODES else several.machines
             seen = [item for subject in subjects for item in run([one], subject, getattr(subject, "where", ""))]
             found += [replace(item, where=names(places)) for item, places in grouped(seen)]

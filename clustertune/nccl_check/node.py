@@ -20,9 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clustertune import process
 from clustertune.errors import UserError
-from clustertune.nccl_check.setup import FACTS, LOGS, NODE, OUTPUT, SETUP, Setup, await_file, tournament, write_whole
-from clustertune.process import die_with_parent, kill_group
+from clustertune.launch.agent import await_object, read_anew
+from clustertune.nccl_check.setup import FACTS, LOGS, NODE, OUTPUT, SETUP, Setup, tournament, write_whole
+from clustertune.process import kill_group
 
 # --- pairs of GPUs ----------------------------------------------------------------------------------------------------
 
@@ -207,7 +209,7 @@ class NodeCheck:
         self._checked = time.monotonic()
         for node in range(len(self.setup.hosts)):
             path = self.folder / NODE.format(node=node)
-            if node != self.node and path.exists() and any(code != 0 for code in await_file(path, 0)["codes"] or [None]):
+            if node != self.node and path.exists() and any(code != 0 for code in read_anew(path)["codes"] or [None]):
                 return True
         return False
 
@@ -252,35 +254,13 @@ def steering(values: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def start(
-    command: Sequence[str],
-    output: Path,
-    end: signal.Signals,
-    *,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-    stdout: int | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start a program that writes to the end of ``output`` and gets signal ``end`` when this process ends. Raises OSError.
+def start(command: Sequence[str], output: Path, last: signal.Signals, **given: Any) -> subprocess.Popen[bytes]:
+    """Start a program that writes to the end of ``output`` and gets signal ``last`` when this process ends. Raises OSError.
 
-    ``stdout``: where its stdout goes instead.
+    ``given``: further arguments of Popen, such as where its stdout goes instead.
     """
-
-    def in_child() -> None:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        die_with_parent(end)
-
     with output.open("ab") as out:
-        return subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=out if stdout is None else stdout,
-            stderr=out,
-            cwd=cwd,
-            start_new_session=True,
-            preexec_fn=in_child,  # noqa: PLW1509 - no thread is running here, and it calls libc only
-            env=env,
-        )
+        return process.start(command, last, **{"stdout": out, "stderr": out, **given})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -297,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not number.isdigit():
         parser.exit(2, "error: SLURM_NODEID is not set: give --node, or start it with srun\n")
     try:
-        await_file(given.folder / SETUP, PATIENCE_SECONDS)
+        await_object(given.folder / SETUP, PATIENCE_SECONDS)
         setup = Setup.read(given.folder)
         if given.facts:
             from clustertune.host.collect import collect

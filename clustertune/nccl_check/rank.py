@@ -28,6 +28,7 @@ from clustertune.errors import UserError
 from clustertune.host.probe import Probe
 from clustertune.host.system import memory
 from clustertune.launch import binding, rendezvous
+from clustertune.launch.agent import await_object
 from clustertune.nccl_check.setup import (
     CHECKED,
     LEAST_ITERATIONS,
@@ -37,7 +38,6 @@ from clustertune.nccl_check.setup import (
     CaseSchedule,
     CollectiveCase,
     Setup,
-    await_file,
     members,
     shapes,
     write_whole,
@@ -369,8 +369,8 @@ class Rank:
             self.store = dist.TCPStore(address, port, None, True, limit, wait_for_workers=False)
             write_whole(self.folder / RENDEZVOUS, {"address": address, "port": self.store.port})
         else:
-            found = await_file(self.folder / RENDEZVOUS, setup.start_seconds)
-            if found is None:
+            found = await_object(self.folder / RENDEZVOUS, setup.start_seconds)
+            if not found:
                 raise RuntimeError(f"{setup.hosts[0]} did not say where to meet within {setup.start_seconds:.0f} s")
             self.store = dist.TCPStore(found["address"], int(found["port"]), None, False, limit)
         self.records.write("met")

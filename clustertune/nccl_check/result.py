@@ -68,7 +68,7 @@ from rich.text import Text
 
 from clustertune.check import links
 from clustertune.console import escape
-from clustertune.events import read_events
+from clustertune.events import read_events, read_object
 from clustertune.nccl_check.setup import FACTS, LAUNCHED, LOGS, NODE, OUTPUT, RECORDS, Setup
 
 SCHEMA = "clustertune.nccl-check/1"
@@ -251,18 +251,8 @@ def read_round(folder: Path, setup: Setup) -> Round:  # noqa: PLR0912 - one bran
             elif kind in ("hung", "failed") and rank not in found.up:
                 found.early[rank] = str(event.get("message", ""))
     found.steps = [steps[key] for key in sorted(steps)]
-    found.nodes = [_json(folder / NODE.format(node=node)) or {} for node in range(len(setup.hosts))]
+    found.nodes = [read_object(folder / NODE.format(node=node)) for node in range(len(setup.hosts))]
     return found
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
-# --- measurements ------------------------------------------------------------------------------------------------------
 
 
 def _figures(step: CaseTimes) -> dict[str, Any]:
@@ -408,8 +398,8 @@ def facts(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for part in rounds:
         for node in range(len(part.setup.hosts)):
-            document = _json(part.folder / FACTS.format(node=node))
-            if isinstance(document, dict) and part.setup.facts:
+            document = read_object(part.folder / FACTS.format(node=node))
+            if document and part.setup.facts:
                 # A scheduler's name of a node may be another one than its own: it is the one that all else here has.
                 found.append({**document, "hostname": part.setup.hosts[node]})
     return found

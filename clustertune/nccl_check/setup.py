@@ -6,8 +6,6 @@ Standard library only. A round is one start of all ranks: where a collective han
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -163,21 +161,6 @@ def write_whole(path: Path, document: Any) -> None:
     """A JSON file that readers find whole or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(path, json.dumps(document) + "\n")
-
-
-def await_file(path: Path, seconds: float) -> Any:
-    """The document of a file that another node writes; None where it does not come in time."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            # A listing makes an NFS client ask the server; a look-up by name may be answered from its cache of absences.
-            if path.name in os.listdir(path.parent):  # noqa: PTH208
-                return json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError):
-            pass
-        if time.monotonic() >= deadline:
-            return None
-        time.sleep(POLL_SECONDS)
 
 
 # --- schedule ---------------------------------------------------------------------------------------------------------

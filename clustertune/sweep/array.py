@@ -12,7 +12,9 @@ from clustertune import chain, lock
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.errors import Problem, UserError
+from clustertune.host.system import format_cpu_list
 from clustertune.launch import shape, signal_margin, submit
+from clustertune.process import end
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, keep_private
 from clustertune.sweep.points import Point, Sweep, missing_inputs
@@ -21,13 +23,7 @@ from clustertune.tree import ROOT
 
 def indices(points: Sequence[Point]) -> str:
     """The numbers of points as ``--array`` takes them: ``0-3,7``."""
-    parts: list[list[int]] = []
-    for index in sorted(point.index for point in points):
-        if parts and parts[-1][1] == index - 1:
-            parts[-1][1] = index
-        else:
-            parts.append([index, index])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+    return format_cpu_list(point.index for point in points)
 
 
 def find_problems(sweep: Sweep, resolved: Sequence[Resolved], cluster: Cluster) -> list[Problem]:
@@ -145,16 +141,8 @@ def _run(sweep: Sweep, point: Point, command: Sequence[str]) -> int:
         log.write(f"$ {shlex.join(command)}\n".encode())
         log.flush()
         # A session of its own: Ctrl-C reaches this process only, which then asks the run to save and stop.
-        child = subprocess.Popen(
-            list(command), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         try:
             return child.wait()
-        except BaseException:
-            child.terminate()
-            try:
-                child.wait(timeout=STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-            raise
+        finally:
+            end(child, STOP_SECONDS)

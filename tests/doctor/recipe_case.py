@@ -17,13 +17,12 @@ import pytest
 import yaml
 
 from clustertune import manifest
-from clustertune.check.rule import FAIL, WARN, Finding
+from clustertune.check.rule import FAIL, WARN, Finding, checks
 from clustertune.check.rule import RECIPE as RECIPE_RULES
 from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Cluster
 from clustertune.containers import pins
 from clustertune.doctor import recipe_context
-from clustertune.doctor.recipe_findings import recipe_checks
 from clustertune.evaluate import punkt
 from clustertune.host.facts import HostFacts, Mount, Package
 from clustertune.resolve.resolve import resolve
@@ -123,7 +122,7 @@ class Case:
 
     def findings(self) -> list[Finding]:
         context = self.context()
-        return [item for check in recipe_checks(RECIPE_RULES) for item in check(context)]
+        return [item for check in checks(RECIPE_RULES) for item in check(context)]
 
     def rules(self) -> set[str]:
         """The rules that find something."""

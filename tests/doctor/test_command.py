@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
+from clustertune.check import machine_limits
 from clustertune.check import report as reports
 from clustertune.check.report import machine_rules
-from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, Rule, finding
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, Rule, _rules_in, finding
 from clustertune.cli.app import app
 from clustertune.cluster.load import load_cluster
 from clustertune.doctor import __main__ as bare_doctor
@@ -281,6 +282,17 @@ def test_every_rule_is_named_once_and_says_why() -> None:
         assert re.fullmatch(r"[a-z][a-z0-9.]*(-[a-z0-9.]+)*", rule.id), rule.id
         assert rule.title and rule.why and not rule.why.endswith("."), rule.id
         assert re.fullmatch(r"https://[^\s|]+", rule.link), rule.id
+
+
+def test_a_rule_of_another_form_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules are found by their form: one that takes more than its subject would be left out of every report."""
+    source = "def lost(m: Machine, more: int) -> Iterator[Seen]:\n    yield Seen(WARN, 'x')\n"
+    made: dict[str, Any] = {"__name__": machine_limits.__name__}
+    exec(compile(f"from __future__ import annotations\n{source}", "rules", "exec"), made)  # noqa: S102
+    monkeypatch.setattr(machine_limits, "lost", made["lost"], raising=False)
+    _rules_in.cache_clear()
+    with pytest.raises(AssertionError, match=r"machine_limits\.lost"):
+        machine_rules()
 
 
 def test_the_page_of_the_documents_is_current() -> None:

@@ -20,7 +20,7 @@ from clustertune.launch.allocation import Allocation
 from tests.doctor.machine_cases import CASES, COMPARED, EDGES, GOOD, LOGIN, TWO_PCIE_GPUS, XID, Patch, machine
 
 RULES = {one.rule.id for one in checks(MACHINE)}
-BROKEN = report.broken.rule.id
+BROKEN = report.rule_broken.rule.id
 
 
 def numbered(cases: list[Any]) -> dict[str, Any]:

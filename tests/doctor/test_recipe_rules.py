@@ -19,7 +19,7 @@ import yaml
 
 from clustertune import manifest
 from clustertune.chain import default_run_dir
-from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, exit_code
+from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, checks, exit_code
 from clustertune.cluster.load import load_cluster
 from clustertune.containers import pins
 from clustertune.doctor import recipe_context, recipe_findings, recipe_plan, run_folder
@@ -398,7 +398,7 @@ def test_every_rule_has_a_case() -> None:
 def test_a_refused_recipe_is_told_as_findings() -> None:
     """Each problem with its place and remedy: the same words as submit's, in the same list as all others."""
     error = UserError([Problem("no such field", file="r/recipe.yaml:3", key="train.warmup_ratio", fix="warmup_steps: 0.03")])
-    (found,) = list(recipe_findings.refused(error))
+    (found,) = list(recipe_findings.recipe_refused(error))
     assert (found.rule, found.status, found.where) == ("recipe-refused", FAIL, "r/recipe.yaml:3: train.warmup_ratio")
     assert (found.found, found.fix) == ("no such field", "warmup_steps: 0.03")
     assert exit_code([found]) == 2
@@ -480,9 +480,9 @@ def test_a_model_type_says_that_its_layers_carry_a_state(case: Case) -> None:
     """Bamba's description needs no layer_types for it: transformers' source says so."""
     resolved = case.context().resolved
     named = replace(resolved, architecture={**resolved.architecture, "model_type": "bamba"})
-    found = list(recipe_plan.packed(replace(case.context(), resolved=named)))
-    assert [item.rule for item in found] == ["packed-state"] and "bamba has layers with a state" in found[0].found
-    assert not list(recipe_plan.packed(case.context()))
+    found = list(recipe_plan.packed_state(replace(case.context(), resolved=named)))
+    assert len(found) == 1 and "bamba has layers with a state" in found[0].found
+    assert not list(recipe_plan.packed_state(case.context()))
 
 
 def test_memory_that_is_nearly_full_is_said(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -552,7 +552,7 @@ def test_without_a_run_dir_the_one_of_submit_is_looked_at(tmp_path: Path) -> Non
     recipe = REPO / "recipes" / "tiny-oasst2"
     folder = default_run_dir(resolve(recipe), tmp_path / "runs")
     folder.mkdir(parents=True)
-    (folder / "notes.txt").write_text("mine")
+    (folder / "notes.tmp").write_text("mine")  # as foreign for run and submit, which refuse the folder
     cluster = yaml.safe_load((REPO / "ops" / "clusters" / "rno-rtxpro6000.yaml").read_text())
     cluster["storage"]["runs"] = str(tmp_path / "runs")
     (tmp_path / "here.yaml").write_text(yaml.safe_dump(cluster))
@@ -568,10 +568,10 @@ def test_the_disk_of_a_laptop_is_not_the_clusters(
     full_disk(0.5)(case)
     case.hostname = hostname
     near = case.context()
-    assert list(run_folder.room(near)), "the parent exists, so its room can be measured on any machine"
+    assert list(run_folder.disk_space(near)), "the parent exists, so its room can be measured on any machine"
     monkeypatch.setattr(run_folder, "is_there", lambda path: path in (tmp_path, Path("/")))
     far = dataclasses.replace(near, run_dir=tmp_path / "runs" / "name" / "id")
-    assert bool([*run_folder.room(far)]) is fires
+    assert bool([*run_folder.disk_space(far)]) is fires
 
 
 # --- releases with known faults ----------------------------------------------------------------------------------------
@@ -602,7 +602,7 @@ RANGES = {
 def test_a_range_ends_where_it_ends(case: Case) -> None:
     """A fix that is not seen keeps people from upgrading; a fault that is not seen costs them the run."""
     context = case.context()
-    looks = {one.rule.id: one for one in recipe_findings.recipe_checks(RECIPE)}
+    looks = {one.rule.id: one for one in checks(RECIPE)}
     for rule, (package, outside, inside) in RANGES.items():
         for version in f"{outside} {inside}".split():
             found = list(looks[rule](replace(context, versions={**context.versions, package: version})))

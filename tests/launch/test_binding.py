@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clustertune.host.system import format_cpu_list, parse_cpu_list
-from clustertune.launch.binding import bind, node_numa_cpus, physical_gpus, rank_cpus
+from clustertune.host.probe import Probe
+from clustertune.host.system import format_cpu_list, numa_cpus, parse_cpu_list
+from clustertune.launch.binding import bind, physical_gpus, rank_cpus
 
 GPUS = ((0, 1, 2, 3), (4, 5, 6, 7))
 
@@ -96,11 +97,11 @@ def test_a_binding_is_never_empty_nor_outside(machine: tuple[list[list[int]], li
 def test_numa_nodes_are_read_in_their_order(tmp_path: Path) -> None:
     """By number, not by name: node10 comes after node2. One that has memory only is none for ranks."""
     for name, text in (("node10", "8-11\n"), ("node2", "4-7\n"), ("node0", "0-3\n"), ("node1", "\n"), ("power", "")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "cpulist").write_text(text)
-    (tmp_path / "online").write_text("0-10\n")
-    assert node_numa_cpus(tmp_path) == ("0-3", "4-7", "8-11")
-    assert node_numa_cpus(tmp_path / "none") == ()
+        (folder := tmp_path / "sys/devices/system/node" / name).mkdir(parents=True)
+        (folder / "cpulist").write_text(text)
+    (folder.parent / "online").write_text("0-10\n")
+    assert list(numa_cpus(Probe(tmp_path)).values()) == ["0-3", "4-7", "8-11"]
+    assert numa_cpus(Probe(tmp_path / "none")) == {}
 
 
 BIND = """

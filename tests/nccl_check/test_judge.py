@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clustertune.check.links import ranked
 from clustertune.check.log_read import Log, read
 from clustertune.check.report import machine_findings
-from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, exit_code, ranked, worst
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, exit_code, worst
 from clustertune.nccl_check.judge import headline, judge, judge_log
 from tests.doctor.machine_cases import machine
 from tests.nccl_check.healthy import (

@@ -184,8 +184,7 @@ def blocks(findings: Sequence[Finding]) -> list[Finding]:
     return [item for item in findings if item.status == FAIL and item.rule in BLOCKING]
 
 
-@rule("slurm-version", SLURM)
-def release(s: SlurmSubject) -> Iterator[Seen]:
+def slurm_version(s: SlurmSubject) -> Iterator[Seen]:
     """Looks at: release of Slurm
 
     Why: a key that a release does not know makes every command fail
@@ -205,8 +204,7 @@ def release(s: SlurmSubject) -> Iterator[Seen]:
         yield Seen(WARN, f"Slurm {s.version}: the files were tried with {texts.OLDEST} to {texts.NEWEST}", fix)
 
 
-@rule("slurm-user", SLURM)
-def user(s: SlurmSubject) -> Iterator[Seen]:
+def slurm_user(s: SlurmSubject) -> Iterator[Seen]:
     """Looks at: the user slurm
 
     Why: slurmctld runs as him, and the same number must mean him everywhere
@@ -223,8 +221,7 @@ def user(s: SlurmSubject) -> Iterator[Seen]:
         yield Seen(FAIL if s.facts.local else WARN, f"there is no user {texts.USER}", fix)
 
 
-@rule("munge-key", SLURM)
-def munge(s: SlurmSubject) -> Iterator[Seen]:
+def munge_key(s: SlurmSubject) -> Iterator[Seen]:
     """Looks at: munge's key
 
     Why: machines with different keys refuse each other's messages
@@ -259,8 +256,7 @@ def _reported(s: SlurmSubject) -> dict[str, int]:
     return found if {"CPUs", "CoresPerSocket", "ThreadsPerCore", "RealMemory"} <= set(found) else {}
 
 
-@rule("slurm-shape", SLURM)
-def shape(s: SlurmSubject) -> Iterator[Seen]:
+def slurm_shape(s: SlurmSubject) -> Iterator[Seen]:
     """Looks at: cores of a node
 
     Why: a node with fewer CPUs than slurm.conf says is not used
@@ -283,8 +279,7 @@ def shape(s: SlurmSubject) -> Iterator[Seen]:
         yield Seen(status, f"this machine has {form.format(*found)}, the file says {form.format(*wanted)}", fix)
 
 
-@rule("slurm-memory", SLURM)
-def memory(s: SlurmSubject) -> Iterator[Seen]:
+def slurm_memory(s: SlurmSubject) -> Iterator[Seen]:
     """Looks at: memory of a node
 
     Why: a node with less memory than RealMemory is not used
@@ -296,8 +291,7 @@ def memory(s: SlurmSubject) -> Iterator[Seen]:
         yield Seen(FAIL, text, f"compute: memory_gb: {mib // 1024}")
 
 
-@rule("slurm-gpu-devices", SLURM)
-def devices(s: SlurmSubject) -> Iterator[Seen]:
+def slurm_gpu_devices(s: SlurmSubject) -> Iterator[Seen]:
     """Looks at: a device for each GPU
 
     Why: slurmd ends where a file of gres.conf is missing
@@ -310,8 +304,7 @@ def devices(s: SlurmSubject) -> Iterator[Seen]:
         yield Seen(FAIL, f"{len(missing)} of {len(wanted)} devices missing: {shown}", fix)
 
 
-@rule("slurm-gpu-order", SLURM)
-def gpu_order(s: SlurmSubject) -> Iterator[Seen]:
+def slurm_gpu_order(s: SlurmSubject) -> Iterator[Seen]:
     """Looks at: numbers of the GPUs
 
     Why: a job gets /dev/nvidiaN by Slurm's count and reads the driver's, by PCI address:
@@ -324,8 +317,7 @@ def gpu_order(s: SlurmSubject) -> Iterator[Seen]:
         yield Seen(WARN, f"by PCI address the GPUs are /dev/nvidia{', '.join(map(str, by_bus))}")
 
 
-@rule("slurm-cgroup", SLURM)
-def cgroup(s: SlurmSubject) -> Iterator[Seen]:
+def slurm_cgroup(s: SlurmSubject) -> Iterator[Seen]:
     """Looks at: version of cgroups
 
     Why: without its plugin slurmd does not start
@@ -344,8 +336,7 @@ def cgroup(s: SlurmSubject) -> Iterator[Seen]:
 # --- of files -------------------------------------------------------------------------------------------------------------
 
 
-@rule("slurm-hosts", SLURM)
-def hosts(s: SlurmSubject) -> Iterator[Seen]:
+def slurm_hosts(s: SlurmSubject) -> Iterator[Seen]:
     """No line of /etc/hosts that is not ours gives a machine of the cluster another address.
 
     Looks at: one address for a name
@@ -371,8 +362,7 @@ def hosts(s: SlurmSubject) -> Iterator[Seen]:
             yield Seen(WARN if loopback else FAIL, text, fix, texts.HOSTS)
 
 
-@rule("slurm-foreign-file", SLURM)
-def foreign_file(s: SlurmSubject) -> Iterator[Seen]:
+def slurm_foreign_file(s: SlurmSubject) -> Iterator[Seen]:
     """Looks at: files that others wrote
 
     Why: what stands in them would be lost
@@ -383,8 +373,7 @@ def foreign_file(s: SlurmSubject) -> Iterator[Seen]:
         yield Seen(FAIL, f"others wrote it; {lost} of its settings would be lost or change", where=path)
 
 
-@rule("slurm-own-lines", SLURM)
-def own_lines(s: SlurmSubject) -> Iterator[Seen]:
+def slurm_own_lines(s: SlurmSubject) -> Iterator[Seen]:
     """Looks at: lines beside ours
 
     Why: of two lines for one setting Slurm takes the last
@@ -395,8 +384,8 @@ def own_lines(s: SlurmSubject) -> Iterator[Seen]:
         yield Seen(WARN, f"line {number} sets again what the block sets: {text}", where=path)
 
 
-@rule("slurm-parser", SLURM)
-def parser(s: SlurmSubject) -> Iterator[Seen]:
+@rule
+def slurm_parser(s: SlurmSubject) -> Iterator[Seen]:
     """Looks at: what Slurm's own parser says
 
     Why: every command would fail with these files

@@ -20,7 +20,7 @@ from clustertune.host.credentials import mask_settings
 from clustertune.ops.files import NODE, Change, block, diff, exclusive, foreign, inside, put, read, with_block
 from clustertune.ops.nodes import is_here, require_here, tool
 from clustertune.ops.slurm import texts
-from clustertune.ops.slurm.judge import NodeFacts, SlurmSubject, ask, blocks, collect, judge, parser
+from clustertune.ops.slurm.judge import NodeFacts, SlurmSubject, ask, blocks, collect, judge, slurm_parser
 from clustertune.process import captured
 
 
@@ -357,7 +357,7 @@ def checked(plan: SlurmPlan) -> SlurmPlan:
     if installed is None or (plan.version is not None and plan.version != installed):
         return plan
     answer = parsed(plan.cluster, plan.after)
-    found = parser(SlurmSubject(plan.cluster, plan.node, plan.facts, plan.version, parser=answer))
+    found = slurm_parser(SlurmSubject(plan.cluster, plan.node, plan.facts, plan.version, parser=answer))
     return replace(plan, findings=tuple(in_order([*plan.findings, *found])))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from clustertune.check.rule import FAIL, PASS, STORAGE, UNKNOWN, WARN, Finding, Seen, checks, finding, in_order, rule
+from clustertune.check.rule import FAIL, PASS, STORAGE, UNKNOWN, WARN, Finding, Seen, checks, finding, in_order
 from clustertune.cluster.schema import Brick
 from clustertune.ops.storage.layout import CACHE_FILES, DATA, StorageLayout, mode_of, size_text
 from clustertune.ops.storage.node import Facts, MountState, faults, others
@@ -106,8 +106,7 @@ def _bricks(s: StorageSubject, *, healthy: bool = False) -> Iterator[SeenBrick]:
             yield seen
 
 
-@rule("brick-mounted", STORAGE)
-def mounted(s: StorageSubject) -> Iterator[Seen]:
+def brick_mounted(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: a brick is mounted
 
     Why: the pool shrinks without a message: its files vanish, new ones go elsewhere
@@ -128,8 +127,7 @@ def _device(s: StorageSubject, path: str) -> str:
     return next(mount.source for mount in s.wanted.mounts if mount.target == path)
 
 
-@rule("brick-answers", STORAGE)
-def answers(s: StorageSubject) -> Iterator[Seen]:
+def brick_answers(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: a brick answers
 
     Why: ls, df and every new file in the pool wait for it, and cannot be killed
@@ -169,8 +167,7 @@ def _answered(seen: SeenBrick) -> Seen:
     )
 
 
-@rule("brick-not-on-root-disk", STORAGE)
-def root_disk(s: StorageSubject) -> Iterator[Seen]:
+def brick_not_on_root_disk(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: a brick is not part of the root disk
 
     Why: writes fill the disk the node boots from
@@ -188,8 +185,7 @@ def root_disk(s: StorageSubject) -> Iterator[Seen]:
             yield Seen(FAIL, "what is seen there is on the root disk", fix, seen.where)
 
 
-@rule("brick-writable", STORAGE)
-def writable(s: StorageSubject) -> Iterator[Seen]:
+def brick_writable(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: a brick takes writes
 
     Why: checkpoints that were to go there fail
@@ -212,8 +208,7 @@ def writable(s: StorageSubject) -> Iterator[Seen]:
             yield Seen(FAIL, f"{state.write_step} of a file fails with {state.written}", fix, seen.where)
 
 
-@rule("brick-space", STORAGE)
-def space(s: StorageSubject) -> Iterator[Seen]:
+def brick_space(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: a brick has room
 
     Why: below minfreespace it takes no new file; with none left, training stops
@@ -235,8 +230,7 @@ def space(s: StorageSubject) -> Iterator[Seen]:
             yield Seen(status, text, "remove small files: caches, logs, extracted archives", seen.where)
 
 
-@rule("brick-data", STORAGE)
-def data(s: StorageSubject) -> Iterator[Seen]:
+def brick_data(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: a brick has the pool's folder
 
     Why: without it the pool passes the brick over
@@ -248,8 +242,7 @@ def data(s: StorageSubject) -> Iterator[Seen]:
             yield Seen(FAIL, f"there is no {seen.brick.mount}/{DATA}", fix, seen.where)
 
 
-@rule("brick-source", STORAGE)
-def source(s: StorageSubject) -> Iterator[Seen]:
+def brick_source(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: a brick is mounted from where the cluster file says
 
     Why: nodes see different files at one path
@@ -271,8 +264,7 @@ def source(s: StorageSubject) -> Iterator[Seen]:
             yield Seen(FAIL, f"{state.source} is mounted, not {_device(s, path)}", fix, path)
 
 
-@rule("brick-options", STORAGE)
-def options(s: StorageSubject) -> Iterator[Seen]:
+def brick_options(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: an NFS brick is mounted hard
 
     Why: soft mounts give up, and lose what was written
@@ -285,8 +277,7 @@ def options(s: StorageSubject) -> Iterator[Seen]:
             yield Seen(FAIL, f"mounted {soft.pop()}", fix, seen.where)
 
 
-@rule("nfs-server-answers", STORAGE)
-def server(s: StorageSubject) -> Iterator[Seen]:
+def nfs_server_answers(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: a server answers on TCP 2049
 
     Why: every access waits until it does
@@ -300,8 +291,7 @@ def server(s: StorageSubject) -> Iterator[Seen]:
             yield Seen(FAIL, what, fix, f"{address}:2049")
 
 
-@rule("nfs-export", STORAGE)
-def export(s: StorageSubject) -> Iterator[Seen]:
+def nfs_export(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: this node exports its bricks
 
     Why: other nodes cannot mount them, or see them with other rights
@@ -327,7 +317,6 @@ def _pool(s: StorageSubject) -> MountState | None:
     return pool if pool and pool.fstype == "fuse.mergerfs" else None
 
 
-@rule("pool-mounted", STORAGE)
 def pool_mounted(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: the pool is mounted
 
@@ -342,7 +331,6 @@ def pool_mounted(s: StorageSubject) -> Iterator[Seen]:
         yield Seen(FAIL, f"{pool.fstype} is mounted there", f"umount {pool.path} && mount {pool.path}", pool.path)
 
 
-@rule("pool-answers", STORAGE)
 def pool_answers(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: the pool answers
 
@@ -363,7 +351,6 @@ def pool_answers(s: StorageSubject) -> Iterator[Seen]:
         yield Seen(FAIL, f"answers {pool.errno}", again, pool.path)
 
 
-@rule("pool-bricks", STORAGE)
 def pool_bricks(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: the pool has all bricks
 
@@ -395,7 +382,6 @@ def _anew(pool: MountState) -> str:
     return f"umount {pool.path} && mount {pool.path}, when no job uses it; clustertune ops storage apply first"
 
 
-@rule("pool-options", STORAGE)
 def pool_options(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: the pool runs with the options meant
 
@@ -428,7 +414,6 @@ _COMPARED: dict[str, Callable[[str, str], bool]] = {
 }
 
 
-@rule("pool-mmap", STORAGE)
 def pool_mmap(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: files of the pool can be mapped
 
@@ -441,8 +426,7 @@ def pool_mmap(s: StorageSubject) -> Iterator[Seen]:
         yield Seen(FAIL, f"a shared mapping fails with {pool.mmap}", fix, pool.path)
 
 
-@rule("pool-writable", STORAGE)
-def pool_writes(s: StorageSubject) -> Iterator[Seen]:
+def pool_writable(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: the pool takes writes
 
     Why: no checkpoint can be written
@@ -470,8 +454,7 @@ def pool_writes(s: StorageSubject) -> Iterator[Seen]:
 # --- the rest ----------------------------------------------------------------------------------------------------------
 
 
-@rule("mount-point-immutable", STORAGE)
-def immutable(s: StorageSubject) -> Iterator[Seen]:
+def mount_point_immutable(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: nothing can be written below a mount
 
     Why: an absent brick takes writes on the root disk
@@ -493,8 +476,7 @@ def immutable(s: StorageSubject) -> Iterator[Seen]:
             yield Seen(UNKNOWN, "not seen: only root can, where the file system has the flag", where=point.path)
 
 
-@rule("shared-folders", STORAGE)
-def folders(s: StorageSubject) -> Iterator[Seen]:
+def shared_folders(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: the shared folders are there, with their modes
 
     Why: users cannot write, or not share
@@ -517,8 +499,7 @@ def folders(s: StorageSubject) -> Iterator[Seen]:
             yield Seen(WARN, f"group {seen['group']}, {group} is meant", f"chgrp {group} it on each of {owners}", path)
 
 
-@rule("storage-clock", STORAGE)
-def clock(s: StorageSubject) -> Iterator[Seen]:
+def storage_clock(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: server and client agree on the time
 
     Why: munge refuses jobs, make and caches go wrong
@@ -532,8 +513,7 @@ def clock(s: StorageSubject) -> Iterator[Seen]:
             yield Seen(FAIL if abs(skew) >= SKEW_FAIL else WARN, text, where=seen.where)
 
 
-@rule("files-current", STORAGE)
-def current(s: StorageSubject) -> Iterator[Seen]:
+def files_current(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: fstab and exports are what the cluster file says
 
     Why: the next boot mounts something else
