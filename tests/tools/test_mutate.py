@@ -26,8 +26,9 @@ def test_a_mutation_applies(mutation: Mutation) -> None:
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A product of two functions, of which one is tested where its module is named; another test always fails."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take most of each pytest's seconds
     files = {
         "clustertune/__init__.py": "",
         "clustertune/shop/__init__.py": "",
