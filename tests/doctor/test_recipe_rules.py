@@ -647,15 +647,17 @@ def test_the_shipped_recipes(tmp_path: Path) -> None:
 
 
 def test_a_login_node_needs_no_torch() -> None:
-    """Importing it takes seconds there, and a bare environment does not have it."""
+    """Neither to resolve and show a recipe nor to judge it: its import takes seconds, and a bare environment has none."""
     program = (
         "import sys\n"
         "from clustertune.cluster.load import load_cluster\n"
         "from clustertune.resolve.resolve import resolve\n"
+        "from clustertune.resolve import show\n"
         "from clustertune.doctor import recipe_context, recipe_findings\n"
-        "context = recipe_context.build(resolve('llama405b-oasst2'), load_cluster('rno-rtxpro6000'))\n"
-        "assert recipe_findings.recipe_findings(context)\n"
-        "print(sorted({'torch', 'transformers', 'trl', 'peft', 'datasets', 'nltk'} & set(sys.modules)))\n"
+        "resolved = resolve('llama405b-oasst2')\n"
+        "context = recipe_context.build(resolved, load_cluster('rno-rtxpro6000'))\n"
+        "assert recipe_findings.recipe_findings(context) and show.as_json(resolved)\n"
+        "print(sorted({'torch', 'transformers', 'trl', 'peft', 'accelerate', 'datasets', 'nltk'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True, cwd=REPO)
     assert done.stdout == "[]\n"
