@@ -299,16 +299,6 @@ network: {kind: none}
     assert found.gres(2) == "gpu:2"
 
 
-def test_several_numa_nodes_per_socket_are_right(body: dict[str, Any]) -> None:
-    """NPS2: a BIOS setting that most of these machines have; NUMA nodes without a GPU are usual then."""
-    values = copy.deepcopy(body)
-    values["compute"] |= {
-        "numa_gpus": [[0, 1, 2, 3], [], [4, 5, 6, 7], []],
-        "numa_cpus": ["0-31,128-159", "32-63,160-191", "64-95,192-223", "96-127,224-255"],
-    }
-    assert len(read_cluster(parse_yaml(yaml.safe_dump(values), "c.yaml")).compute.numa_gpus) == 4
-
-
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers(-9, 9) | st.sampled_from(["/a", "gpu", "a,b", "0-3", "login", ""]),

@@ -113,8 +113,7 @@ def test_the_error_of_torch_is_read() -> None:
 @pytest.mark.parametrize(
     ("text", "version"),
     [
-        ("NCCL version 2.29.7+cuda13.1", "2.29.7"),
-        ("NCCL version 2.12.12.MSCCL.0.7.3+cuda11.7", "2.12.12"),
+        ("NCCL version 2.29.7+cuda13.1", "2.29.7"), ("NCCL version 2.12.12.MSCCL.0.7.3+cuda11.7", "2.12.12"),
         ("NCCL version 2.8.3+cudaCUDA_MAJOR.CUDA_MINOR", "2.8.3"),
         ("n1:1:1 [0] NCCL INFO NCCL version 2.27.3+cuda12.9", "2.27.3"),
         ("n1:1:1 [0] NCCL INFO RCCL version : 2.22.3-HEAD:271856d", "2.22.3"),
@@ -124,7 +123,7 @@ def test_the_error_of_torch_is_read() -> None:
         ("RCCL version 2.18.3+hip5.7 HEAD:0a1b2c3+\n", "2.18.3"),
         ("vLLM is using nccl==2.21.5\nn1:1:1 [0] NCCL INFO NCCL version 2.27.3+cuda12.9\n", "2.27.3"),
     ],
-)
+)  # fmt: skip
 def test_the_version_in_all_its_spellings(text: str, version: str) -> None:
     """It decides which faults are known. Frameworks tell it where NCCL's own line was not pasted; NCCL's own counts more."""
     assert version in read([text]).versions

@@ -81,13 +81,11 @@ def test_a_plan_reads_what_is_kept(tmp_path: Path) -> None:
     [
         ({"backend": "gloo"}, "says nothing about the cluster's GPUs"),
         ({"hosts": ["n1", "laptop"]}, "laptop: no compute node of mine"),
-        ({"nodes": 1, "hosts": ["n1"]}, "one node of several"),
-        ({"hung": [{}]}, "hung or was wrong"),
+        ({"nodes": 1, "hosts": ["n1"]}, "one node of several"), ({"hung": [{}]}, "hung or was wrong"),
         ({"results": [entry("world", correct=False)]}, "hung or was wrong"),
-        ({"results": [entry("world", "all_reduce")]}, "no all_gather"),
-        ({"results": []}, "no all_gather"),
+        ({"results": [entry("world", "all_reduce")]}, "no all_gather"), ({"results": []}, "no all_gather"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_kept(tmp_path: Path, changes: dict[str, Any], word: str) -> None:
     """A plan would believe it for months."""
     with pytest.raises(UserError, match=word):

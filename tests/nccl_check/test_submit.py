@@ -47,12 +47,10 @@ def test_the_scripts_have_no_known_mistake() -> None:
 @pytest.mark.parametrize(
     ("nodes", "time", "seconds", "words"),
     [
-        (9, None, 300, "9 nodes"),
-        (None, "3", 300, "too short"),
-        (None, "soon", 300, "not a time"),
+        (9, None, 300, "9 nodes"), (None, "3", 300, "too short"), (None, "soon", 300, "not a time"),
         (None, None, 90_000, "at most"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_submitted(nodes: int | None, time: str | None, seconds: float, words: str) -> None:
     """Before the queue, each with its option; a cluster without Slurm can still be measured here."""
     cluster = machine(slurm={"partition": "gpu", "gres": None, "max_time": "12:00:00"})
@@ -221,14 +219,10 @@ def test_a_check_that_breaks_itself_is_unknown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("started", "early", "start_seconds", "word"),
     [
-        ((0, 1), (0, 1), 30.0, ""),
-        ((0, 1), (0,), 30.0, ""),
-        ((0,), (0,), 30.0, "no rank began on n2"),
-        ((), (), 30.0, "no rank began on n1, n2"),
-        ((0, 1), (), 30.0, "were over before"),
-        ((0, 1), (0, 1), 5.0, "too short"),
+        ((0, 1), (0, 1), 30.0, ""), ((0, 1), (0,), 30.0, ""), ((0,), (0,), 30.0, "no rank began on n2"),
+        ((), (), 30.0, "no rank began on n1, n2"), ((0, 1), (), 30.0, "were over before"), ((0, 1), (0, 1), 5.0, "too short"),
     ],
-)
+)  # fmt: skip
 def test_only_ranks_that_all_waited_show_that_a_link_is_dead(
     tmp_path: Path, started: tuple[int, ...], early: tuple[int, ...], start_seconds: float, word: str
 ) -> None:
