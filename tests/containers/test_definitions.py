@@ -13,6 +13,7 @@ import pytest
 from clustertune.containers import build, deflint, pins
 from clustertune.containers import lock as locks
 from tests import tree
+from tests.folders import program
 
 TEXTS = {name: text for name, text in tree.texts().items() if name.startswith("containers/")}
 DEFINITIONS = sorted(name for name in TEXTS if name.endswith(".def"))
@@ -161,11 +162,10 @@ def test_nvcc_is_found_where_torch_looks_for_it(tmp_path: Path) -> None:
     """The part of install.sh, run: torch takes the folder above that of the nvcc on PATH, and links from its lib64."""
     part = INSTALL[INSTALL.index("nvcc=$(echo") : INSTALL.index("# Each rank would compile")]
     home, venv = tmp_path / "venv/lib/python3.12/site-packages/nvidia/cu13", tmp_path / "venv"
-    for folder in (home / "bin", home / "lib", venv / "bin"):
+    for folder in (home / "lib", venv / "bin"):
         folder.mkdir(parents=True)
     (venv / "lib64").symlink_to("lib")
-    (home / "bin/nvcc").write_text("#!/bin/sh\necho release 13.0, V13.0.88\n")
-    (home / "bin/nvcc").chmod(0o755)
+    program(home / "bin/nvcc", "echo release 13.0, V13.0.88")
     (home / "lib/libcudart.so.13").write_bytes(b"")
     subprocess.run(["bash", "-euo", "pipefail", "-c", f"venv={venv}\n{part}"], check=True, timeout=60)
     done = subprocess.run([venv / "bin/nvcc", "-V"], capture_output=True, text=True, check=True, timeout=60)

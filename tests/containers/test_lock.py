@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from clustertune.containers.lock import ANY, ARM, SPECS, X86, LockedPackage, NoD
 from clustertune.errors import UserError
 from tests import tree
 from tests.refusal import problems
+from tests.site import site
 
 PINS = pins.read()
 
@@ -264,30 +262,9 @@ ENTRIES = {name: LockedPackage(name, version, ("h",)) for name, version in (("ki
 LOCK = PackageLock("x", "3.12", "any", "", ENTRIES)
 
 
-@contextmanager
-def database(answer: Any) -> Iterator[tuple[str, list[Any]]]:
+def database(answer: Any) -> AbstractContextManager[tuple[str, list[tuple[str, bytes]]]]:
     """A server that answers everything with one text (or document), and what it was asked."""
-    requests: list[Any] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            requests.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
-            body = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            """Quiet."""
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", requests
-        finally:
-            server.shutdown()
-            thread.join()
+    return site((answer if isinstance(answer, str) else json.dumps(answer)).encode())
 
 
 def test_what_is_known_is_told_once() -> None:
@@ -297,7 +274,7 @@ def test_what_is_known_is_told_once() -> None:
     assert known == [Vulnerability("oven", "2.0", "PYSEC-1"), Vulnerability("oven", "2.0", "GHSA-2")]
     ((path, question),) = requests
     assert path == "/v1/querybatch"
-    assert question["queries"] == [
+    assert json.loads(question)["queries"] == [
         {"package": {"name": "kiln", "ecosystem": "PyPI"}, "version": "1.0"},
         {"package": {"name": "oven", "ecosystem": "PyPI"}, "version": "2.0"},
     ]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from clustertune.check import log_read
 from clustertune.check.log_read import Log, LoggedDevice, Record, read, records
-from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Finding, checks
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding
 from clustertune.nccl_check import log
 from clustertune.nccl_check.judge import headline, judge, judge_log, page
 from tests.doctor import bare
@@ -509,12 +509,3 @@ def test_the_page_of_the_rules_is_current() -> None:
     command = [sys.executable, "-S", "-E", "-m", "clustertune.nccl_check.judge"]
     written = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, check=True).stdout
     assert written == page() == (REPO / "docs" / "nccl-verdicts.md").read_text(encoding="utf-8")
-
-
-def test_rules_are_told_in_full_sentences() -> None:
-    """The page is what people find who search for a rule."""
-    for one in checks(LINKS):
-        assert one.rule.why.endswith(".") and one.rule.why[0].isupper(), one.rule.id
-        assert one.rule.title[0].isupper() and not one.rule.title.endswith("."), one.rule.id
-        assert len(one.rule.fix) > 10 and not one.rule.fix.endswith("."), one.rule.id
-        assert one.rule.link.startswith("https://"), one.rule.id

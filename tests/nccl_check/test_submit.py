@@ -23,6 +23,7 @@ from clustertune.nccl_check import check, result
 from clustertune.nccl_check.setup import CheckOptions
 from clustertune.testbed.cluster import ThrowawayCluster
 from tests.command import REPO, events, run
+from tests.folders import program
 from tests.launch.machines import CLUSTER_FILES, machine
 from tests.nccl_check.command_line import command_line, job
 from tests.nccl_check.documents import Files, setup
@@ -168,8 +169,7 @@ def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], c
     """The check before a job of two nodes, whose ``srun`` is a line of shell."""
 
     def called(answer: str) -> check.LinkVerdict:
-        (tmp_path / "srun").write_text(f"#!/bin/sh\n{answer}\n")
-        (tmp_path / "srun").chmod(0o755)
+        program(tmp_path / "srun", answer)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         target = check.job_target(Allocation("7", 0, ("n1", "n2"), 0, 2, 1, None), machine(gpus=0), os.environ)
         return check.before_job(target, options(10.0), tmp_path / "run", lambda _text: None)
