@@ -23,7 +23,7 @@ from clustertune.errors import Problem, UserError
 from clustertune.host.system import format_cpu_list, parse_cpu_list
 from clustertune.recipe.yamlfile import parse_yaml, read_yaml
 from clustertune.resolve.show import render_cluster
-from tests.recipe.conftest import check_form
+from tests.recipe.conftest import check_form, readable
 
 REFERENCE = Path("ops", "clusters", "rno-rtxpro6000.yaml")
 
@@ -36,10 +36,7 @@ def body(repo: Path) -> dict[str, Any]:
 
 def problems_of(values: dict[str, Any]) -> list[Problem]:
     """What is wrong with a file of these values, each in readable form."""
-    with pytest.raises(UserError) as caught:
-        read_cluster(parse_yaml(yaml.safe_dump(values, sort_keys=False), "c.yaml"))
-    check_form(caught.value)
-    return caught.value.problems
+    return readable(read_cluster, parse_yaml(yaml.safe_dump(values, sort_keys=False), "c.yaml"))
 
 
 def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -249,10 +246,8 @@ NO_GPU = {"gpus": 0, "gpu": None, "interconnect": None}
 )
 def test_a_link_that_cannot_be_is_refused(compute: dict[str, Any], network: dict[str, Any], key: str, words: str) -> None:
     """Most often Gbit/s written as GB/s, both directions counted, or one port of eight."""
-    with pytest.raises(UserError) as caught:
-        hgx(compute, network)
-    check_form(caught.value)
-    assert any(problem.key == key and words in str(problem) for problem in caught.value.problems), caught.value
+    found = readable(hgx, compute, network)
+    assert any(problem.key == key and words in str(problem) for problem in found), found
 
 
 def test_all_problems_come_at_once_with_their_lines() -> None:
@@ -273,11 +268,8 @@ storage:
 slurm: {partition: gpu}
 container: {runtime: apptainer}
 """
-    with pytest.raises(UserError) as caught:
-        read_cluster(parse_yaml(text, "c.yaml"))
-    check_form(caught.value)
-    found = [(problem.file, problem.key) for problem in caught.value.problems]
-    assert found == [
+    found = readable(read_cluster, parse_yaml(text, "c.yaml"))
+    assert [(problem.file, problem.key) for problem in found] == [
         ("c.yaml:5", "nodes[b].address"), ("c.yaml:6", "nodes[b].roles[1]"), ("c.yaml:7", "compute.memory_gb"),
         ("c.yaml:7", "compute.interconect"), ("c.yaml:7", "compute.gpu"), ("c.yaml:7", "compute.interconnect"),
         ("c.yaml:7", "compute.threads"), ("c.yaml:7", "compute.cores"), ("c.yaml:8", "network.interface"),
@@ -297,16 +289,6 @@ network: {kind: none}
     found = read_cluster(parse_yaml(text, "c.yaml"))
     assert found.slurm is None and found.controller is None and found.storage.scratch == "/tmp"
     assert found.gres(2) == "gpu:2"
-
-
-def test_several_numa_nodes_per_socket_are_right(body: dict[str, Any]) -> None:
-    """NPS2: a BIOS setting that most of these machines have; NUMA nodes without a GPU are usual then."""
-    values = copy.deepcopy(body)
-    values["compute"] |= {
-        "numa_gpus": [[0, 1, 2, 3], [], [4, 5, 6, 7], []],
-        "numa_cpus": ["0-31,128-159", "32-63,160-191", "64-95,192-223", "96-127,224-255"],
-    }
-    assert len(read_cluster(parse_yaml(yaml.safe_dump(values), "c.yaml")).compute.numa_gpus) == 4
 
 
 @given(
@@ -382,9 +364,7 @@ def test_which_file_is_taken(clusters: Path, monkeypatch: pytest.MonkeyPatch) ->
     ],
 )  # fmt: skip
 def test_a_wrong_name_is_refused_with_the_nearest(given_name: str, words: str) -> None:
-    with pytest.raises(UserError, match=words.replace("?", r"\?")) as caught:
-        load_cluster(given_name)
-    check_form(caught.value)
+    assert words in "".join(map(str, readable(load_cluster, given_name)))
 
 
 def test_host_names_match_with_and_without_a_domain() -> None:

@@ -11,21 +11,18 @@ import yaml
 
 from clustertune.cluster.hardware import HARDWARE, PRICES, load_hardware, load_prices, price, read_hardware, recognise
 from clustertune.cluster.schema import INTERCONNECTS, NETWORKS
-from clustertune.errors import UserError
 from clustertune.recipe import yamlfile
 from clustertune.recipe.yamlfile import Document, read_yaml
-from tests.recipe.conftest import check_form
+from tests.recipe.conftest import readable
 
 
 def refused(tmp_path: Path, body: dict[str, Any]) -> list[str]:
     """The problems of a changed copy, each with the place in it."""
     path = tmp_path / "hardware.yaml"
     path.write_text(json.dumps(body))
-    with pytest.raises(UserError) as caught:
-        load_hardware(path)
-    check_form(caught.value)
-    assert all(str(path) in str(problem.file) for problem in caught.value.problems)
-    return [str(problem) for problem in caught.value.problems]
+    found = readable(load_hardware, path)
+    assert all(str(path) in problem.file for problem in found)
+    return list(map(str, found))
 
 
 @pytest.fixture
@@ -144,10 +141,8 @@ def test_the_shipped_prices_are_those_of_their_day() -> None:
 )  # fmt: skip
 def test_a_wrong_price_is_refused(tmp_path: Path, change: dict[str, Any], top: dict[str, Any], words: str) -> None:
     """A misspelt GPU would be a run without a price, a negative one a run that earns money."""
-    with pytest.raises(UserError) as caught:
-        load_prices(priced(tmp_path, change, **top))
-    check_form(caught.value)
-    assert any(words in str(problem) for problem in caught.value.problems), caught.value
+    found = readable(load_prices, priced(tmp_path, change, **top))
+    assert any(words in str(problem) for problem in found), found
 
 
 def test_a_price_of_another_day_and_none(tmp_path: Path) -> None:

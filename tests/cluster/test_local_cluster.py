@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from clustertune.cluster.local import LocalMachine, fields, gpus_of, judge
 from clustertune.errors import ExitCode, UserError
 from clustertune.host import system
 from clustertune.host.probe import Probe
+from tests.folders import fill, program
 
 RECORDED = Path(__file__).parent / "recorded"
 EIGHT = (RECORDED / "nvidia-smi-8-gpus.txt").read_text()
@@ -144,8 +144,7 @@ def test_looking_on_this_machine_raises_nothing(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(local_cluster, "SECONDS", {"scontrol": 0.2, "nvidia-smi": 0.2})
     for body in ("exec sleep 30", "exit 1", "printf '\\377\\376 NodeName'"):
         for name in ("scontrol", "nvidia-smi"):
-            (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-            (tmp_path / name).chmod(stat.S_IRWXU)
+            program(tmp_path / name, body)
         found = judge(local_cluster.collect())
         assert found.slurm is None
         assert bool(found.notes) is not body.startswith("printf"), found.notes
@@ -160,12 +159,8 @@ def test_a_controller_that_comes_back_is_waited_for_in_a_job(monkeypatch: pytest
     """Else a job that starts while slurmctld is restarted takes its first node for the whole cluster."""
     for key in ("nodes", "partition", "config"):
         (tmp_path / key).write_text((RECORDED / f"slurm-22.05-{key}.txt").read_text())
-    script = tmp_path / "scontrol"
-    script.write_text(
-        f"#!/bin/sh\ncd {tmp_path}; [ -e up ] || {{ [ -e once ] && touch up; touch once; exit 1; }}\n"
-        'for last; do :; done; cat "$last"\n'
-    )
-    script.chmod(stat.S_IRWXU)
+    once = f"cd {tmp_path}; [ -e up ] || {{ [ -e once ] && touch up; touch once; exit 1; }}"
+    program(tmp_path / "scontrol", f'{once}\nfor last; do :; done; cat "$last"')
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(local_cluster, "PAUSE", 0.01)
@@ -176,10 +171,7 @@ def test_the_kernel_is_read(tmp_path: Path) -> None:
     """PCI domains are written with eight digits by the driver and four by the kernel; nodes without CPUs are left out."""
     tree = {f"bus/pci/devices/{bus}/numa_node": node for bus, node in (("0000:05:00.0", "0"), ("0000:e6:00.0", "1"))}
     tree |= {f"devices/system/node/{name}/cpulist": cpus for name, cpus in (("node0", "0-1"), ("node10", "4"), ("node2", ""))}
-    for path, text in tree.items():
-        file = tmp_path / "sys" / path
-        file.parent.mkdir(parents=True)
-        file.write_text(text + "\n")
+    fill(tmp_path / "sys", {path: f"{text}\n" for path, text in tree.items()})
     probe = Probe(tmp_path)
     assert local_cluster._gpu_numa(EIGHT, probe) == {0: 0, 7: 1}
     assert system.processors(probe)["numa_cpus"] == {"0": "0-1", "10": "4"}

@@ -24,6 +24,8 @@ from clustertune.containers.lock import LockedPackage, PackageLock
 from clustertune.containers.wheelhouse import Wheel
 from clustertune.errors import UserError
 from tests import tree
+from tests.folders import program
+from tests.refusal import problems
 from tests.slurm import wait_for
 
 DIGEST = "example.org/base@sha256:" + "a" * 64
@@ -43,9 +45,7 @@ def test_what_cannot_be_built_is_refused() -> None:
     wrong = {"EXTRAS": extras, "BASE": bases, "TAG": ["--tag=A/B", "--tag=--help"]}
     for keys, lines in {**wrong, "EXTRAS TAG BASE": ["--extras flash --base x:y --tag X"]}.items():
         for words in lines:
-            with pytest.raises(UserError) as caught:
-                options("build-sif", *words.split())
-            assert [problem.key for problem in caught.value.problems] == keys.split()
+            assert [problem.key for problem in problems(options, "build-sif", *words.split())] == keys.split()
 
 
 def test_which_lock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_engines_are_not_told_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None
 
 # --- an engine that is a script ------------------------------------------------------------------------------------------
 
-APPTAINER = """#!/bin/sh
+APPTAINER = """
 echo "$PWD" "$*" "token=$HF_TOKEN" >> {log}
 case $1 in
 build)
@@ -107,12 +107,9 @@ esac
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """apptainer on PATH, and an empty lock; its arguments are in ``log``."""
     folder = tmp_path / "bin"
-    folder.mkdir()
-    program = folder / "apptainer"
-    program.write_text(APPTAINER.format(log=tmp_path / "log", fail=tmp_path / "fail", inventory=json.dumps(INVENTORY)))
-    program.chmod(0o755)
-    for name in ("docker", "podman"):
-        (folder / name).symlink_to(program)
+    lines = APPTAINER.format(log=tmp_path / "log", fail=tmp_path / "fail", inventory=json.dumps(INVENTORY))
+    for name in ("apptainer", "docker", "podman"):
+        program(folder / name, lines)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("HF_TOKEN", "planted")
     monkeypatch.setattr(build, "WORK", tmp_path / "work")
@@ -235,11 +232,8 @@ def test_a_dry_run_does_nothing(fake: Path) -> None:
 def test_a_build_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
     """By SIGTERM too, as CI and schedulers end things: a build folder holds gigabytes."""
     folder, started, base = tmp_path / "bin", tmp_path / "started", tmp_path / "base.tar"
-    folder.mkdir()
     base.touch()
-    program = folder / "apptainer"
-    program.write_text(f"#!/bin/sh\npwd > {started}.part && mv {started}.part {started}\nexec sleep 600\n")
-    program.chmod(0o755)
+    program(folder / "apptainer", f"pwd > {started}.part && mv {started}.part {started}\nexec sleep 600")
     words = ["build-sif", "--definition", "megatron", "--base", str(base), "--out", str(tmp_path / "x.sif")]
     command = [sys.executable, "-m", "clustertune.containers", *words]
     environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
@@ -266,10 +260,8 @@ def test_an_engine_that_was_moved_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(build, "WORK", tmp_path / "build" / "containers")
     own = tmp_path / "build" / "apptainer" / "bin" / "apptainer"
-    own.parent.mkdir(parents=True)
-    for text, starts in (("#!/no/such/loader\n", False), ("#!/bin/sh\nexit 1\n", False), ("#!/bin/sh\necho 1.4\n", True)):
-        own.write_text(text)
-        own.chmod(0o755)
+    for shell, line, starts in (("/no/such/loader", "", False), ("/bin/sh", "exit 1", False), ("/bin/sh", "echo 1.4", True)):
+        program(own, line, shell)
         if starts:
             assert build.find_apptainer() == str(own)
         else:

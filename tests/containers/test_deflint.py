@@ -88,8 +88,7 @@ def test_the_base_with_the_defaults_put_in() -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("curl -fsSLO https://x/y.tar", "held to no hash"),
-        ("curl -fsSL https://x/y.sh | sh -s -- -y", "is run unseen"),
+        ("curl -fsSLO https://x/y.tar", "held to no hash"), ("curl -fsSL https://x/y.sh | sh -s -- -y", "is run unseen"),
         ('bash -c "$(wget -qO- https://x/y.sh)"', "is run unseen"),
         ("pip install einops==2.0", "pip takes what the index has today"),
         ("/v/bin/python -m pip --quiet install -r x.txt", "pip takes what the index has today"),
@@ -100,7 +99,7 @@ def test_the_base_with_the_defaults_put_in() -> None:
         ("add-apt-repository ppa:x/y", "add-apt-repository adds another archive"),
         ("curl -O https://x/y \\\n    && tar xf y", "held to no hash"),
     ],
-)
+)  # fmt: skip
 def test_what_is_held_to_nothing(line: str, expected: str) -> None:
     """A base by digest and a %post that takes what is there today: two builds of one name, or somebody else's code."""
     ((number, message, fix),) = deflint.unheld(["set -eu", *line.split("\n")], 10)

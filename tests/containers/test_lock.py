@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,8 @@ from clustertune.containers import lock as locks
 from clustertune.containers.lock import ANY, ARM, SPECS, X86, LockedPackage, NoDatabase, PackageLock, Vulnerability
 from clustertune.errors import UserError
 from tests import tree
+from tests.refusal import problems
+from tests.site import site
 
 PINS = pins.read()
 
@@ -31,6 +30,11 @@ def test_the_locks_hold_to_the_pins(spec: lock.LockSpec) -> None:
     assert spec.path.read_text() == locks.read(spec.path).text()
 
 
+def unlike(moved: pins.Pins) -> list[str]:
+    """What is said of the tree's locks beside other pins."""
+    return [str(problem) for spec in SPECS for problem in lock.held_to_pins(spec, locks.read(spec.path), moved)]
+
+
 @pytest.mark.parametrize(
     ("group", "name"), [("PY", "torch"), ("BUILD", "pip"), ("EXTRA", "liger-kernel"), ("REF", "trl"), ("DEV", "ray")]
 )
@@ -38,8 +42,8 @@ def test_a_version_moved_in_one_place_only_is_found(group: str, name: str) -> No
     """Whichever group it stands in."""
     moved = pins.read()
     moved[group][name] = "99.0"
-    problems = [str(problem) for spec in SPECS for problem in lock.held_to_pins(spec, locks.read(spec.path), moved)]
-    assert problems and all(f"{name}: is " in line and "99.0 in containers/versions.env" in line for line in problems)
+    told = unlike(moved)
+    assert told and all(f"{name}: is " in line and "99.0 in containers/versions.env" in line for line in told)
 
 
 def test_a_new_pin_and_a_new_day_ask_for_new_locks() -> None:
@@ -47,9 +51,9 @@ def test_a_new_pin_and_a_new_day_ask_for_new_locks() -> None:
     moved = pins.read()
     moved["PY"]["spoon"] = "1"
     moved.dates["vllm"] = "2031-01-01"
-    problems = [str(problem) for spec in SPECS for problem in lock.held_to_pins(spec, locks.read(spec.path), moved)]
-    assert sum("spoon: is asked for and not locked" in line for line in problems) == 4  # reference takes it too
-    assert sum("2031-01-01" in line for line in problems) == 1
+    told = unlike(moved)
+    assert sum("spoon: is asked for and not locked" in line for line in told) == 4  # reference takes it too
+    assert sum("2031-01-01" in line for line in told) == 1
 
 
 def test_every_lock_of_the_tree_is_made_by_a_spec() -> None:
@@ -180,26 +184,20 @@ def test_read_what_was_written() -> None:
     ("old", "new", "fault"),
     [
         (f" \\\n    --hash=sha256:{A} \\\n    --hash=sha256:{B}", "", "has no hash"),
-        (A, A[:-1], "no NAME==VERSION with --hash"),
-        (A, A.upper(), "no NAME==VERSION with --hash"),
+        (A, A[:-1], "no NAME==VERSION with --hash"), (A, A.upper(), "no NAME==VERSION with --hash"),
         ("kiln==1.0", "kiln>=1.0", "no NAME==VERSION with --hash"),
         ("kiln==1.0", "kiln @ https://example.org/kiln.whl", "no NAME==VERSION with --hash"),
         ("kiln==1.0", "--index-url https://example.org kiln==1.0", "no NAME==VERSION with --hash"),
-        ("oven-x==2+cpu", "Kiln==2", "appears twice"),
-        ("# python: 3.12\n", "", "does not say `python`"),
+        ("oven-x==2+cpu", "Kiln==2", "appears twice"), ("# python: 3.12\n", "", "does not say `python`"),
         ("# from source: kiln\n", "# from source: spoon\n", "built from source and not in the lock"),
     ],
-)
+)  # fmt: skip
 def test_what_pip_would_not_hold_to_a_hash(old: str, new: str, fault: str) -> None:
     """One line without a hash turns hash checking off for what it names."""
     assert old in MADE.text()
-    with pytest.raises(UserError) as caught:
-        locks.parse(MADE.text().replace(old, new), "x.lock")
-    assert [problem.message for problem in caught.value.problems if fault in problem.message]
-    assert all(problem.file == "x.lock" for problem in caught.value.problems)
-    with pytest.raises(UserError) as caught:
-        locks.parse("", "x.lock")
-    assert len(caught.value.problems) == 5, "all faults at once"
+    found = problems(locks.parse, MADE.text().replace(old, new), "x.lock")
+    assert any(fault in problem.message for problem in found) and {problem.file for problem in found} == {"x.lock"}
+    assert len(problems(locks.parse, "", "x.lock")) == 5, "all faults at once"
 
 
 def test_a_layer_adds_and_never_changes() -> None:
@@ -241,18 +239,13 @@ def test_each_group_by_itself() -> None:
 )
 def test_a_line_that_make_reads_differently_is_refused(line: str) -> None:
     """One file, three readers (make, the shell, this): a quote or a blank means another thing to each."""
-    with pytest.raises(UserError) as caught:
-        pins.parse(f"{GOOD}{line}\n")
-    assert len(caught.value.problems) == 1 and caught.value.problems[0].file == "containers/versions.env:10"
+    assert [problem.file for problem in problems(pins.parse, f"{GOOD}{line}\n")] == ["containers/versions.env:10"]
 
 
 def test_every_fault_at_once() -> None:
     """Also the missing day of the locks."""
-    with pytest.raises(UserError) as caught:
-        pins.parse("oops\nPY_A=x\n")
-    assert [problem.file for problem in caught.value.problems] == [
-        "containers/versions.env:1", "containers/versions.env:2", "containers/versions.env",
-    ]  # fmt: skip
+    found = [problem.file for problem in problems(pins.parse, "oops\nPY_A=x\n")]
+    assert found == [f"containers/versions.env{line}" for line in (":1", ":2", "")]
 
 
 def test_bases_are_names_with_digests() -> None:
@@ -269,30 +262,9 @@ ENTRIES = {name: LockedPackage(name, version, ("h",)) for name, version in (("ki
 LOCK = PackageLock("x", "3.12", "any", "", ENTRIES)
 
 
-@contextmanager
-def database(answer: Any) -> Iterator[tuple[str, list[Any]]]:
+def database(answer: Any) -> AbstractContextManager[tuple[str, list[tuple[str, bytes]]]]:
     """A server that answers everything with one text (or document), and what it was asked."""
-    requests: list[Any] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            requests.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
-            body = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            """Quiet."""
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", requests
-        finally:
-            server.shutdown()
-            thread.join()
+    return site((answer if isinstance(answer, str) else json.dumps(answer)).encode())
 
 
 def test_what_is_known_is_told_once() -> None:
@@ -302,7 +274,7 @@ def test_what_is_known_is_told_once() -> None:
     assert known == [Vulnerability("oven", "2.0", "PYSEC-1"), Vulnerability("oven", "2.0", "GHSA-2")]
     ((path, question),) = requests
     assert path == "/v1/querybatch"
-    assert question["queries"] == [
+    assert json.loads(question)["queries"] == [
         {"package": {"name": "kiln", "ecosystem": "PyPI"}, "version": "1.0"},
         {"package": {"name": "oven", "ecosystem": "PyPI"}, "version": "2.0"},
     ]
@@ -339,7 +311,5 @@ def test_what_is_lived_with_has_a_reason(tmp_path: Path) -> None:
     """Else the list becomes a way to be quiet."""
     listed = tmp_path / "x.txt"
     listed.write_text("# why\nPYSEC-1 only on Windows\nGHSA-2\nGHSA-3 \n")
-    with pytest.raises(UserError) as caught:
-        locks.accepted(listed)
-    assert [problem.file for problem in caught.value.problems] == [f"{listed}:3", f"{listed}:4"]
+    assert [problem.file for problem in problems(locks.accepted, listed)] == [f"{listed}:3", f"{listed}:4"]
     locks.accepted()

@@ -14,6 +14,7 @@ from clustertune.containers.lock import LockedPackage, PackageLock
 from clustertune.containers.wheelhouse import Wheel
 from clustertune.errors import UserError
 from tests.containers.packages import digest, lock_of, sdist, wheel
+from tests.refusal import problems
 
 
 @pytest.fixture(scope="session")
@@ -76,9 +77,7 @@ def test_an_altered_hash_ends_the_build(kind: str, served: Path, tmp_path: Path)
     lock = lock_of(wheel(served, "kiln") if kind == "wheel" else sdist(served, "kiln"))
     fill(lock, tmp_path)
     altered = replace(lock, entries={"kiln": LockedPackage("kiln", "1.0", ("0" * 64,))})
-    with pytest.raises(UserError) as caught:
-        fill(altered, tmp_path)
-    (problem,) = caught.value.problems
+    (problem,) = problems(fill, altered, tmp_path)
     assert problem.file == "containers/train.lock" and problem.key == "kiln" and "another hash" in problem.message
     assert not list((tmp_path / "house").glob("kiln*"))
 
@@ -119,9 +118,7 @@ def test_compiled_code_is_not_built_here(served: Path, tmp_path: Path) -> None:
 def test_what_pip_does_not_find_is_told_without_the_index(served: Path, tmp_path: Path) -> None:
     """The address of an index may hold a password."""
     lock = replace(lock_of(wheel(served, "kiln")), entries={"kiln": LockedPackage("kiln", "9+cpu", ("0" * 64,))})
-    with pytest.raises(UserError) as caught:
-        fill(lock, tmp_path)
-    (problem,) = caught.value.problems
+    (problem,) = problems(fill, lock, tmp_path)
     assert "kiln==9+cpu" in problem.message and "PIP_EXTRA_INDEX_URL" in (problem.fix or "") and str(served) not in str(problem)
 
 

@@ -20,6 +20,7 @@ from clustertune.launch.allocation import Allocation
 from clustertune.testbed.cluster import ThrowawayCluster
 from tests.command import REPO, events, run
 from tests.doctor.machine_cases import GOOD
+from tests.folders import program
 from tests.nccl_check.test_submit import cluster_file
 from tests.slurm import slurm, slurm_session
 from tests.slurm_job import Job
@@ -125,9 +126,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """An ``srun`` that runs a text of bash."""
 
     def make(text: str) -> None:
-        path = tmp_path / "srun"
-        path.write_text(f"#!/bin/bash\n{text}\n")
-        path.chmod(0o755)
+        program(tmp_path / "srun", text, "/bin/bash")
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     monkeypatch.setattr(preflight, "START_SECONDS", 0.5)

@@ -42,6 +42,7 @@ from tests.doctor.recipe_case import (
     checkpoint,
     env,
     full_disk,
+    two_nodes,
     weight_file,
     write_checkpoint,
     write_model,
@@ -70,13 +71,17 @@ def updates(attribute: str, old: str, new: str) -> Callable[..., Spoil]:
 cluster, versions, environment = updates("cluster", "__", "."), updates("versions", "_", "-"), updates("environment", " ", "")
 
 
-def train(**changes: Any) -> Spoil:
-    """Arguments that resolve() would refuse, as a run.json of another release may have them."""
+def altered(**parts: Callable[[Resolved], Any]) -> Spoil:
+    """Parts that resolve() would refuse, as a run.json of another release or program may have them."""
 
     def change(resolved: Resolved) -> Resolved:
-        return replace(resolved, train_args={**resolved.train_args, **changes})
+        return replace(resolved, **{name: part(resolved) for name, part in parts.items()})
 
     return lambda case: setattr(case, "change", change)
+
+
+def train(**changes: Any) -> Spoil:
+    return altered(train_args=lambda resolved: {**resolved.train_args, **changes})
 
 
 def section(name: str, **changes: Any) -> Spoil:
@@ -102,13 +107,6 @@ def cached(case: Case) -> None:
     folder = hub(case)
     folder.mkdir(parents=True)
     write_model(folder)
-
-
-def no_revision(case: Case) -> None:
-    cached(case)
-    case.change = lambda resolved: replace(
-        resolved, recipe=resolved.recipe.model_copy(update={"data": resolved.recipe.data.model_copy(update={"input": None})})
-    )
 
 
 def quantised(**changes: Any) -> Spoil:
@@ -152,12 +150,7 @@ def full(case: Case) -> None:
 
 def long_steps(seconds: float) -> Spoil:
     """A network so slow that a step takes this long, about."""
-    return both(nodes2, cluster(network__measured_gb_s=30 / seconds), shared)
-
-
-def nodes2(case: Case) -> None:
-    case.recipe["slurm"]["nodes"] = 2
-    case.recipe["train"]["per_device_train_batch_size"] = 2
+    return both(two_nodes, cluster(network__measured_gb_s=30 / seconds), shared)
 
 
 def shared(case: Case) -> None:
@@ -171,12 +164,6 @@ def shared(case: Case) -> None:
 
 def slow_storage(gb_s: float) -> Spoil:
     return cluster(storage__read_gb_s=gb_s)
-
-
-def mamba(case: Case) -> None:
-    case.change = lambda resolved: replace(
-        resolved, architecture={**resolved.architecture, "layer_types": [*["mamba"] * 31, "full_attention"]}
-    )
 
 
 def no_spare_token(case: Case) -> None:
@@ -198,17 +185,6 @@ def logged_in(case: Case) -> None:
 def no_slurm(case: Case) -> None:
     case.cluster = {"slurm": None, "nodes": [{"name": case.hostname, "address": "10.21.133.35", "roles": ("compute",)}]}
     case.cluster |= {"storage.bricks": (), "storage.pool": None, "storage.shared": None}
-
-
-def huge(case: Case) -> None:
-    """A model of a terabyte."""
-    case.change = lambda resolved: replace(resolved, architecture={**resolved.architecture, "num_hidden_layers": 2400})
-
-
-def full_dicts(case: Case) -> None:
-    """resolve() refuses it; a run.json of another program may have it."""
-    config = {**ACCELERATE["fsdp_config"], "fsdp_state_dict_type": "FULL_STATE_DICT"}
-    case.change = lambda resolved: replace(resolved, accelerate={**resolved.accelerate, "fsdp_config": config})
 
 
 def expected(case: Case) -> None:
@@ -247,15 +223,21 @@ def of_its_own(case: Case) -> None:
     del case.recipe["train"]["assistant_only_loss"]
 
 
+mamba = altered(architecture=lambda of: {**of.architecture, "layer_types": [*["mamba"] * 31, "full_attention"]})
+huge = altered(architecture=lambda of: {**of.architecture, "num_hidden_layers": 2400})
+"""A model of a terabyte."""
+FULL_DICTS = {**ACCELERATE["fsdp_config"], "fsdp_state_dict_type": "FULL_STATE_DICT"}
+full_dicts = altered(accelerate=lambda of: {**of.accelerate, "fsdp_config": FULL_DICTS})
+no_input = altered(recipe=lambda of: of.recipe.model_copy(update={"data": of.recipe.data.model_copy(update={"input": None})}))
 REGIONAL = "accelerate.dynamo_config.dynamo_use_regional_compilation=true"
 """Without it the recipe is also doubtful: compiled as a whole."""
 COMPILED = (REGIONAL, "train.torch_compile=true", "train.packing=false")
 CASES: list[tuple[str, str, Spoil]] = [
-    ("recipe-doubtful", WARN, lambda c: setattr(c, "change", lambda r: replace(r, warnings=["odd"]))),
+    ("recipe-doubtful", WARN, altered(warnings=lambda _: ["odd"])),
     ("double-recomputation", FAIL, train(activation_checkpointing=True)),
     ("nothing-saved", FAIL, override("train.save_strategy=no")),
     ("save-only-model", FAIL, train(save_only_model=True)),
-    ("single-checkpoint", WARN, both(shared, nodes2, override("train.save_total_limit=1"))),
+    ("single-checkpoint", WARN, both(shared, two_nodes, override("train.save_total_limit=1"))),
     ("learning-rate", WARN, override("train.learning_rate=0.01")),
     ("learning-rate", WARN, override("train.learning_rate=1e-6")),
     ("learning-rate", WARN, both(full, section("train", learning_rate=1e-3), cluster(storage__write_gb_s=1000))),
@@ -268,18 +250,14 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("no-mixed-precision", WARN, override("train.bf16=false", "train.model_init_kwargs.dtype=float32")),
     ("packed-state", WARN, mamba),
     ("no-evaluation", WARN, lambda c: c.recipe["data"]["expect"].update(eval=0)),
-    ("revision-not-pinned", FAIL, no_revision),
+    ("revision-not-pinned", FAIL, both(cached, no_input)),
     ("not-planned", UNKNOWN, cluster(compute__gpu="my-gpu")),
     ("shape-refused", FAIL, both(shared, section("slurm", time="2-00:00:00"), cluster(slurm__max_time="24:00:00"))),
     ("gpu-memory", FAIL, override("train.per_device_train_batch_size=2", "train.max_length=131072")),
     ("host-memory", FAIL, both(fsdp1(), cluster(compute__memory_gb=24))),
     ("load-timeout", WARN, both(fsdp1(), slow_storage(0.012))),
     ("load-timeout", FAIL, both(fsdp1(), slow_storage(0.005))),
-    (
-        "prepare-time",
-        WARN,
-        both(cluster(slurm__max_time="24:00:00"), override("data.expect.train=1000000000000")),
-    ),
+    ("prepare-time", WARN, both(cluster(slurm__max_time="24:00:00"), override("data.expect.train=1000000000000"))),
     ("saves-seldom", WARN, both(long_steps(120), section("train", save_steps=80), section("slurm", time="5-00:00:00"))),
     ("saves-often", WARN, both(section("train", save_steps=1), cluster(storage__write_gb_s=0.05))),
     ("warning-lead", WARN, both(long_steps(300), section("train", save_steps=5), section("slurm", time="20-00:00:00"))),
@@ -647,15 +625,17 @@ def test_the_shipped_recipes(tmp_path: Path) -> None:
 
 
 def test_a_login_node_needs_no_torch() -> None:
-    """Importing it takes seconds there, and a bare environment does not have it."""
+    """Neither to resolve and show a recipe nor to judge it: its import takes seconds, and a bare environment has none."""
     program = (
         "import sys\n"
         "from clustertune.cluster.load import load_cluster\n"
         "from clustertune.resolve.resolve import resolve\n"
+        "from clustertune.resolve import show\n"
         "from clustertune.doctor import recipe_context, recipe_findings\n"
-        "context = recipe_context.build(resolve('llama405b-oasst2'), load_cluster('rno-rtxpro6000'))\n"
-        "assert recipe_findings.recipe_findings(context)\n"
-        "print(sorted({'torch', 'transformers', 'trl', 'peft', 'datasets', 'nltk'} & set(sys.modules)))\n"
+        "resolved = resolve('llama405b-oasst2')\n"
+        "context = recipe_context.build(resolved, load_cluster('rno-rtxpro6000'))\n"
+        "assert recipe_findings.recipe_findings(context) and show.as_json(resolved)\n"
+        "print(sorted({'torch', 'transformers', 'trl', 'peft', 'accelerate', 'datasets', 'nltk'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True, cwd=REPO)
     assert done.stdout == "[]\n"

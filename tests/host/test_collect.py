@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from clustertune.host.network import nccl_files
 from clustertune.host.packages import parse_torch_version
 from clustertune.host.probe import ABSENT, CommandOutput, Probe, ask
 from clustertune.host.system import format_cpu_list, readable_cpus
+from tests.folders import fill, program
 
 REPO = Path(__file__).resolve().parents[2]
 NET, IB, PCI = "sys/class/net", "sys/class/infiniband", "sys/bus/pci/devices"
@@ -99,19 +100,10 @@ def acs(control: int) -> bytes:
     return bytes(space)
 
 
-def written(root: Path, files: Mapping[str, str]) -> Path:
-    """A recorded tree of these files."""
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A node of one GPU, recorded."""
-    written(tmp_path, FILES)
+    fill(tmp_path, FILES)
     (tmp_path / PCI / "0000:17:00.0/config").write_bytes(acs(0x1D))
     (tmp_path / NET / "ens1/device/driver").symlink_to("/sys/bus/pci/drivers/mlx5_core")
     return tmp_path
@@ -125,7 +117,7 @@ def recorded(command: Sequence[str], seconds: float) -> CommandOutput:
 def test_the_users_nccl_file_wins_over_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As NCCL reads them: what is reported is in force."""
     system_wide = {"etc/nccl.conf": "NCCL_ALGO=Tree\nNCCL_DEBUG=INFO\n"}
-    written(tmp_path, {**system_wide, "users/me/.nccl.conf": "NCCL_ALGO=Ring # mine\n"})
+    fill(tmp_path, {**system_wide, "users/me/.nccl.conf": "NCCL_ALGO=Ring # mine\n"})
     monkeypatch.setattr(Probe, "live", True)
     monkeypatch.setenv("HOME", "/users/me")
     monkeypatch.delenv("NCCL_CONF_FILE", raising=False)
@@ -218,7 +210,7 @@ def test_an_iommu_that_translates(tmp_path: Path, types: str, cmdline: str, on: 
     """In passthrough it is in nobody's way; old kernels do not tell the type."""
     (tmp_path / "sys/kernel/iommu_groups" / ("0" if types else "")).mkdir(parents=True)
     told = {f"sys/kernel/iommu_groups/{n}/type": kind for n, kind in enumerate(types.split()) if kind != "-"}
-    written(tmp_path, {**told, "proc/cmdline": f"root=/dev/sda {cmdline}\n"})
+    fill(tmp_path, {**told, "proc/cmdline": f"root=/dev/sda {cmdline}\n"})
     assert gpus.iommu(Probe(tmp_path)) == {"iommu": on}
 
 
@@ -230,7 +222,7 @@ def test_limits_of_either_cgroup(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "4096",
         "sys/fs/cgroup/a/memory.max": "8192",
     }
-    written(tmp_path, files)
+    fill(tmp_path, files)
     assert system.memory_limit(Probe(tmp_path)) == 4096
     (tmp_path / "proc/self/cgroup").unlink()
     assert system.memory_limit(Probe(tmp_path)) is None
@@ -307,9 +299,7 @@ def test_another_interpreter_is_asked_for_its_packages() -> None:
 def test_a_command_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A driver that does not answer: the others are reported in time, and its child is killed, too."""
     marker = tmp_path / "pid"
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(f"#!/bin/sh\ntrap '' TERM INT\necho half\nsleep 300 &\necho $! > {marker}\nwait\nsleep 300\n")
-    smi.chmod(0o755)
+    program(tmp_path / "nvidia-smi", f"trap '' TERM INT\necho half\nsleep 300 &\necho $! > {marker}\nwait\nsleep 300")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     began = time.monotonic()
     f = collect(seconds=2.0)

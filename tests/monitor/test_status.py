@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import re
 import shutil
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from tests.command import run
 from tests.monitor import simulated
+from tests.site import site
 
 KEYS = ["state", "step", "steps", "tokens_per_s", "mfu", "planned_step_s", "step_s", "eta_s", "usd", "kwh", "nodes", "alerts"]
 COLUMNS = ["run", "recipe", "state", "step", "steps", "score", "gpu_hours", "usd", "kwh"]
@@ -189,26 +188,14 @@ def test_the_dashboard_asks_for_what_the_file_has(folder: Path, repo: Path) -> N
 
 
 def test_an_alert_reaches_the_log_the_command_and_the_webhook_once(tmp_path: Path) -> None:
-    got: list[bytes] = []
-
-    class Site(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            got.append(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, *args: object) -> None:
-            """Silence."""
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), Site)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     output = tmp_path / "said"
     words = (sys.executable, "-c", f"import sys; open({str(output)!r}, 'a').write(sys.stdin.read() + '\\n')")
-    alerts = live.Alerts(tmp_path, Monitor(command=words, webhook=f"http://127.0.0.1:{server.server_port}/x"))
     disk = Alert("disk", "1 GiB is free")
-    for now in ((disk,), (disk,), (), (disk,)):
-        alerts.take(now)
-    server.shutdown()
+    with site() as (address, sent):
+        alerts = live.Alerts(tmp_path, Monitor(command=words, webhook=f"{address}/x"))
+        for now in ((disk,), (disk,), (), (disk,)):
+            alerts.take(now)
+    got = [body for _, body in sent]
     assert len(got) == 2 and json.loads(got[0])["text"] == "1 GiB is free", "again only once it was over"
     silent = Monitor(command=("false",), webhook="http://127.0.0.1:9/secret")  # a site that does not answer stops nothing
     live.Alerts(tmp_path, silent).take((Alert("gpu", "x"),))

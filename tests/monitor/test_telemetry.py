@@ -19,6 +19,7 @@ from clustertune.monitor.machine import NodeSampler
 from clustertune.monitor.sampler import TelemetryWriter
 from clustertune.report import telemetry
 from clustertune.report.telemetry import TelemetryRow
+from tests.folders import fill
 
 FOLDER = Path(__file__).parent
 
@@ -132,10 +133,7 @@ def recorded(root: Path, ticks: str, rx: int, sectors: int, words: int) -> Probe
         "sys/class/infiniband/mlx5_0/ports/1/counters/port_rcv_data": str(words),
         "sys/class/infiniband/mlx5_0/ports/1/counters/port_xmit_data": str(words),
     }
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return Probe(root)
+    return Probe(fill(root, files))
 
 
 def test_the_kernel_s_counters_by_hand(tmp_path: Path) -> None:

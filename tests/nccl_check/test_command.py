@@ -91,23 +91,17 @@ def test_make_gives_the_cluster_on() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--logs"], "no file was given"),
-        (["x.log"], "files are read only with --logs"),
+        (["--logs"], "no file was given"), (["x.log"], "files are read only with --logs"),
         (["--logs", "no/such.log", "also/not.log"], "also/not.log: cannot be read"),
-        (["--collectives", "all_reduc"], "did you mean all_reduce?"),
-        (["--collectives", ""], "unknown: ''"),
-        (["--scopes", "worlds"], "did you mean world?"),
-        (["--backend", "mpi"], "'mpi' is not a backend"),
-        (["--min", "1X"], "'1X' is not a size"),
-        (["--min", "2M", "--max", "1M"], "2M is more than --max 1M"),
-        (["--node-rank", "0"], "the nodes meet in a folder that all see"),
-        (["--time", "10"], "is read only with --submit"),
+        (["--collectives", "all_reduc"], "did you mean all_reduce?"), (["--collectives", ""], "unknown: ''"),
+        (["--scopes", "worlds"], "did you mean world?"), (["--backend", "mpi"], "'mpi' is not a backend"),
+        (["--min", "1X"], "'1X' is not a size"), (["--min", "2M", "--max", "1M"], "2M is more than --max 1M"),
+        (["--node-rank", "0"], "the nodes meet in a folder that all see"), (["--time", "10"], "is read only with --submit"),
         (["--nodes", "2"], "is read only with --submit or --node-rank"),
         (["--ranks", "1", "--backend", "gloo"], "one rank has no peer"),
-        (["--cluster", "no-such-cluster"], "there is no cluster"),
-        (["--seconds", "nan"], "--seconds"),
+        (["--cluster", "no-such-cluster"], "there is no cluster"), (["--seconds", "nan"], "--seconds"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_told(words: list[str], message: str) -> None:
     """In words, before anything is measured; that such an error ends with exit 2 is tested once, below."""
     done = CliRunner().invoke(app, ["nccl-check", *words])
@@ -157,15 +151,12 @@ def test_recorded_logs_are_judged_alone() -> None:
 @pytest.mark.parametrize(
     ("gpus", "nodes", "changes", "found"),
     [
-        (8, 2, {}, ("nccl", "8 GPUs", 8)),
-        (8, 1, {"ranks": 4}, ("nccl", "4 of 8 GPUs", 4)),
-        (1, 1, {}, ("gloo", "one GPU has no peer: gloo between CPU ranks", 2)),
-        (1, 2, {}, ("nccl", "1 GPUs", 1)),
+        (8, 2, {}, ("nccl", "8 GPUs", 8)), (8, 1, {"ranks": 4}, ("nccl", "4 of 8 GPUs", 4)),
+        (1, 1, {}, ("gloo", "one GPU has no peer: gloo between CPU ranks", 2)), (1, 2, {}, ("nccl", "1 GPUs", 1)),
         (0, 1, {}, ("gloo", "no GPU here: gloo between CPU ranks", 2)),
-        (0, 3, {}, ("gloo", "no GPU here: gloo between CPU ranks", 1)),
-        (8, 1, {"backend": "gloo"}, ("gloo", "asked for", 2)),
+        (0, 3, {}, ("gloo", "no GPU here: gloo between CPU ranks", 1)), (8, 1, {"backend": "gloo"}, ("gloo", "asked for", 2)),
     ],
-)
+)  # fmt: skip
 def test_the_backend_is_chosen_and_said(gpus: int, nodes: int, changes: dict[str, object], found: tuple[str, str, int]) -> None:
     """NCCL wherever two GPUs can talk."""
     assert program._backend(command_line(**changes), gpus, nodes) == found

@@ -19,6 +19,7 @@ from clustertune.plan.machine import machine as planned_machine
 from clustertune.plan.measured import find_measured, read_measured
 from clustertune.report import page
 from tests.command import REPO
+from tests.launch.machines import machine
 
 
 def entry(scope: str, collective: str = "all_gather", size: int = 1 << 30, busbw: float = 40.0, **more: Any) -> dict[str, Any]:
@@ -48,30 +49,25 @@ def document(**changes: Any) -> dict[str, Any]:
     return {**found, **changes}
 
 
-def cluster(folder: Path, gpus: int = 8, nodes: int = 2) -> Cluster:
+def cluster(folder: Path) -> Cluster:
     """Of a file in ``folder``."""
-    hosts = "".join(f"  - {{name: n{i}, address: 10.0.0.{i}, roles: [compute]}}\n" for i in range(1, nodes + 1))
-    kind = "gpu: h100-sxm, interconnect: nvlink4, " if gpus else "interconnect: none, "
     path = folder / "mine.yaml"
-    path.write_text(
-        f"name: mine\nnodes:\n{hosts}compute: {{gpus: {gpus}, {kind}cores: 64, threads: 128, memory_gb: 1000}}\n"
-        "network: {interface: eth0, kind: infiniband, gbit: 400}\n"
-    )
-    return load_cluster(str(path))
+    path.touch()
+    return machine(name="mine", source=str(path))
 
 
 def test_a_plan_reads_what_is_kept(tmp_path: Path) -> None:
     """The whole document, beside the cluster file, for all who read that: a job writes with umask 077."""
-    machine = cluster(tmp_path)
+    mine = cluster(tmp_path)
     (tmp_path / "mine.yaml").chmod(0o644)
     before = os.umask(0o077)
     try:
-        path = check.keep(document(), machine)
+        path = check.keep(document(), mine)
     finally:
         os.umask(before)
     assert path == tmp_path / "mine.nccl-check.json"
     assert path.stat().st_mode & 0o777 == 0o644
-    found = find_measured(machine)
+    found = find_measured(mine)
     assert found is not None
     assert (found.inter_gb_s, found.intra_gb_s, found.world) == (40.0, 350.0, 16)
 
@@ -81,13 +77,11 @@ def test_a_plan_reads_what_is_kept(tmp_path: Path) -> None:
     [
         ({"backend": "gloo"}, "says nothing about the cluster's GPUs"),
         ({"hosts": ["n1", "laptop"]}, "laptop: no compute node of mine"),
-        ({"nodes": 1, "hosts": ["n1"]}, "one node of several"),
-        ({"hung": [{}]}, "hung or was wrong"),
+        ({"nodes": 1, "hosts": ["n1"]}, "one node of several"), ({"hung": [{}]}, "hung or was wrong"),
         ({"results": [entry("world", correct=False)]}, "hung or was wrong"),
-        ({"results": [entry("world", "all_reduce")]}, "no all_gather"),
-        ({"results": []}, "no all_gather"),
+        ({"results": [entry("world", "all_reduce")]}, "no all_gather"), ({"results": []}, "no all_gather"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_kept(tmp_path: Path, changes: dict[str, Any], word: str) -> None:
     """A plan would believe it for months."""
     with pytest.raises(UserError, match=word):
@@ -97,8 +91,7 @@ def test_what_is_not_kept(tmp_path: Path, changes: dict[str, Any], word: str) ->
 
 def test_a_cluster_that_was_found_has_no_place(tmp_path: Path) -> None:
     """Nothing is written anywhere."""
-    machine = cluster(tmp_path).model_copy(update={"source": "this machine"})
-    assert "no file" in check.not_kept(document(), machine)
+    assert "no file" in check.not_kept(document(), machine(name="mine", source="this machine"))
 
 
 def test_the_file_is_read_strictly(tmp_path: Path) -> None:
@@ -153,10 +146,10 @@ def test_the_report_draws_it(tmp_path: Path) -> None:
 
 def test_the_report_takes_the_clusters(tmp_path: Path) -> None:
     """A run without a check of its own; one that cannot be read is left out."""
-    machine = cluster(tmp_path)
-    dumped = machine.model_dump(mode="json")
+    mine = cluster(tmp_path)
+    dumped = mine.model_dump(mode="json")
     assert page.section(tmp_path / "run", dumped) is None
-    check.keep(document(), machine)
+    check.keep(document(), mine)
     found = page.section(tmp_path / "run", dumped)
     assert found is not None
     assert "NET/IB" in found["subtitle"]

@@ -23,6 +23,7 @@ from clustertune.nccl_check import check, result
 from clustertune.nccl_check.setup import CheckOptions
 from clustertune.testbed.cluster import ThrowawayCluster
 from tests.command import REPO, events, run
+from tests.folders import program
 from tests.launch.machines import CLUSTER_FILES, machine
 from tests.nccl_check.command_line import command_line, job
 from tests.nccl_check.documents import Files, setup
@@ -47,12 +48,10 @@ def test_the_scripts_have_no_known_mistake() -> None:
 @pytest.mark.parametrize(
     ("nodes", "time", "seconds", "words"),
     [
-        (9, None, 300, "9 nodes"),
-        (None, "3", 300, "too short"),
-        (None, "soon", 300, "not a time"),
+        (9, None, 300, "9 nodes"), (None, "3", 300, "too short"), (None, "soon", 300, "not a time"),
         (None, None, 90_000, "at most"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_submitted(nodes: int | None, time: str | None, seconds: float, words: str) -> None:
     """Before the queue, each with its option; a cluster without Slurm can still be measured here."""
     cluster = machine(slurm={"partition": "gpu", "gres": None, "max_time": "12:00:00"})
@@ -170,8 +169,7 @@ def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], c
     """The check before a job of two nodes, whose ``srun`` is a line of shell."""
 
     def called(answer: str) -> check.LinkVerdict:
-        (tmp_path / "srun").write_text(f"#!/bin/sh\n{answer}\n")
-        (tmp_path / "srun").chmod(0o755)
+        program(tmp_path / "srun", answer)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         target = check.job_target(Allocation("7", 0, ("n1", "n2"), 0, 2, 1, None), machine(gpus=0), os.environ)
         return check.before_job(target, options(10.0), tmp_path / "run", lambda _text: None)
@@ -221,14 +219,10 @@ def test_a_check_that_breaks_itself_is_unknown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("started", "early", "start_seconds", "word"),
     [
-        ((0, 1), (0, 1), 30.0, ""),
-        ((0, 1), (0,), 30.0, ""),
-        ((0,), (0,), 30.0, "no rank began on n2"),
-        ((), (), 30.0, "no rank began on n1, n2"),
-        ((0, 1), (), 30.0, "were over before"),
-        ((0, 1), (0, 1), 5.0, "too short"),
+        ((0, 1), (0, 1), 30.0, ""), ((0, 1), (0,), 30.0, ""), ((0,), (0,), 30.0, "no rank began on n2"),
+        ((), (), 30.0, "no rank began on n1, n2"), ((0, 1), (), 30.0, "were over before"), ((0, 1), (0, 1), 5.0, "too short"),
     ],
-)
+)  # fmt: skip
 def test_only_ranks_that_all_waited_show_that_a_link_is_dead(
     tmp_path: Path, started: tuple[int, ...], early: tuple[int, ...], start_seconds: float, word: str
 ) -> None:

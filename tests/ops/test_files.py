@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clustertune.errors import ExitCode, UserError
-from clustertune.ops import files
 from clustertune.ops.files import Change, block, diff, foreign, inside, put, read, with_block
+from tests import faults
 
 LINES = ["/dev/sda1 /a xfs defaults 0 0", "b c d"]
 FOREIGN = st.one_of(
@@ -64,11 +64,10 @@ def test_the_lines_of_others_keep_their_numbers(text: bytes) -> None:
         (lambda t: t.replace(b"b c d", b"b c e"), "edited by hand"),
         (lambda t: t.replace(b"b c d\n", b"b c d\nmine\n"), "edited by hand"),
         (lambda t: t.replace(b"# <<<", b"# gone <<<"), "1 begin and 0 end"),
-        (lambda t: t.replace(b"# >>>", b"# gone >>>"), "0 begin and 1 end"),
-        (lambda t: t + t, "2 begin and 2 end"),
+        (lambda t: t.replace(b"# >>>", b"# gone >>>"), "0 begin and 1 end"), (lambda t: t + t, "2 begin and 2 end"),
         (lambda t: b"\n".join(reversed(t.split(b"\n"))), "1 begin and 1 end"),
     ],
-)
+)  # fmt: skip
 def test_a_block_that_somebody_touched_is_not_replaced(change: object, words: str) -> None:
     """Their lines would be lost, or what lies between two blocks."""
     text = change(b"first\n" + put_in(b"", LINES))  # type: ignore[operator]
@@ -123,51 +122,28 @@ def test_a_new_file_has_no_backup_and_one_that_changed_meanwhile_is_left(tmp_pat
     assert (tmp_path / "etc/exports.d/x.exports").read_bytes() == b"x\n"
 
 
-@pytest.mark.parametrize("call", ["write", "fsync", "rename"])
-def test_killed_at_any_step_a_file_is_old_or_new(tmp_path: Path, call: str) -> None:
-    """Half a fstab does not boot. The child ends without a word at each step; the same call completes it."""
+def test_killed_at_any_step_a_file_is_old_or_new(tmp_path: Path) -> None:
+    """Half a fstab does not boot; the same call completes it."""
     file = tmp_path / "fstab"
-    for nth in (1, 2, 3, 4):
+
+    def change(number: int) -> None:
         file.write_bytes(b"old\n")
-        pid = os.fork()
-        if pid == 0:
-            _die_at(call, nth)
-            put(tmp_path, Change("/fstab", b"old\n", b"new\n"), when=nth)
-            os._exit(0)
-        os.waitpid(pid, 0)
+        put(tmp_path, Change("/fstab", b"old\n", b"new\n"), when=number)
+
+    steps = 0
+    for steps in faults.sweep(change, calls=(*faults.CALLS, "fdopen")):
         text = file.read_bytes()
         assert text in (b"old\n", b"new\n")
-        put(tmp_path, Change("/fstab", text, b"new\n"), when=nth)
+        put(tmp_path, Change("/fstab", text, b"new\n"), when=steps)
         assert file.read_bytes() == b"new\n"
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert steps > 5 and not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def _die_at(call: str, nth: int) -> None:
-    """Have the nth call of one kind end this process instead."""
-    count = 0
-    owner: object = {"write": os, "fsync": os, "rename": Path}[call]
-    name = {"write": "fdopen", "fsync": "fsync", "rename": "rename"}[call]
-    real = getattr(owner, name)
-
-    def instead(*arguments: object, **named: object) -> object:
-        nonlocal count
-        count += 1
-        if count == nth:
-            os._exit(9)
-        return real(*arguments, **named)
-
-    setattr(owner, name, instead)
-
-
-def test_a_disk_that_refuses_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_refuses_leaves_the_old_file(tmp_path: Path) -> None:
     """A full disk ends in a located message, and the file keeps its content."""
     (tmp_path / "fstab").write_bytes(b"old\n")
-
-    def full(_fd: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files.os, "fsync", full)
-    with pytest.raises(UserError, match="No space") as caught:
+    full = faults.fault_at(1, OSError(28, "No space left on device"), ("fsync",))
+    with full, pytest.raises(UserError, match="No space") as caught:
         put(tmp_path, Change("/fstab", b"old\n", b"new\n"))
     assert caught.value.code is ExitCode.STORAGE
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fstab"]

@@ -26,6 +26,7 @@ from clustertune.ops.slurm.planning import SlurmPlan, apply_plan, entries, make_
 from clustertune.ops.slurm.texts import MUNGE_KEY, Version
 from tests.command import REPO, Done, run
 from tests.ops.slurm_clusters import HEAD, NO_GPU, load, nodes, write
+from tests.refusal import problems
 
 RNO, NODE = "rno-rtxpro6000", "rno-it-gpu0007-1"
 CONF = "etc/slurm/slurm.conf"
@@ -197,9 +198,7 @@ def test_what_was_edited_between_our_markers_is_told(rno: Cluster, tmp_path: Pat
     apply_plan(plan(rno, tmp_path), tmp_path)
     for name in (CONF, "etc/slurm/gres.conf"):
         put(tmp_path, (tmp_path / name).read_text().replace("Name=", "Name= "), name)
-    with pytest.raises(UserError) as caught:
-        plan(rno, tmp_path)
-    assert ["--force" in (problem.fix or "") for problem in caught.value.problems] == [True, True]
+    assert ["--force" in problem.fix for problem in problems(plan, rno, tmp_path)] == [True, True]
     apply_plan(plan(rno, tmp_path, force=True), tmp_path)
     assert plan(rno, tmp_path).changes == 0
 
@@ -239,9 +238,8 @@ def test_only_root_writes_on_a_machine(rno: Cluster, monkeypatch: pytest.MonkeyP
     """It says so at once, together with all else that stands in the way."""
     made = plan(rno, files_room.NODE)
     monkeypatch.setattr(planning.os, "geteuid", lambda: 1000)
-    with pytest.raises(UserError) as caught:
-        planning.require_right_to_apply(made, files_room.NODE)
-    assert [(problem.fix or "").split(":")[0] for problem in caught.value.problems][1:] == ["run it as root"]
+    found = problems(planning.require_right_to_apply, made, files_room.NODE)
+    assert [problem.fix.split(":")[0] for problem in found[1:]] == ["run it as root"]
 
 
 def test_a_machine_that_is_not_in_the_file(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from clustertune.errors import UserError
 from clustertune.ops.storage import node as storage
 from clustertune.ops.storage import plan
 from clustertune.ops.storage.layout import StorageLayout, layout
+from tests.folders import fill
 from tests.ops.node import cluster_file, node
 
 GIB = 1 << 30
@@ -305,8 +306,6 @@ def test_exportfs_takes_the_lines(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_whether_the_server_runs(tmp_path: Path, threads: str | None, counted: str | None, serves: bool) -> None:
     """Only root reads nfsd's own file; to others the statistics say it, or they would be told of a server that is down."""
-    for name, text in (("fs/nfsd/threads", threads), ("net/rpc/nfsd", counted)):
-        (tmp_path / name).parent.mkdir(parents=True)
-        if text is not None:
-            (tmp_path / name).write_text(text)
+    texts = {"fs/nfsd/threads": threads, "net/rpc/nfsd": counted}
+    fill(tmp_path, {name: text for name, text in texts.items() if text is not None})
     assert storage.serves(tmp_path) is serves

@@ -45,13 +45,6 @@ def test_values_are_laid_over_the_file_and_remembered() -> None:
     assert Resolved.from_dict(json.loads(json.dumps(resolved.as_dict()))) == resolved
 
 
-def test_the_file_is_still_chosen_by_name() -> None:
-    resolved = resolve("tiny-oasst2", [f"{FSDP}.fsdp_use_orig_params=false", "accelerate=accelerate-fsdp1.yaml"])
-    assert resolved.accelerate_file == "accelerate-fsdp1.yaml"
-    assert resolved.accelerate["fsdp_config"]["fsdp_use_orig_params"] is False
-    assert resolved.accelerate["fsdp_config"]["fsdp_version"] == 1
-
-
 def test_context_parallelism_alone_is_sharded_over() -> None:
     """FSDP splits over dp_shard x cp; and one rank needs no mesh."""
     resolved = resolve("llama8b-longcontext-32k", [f"{PARALLEL}_cp_size=8", f"{PARALLEL}_dp_shard_size=1"], ranks=8)

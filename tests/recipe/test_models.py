@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from clustertune import draft
+from clustertune.cli.app import app
 from clustertune.cli.plan import _plan
 from clustertune.errors import UserError
 from clustertune.launch.serving import evaluation
@@ -19,6 +21,7 @@ from clustertune.resolve.models import find_model, find_obstacles, known_models,
 from clustertune.resolve.resolve import resolve
 from tests.command import events, run
 from tests.recipe_runs import WORDS
+from tests.refusal import problems
 
 CONVERSATIONS = RECIPES / "tiny-oasst2" / "conversations.jsonl"
 LISTED = sorted(read_models())
@@ -69,26 +72,28 @@ def test_the_list_holds_what_was_published(name: str) -> None:
 
 
 def test_a_wrong_list_is_refused_with_every_problem(tmp_path: Path) -> None:
-    entry = {"revision": "main", "date": "2026-11-23", "parameters": 1, "config": {"model_type": "qwen3"}}
-    (tmp_path / "models.yaml").write_text(json.dumps({"models": {"a/b": entry}}))
-    with pytest.raises(UserError, match="revision"):
-        read_models(tmp_path / "models.yaml")
-    (tmp_path / "other.yaml").write_text(json.dumps({"models": {"a/b": entry | {"revision": "0" * 40}}}))
-    with pytest.raises(UserError) as caught:
-        read_models(tmp_path / "other.yaml")
-    assert {"models.a/b.config.hidden_size", "models.a/b.config.vocab_size"} <= {str(p.key) for p in caught.value.problems}
+    entry = {"date": "2026-11-23", "parameters": 1, "config": {"model_type": "qwen3"}}
+    for revision, keys in (("main", ["revision"]), ("0" * 40, ["config.hidden_size", "config.vocab_size"])):
+        file = tmp_path / f"{revision}.yaml"
+        file.write_text(json.dumps({"models": {"a/b": entry | {"revision": revision}}}))
+        assert {f"models.a/b.{key}" for key in keys} <= {problem.key for problem in problems(read_models, file)}
+
+
+def written(name: str, parent: Path) -> Path:
+    """The recipe that ``new`` writes for a model."""
+    folder = parent / "some-recipe"
+    folder.mkdir()
+    draft.write(draft.draft(find_model(name), "lora", None, 1, 8), folder)
+    return folder
 
 
 @pytest.mark.parametrize("name", ["google/gemma-3-12b-it", "openai/gpt-oss-20b", "deepseek-ai/DeepSeek-V3"])
 def test_weights_that_are_not_trained_as_published_are_refused_before_the_queue(name: str, tmp_path: Path) -> None:
     """The list knows how they are stored; a folder with another copy is taken."""
-    model = {**find_model(name).section}
-    made = draft.draft(find_model(name), "lora", None, 1, 8)
-    folder = tmp_path / "some-recipe"
-    folder.mkdir()
-    draft.write(made, folder)
-    done = run("submit", folder, "--cluster", "dgx-h100", "--dry-run", "slurm.nodes=16", "train.global_batch_size=128")
-    assert done.code == 2 and "model.path" in done.err and model["name"] in done.err, done.err
+    folder = written(name, tmp_path)
+    words = [str(folder), "--cluster", "dgx-h100", "--dry-run", "slurm.nodes=16", "train.global_batch_size=128"]
+    told = str(CliRunner().invoke(app, ["submit", *words]).exception)
+    assert "model.path" in told and find_model(name).section["name"] in told
     assert not find_obstacles(resolve(folder, [f"model.path={tmp_path}"]))
     assert not find_obstacles(resolve(folder, tiny=True))
 
@@ -136,9 +141,7 @@ def test_a_model_of_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_attention_that_transformers_has_no_sdpa_for(tmp_path: Path) -> None:
     """gpt-oss has sinks: eager is taken, and sdpa is refused here, not by the ranks."""
-    folder = tmp_path / "some-recipe"
-    folder.mkdir()
-    draft.write(draft.draft(find_model("openai/gpt-oss-20b"), "lora", None, 1, 8), folder)
+    folder = written("openai/gpt-oss-20b", tmp_path)
     key = "train.model_init_kwargs.attn_implementation"
     assert {item.key: item.value for item in resolve(folder).derived}[key] == "eager"
     with pytest.raises(UserError, match="no sdpa for gpt_oss"):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
-import random
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ import yaml
 from clustertune.errors import UserError
 from clustertune.recipe.load import nearest
 from clustertune.resolve.resolve import resolve
-from tests.recipe.conftest import check_form
+from tests.recipe.conftest import Refuse, check_form
+from tools import spoil
 
-Refuse = Callable[..., list[Any]]
 REPO = Path(__file__).resolve().parents[2]
 RECIPES = ("tiny-oasst2", "llama405b-oasst2")
 
@@ -28,24 +29,19 @@ def read(relative: str) -> dict[str, Any]:
     return body
 
 
-def leaves(body: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for key, value in body.items():
-        yield (*path, key)
-        if isinstance(value, dict):
-            yield from leaves(value, (*path, key))
+def leaves(body: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The path of every key, also of a section."""
+    return [path for path, _ in spoil.leaves(body) if all(isinstance(key, str) for key in path)]
 
 
 def replace(body: dict[str, Any], path: tuple[str, ...], name: str | None, value: Any) -> dict[str, Any]:
-    """The mapping with one key renamed, its value replaced, or (``name`` None) the key left out."""
-    result = {}
-    for key, inner in body.items():
-        if key != path[0]:
-            result[key] = inner
-        elif len(path) > 1:
-            result[key] = replace(inner, path[1:], name, value)
-        elif name is not None:
-            result[name] = inner if value is KEEP else value
-    return result
+    """A copy of the mapping with one key renamed, its value replaced, or (``name`` None) the key left out."""
+    changed = copy.deepcopy(body)
+    section = functools.reduce(dict.__getitem__, path[:-1], changed)
+    old = section.pop(path[-1], None)
+    if name is not None:
+        section[name] = old if value is KEEP else value
+    return changed
 
 
 KEEP = object()
@@ -83,12 +79,6 @@ def test_a_typo_in_any_key(file: str, recipes: Path, refused: Refuse) -> None:
             assert path[-1] in (named[0].fix or ""), named[0]
 
 
-VALUES: tuple[Any, ...] = (
-    None, True, -1, 0, 1.5, float("nan"), float("inf"), "", "x y", "../../etc", [], [1], {}, {"a": 1}, 10**30,
-)  # fmt: skip
-"""Of every kind that YAML has; not one of them is right for every key."""
-
-
 @pytest.mark.parametrize(
     "file", [f"{name}/recipe.yaml" for name in RECIPES] + ["_base/sft-lora.yaml", "tiny-oasst2/accelerate.yaml"]
 )
@@ -98,14 +88,14 @@ def test_every_value_of_every_key(file: str, recipes: Path) -> None:
     folder, overrides = options(file)
     count = 0
     for index, path in enumerate(leaves(original)):
-        for value in [VALUES[(5 * index + step) % len(VALUES)] for step in range(3)]:  # each kind meets every fifth key
+        for value in [spoil.VALUES[(5 * index + step) % len(spoil.VALUES)] for step in range(3)]:
             (recipes / file).write_text(yaml.safe_dump(replace(original, path, path[-1], value), sort_keys=False))
             try:
                 resolve(recipes / folder, overrides)
             except UserError as error:
                 check_form(error)
                 count += 1
-    assert count > 0.8 * len(list(leaves(original)))
+    assert count > 0.8 * len(leaves(original))
 
 
 BAD = {
@@ -200,31 +190,18 @@ def test_other_ways_to_write_the_same(old: str, new: str, recipes: Path) -> None
 
 @pytest.mark.parametrize("file", ["recipe.yaml", "accelerate.yaml", "model.json"])
 def test_random_damage(file: str, recipes: Path) -> None:
-    """Bytes exchanged, dropped, doubled, cut: never anything but a result or a user's error."""
+    """Bytes and values exchanged, dropped, doubled, cut: never anything but a result or a user's error."""
     path = recipes / "tiny-oasst2" / file
-    original, source = path.read_bytes(), random.Random(7)
-    outcomes = {True: 0, False: 0}
+    original, chance, refusals = path.read_bytes(), Random(7), 0
     for _ in range(40):
-        data = bytearray(original)
-        for _ in range(source.choice([1, 1, 1, 3])):
-            at = source.randrange(len(data))
-            kind = source.randrange(4)
-            if kind == 0:
-                data[at] = source.randrange(256)
-            elif kind == 1:
-                del data[at : at + source.randrange(1, 9)]
-            elif kind == 2:
-                data[at:at] = data[at : at + source.randrange(1, 30)]
-            else:
-                data = data[: max(1, at)]
-        path.write_bytes(bytes(data))
+        path.write_bytes(original)
+        spoil.mutate(path, chance)
         try:
             resolve(recipes / "tiny-oasst2")
-            outcomes[True] += 1
         except UserError as error:
             check_form(error)
-            outcomes[False] += 1
-    assert outcomes[False] > 12
+            refusals += 1
+    assert refusals > 12
 
 
 @pytest.mark.parametrize(

@@ -227,18 +227,14 @@ MOE = ["gate_proj", "up_proj", "down_proj"]
 FUSED = ("gate_up_proj", "down_proj")
 LORA: list[tuple[str, dict[str, Any]]] = [
     *((name, {"target_modules": "all-linear"}) for name in FAMILIES),
-    ("meta-llama/Llama-3.1-8B-Instruct", {"target_modules": ["q_proj", "v_proj"]}),
     ("meta-llama/Llama-3.1-8B-Instruct", {"target_modules": ["mlp"]}),
     ("meta-llama/Llama-3.1-8B-Instruct", {"target_modules": ["x"]}),
     ("meta-llama/Llama-3.1-8B-Instruct", {"target_modules": r".*layers\.1\.self_attn\.(q|v)_proj"}),
     ("openai-community/gpt2", {"target_modules": ["c_attn"]}),
     ("openai-community/gpt2", {"target_modules": ["c_proj", "mlp.c_fc"]}),
-    ("EleutherAI/gpt-neox-20b", {"target_modules": ["query_key_value", "dense_4h_to_h"]}),
-    ("microsoft/phi-4", {"target_modules": ["qkv_proj", "gate_up_proj"]}),
     ("mistralai/Mixtral-8x7B-v0.1", {"target_modules": ["q_proj", "w1", "w2", "w3"]}),
     ("mistralai/Mixtral-8x7B-v0.1", {"target_modules": ["q_proj", "gate"]}),
     ("mistralai/Mixtral-8x7B-v0.1", {"target_modules": ["q_proj", "w1"]}),
-    ("Qwen/Qwen3-30B-A3B", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
     ("Qwen/Qwen3-30B-A3B", {"target_modules": ["q_proj", *MOE]}),
     ("Qwen/Qwen3-30B-A3B", {"target_modules": ["q_proj", *MOE], "lora_dropout": 0.1}),
     ("Qwen/Qwen3-30B-A3B", {"target_modules": ["q_proj", "mlp.experts.down_proj"]}),
@@ -251,7 +247,6 @@ LORA: list[tuple[str, dict[str, Any]]] = [
     ("deepseek-ai/DeepSeek-V3", {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}),
     ("deepseek-ai/DeepSeek-V3", {"target_modules": ["kv_b_proj", *MOE]}),
     ("deepseek-ai/DeepSeek-V2-Lite", {"target_modules": ["q_proj", *MOE, "gate"]}),
-    ("openai/gpt-oss-20b", {"target_modules": ["q_proj", "o_proj"]}),
     ("meta-llama/Llama-4-Scout-17B-16E", {"target_modules": ["q_proj", "router"]}),
 ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from hypothesis import strategies as st
 from clustertune.errors import UserError
 from clustertune.resolve.resolve import accumulation, resolve
 from clustertune.resolve.resolved import Resolved
-
-Refuse = Callable[..., list[Any]]
+from tests.recipe.conftest import Refuse
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -33,16 +31,6 @@ def test_the_ways_to_name_a_recipe(repo: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.chdir(folder)
     assert resolve(".") == expected
     assert resolve("recipe.yaml") == expected
-
-
-def test_layers_and_origins(recipes: Path) -> None:
-    resolved = resolve(recipes / "tiny-oasst2", ["train.learning_rate=1e-4", "lora.r=4"])
-    assert resolved.train_args["learning_rate"] == 1e-4
-    assert resolved.origins["train.learning_rate"] == "override"
-    assert resolved.origins["train.optim"] == "base sft-lora"
-    assert resolved.origins["train.global_batch_size"] == "recipe"
-    assert resolved.origins["data.eval_fraction"] == "default"
-    assert resolved.recipe.lora is not None and resolved.recipe.lora["r"] == 4
 
 
 @pytest.mark.parametrize(

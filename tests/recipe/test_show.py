@@ -58,12 +58,6 @@ def test_the_table_says_where_each_value_is_from() -> None:
     assert [line for line in tiny.splitlines() if "train.max_steps" in line and line.rstrip().endswith("tiny")]
 
 
-def test_full_fine_tuning_is_shown() -> None:
-    body = show.as_json(resolve("tiny-oasst2", ["lora=null"]))
-    assert body["values"]["lora"] == {"value": None, "origin": "override"}
-    assert body["trainable_parameters"] == body["parameters"]
-
-
 @pytest.mark.parametrize(("name", "tiny"), RUNS)
 def test_every_recipe_is_read_packed_and_shown(name: str, tiny: bool) -> None:
     """Nothing of it is lost on the way to the ranks. What is packed attends conversation by conversation, but for the recipe

@@ -43,13 +43,6 @@ def test_what_only_a_gpu_or_the_real_tokenizer_has_is_left_out() -> None:
     assert layer["train"]["model_init_kwargs"] == {"attn_implementation": None}
 
 
-def test_overrides_lie_over_the_tiny_layer() -> None:
-    tiny = resolve("tiny-oasst2", ["train.max_steps=3", "data.input=/x/y.jsonl", "train.max_length=64"], tiny=True)
-    assert tiny.train_args["max_steps"] == 3 and tiny.train_args["max_length"] == 64
-    assert str(tiny.inputs["data.input"]) == "/x/y.jsonl"
-    assert tiny.origins["train.max_steps"] == "override"
-
-
 def test_the_layer_follows_the_recipe() -> None:
     """A smaller number of it stays; what is wrong in it does not break the layer."""
     layer = tiny_layer({"train": {"max_steps": 2, "save_steps": 1, "max_length": 128}}, Path("/x"), 1)["train"]

@@ -197,15 +197,13 @@ def test_a_run_that_has_only_begun(run_dir: Path, tmp_path: Path) -> None:
     ("events", "badge"),
     [
         ([("stop", {"exit_code": 93})], "stopped: not finite"),
-        ([("stop", {"exit_code": 75}), ("stage", FAILED)], "interrupted"),
-        ([("stop", {"exit_code": 0})], "trained"),
+        ([("stop", {"exit_code": 75}), ("stage", FAILED)], "interrupted"), ([("stop", {"exit_code": 0})], "trained"),
         ([("stop", {"exit_code": 1})], "training failed, exit 1"),
         ([("stage", {"stage": "merge", "status": "failed", "seconds": 2})], "merge failed"),
-        ([("stage", FAILED)], "train failed"),
-        ([("stage", {"stage": "eval", "status": "done"})], "finished"),
+        ([("stage", FAILED)], "train failed"), ([("stage", {"stage": "eval", "status": "done"})], "finished"),
         ([("stage", {"stage": "eval", "status": "started"})], "unfinished"),
     ],
-)
+)  # fmt: skip
 def test_the_badge_says_how_it_ended(events: list[tuple[str, dict[str, Any]]], badge: str, run_dir: Path) -> None:
     shutil.rmtree(run_dir / "stages")
     lines = [json.dumps({"event": name, "step": 3, "attempt": 1, **values}) for name, values in events]

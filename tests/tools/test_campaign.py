@@ -9,21 +9,24 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from clustertune import manifest
-from tests.command import REPO, run
+from clustertune.cli.app import app
+from tests.command import REPO
 from tools import campaign, spoil
 
 
 @pytest.mark.parametrize(("source", "file"), sorted({config for config in spoil.CONFIGS if config[0] != "clusters"}))
 def test_what_is_mutated_is_taken_as_it_is(source: str, file: str, tmp_path: Path) -> None:
     path = campaign.recipe_copy(source, file, tmp_path)
-    done = run("show", path.parent, *spoil.bring_in(file), "--json")
-    assert done.code == 0, done.err
-    assert spoil.differences(path, done.json, file) == []
+    done = CliRunner().invoke(app, ["show", str(path.parent), *spoil.bring_in(file), "--json"])
+    assert done.exit_code == 0, done.output
+    shown = json.loads(done.stdout)
+    assert spoil.differences(path, shown, file) == []
     body = yaml.safe_load(path.read_text())
     path.write_text(json.dumps(body | {"a_key_of_nobody": 3}))
-    assert spoil.differences(path, done.json, file)
+    assert spoil.differences(path, shown, file)
 
 
 def test_what_counts_as_the_same() -> None:

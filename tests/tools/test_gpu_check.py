@@ -209,14 +209,8 @@ def test_the_next_bottleneck_is_the_largest_part_that_is_no_matrix_product() -> 
     state = {"name": "x", "command": "make gpu-check", "parts": {name: {**base, "facts": one} for name, one in facts.items()}}
     text = "\n".join(gpu_parts.page(state, [*facts, "other"]))
     for part in (
-        "12,346",
-        "41.0%",
-        "1.10",
-        "`cutlass::gemm_bf16/x`",
-        "Next bottleneck: no",
-        "8.0000 7.0000 6.0000",
-        "1 not run",
-    ):
+        "12,346", "41.0%", "1.10", "`cutlass::gemm_bf16/x`", "Next bottleneck: no", "8.0000 7.0000 6.0000", "1 not run",
+    ):  # fmt: skip
         assert part in text, part
 
 

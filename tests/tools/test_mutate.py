@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.folders import fill
 from tools import mutate
 from tools.mutate import Mutation, covering_tests, judge, read_mutations
 
@@ -26,8 +27,9 @@ def test_a_mutation_applies(mutation: Mutation) -> None:
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A product of two functions, of which one is tested where its module is named; another test always fails."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take most of each pytest's seconds
     files = {
         "clustertune/__init__.py": "",
         "clustertune/shop/__init__.py": "",
@@ -40,9 +42,7 @@ def tree(tmp_path: Path) -> Path:
         "    assert importlib.import_module('.sums', 'clustertune.shop').sub(2, 1) == 1\n",
         "pytest.ini": "[pytest]\nmarkers =\n    long\n    gpu\n    jobs\n    containers\n",
     }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    fill(tmp_path, files)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").symlink_to(REPO / ".venv/bin/python")
     return tmp_path

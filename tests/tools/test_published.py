@@ -75,18 +75,13 @@ def test_the_figures_of_a_run_agree() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model": "llama-9b"}, "there is no model llama-9b"),
-        ({"cluster": "moon"}, "moon"),
-        ({"step_s": None, "peak_gib": 80}, "needs a published time"),
-        ({"tp": 3}, "not a multiple of tp 3"),
-        ({"method": "lora"}, "lora stands with"),
-        ({"assumed": ["colour"]}, "fields that there are not: colour"),
-        ({"packing": "full", "useful_share": 0.5}, "for padded sequences"),
-        ({"nodes": True}, "not a number"),
-        ({"speed": 3}, "Extra inputs"),
-        ({"id": "idris-4803"}, "stands twice"),
+        ({"model": "llama-9b"}, "there is no model llama-9b"), ({"cluster": "moon"}, "moon"),
+        ({"step_s": None, "peak_gib": 80}, "needs a published time"), ({"tp": 3}, "not a multiple of tp 3"),
+        ({"method": "lora"}, "lora stands with"), ({"assumed": ["colour"]}, "fields that there are not: colour"),
+        ({"packing": "full", "useful_share": 0.5}, "for padded sequences"), ({"nodes": True}, "not a number"),
+        ({"speed": 3}, "Extra inputs"), ({"id": "idris-4803"}, "stands twice"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_row_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     """Every guard of the rows, each with a row that only it refuses."""
     good = {
