@@ -168,7 +168,7 @@ def _rules_in(module: str) -> tuple[Check, ...]:
 
 
 def _is_rule(value: Any) -> bool:
-    """Whether it is a public function that yields what it saw. One that takes anything but a subject would be lost: an error."""
+    """Whether it is a public function that yields what it saw. One that takes more than a subject would be lost: an error."""
     types = list(value.__annotations__.values()) if inspect.isfunction(value) and not value.__name__.startswith("_") else []
     if not types or "Seen" not in types[-1]:
         return False
