@@ -61,7 +61,7 @@ def test_the_metrics_are_complete(finished: tuple[Path, Done]) -> None:
 
 
 def test_the_merged_model_is_peft_s(finished: tuple[Path, Done]) -> None:
-    """Byte for byte the default merge, and its logits those of base + adapter."""
+    """Byte for byte the default merge."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -70,14 +70,9 @@ def test_the_merged_model_is_peft_s(finished: tuple[Path, Done]) -> None:
     base = next((folder / "model").iterdir())
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.bfloat16)
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), folder / "adapter")
-    tokens = torch.arange(20, 60).view(1, -1)
-    with torch.no_grad():
-        distance = (merged(tokens).logits - adapted(tokens).logits).abs().max()
-        untouched = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)(tokens).logits
-        moved = (untouched - adapted(tokens).logits).abs().max()
-    assert distance < moved / 4
-    theirs = adapted.merge_and_unload().state_dict()
-    ours = merged.state_dict()
+    untouched = {name: tensor.clone() for name, tensor in adapted.base_model.model.state_dict().items() if "base_layer" in name}
+    theirs, ours = adapted.merge_and_unload().state_dict(), merged.state_dict()
+    assert any(not torch.equal(ours[k.replace(".base_layer", "")], tensor) for k, tensor in untouched.items())
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[k], ours[k]) for k in ours)
 
 
