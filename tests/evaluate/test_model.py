@@ -1,4 +1,4 @@
-"""Model folders that cannot be scored are refused before, and half copied ones after, the weights are read."""
+"""Models that cannot be scored: refused before, and half copied ones after, the weights are read; and damaged ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standard errors, the verdict, the table."""
+"""Standard errors, the verdict, the table; two models on the same documents."""
 
 from __future__ import annotations
 

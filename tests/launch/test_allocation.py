@@ -1,4 +1,4 @@
-"""What Slurm gave a job, and the exact line to use where it is not what the recipe asks for."""
+"""What Slurm gave a job, the exact line to use where it is not what the recipe asks for, and what the first node lacks."""
 
 from __future__ import annotations
 

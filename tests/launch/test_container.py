@@ -1,4 +1,4 @@
-"""The words that put a command into a container, and what launch/inside.sh makes of them on a node."""
+"""The words that put a command into a container, what launch/inside.sh makes of them on a node, and the step of a job."""
 
 from __future__ import annotations
 

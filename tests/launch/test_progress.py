@@ -1,4 +1,4 @@
-"""When a job makes no progress: what counts, what does not, and what is said."""
+"""When a job makes no progress: what counts, what does not, and what is said. Whose run folder it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The size of each stage's job."""
+"""The size of each stage's job, and what must fit: refused before the queue where ``plan`` says so, and nowhere else."""
 
 from __future__ import annotations
 

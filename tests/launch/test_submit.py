@@ -1,4 +1,4 @@
-"""Submission: what sbatch gets, what it must never get, and what is left behind when it refuses."""
+"""Submission: what sbatch gets, what it must never get, what is left behind when it refuses; the status of a run's jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""launch/torchrun.sh: calls in any order become one attempt, never two; and a real run on two nodes that loses a rank."""
+"""launch/torchrun.sh: calls in any order become one attempt, never two; where nodes meet; a run on two that loses a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything in one folder: collected, checked, rehearsed without a network, and run from."""
+"""Everything in one folder, an image too: collected, checked, rehearsed without a network, and run from."""
 
 from __future__ import annotations
 

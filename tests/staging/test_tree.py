@@ -1,4 +1,4 @@
-"""Copies on the node's disk: never a wrong file, whatever happens to the source, the disk, or the process that copies."""
+"""Which files are copied, and copies on the node: never a wrong file, whatever happens to source, disk or process."""
 
 from __future__ import annotations
 
