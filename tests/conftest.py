@@ -16,6 +16,9 @@ from hypothesis import HealthCheck, settings
 
 from clustertune import lock
 from tests.command import SHORT, Done, run
+from tests.slurm import slurm, slurm_session
+
+__all__ = ["slurm", "slurm_session"]
 
 # Machines are shared: how long an example takes says nothing about the code.
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

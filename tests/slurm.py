@@ -1,4 +1,4 @@
-"""A real Slurm for tests: ``from tests.slurm import slurm, slurm_session`` in a module or a conftest gives the fixtures.
+"""A real Slurm for tests; tests/conftest.py has the fixtures ``slurm`` and ``slurm_session``.
 
 Where Slurm or the right to namespaces is missing the tests are skipped with the reason; under --no-skip that is a failure.
 Waits have long limits: machines are shared, and a wait that ends well ends at once.
@@ -102,15 +102,6 @@ class FaultyCluster(ThrowawayCluster):
                 with contextlib.suppress(ClusterFailed):  # there was none
                     self._network_order(*inside_net, "del", "dev", "eth0", "root")
 
-    def sent(self, index: int) -> int:
-        """Bytes that a node has sent to others."""
-        self._needs_isolation()
-        for line in Path(f"/proc/{self._inits[index]}/net/dev").read_text().splitlines():
-            name, _, counts = line.partition(":")
-            if name.strip() == "eth0":
-                return int(counts.split()[8])
-        raise ClusterFailed(f"{self.names[index - 1]} has no eth0")
-
     def _network_order(self, *command: str) -> None:
         self._needs_isolation()
         self._started().order(run=command)
@@ -134,12 +125,12 @@ def make(nodes: int | tuple[str, ...] = 2, gpus: int = 1, *, isolated: bool = Tr
     return FaultyCluster(ClusterSpec(nodes=nodes, gpus=gpus, isolation="netns" if isolated else "none", **shape))
 
 
-def wait_for(test: Callable[[], Any], what: str, timeout: float = LONG) -> Any:
+def wait_for(test: Callable[[], Any], what: str, timeout: float = LONG, *, pause: float = 0.05) -> Any:
     """The first true answer of ``test``; fails the test case after ``timeout`` seconds."""
     end = time.monotonic() + timeout
     while not (found := test()):
         assert time.monotonic() < end, f"{what}: not within {timeout:.0f} s"
-        time.sleep(0.05)
+        time.sleep(pause)
     return found
 
 

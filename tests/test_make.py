@@ -48,14 +48,6 @@ def test_a_hostile_value_is_refused_and_not_run(name: str, value: str, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_the_guard_it_runs(tmp_path: Path) -> None:
-    assert "$(value RECIPE)'" in MAKEFILE and "$(call plain,RECIPE)" in MAKEFILE
-    unguarded = re.sub(r"^\$\(call plain,RECIPE\).*$", "", MAKEFILE, flags=re.MULTILINE).replace("$(value RECIPE)", "$(RECIPE)")
-    (tmp_path / "Makefile").write_text(unguarded)
-    make("-n", "show", f"RECIPE=$(shell touch {tmp_path}/pwned)", makefile=tmp_path / "Makefile")
-    assert (tmp_path / "pwned").exists()
-
-
 def test_values_reach_the_command_as_one_argument() -> None:
     done = make("-n", "-o", "setup", "-o", ".venv/ready", "eval-ifeval", "MODEL=/m/x=1%@:+", "IFEVAL_DATA=d.jsonl")
     assert done.returncode == 0 and done.stdout == ".venv/bin/clustertune eval '/m/x=1%@:+' --data 'd.jsonl'\n"

@@ -1,8 +1,9 @@
-"""Model folders that cannot be scored are refused before, and half copied ones after, the weights are read."""
+"""Models that cannot be scored: refused before, and half copied ones after, the weights are read; and damaged ones."""
 
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from clustertune import manifest
 from clustertune.cli.app import app
 from clustertune.errors import ExitCode, UserError
 from clustertune.evaluate.model import check_device, check_model, check_weights, pick_device
-from clustertune.evaluate.run import load_lm, out_of_memory
+from clustertune.evaluate.run import evaluate, load_lm, out_of_memory
+from tests.evaluate.conftest import SETTINGS
 from tests.tree import REPO
 
 
@@ -69,12 +72,6 @@ def test_a_missing_shard_is_named_once(model: Path) -> None:
     (problem,) = check_weights(model)
     assert str(problem.file).endswith("model-00002-of-00002.safetensors")
     assert problem.message.startswith("missing")
-
-
-def test_the_manifest_is_heeded(tiny_model: Path, tmp_path: Path) -> None:
-    shutil.copytree(tiny_model, tmp_path / "model")
-    (tmp_path / "model" / "generation_config.json").unlink()
-    assert [str(p.file) for p in check_model(tmp_path / "model", 32)[1]] == [str(tmp_path / "model" / "generation_config.json")]
 
 
 def test_answers_that_leave_no_room_for_a_prompt(tiny_model: Path) -> None:
@@ -162,3 +159,40 @@ def test_out_of_memory_is_told_in_words(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="lower the batch size") as caught, out_of_memory(tmp_path):
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert caught.value.code == ExitCode.FAILED
+
+
+# --- damages of a model with a manifest --------------------------------------------------------------------------------
+
+
+SMALL = ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"]
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def sealed(tiny_model: Path, tmp_path: Path) -> Path:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / manifest.MANIFEST).unlink(missing_ok=True)
+    manifest.seal(folder, "merged", {})
+    return folder
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.jobs) for seed in range(1, 6))])
+def test_a_damaged_model_is_not_scored(seed: int, sealed: Path, parity_data: Path, tmp_path: Path) -> None:
+    for path in [sealed / name for name in [*SMALL, WEIGHTS, manifest.MANIFEST]]:
+        before, data, draw = path.read_bytes(), bytearray(path.read_bytes()), random.Random(f"{path.name} {seed}")
+        data[draw.randrange(len(data) // 2, len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=path.name.partition(".")[0]):
+            evaluate(sealed, tmp_path / "out", settings=SETTINGS, data=parity_data)
+        assert not (tmp_path / "out" / manifest.MANIFEST).exists()
+        path.write_bytes(before)
+
+
+def test_damaged_prompts_are_not_asked(sealed: Path, parity_data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "parcel" / "eval"
+    folder.mkdir(parents=True)
+    prompts = Path(shutil.copy(parity_data, folder))
+    manifest.seal(folder.parent, "parcel", {})
+    prompts.write_bytes(prompts.read_bytes().replace(b"e", b"a", 1))
+    with pytest.raises(UserError, match="content differs"):
+        evaluate(sealed, tmp_path / "out", settings=SETTINGS, data=prompts)

@@ -141,12 +141,6 @@ def test_a_killed_one_goes_on_with_fewer_requests(
     assert samples[0] == samples[1]
 
 
-def test_another_number_of_examples_is_another_evaluation(beside: tuple[dict[str, Any], Path], other_model: Path) -> None:
-    settings = SETTINGS.model_copy(update={"num_fewshot": 1})
-    with pytest.raises(UserError, match=r"another .*prompts"):
-        evaluate(other_model, beside[1] / "base", settings=settings, device="cpu")
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

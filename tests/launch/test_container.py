@@ -1,13 +1,14 @@
-"""The words that put a command into a container, and what launch/inside.sh makes of them on a node."""
+"""The words that put a command into a container, what launch/inside.sh makes of them on a node, and the step of a job."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from clustertune.errors import UserError
 from clustertune.launch import container, step
 from clustertune.resolve.resolve import resolve
 from tests.command import REPO
+from tests.slurm import wait_for
 
 REFERENCE = load_cluster(str(REPO / "ops" / "clusters" / "rno-rtxpro6000.yaml"))
 SECRETS = {"HF_TOKEN": "canary-5e", "WANDB_API_KEY": "canary-5e", "APPTAINERENV_TOKEN": "canary-5e", "PLANTED": "canary-5e"}
@@ -33,17 +35,11 @@ def words(machine: Cluster, run: str = "/pool/run", *, gpus: bool = True) -> lis
     return step.in_step(["/v/bin/python", "-m", "x"], machine, binds=[run], nodes=2, cpus=8, gpus=gpus, environ=environ)
 
 
-def test_apptainer_on_the_reference_cluster() -> None:
-    """Nothing of the node but what is named: the checkout, the run, the node's disk, what the cluster file binds."""
+def test_no_secret_is_on_the_line_and_no_gpu_without_one() -> None:
+    """The whole line for each shipped cluster: tests/golden/."""
     found = words(REFERENCE)
-    at = found.index("apptainer")
-    assert found[at - 1] == str(REPO / "launch/inside.sh")
-    assert found[at : at + 5] == ["apptainer", "exec", "--nv", "--containall", "--cleanenv"] and "--no-home" in found
-    assert found[found.index("--env") + 1] == "PYTHONNOUSERSITE=1" and found[found.index("--pwd") + 1] == str(REPO)
-    assert [found[i + 1] for i, word in enumerate(found) if word == "--bind"] == [str(REPO), "/pool/run", "/tmp", "/pool"]
-    assert found[-4:] == ["/pool/images/train.sif", "python3", "-m", "x"]
-    assert "--nv" not in words(REFERENCE, gpus=False)
     assert "canary-5e" not in str(found) and not any(name in str(found) for name in SECRETS)
+    assert "--nv" not in words(REFERENCE, gpus=False)
 
 
 def test_pyxis_on_the_reference_cluster() -> None:
@@ -226,53 +222,14 @@ def test_no_program_is_promised_that_is_not_there(node: Node, tmp_path: Path) ->
     assert found["PATH"] == f"{REPO}/launch/fuse/squashfuse:{node.bin}:{few}"
 
 
-# --- pyxis -------------------------------------------------------------------------------------------------------------
-
-
-def pyxis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An srun with the plugin's options on PATH. Returns where it records what it understood."""
-    program, record = tmp_path / "bin" / "srun", tmp_path / "record"
-    program.parent.mkdir()
-    program.write_text(f"#!{sys.executable}\n" + (REPO / "tests/launch/pyxis_srun.py").read_text())
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYXIS_RECORD", str(record))
-    monkeypatch.setenv("PYXIS_PYTHON", sys.executable)
-    return record
-
-
-def test_pyxis_understands_the_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a program that takes exactly the options of the plugin and Slurm's that are used; it then runs the command."""
-    record = pyxis(tmp_path, monkeypatch)
-    monkeypatch.setenv("HF_TOKEN", "canary-5e")
-    image = f"docker://nvcr.io/nvidia/nemo:26.06@{DIGEST}"
-    machine = cluster(runtime="pyxis", image=image, options=("--container-writable",))
-    code = "import os, sys; print(os.environ.get('HF_TOKEN'), os.getcwd(), os.environ['PYTHONNOUSERSITE'])"
-    command = step.on_first_node(["/v/python", "-c", code], machine, binds=[tmp_path], host="n1", gpus=True, environ=os.environ)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, f"None {REPO} 1"), done.stderr
-    recorded = json.loads(record.read_text())
-    assert recorded["image"] == f"docker://nvcr.io#nvidia/nemo:{DIGEST}"
-    assert [str(tmp_path)] * 2 in recorded["mounts"] and ["/tmp", "/tmp"] in recorded["mounts"]
-    assert "--nodelist=n1" in recorded["options"] and "--nodes=1" in recorded["options"]
-
-
-BROKEN = (
-    "--container-mounts=/tmp,tmp:/x", "--container-mount=/tmp", "--container-remap-root", "--container-image=other",
-    "--container-env=",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("broken", [None, *BROKEN])
-def test_what_pyxis_would_refuse_the_stand_in_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str | None
-) -> None:
-    """Else the test before could not fail."""
-    pyxis(tmp_path, monkeypatch)
-    machine = cluster(runtime="pyxis", image="/x.sqsh")
-    command = step.on_first_node(["/v/python", "-V"], machine, binds=[tmp_path], host="n1", gpus=False, environ=os.environ)
-    command[1:1] = [broken] if broken else []
-    assert (subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0) is (broken is None)
+def test_a_stage_before_the_training_runs_on_the_named_node(tmp_path: Path) -> None:
+    """In the image as well, which srun pulls by its digest; the batch script's own variables stay where they are."""
+    machine = cluster(runtime="pyxis", image=f"docker://nvcr.io/nvidia/nemo:26.06@{DIGEST}")
+    found = step.on_first_node(["/v/python", "x"], machine, binds=[tmp_path], host="n1", gpus=True, environ=SECRETS)
+    mounts = [word for word in found if word.startswith("--container-mounts=")]
+    assert {"--nodelist=n1", "--nodes=1", f"--container-image=docker://nvcr.io#nvidia/nemo:{DIGEST}"} <= set(found)
+    assert f"{tmp_path}:{tmp_path}" in mounts[0].partition("=")[2].split(",") and found[-2:] == ["python3", "x"]
+    assert "canary-5e" not in str(found) and not any(name in str(found) for name in SECRETS)
 
 
 def test_a_point_of_a_sweep_sees_what_the_points_share(tmp_path: Path) -> None:
@@ -282,3 +239,102 @@ def test_a_point_of_a_sweep_sees_what_the_points_share(tmp_path: Path) -> None:
     assert container.places_of(resolved, point)[0] == point
     (tmp_path / "sweep" / "sweep.json").write_text("{}")
     assert container.places_of(resolved, point)[0] == tmp_path / "sweep"
+
+
+# --- the step of a job -------------------------------------------------------------------------------------------------
+
+
+def command(**changes: object) -> list[str]:
+    words = {"nodes": 2, "cpus": 64, "gpus": True, "environ": {"PATH": "/bin", "HOME": "/h", **SECRETS}} | changes
+    return step.srun_command(["python", "x"], **words)  # type: ignore[arg-type]
+
+
+def test_only_listed_variables_reach_the_nodes() -> None:
+    words = command()
+    listed = next(word for word in words if word.startswith("--export=")).partition("=")[2].split(",")
+    assert {"PATH", "HOME"} <= set(listed) and "HF_HOME" not in listed, "a cache that nobody named is the library's own"
+    assert not any("canary" in word or name in word for word in words for name in SECRETS)
+    assert words == command(environ=SECRETS), "the line does not depend on what the batch script was started with"
+    cached = command(environ={"HF_HOME": "/big/hf", "CUDA_HOME": "/c", "CLUSTERTUNE_MODULE_VARIABLES": "CUDA_HOME HF_TOKEN"})
+    assert "--export=" + ",".join([*listed, "HF_HOME"]) in cached, "modules are of step.in_step"
+
+
+def test_srun_gets_the_cores_of_the_job() -> None:
+    """Since Slurm 22.05 it takes them from sbatch no longer."""
+    assert "--cpus-per-task=64" in command()
+    assert not any("cpus-per-task" in word for word in command(cpus=None))
+    assert "--kill-on-bad-exit=1" in command()
+    assert not any("gpu" in word for word in command(gpus=False))
+
+
+def test_which_node_it_is_the_node_finds_out(tmp_path: Path) -> None:
+    """Expanded on the first node, every node would be node 0: nothing of the kind is on the line."""
+    words = step.node_command(tmp_path, 3)
+    assert words[-4:] == ["--run-dir", str(tmp_path), "--attempt", "3"]
+    assert not any("SLURM" in word or "$" in word for word in [*words, *command()])
+
+
+STEP = """
+import signal, sys, time
+from pathlib import Path
+def handle(number, frame):
+    Path(sys.argv[1]).write_text(signal.Signals(number).name)
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, handle)
+Path(sys.argv[1] + ".up").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "asks", "heard"),
+    [
+        (signal.SIGUSR1, None, "SIGUSR1"),
+        (signal.SIGTERM, None, "SIGUSR1"),  # which only the batch script got: the ranks are asked for a save
+        (signal.SIGUSR1, "well", "asked"),
+        (signal.SIGUSR1, "on a full disk", "SIGUSR1"),
+    ],
+)
+def test_a_warning_reaches_the_step(tmp_path: Path, number: signal.Signals, asks: str | None, heard: str) -> None:
+    """As a signal through srun, or another way where there is one, and as the signal again where that fails."""
+    mark, signals, main = tmp_path / "mark", list[int](), threading.main_thread().ident or 0
+
+    def warn() -> None:
+        wait_for(Path(f"{mark}.up").exists, "the step")
+        signal.pthread_kill(main, number)
+
+    def ask() -> None:
+        if asks != "well":
+            raise OSError(28, "No space left on device")
+        mark.write_text("asked")
+
+    threading.Thread(target=warn, daemon=True).start()
+    still_mine = lambda: asks != "well" or not mark.exists()  # noqa: E731
+    step.run_step([sys.executable, "-c", STEP, str(mark)], signals, still_mine, ask=ask if asks else None)
+    assert mark.read_text() == heard and signals == [number]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_step_is_left(monkeypatch: pytest.MonkeyPatch, failed: bool) -> None:
+    """When a later start has taken over; or where srun waits for the tasks of a node that lost its power, came back at once,
+    and knows nothing of them."""
+    monkeypatch.setattr(step, "END_SECONDS", 0.5)
+    began = time.monotonic()
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    code = step.run_step(command, [], lambda: failed or time.monotonic() - began < 1, lambda: failed)
+    assert code == -signal.SIGKILL
+
+
+def test_the_step_ends_with_the_program(tmp_path: Path) -> None:
+    """A job whose program was killed is requeued: its srun must not keep the old ranks."""
+    pid = tmp_path / "pid"
+    child = f"import os, time; from pathlib import Path; Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    if (parent := os.fork()) == 0:
+        try:
+            step.run_step([sys.executable, "-c", child], [], lambda: True)
+        finally:
+            os._exit(0)
+    wait_for(lambda: pid.exists() and pid.read_text(), "the step")
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    wait_for(lambda: not Path(f"/proc/{pid.read_text()}").exists(), "the end of the step", 30)

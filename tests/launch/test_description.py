@@ -15,13 +15,12 @@ from clustertune import job as program
 from clustertune.cli import job as command
 from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
-from clustertune.launch import allocation, cluster_paths, progress, shape
+from clustertune.launch import allocation, cluster_paths, progress
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import SCHEMA, RunDir
 from clustertune.submission import Submission
 from tests.command import REPO
-from tests.launch.machines import cluster_of
 
 
 @pytest.fixture
@@ -144,14 +143,6 @@ def test_a_job_by_hand_that_starts_again_goes_on_as_it_began(recipe: Path, monke
     edit(recipe / "accelerate.yaml", "fsdp_reshard_after_forward: true", "fsdp_reshard_after_forward: false")
     assert start(1) == first
     assert start(0, job="8")[0] != first[0], "another job reads what the files say now"
-
-
-@pytest.mark.parametrize("tiny", [False, True])
-def test_a_submission_resolves_once(tmp_path: Path, tiny: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, name = [], "llama405b-oasst2"
-    monkeypatch.setattr(shape, "resolve", lambda *given, **named: calls.append(given) or resolve(*given, **named))
-    Submission.make(name, [], tiny, cluster_of(name), tmp_path / "run", None, "report", one_job=False)
-    assert len(calls) == 1
 
 
 def test_the_recorded_distribution_is_what_is_read(tmp_path: Path) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +37,6 @@ def with_network(cluster: Cluster, **changes: Any) -> Cluster:
     return cluster.model_copy(update={"network": cluster.network.model_copy(update=changes)})
 
 
-def test_the_reference_cluster_uses_its_bond_and_no_rdma(cluster: Cluster) -> None:
-    """NCCL's form of an exact name is gloo's form of an interface that does not exist, and the reverse is a prefix."""
-    found = values(cluster)
-    assert found["NCCL_SOCKET_IFNAME"] == "=bond0" and found["GLOO_SOCKET_IFNAME"] == "bond0"
-    assert found["NCCL_IB_DISABLE"] == "1" and "NCCL_IB_HCA" not in found
-    assert int(found["NCCL_SOCKET_NTHREADS"]) * int(found["NCCL_NSOCKS_PERTHREAD"]) <= 64
-    assert found["NCCL_P2P_DISABLE"] == "0"
-    assert found["OMP_NUM_THREADS"] == "16"
-
-
 def test_infiniband_is_left_on(cluster: Cluster) -> None:
     """Sockets still find the peers; the adapters that the file names are the only ones."""
     found = values(with_network(cluster, kind="infiniband", hca=("mlx5_0:1", "mlx5_1")))
@@ -66,14 +55,6 @@ def test_what_is_not_known_is_left_to_nccl(cluster: Cluster) -> None:
 def test_one_node_needs_no_network(cluster: Cluster) -> None:
     found = values(cluster, world_size=8)
     assert not [name for name in found if name.endswith("IFNAME") or name.startswith(("NCCL_IB", "NCCL_SOCKET"))]
-
-
-def test_without_gpus_nothing_of_nccl_or_cuda_is_set(cluster: Cluster) -> None:
-    """A variable without effect is noise in a plan that people read."""
-    found = values(cluster, cpu_only=True, ranks_per_node=1, world_size=2, cpus_per_node=4)
-    assert set(found) == {
-        "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "PYTHONNOUSERSITE", "PYTHONFAULTHANDLER"
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -103,28 +84,11 @@ def test_every_variable_of_torch_is_one_that_it_reads(cluster: Cluster) -> None:
     root = Path(torch.__file__).parent
     headers = [root / "include/torch/csrc/distributed/c10d" / name for name in ("ProcessGroupNCCL.hpp", "FlightRecorder.hpp")]
     headers += [root / "include/c10/cuda/CUDAAllocatorConfig.h", root / "_inductor/runtime/cache_dir_utils.py"]
-    text = " ".join(path.read_text() for path in headers).encode() + (root / "lib/libtorch_cpu.so").read_bytes()
-    for name in values(cluster):
-        if name.startswith(("TORCH", "PYTORCH", "TRITON", "GLOO")):
-            assert name.encode() in text, name
-
-
-PROBE = """
-import os, sys
-import torch.distributed as dist
-for name in sys.argv[1:]:
-    if os.fork() == 0:
-        os.environ["GLOO_SOCKET_IFNAME"] = name
-        dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
-        os._exit(0)
-    print(name, os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-"""
-
-
-def test_gloo_takes_the_exact_name_of_an_interface() -> None:
-    """Why the two variables differ: with NCCL's ``=`` gloo finds none, and it matches nothing but the whole name."""
-    done = subprocess.run([sys.executable, "-c", PROBE, "lo", "=lo", "lo0"], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["lo 0", "=lo 1", "lo0 1"], done.stderr[-500:]
+    text = " ".join(path.read_text() for path in headers)
+    with (root / "lib/libtorch_cpu.so").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
+        for name in values(cluster):
+            if name.startswith(("TORCH", "PYTORCH", "TRITON", "GLOO")):
+                assert name in text or library.find(name.encode()) >= 0, name
 
 
 def test_the_jobs_folder_is_for_its_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

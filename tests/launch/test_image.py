@@ -40,15 +40,6 @@ def settings(sif: Path, program: Path | None = None) -> Container:
     return Container(runtime="apptainer", image=str(sif), program=str(program or "/not/there"))
 
 
-def test_an_image_with_its_sum(sif: Path) -> None:
-    """What run.json keeps of it."""
-    found, notes = image.look(settings(sif))
-    assert found is not None and notes == []
-    assert found.as_json() == {
-        "runtime": "apptainer", "image": str(sif), "sha256": DIGEST, "checked": True, "bytes": len(CONTENT), "labels": {},
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -195,7 +186,9 @@ def test_submit_tells_of_an_image_before_anything_is_queued(sif: Path, tmp_path:
     good.jobs = []
     good.send(as_json=False)
     recorded = json.loads((tmp_path / "run" / "run.json").read_text())["container"]
-    assert (recorded["sha256"], recorded["image"], recorded["checked"]) == (DIGEST, str(sif), True)
+    assert recorded.items() >= {
+        "runtime": "apptainer", "image": str(sif), "sha256": DIGEST, "checked": True, "bytes": len(CONTENT), "labels": {},
+    }.items()  # fmt: skip
     os.truncate(sif, 100)
     messages = [problem.message for problem in submission(tmp_path / "a,b").find_problems(dry_run=False)]
     assert any("its sum is" in text for text in messages) and any("cannot be shown a path" in text for text in messages)

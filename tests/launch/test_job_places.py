@@ -13,7 +13,6 @@ import pytest
 
 from clustertune.testbed.cluster import ThrowawayCluster
 from tests.command import REPO
-from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures
 from tests.slurm_job import SETTINGS, SHAPE, Job
 
 pytestmark = pytest.mark.timeout(1200)
@@ -31,7 +30,7 @@ doctor: {{preflight: false}}
 """
 
 
-def cluster_file(folder: Path, storage: str, slurm: str = "") -> Path:  # noqa: F811 - a section
+def cluster_file(folder: Path, storage: str, slurm: str = "") -> Path:
     path = folder / "here.yaml"
     path.write_text(FILE.format(storage=storage, slurm=slurm))
     return path
@@ -79,7 +78,7 @@ def all_ranks(job: Job, seen: list[dict[str, str]]) -> bool:
 
 
 @pytest.mark.jobs
-def test_a_submitted_job(slurm: ThrowawayCluster, checkout: Path) -> None:  # noqa: F811
+def test_a_submitted_job(slurm: ThrowawayCluster, checkout: Path) -> None:
     """``submit --one-job`` by a cluster file that gives folders by a variable of this shell; paths have blanks.
 
     Every rank sees the folders; the dry run prints the line of srun that ran, letter by letter; the checkout stays clean.
@@ -119,7 +118,7 @@ def test_a_submitted_job(slurm: ThrowawayCluster, checkout: Path) -> None:  # no
     assert left_in(checkout) == []
 
 
-def test_by_hand(slurm: ThrowawayCluster, checkout: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_by_hand(slurm: ThrowawayCluster, checkout: Path, tmp_path: Path) -> None:
     """``sbatch launch/run.sbatch`` takes over HF_HOME as exported; the log goes to the run's others, the header's is gone."""
     file = cluster_file(tmp_path, f"caches: {tmp_path}/unused, runs: {tmp_path}/runs")
     exported = {"HF_HOME": str(tmp_path / "mine"), "CANARY": "canary-78"}

@@ -34,15 +34,17 @@ ORPHAN = """
 import os, sys, time
 from pathlib import Path
 from clustertune import rank
-folder = Path(sys.argv[1])
+folder, late, launcher = Path(sys.argv[1]), sys.argv[2] == "late", os.getpid()
+(folder / "node-0.pid").write_text(str(launcher))
 if os.fork():
-    time.sleep(0.2)
+    while not (late or (folder / "bound").exists()):
+        time.sleep(0.01)
     os._exit(0)
-if sys.argv[2] == "late":
-    time.sleep(0.5)
-bound = rank._bind_to_launcher(folder / "node-0.pid")
-(folder / "said").write_text(str(bound))
-time.sleep(1)
+while late and os.getppid() == launcher:
+    time.sleep(0.01)
+(folder / "said").write_text(str(rank._bind_to_launcher(folder / "node-0.pid")))
+(folder / "bound").touch()
+time.sleep(0.5)
 (folder / "survived").touch()
 """
 
@@ -50,11 +52,10 @@ time.sleep(1)
 @pytest.mark.parametrize("moment", ["late", "early"])
 def test_a_rank_ends_with_its_launcher(tmp_path: Path, moment: str) -> None:
     """Killed by the kernel where it was bound in time; by its own look at the parent where it was still starting."""
-    code = ORPHAN.replace("if os.fork():", "(folder / 'node-0.pid').write_text(str(os.getpid()))\nif os.fork():")
-    subprocess.run([sys.executable, "-c", code, str(tmp_path), moment], cwd=REPO, check=True)
-    wait_for((tmp_path / "said").exists, "a word", 30)
+    subprocess.run([sys.executable, "-c", ORPHAN, str(tmp_path), moment], cwd=REPO, check=True)
+    wait_for((tmp_path / "bound").exists, "a word", 30)
     assert (tmp_path / "said").read_text() == ("False" if moment == "late" else "True")
-    time.sleep(1.5)
+    time.sleep(1)
     assert (tmp_path / "survived").exists() is (moment == "late")
 
 

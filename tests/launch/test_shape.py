@@ -1,43 +1,20 @@
-"""The size of each stage's job."""
+"""The size of each stage's job, and what must fit: refused before the queue where ``plan`` says so, and nowhere else."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from clustertune.errors import UserError
 from clustertune.launch import shape
+from clustertune.plan.calibration import find_calibrated
+from clustertune.plan.predict import make_plan
 from clustertune.resolve.resolve import resolve
-from clustertune.rundir import STAGES
-from tests.launch.machines import machine
-from tests.launch.test_fit import with_distribution
-
-
-def test_the_reference_shape() -> None:
-    """Two whole nodes for the training; what needs no GPU takes none, and leaves them to others."""
-    shapes = shape.stage_shapes(resolve("llama405b-oasst2"), machine())
-    assert shapes["train"] == shape.JobShape(2, 8, 8, 256, None, 1440, "gpu", "rtx_pro_6000")
-    assert {stage for stage in STAGES if shapes[stage].gpus_per_node} == {"train", "eval"}
-    assert {stage for stage in STAGES if shapes[stage].nodes == 2} == {"train", "eval"}
-    assert shapes["merge"].memory_gb == shape.PROCESS_GB + 2 * shape.MERGE_SHARD_GB
-
-
-def test_options() -> None:
-    """The words of sbatch; GPUs by one option only: Slurm refuses --gres and --gpus-per-node together."""
-    options = shape.JobShape(2, 8, 8, 64, None, 90, "gpu", "h100").options()
-    assert options == [
-        "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=h100:8", "--cpus-per-task=64", "--mem=0", "--time=01:30:00",
-        "--partition=gpu",
-    ]  # fmt: skip
-    assert shape.JobShape(1, 0, 1, 4, 16, 30).options() == [
-        "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=4", "--mem=16G", "--time=00:30:00",
-    ]  # fmt: skip
-
-
-def test_a_part_of_a_node_takes_its_share() -> None:
-    """Two of eight GPUs take a quarter of the cores and of the memory: the other six must stay usable."""
-    found = shape.train_shape(resolve("tiny-oasst2"), machine())
-    assert (found.gpus_per_node, found.cpus_per_node, found.memory_gb) == (2, 64, 975)
+from clustertune.resolve.resolved import Resolved
+from tests.launch.machines import RECIPES, machine
 
 
 def test_memory_for_loading_is_never_less_than_it_takes() -> None:
@@ -95,7 +72,6 @@ def test_the_merged_model_must_fit_for_its_evaluation() -> None:
     """One node scores it by transformers: more than its GPUs is said, not refused, layers can wait in host memory."""
     assert shape.stage_shapes(resolve("tiny-oasst2"), machine())["eval"].gpus_per_node == 1
     assert "9 GPUs" in shape.warnings(resolve("llama405b-oasst2", ["eval.backend=hf"]), machine())[0]
-    assert "container.vllm" in shape.warnings(resolve("llama405b-oasst2"), machine())[0]
     assert shape.warnings(resolve("llama405b-oasst2", tiny=True), machine()) == []
     unknown = machine(compute={"gpus": 8, "cores": 64, "threads": 128, "memory_gb": 2000})
     assert "compute.gpu" in shape.warnings(resolve("llama405b-oasst2"), unknown)[0]
@@ -106,3 +82,61 @@ def test_no_value_becomes_an_option(word: str) -> None:
     """The cluster file's schema refuses such names first; this is the last line."""
     with pytest.raises(AssertionError):
         shape.check_word(word)
+
+
+# --- what must fit -----------------------------------------------------------------------------------------------------
+
+
+def with_distribution(resolved: Resolved, **accelerate: Any) -> Resolved:
+    return replace(resolved, accelerate=accelerate)
+
+
+def test_405b_needs_two_nodes_of_96_gb() -> None:
+    """811.7 GB of bf16 weights over 8 ranks are 94.5 GiB each, over 16 they are 47.2 GiB."""
+    problems = shape.fit_problems(resolve("llama405b-oasst2", ["slurm.nodes=1"]), machine())
+    assert len(problems) == 1
+    assert "slurm.nodes=2 is the least" in str(problems[0])
+    assert "weights 94.5" in str(problems[0])
+    assert shape.fit_problems(resolve("llama405b-oasst2"), machine()) == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("nodes", [1, 16])
+def test_submit_and_plan_agree(recipe: str, nodes: int) -> None:
+    """A recipe is refused before the queue where the plan says that it does not fit, and nowhere else."""
+    cluster = machine(nodes, gpus=8, memory_gb=1000)
+    try:
+        found = resolve(recipe, [f"slurm.nodes={nodes}", "train.global_batch_size=1024"])
+        calibrated = find_calibrated(cluster)
+        plan = make_plan(found, calibrated.machine(nodes), calibrated.constants)
+    except UserError:
+        return
+    refused = {problem.key == shape.GPU_MEMORY for problem in shape.fit_problems(found, cluster)}
+    assert (True in refused) == (plan.needed > plan.machine.usable_bytes)
+    assert (False in refused) == (plan.host_bytes > plan.machine.host_bytes)
+
+
+def test_a_tiny_run_always_fits() -> None:
+    """Also where the recipe at full size would not, and where the node is small."""
+    tiny = resolve("llama405b-oasst2", ["slurm.nodes=1", "slurm.gpus_per_node=1"], tiny=True)
+    assert shape.fit_problems(tiny, machine(1, 1, memory_gb=1)) == []
+
+
+def test_host_memory_that_lacks_is_told_with_the_way_to_load() -> None:
+    """By the key that has every rank of a node load the whole model."""
+    recipe = resolve("llama405b-oasst2")
+    assert shape.fit_problems(recipe, machine(memory_gb=700)) == []
+    fsdp = {**recipe.accelerate["fsdp_config"], "fsdp_cpu_ram_efficient_loading": False}  # type: ignore[index]
+    every = with_distribution(recipe, distributed_type="FSDP", fsdp_config=fsdp)
+    two = with_distribution(recipe, distributed_type="DEEPSPEED", deepspeed_config={"zero_stage": 2})
+    for found, key, fix in ((every, "fsdp_config", "each rank reads its rows"), (two, "stage 2", "stage 3")):
+        (problem,) = shape.fit_problems(found, machine())[-1:]
+        assert "loading 6,048" in problem.message and key in str(problem.key) and fix in str(problem.fix)
+
+
+def test_unknown_architectures_are_let_through() -> None:
+    """A count that is not exact refuses what would run."""
+    recipe = resolve("llama405b-oasst2")
+    other = replace(recipe, architecture={**recipe.architecture, "model_type": "mamba"})
+    assert shape.held(other, machine()) is None and shape.host_bytes(other, machine()) == 0
+    assert shape.fit_problems(other, machine()) == []

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from clustertune.testbed.cluster import ThrowawayCluster
-from tests.slurm import make, slurm, slurm_session  # noqa: F401 - fixtures
+from tests.slurm import make
 from tests.slurm_job import Job
 
 pytestmark = [pytest.mark.jobs, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def reference(slurm_session: ThrowawayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:  # noqa: F811
+def reference(slurm_session: ThrowawayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The adapter's digest where nothing happens."""
     job = Job(slurm_session, tmp_path_factory.mktemp("slurm") / "reference").submit()
     assert job.end()["JobState"] == "COMPLETED", job.text
@@ -93,7 +93,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_nothing_is_lost(slurm: ThrowawayCluster, reference: str, tmp_path: Path, fault: str) -> None:  # noqa: F811
+def test_nothing_is_lost(slurm: ThrowawayCluster, reference: str, tmp_path: Path, fault: str) -> None:
     job = Job(slurm, tmp_path / "r").submit()
     job.until(lambda: len(job.steps()) >= 3, "the first steps")
     FAULTS[fault](slurm, job)
@@ -102,7 +102,7 @@ def test_nothing_is_lost(slurm: ThrowawayCluster, reference: str, tmp_path: Path
     assert job.adapter() == reference
 
 
-def test_a_cancelled_job_stays_cancelled(slurm: ThrowawayCluster, tmp_path: Path) -> None:  # noqa: F811
+def test_a_cancelled_job_stays_cancelled(slurm: ThrowawayCluster, tmp_path: Path) -> None:
     """Slurm would bring it back if asked to requeue it."""
     job = Job(slurm, tmp_path / "r").submit()
     job.until(lambda: len(job.steps()) >= 1, "the first step")

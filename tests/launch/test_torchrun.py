@@ -1,4 +1,4 @@
-"""launch/torchrun.sh: calls in any order become one attempt, never two; and a real run on two nodes that loses a rank."""
+"""launch/torchrun.sh: calls in any order become one attempt, never two; where nodes meet; a run on two that loses a rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,10 @@ from clustertune import chain, torchrun
 from clustertune.cli.launchers import resolve_for_nodes
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch import rendezvous
-from clustertune.launch.plan import Node
+from clustertune.launch.node import accelerate_command
+from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.resolve.resolve import resolve
+from clustertune.rundir import RunDir
 from clustertune.torchrun import RendezvousClient, RendezvousServer, TorchrunCall
 from tests.command import REPO, SHORT, Done, rank_pid
 from tests.slurm import wait_for
@@ -214,3 +218,59 @@ def test_two_nodes_lose_a_rank_and_go_on(tmp_path: Path, finished: tuple[Path, D
     assert json.loads((run / "attempts" / "0002" / "outcome.json").read_text())["code"] == 0
     adapter = "adapter/adapter_model.safetensors"
     assert (run / adapter).read_bytes() == (finished[0] / adapter).read_bytes()
+
+
+# --- a port, and what starts the ranks ---------------------------------------------------------------------------------
+
+
+PLAN = AttemptPlan(attempt=1, nodes=(Node("a", "a"), Node("b", "b")), ranks_per_node=1)
+
+
+def test_jobs_search_from_different_ports() -> None:
+    starts = {rendezvous.first_port(job, 1) for job in range(1000, 1200)}
+    assert len(starts) == 200 and min(starts) >= 20_000 and max(starts) < 32_000
+    assert rendezvous.first_port("1234_7", 1) in range(20_000, 32_000), "an array task's id"
+    assert rendezvous.first_port(7, 1) != rendezvous.first_port(7, 2)
+
+
+def test_a_port_in_use_is_passed_over() -> None:
+    start = rendezvous.free_port(rendezvous.first_port(4711, 1))
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "0.0.0.0")):  # noqa: S104
+        with socket.socket(family) as taken:
+            taken.bind((address, start))
+            taken.listen()
+            found = rendezvous.free_port(start)
+            assert found != start and 20_000 <= found < 32_768
+
+
+@pytest.mark.parametrize("low", [32_768, 30_000, 15_000, 1024])
+def test_the_ephemeral_range_is_left_alone(low: int) -> None:
+    """From it any outgoing connection may take the port between its choice and its use."""
+    for job in range(5):
+        port = rendezvous.free_port(rendezvous.first_port(job * 1001, 1), ephemeral_from=low)
+        assert port < low or low == 1024
+
+
+def test_the_others_learn_it_from_the_run_folder(tmp_path: Path) -> None:
+    thread = threading.Timer(0.5, rendezvous.publish, (tmp_path, "10.0.0.1", 21_000))
+    thread.start()
+    assert rendezvous.await_published(tmp_path, PLAN, lambda: False) == ("10.0.0.1", 21_000)
+
+
+def test_nobody_waits_for_ever(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="storage that all nodes see") as caught:
+        rendezvous.await_published(tmp_path, PLAN, lambda: False, seconds=0.3)
+    assert caught.value.code is ExitCode.AGAIN
+    with pytest.raises(UserError):
+        rendezvous.await_published(tmp_path, PLAN, lambda: True)
+
+
+def test_the_launcher_leaves_nothing_in_tmp(tmp_path: Path) -> None:
+    """Torch's elastic agent made a folder there for every node and attempt, and took none away."""
+    resolved = resolve("tiny-oasst2", tiny=True, ranks=2)
+    RunDir(tmp_path).write_own_files(resolved)
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(REPO)}
+    command = accelerate_command(RunDir(tmp_path), resolved, ["--help"])
+    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and done.stdout.count("Usage:") == 2, done.stderr
+    assert not list(tmp_path.glob("torchelastic*"))

@@ -23,6 +23,7 @@ import pytest
 from clustertune import manifest
 from clustertune.testbed.inside import descendants
 from tests.command import REPO, events
+from tests.slurm import wait_for
 from tools.runs import attempts, half_written
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
@@ -47,10 +48,8 @@ class Command:
 
     def until(self, condition: Callable[[], Any]) -> None:
         """Wait for a moment before the command's end."""
-        deadline = time.monotonic() + 240
-        while not condition():
-            assert self._child.poll() is None and time.monotonic() < deadline, "the moment never came"
-            time.sleep(0.01)
+        seen = wait_for(lambda: condition() or (self._child.poll() is not None and "it ended"), "the moment", 240, pause=0.01)
+        assert seen != "it ended", "the moment never came"
 
     def signal(self, number: int, *pids: int) -> None:
         """Send a signal to the processes given, else to the command."""
@@ -58,21 +57,15 @@ class Command:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def end(self, seconds: float = PATIENCE, *, alone: bool = True) -> tuple[int, str]:
-        """The exit code and all output. No traceback is ever among it, and no process stays behind.
-
-        ``alone``: no other command works in the run folder.
-        """
+    def end(self, seconds: float = PATIENCE) -> tuple[int, str]:
+        """The exit code and all output. No traceback is ever among it, and no process stays behind."""
         try:
             text, _ = self._child.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             self._child.kill()
             raise AssertionError(f"hangs: {processes(self.run_dir)}") from None
         assert "Traceback" not in text, text
-        deadline = time.monotonic() + 10
-        while (left := processes(self.run_dir)) and alone and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not (left and alone), f"left over: {left}"
+        wait_for(lambda: not processes(self.run_dir), f"the end of {processes(self.run_dir)}", 10)
         return self._child.returncode, text
 
 
@@ -208,15 +201,6 @@ def test_killed_in_the_last_save_and_in_the_export(folder: Path, reference: str)
     for moment in ("the last save", "the export"):
         struck(folder, moment, signal.SIGKILL).end()
     ends_as_undisturbed(folder, reference)
-
-
-def test_two_commands_at_once(folder: Path) -> None:
-    first = Command(folder)
-    first.until(lambda: pids(folder, "rank"))
-    code, text = Command(folder).end(alone=False)
-    assert code == 75 and f"process {first.pid}" in text
-    first.signal(signal.SIGKILL)
-    first.end()
 
 
 def test_training_does_not_stop_for_its_tracker(folder: Path, reference: str) -> None:

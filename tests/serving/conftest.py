@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,8 +15,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from clustertune.evaluate.servers import Servers, ServingJob
+from clustertune.launch.agent import process_state
 from clustertune.launch.rendezvous import free_port
 from clustertune.launch.serving import Serving
+from tests.slurm import wait_for
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_vllm.py"))]
 Start = Callable[..., Servers]
@@ -53,22 +54,12 @@ def processes(folder: Path) -> list[int]:
 
 def alive(pids: list[int]) -> list[int]:
     """Those that run still."""
-    found = []
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        found += [pid] if state != "Z" else []
-    return found
+    return [pid for pid in pids if process_state(pid) not in ("", "Z")]
 
 
 def gone(pids: list[int]) -> bool:
     """Whether all end within 20 s."""
-    deadline = time.monotonic() + 20
-    while alive(pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not alive(pids)
+    return bool(wait_for(lambda: not alive(pids), f"the end of {pids}", 20))
 
 
 def without(model: Path, folder: Path, name: str) -> Path:

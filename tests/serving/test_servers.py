@@ -23,6 +23,7 @@ from clustertune.launch.serving import Serving
 from clustertune.recipe.schema import Eval
 from tests.command import run
 from tests.serving.conftest import FAKE, Start, alive, gone, job, processes, program, step, without
+from tests.slurm import wait_for
 
 
 def test_nothing_is_left(start: Start, tmp_path: Path) -> None:
@@ -38,8 +39,7 @@ def test_a_dead_api_server_takes_its_engine_along(start: Start, tmp_path: Path) 
     first = servers._running[0][1].pid
     engine = int((tmp_path / "pids" / str(servers.job.port)).read_text().split()[1])
     os.kill(first, signal.SIGKILL)
-    while servers.poll() > 1:
-        time.sleep(0.05)
+    wait_for(lambda: servers.poll() == 1, "the end of the first")
     assert gone([engine])
     assert list(servers.dead) == ["server 0"]
     assert "SIGKILL" in servers.dead["server 0"]
@@ -147,10 +147,8 @@ def test_a_node_whose_part_ends_ends_the_step(
     described.write(tmp_path / "model-1.json")
     process = step(tmp_path, node)
     name = str(described.port if node == 0 else 0)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "pids" / name).exists() or (node == 0 and not (tmp_path / READY.format(1)).exists()):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.1)
+    wait_for((tmp_path / "pids" / name).exists, "the server", 60)
+    wait_for(lambda: node or (tmp_path / READY.format(1)).exists(), "its answer", 60)
     time.sleep(0.2)
     pids = processes(tmp_path)
     os.kill(pids[0], signal.SIGKILL)
@@ -164,10 +162,7 @@ def test_a_step_that_is_ended_leaves_nothing(tmp_path: Path, tiny_model: Path) -
     for name in ("job.json", "model-1.json"):
         job(tmp_path, tiny_model, servers=2).write(tmp_path / name)
     process = step(tmp_path, 0)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / READY.format(1)).exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for((tmp_path / READY.format(1)).exists, "the servers", 60)
     pids = processes(tmp_path)
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["0-0", "0-1"]
     process.terminate()

@@ -1,7 +1,8 @@
-"""Everything in one folder: collected, checked, rehearsed without a network, and run from."""
+"""Everything in one folder, an image too: collected, checked, rehearsed without a network, and run from."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -10,11 +11,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from clustertune import manifest
+from clustertune.cli.app import app
+from clustertune.cluster.load import load_cluster
+from clustertune.cluster.schema import Container
+from clustertune.errors import UserError
 from clustertune.recipe.load import find_elsewhere
 from clustertune.resolve.resolve import resolve
 from clustertune.staging import bundle, needs, verify
+from clustertune.staging.collect import BundlePart, Collector
+from clustertune.staging.worker import Bounds
 from tests.command import REPO, SHORT
 from tests.evaluate.test_tasks import choices, write_repository
 from tests.staging.conftest import DATASET, MODEL, REVISION, fill, flip, run, talks
@@ -134,22 +142,19 @@ def test_a_parcel_of_another_model_is_refused(parcel_of_all: Path, hub_recipe: t
     assert done.code == 2 and "the recipe asks for" in done.err and not (tmp_path / "r").exists()
 
 
-@pytest.mark.parametrize("way", ["something else", "a file", "another recipe"])
-def test_a_folder_that_is_not_ours_is_not_written_to(tmp_path: Path, way: str) -> None:
+def test_a_folder_that_is_not_ours_is_not_written_to(tmp_path: Path) -> None:
     """--to with the wrong folder must not mix with what lies there; a dry run writes nothing at all."""
-    out = tmp_path / "out"
-    if way == "a file":
-        out.write_text("x")
-    else:
-        fill(out, {"mine": 10})
-        if way == "another recipe":
-            manifest.seal(out, bundle.KIND, {"recipe": "other", "parts": {}})
-    before = sorted(p.name for p in tmp_path.rglob("*"))
+    file, mine, other = (tmp_path / name for name in ("a file", "mine", "of another recipe"))
+    file.write_text("x")
+    manifest.seal(fill(other, {"mine": 10}), bundle.KIND, {"recipe": "other", "parts": {}})
+    fill(mine, {"mine": 10})
+    before = sorted(tmp_path.rglob("*"))
     done = run("stage", "recipes/tiny-oasst2", "--to", tmp_path / "new", "--dry-run", "--json", network=False)
     assert done.code == 0 and {part["what"] for part in done.json["parts"]} >= {"data", "nltk", "recipe"}
-    done = run("stage", "recipes/tiny-oasst2", "--to", out)
-    assert done.code == 2 and "--to" in done.err
-    assert sorted(p.name for p in tmp_path.rglob("*")) == before
+    for out in (file, mine, other):
+        refused = CliRunner().invoke(app, ["stage", "recipes/tiny-oasst2", "--to", str(out)])
+        assert isinstance(refused.exception, UserError) and "--to" in str(refused.exception), out
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_what_cannot_be_had_is_told_at_once(tmp_path: Path, hub_recipe: tuple[Path, Path]) -> None:
@@ -240,3 +245,51 @@ def test_what_a_recipe_names_by_path_is_carried_along(tmp_path: Path, tiny_model
     assert ran.code == 0, ran.err
     log = (tmp_path / "r/attempts/0001/rank-1.log").read_text()
     assert f"base model from {tmp_path}/out/model/tiny-llama" in log
+
+
+# --- the image that goes along -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are remembered below it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def plan(tmp_path: Path, **container: str) -> tuple[list[BundlePart], list[str]]:
+    """The parts of the tiny recipe for a cluster with this container, and the notes."""
+    cluster = load_cluster("local").model_copy(update={"container": Container.model_validate(container)})
+    resolved = resolve("recipes/tiny-oasst2", [], tiny=False)
+    collector = Collector(resolved, cluster, tmp_path / "out", None, Bounds())
+    return [part for part in collector.plan() if part.what == "container"], collector.notes
+
+
+@pytest.mark.usefixtures("cache")
+def test_an_image_goes_with_its_sum(tmp_path: Path) -> None:
+    """So that the machine without network holds it against the same one."""
+    image = tmp_path / "train.sif"
+    image.write_bytes(b"image")
+    (part,), notes = plan(tmp_path, runtime="apptainer", image=str(image))
+    assert [file.name for file in part.files] == ["train.sif"]
+    assert any("train.sif.sha256 is not there" in note for note in notes)
+    image.with_name("train.sif.sha256").write_text(f"{hashlib.sha256(b'image').hexdigest()}  train.sif\n")
+    (part,), notes = plan(tmp_path, runtime="apptainer", image=str(image))
+    assert [file.name for file in part.files] == ["train.sif", "train.sif.sha256"]
+    assert not any("sha256" in note for note in notes)
+    image.write_bytes(b"altered")  # where it is opened nobody can fetch it again
+    with pytest.raises(UserError, match=r"train.sif.sha256 says"):
+        plan(tmp_path, runtime="apptainer", image=str(image))
+    with pytest.raises(UserError, match="no such image"):
+        plan(tmp_path, runtime="apptainer", image=str(tmp_path / "none.sif"))
+    assert plan(tmp_path)[0] == [], "a laptop's"
+
+
+@pytest.mark.usefixtures("cache")
+def test_an_image_in_a_registry_is_told_with_the_way_to_a_file(tmp_path: Path) -> None:
+    """Pyxis would pull it on the nodes, which reach no registry; `no such file` would be said about its address."""
+    digest = "sha256:" + "a" * 64
+    with pytest.raises(UserError) as caught:
+        plan(tmp_path, runtime="pyxis", image=f"docker://registry.example/me/train@{digest}")
+    (problem,) = caught.value.problems
+    assert problem.key == "container.image" and "registry" in problem.message
+    assert problem.fix and f"enroot import --output train.sqsh 'docker://registry.example#me/train:{digest}'" in problem.fix

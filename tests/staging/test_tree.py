@@ -1,4 +1,4 @@
-"""Copies on the node's disk: never a wrong file, whatever happens to the source, the disk, or the process that copies."""
+"""Which files are copied, and copies on the node: never a wrong file, whatever happens to source, disk or process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from clustertune.cluster.schema import Staging
 from clustertune.errors import ExitCode, UserError
 from clustertune.staging import cache, copier, worker
 from clustertune.staging.cache import SourceFolder
+from clustertune.staging.copier import choose, survey
 from tests.command import REPO
+from tests.slurm import wait_for
 from tests.staging.conftest import MIB, MODEL, REVISION, Bench, fill, flip, into_hub_cache, same
 
-SIZES = {"config.json": 300, "empty": 0, "sub/one.bin": 3 * MIB + 5, "two.safetensors": 40 * MIB + 1}
+SIZES = {"config.json": 300, "empty": 0, "sub/one.bin": 3 * MIB + 5, "two.safetensors": 2 * copier.BLOCK + 1}
 
 PROGRAM = """
 import sys
@@ -178,9 +180,7 @@ def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
     root = fill(tmp_path / "source", {f"{n:02}.bin": 8 * MIB for n in range(40)})
     local = tmp_path / "local"
     child = start(local, root)
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and not any(len(p.read_bytes().splitlines()) > 3 for p in local.rglob(cache.JOURNAL)):
-        time.sleep(0.002)
+    wait_for(lambda: any(p.read_bytes().count(b"\n") > 3 for p in local.rglob(cache.JOURNAL)), "three files", pause=0.002)
     child.send_signal(signal.SIGKILL)
     child.communicate()
     assert not list(local.rglob(manifest.MANIFEST)), "the copy was done before it could be killed: make it larger"
@@ -274,10 +274,7 @@ def test_a_mount_that_hangs_is_given_up(tmp_path: Path) -> None:
     mount.mkdir()
     server = subprocess.Popen(["bindfs", "-f", str(root), str(mount)], stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 30
-        while not (mount / "a.bin").exists():
-            assert time.monotonic() < deadline and server.poll() is None, "no FUSE here"
-            time.sleep(0.02)
+        wait_for(lambda: (mount / "a.bin").exists() or server.poll() is not None, "FUSE", 30)
         server.send_signal(signal.SIGSTOP)
         bench = Bench(tmp_path / "local", stall=2)
         began = time.monotonic()
@@ -330,3 +327,57 @@ def test_a_staging_folder_that_cannot_be_trusted_is_refused(tmp_path: Path, wron
         own.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"has no such folder|belongs to another user"):
         cache.open_cache(Staging(path=str(folder), gb=1))
+
+
+# --- which files are copied --------------------------------------------------------------------------------------------
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["config.json", "model.safetensors", "pytorch_model.bin", "model.gguf"], ["config.json", "model.safetensors"]),
+        (["config.json", "pytorch_model.bin", "tf_model.h5"], ["config.json", "pytorch_model.bin"]),
+        (
+            ["a.json", INDEX, "m-1.safetensors", "m-2.safetensors", "consolidated.safetensors", "original/consolidated.00.pth"],
+            ["a.json", "m-1.safetensors", "m-2.safetensors", INDEX],
+        ),
+        (["tokenizer.model", "special.safetensors"], ["special.safetensors", "tokenizer.model"]),
+        (["tokenizer.json", "chat_template.jinja", "README.md"], ["README.md", "chat_template.jinja", "tokenizer.json"]),
+    ],
+)
+def test_only_what_is_loaded_is_copied(names: list[str], expected: list[str]) -> None:
+    """Beside Llama's safetensors lie the publisher's own weights, 800 GB more at 405B."""
+    assert choose(names, {INDEX: ["m-1.safetensors", "m-2.safetensors"]}) == expected
+
+
+def test_a_folder_that_contradicts_its_manifest_is_not_whole(tmp_path: Path) -> None:
+    """Sizes and missing files are seen before anything is copied; all of them at once."""
+    fill(tmp_path / "m", {"a": 10, "b": 20})
+    manifest.seal(tmp_path / "m", "dataset", {})
+    (tmp_path / "m/a").write_bytes(b"short")
+    (tmp_path / "m/b").unlink()
+    with pytest.raises(UserError) as caught:
+        survey(tmp_path / "m", "data")
+    assert [p.message for p in caught.value.problems] == ["5 bytes, the folder's manifest says 10", "missing", "is not whole"]
+
+
+WRONG = {
+    "no such folder": lambda path: None,
+    "is a file": lambda path: path.write_text("x"),
+    "contains no file": lambda path: path.mkdir(),  # an empty mount point is the usual reason
+    "a link to a file that is not there": lambda path: (fill(path, {"a": 10}) / "b").symlink_to("gone"),
+    "lacks m-2.safetensors": lambda path: (fill(path, {"config.json": 10, "m-1.safetensors": 10}) / INDEX).write_text(
+        json.dumps({"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}})
+    ),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_is_no_whole_folder_of_files(tmp_path: Path, words: str) -> None:
+    """A download that broke off, and a cache whose blob was removed by hand, must not be taken for a model."""
+    WRONG[words](tmp_path / "m")
+    with pytest.raises(UserError, match=words):
+        survey(tmp_path / "m", "model")

@@ -22,7 +22,6 @@ from clustertune.sweep.points import Point, read_sweep
 from clustertune.testbed.cluster import ThrowawayCluster
 from tests.command import REPO
 from tests.launch.machines import machine
-from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures
 
 WORDS = ["train.learning_rate=1e-3,5e-3", "lora.r=8,16"]
 
@@ -193,7 +192,7 @@ def test_a_sweep_with_queued_tasks_is_not_submitted_again(tmp_path: Path, monkey
 
 @pytest.mark.jobs
 @pytest.mark.timeout(1200)
-def test_a_sweep_on_a_real_slurm(slurm: ThrowawayCluster, tmp_path: Path) -> None:  # noqa: F811
+def test_a_sweep_on_a_real_slurm(slurm: ThrowawayCluster, tmp_path: Path) -> None:
     """One job array, one task at a time, each point a run of its own; a point that fails leaves the others alone."""
     bad = tmp_path / "bad.jsonl"
     bad.write_text("no json\n")
