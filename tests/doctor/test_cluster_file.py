@@ -21,9 +21,7 @@ from clustertune.doctor.cluster_file import draft
 from clustertune.host.facts import Gpu, HostFacts, Mount, Nic, RdmaPort
 from tests.command import REPO
 from tests.refusal import problems
-from tests.slurm import FaultyCluster, slurm, slurm_session
-
-__all__ = ["slurm", "slurm_session"]
+from tests.slurm import FaultyCluster
 
 NODE = (
     "NodeName={0} NodeAddr={0} CPUTot=192 Sockets=2 CoresPerSocket=48 ThreadsPerCore=2 RealMemory=2063937"

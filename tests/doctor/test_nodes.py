@@ -22,10 +22,7 @@ from tests.command import REPO, events, run
 from tests.doctor.machine_cases import GOOD
 from tests.folders import program
 from tests.nccl_check.test_submit import cluster_file
-from tests.slurm import slurm, slurm_session
 from tests.slurm_job import Job
-
-__all__ = ["slurm", "slurm_session"]
 
 PYTHON = str(REPO / ".venv/bin/python")
 

@@ -27,7 +27,6 @@ from tests.folders import program
 from tests.launch.machines import CLUSTER_FILES, machine
 from tests.nccl_check.command_line import command_line, job
 from tests.nccl_check.documents import Files, setup
-from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures
 from tests.slurm_job import Job
 
 
@@ -86,7 +85,7 @@ def cluster_file(folder: Path, extra: str = "") -> Path:
 
 @pytest.mark.jobs
 @pytest.mark.timeout(900)
-def test_on_two_nodes_of_a_real_slurm(slurm: ThrowawayCluster, tmp_path: Path) -> None:  # noqa: F811
+def test_on_two_nodes_of_a_real_slurm(slurm: ThrowawayCluster, tmp_path: Path) -> None:
     """``--submit`` as a user calls it: ranks by srun on both nodes, the verdict and the result on the first."""
     file, out = cluster_file(tmp_path), tmp_path / "out"
     slurm.limit("200mbit")
@@ -257,7 +256,7 @@ def test_the_parts_of_its_time_fit(seconds: int) -> None:
 @pytest.mark.jobs
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("on_fail", ["stop", "warn"])
-def test_a_job_on_a_failed_check(slurm: ThrowawayCluster, tmp_path: Path, on_fail: str) -> None:  # noqa: F811
+def test_a_job_on_a_failed_check(slurm: ThrowawayCluster, tmp_path: Path, on_fail: str) -> None:
     """A link at a hundredth of the speed in the cluster file. ``stop``: the job ends with 93 before any rank trains, and is not
     started again. ``warn``: it prints a warning and trains, and the report shows the warning."""
     file = cluster_file(tmp_path, f"nccl_check: {{seconds: 60, on_fail: {on_fail}}}\n")
