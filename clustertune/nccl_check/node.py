@@ -208,8 +208,8 @@ class NodeCheck:
             return False
         self._checked = time.monotonic()
         for node in range(len(self.setup.hosts)):
-            path = self.folder / NODE.format(node=node)
-            if node != self.node and path.exists() and any(code != 0 for code in read_anew(path)["codes"] or [None]):
+            record = read_anew(self.folder / NODE.format(node=node)) if node != self.node else {}
+            if record and any(code != 0 for code in record.get("codes") or [None]):
                 return True
         return False
 
