@@ -203,7 +203,7 @@ def test_every_kind_of_file_gives_the_same(run, lines, tmp_path, suffix):
     ("suffix", "content"),
     [
         *((suffix, b"BZh9 no") for suffix in (".jsonl.gz", ".jsonl.bz2", ".jsonl.xz", ".jsonl.zst", ".arrow")),
-        (".jsonl.gz", gzip.compress(b'{"prompt": "a", "completion": "b"}\n' * 50)[:-20]),
+        (".jsonl.gz", gzip.compress(b'{"prompt": "a", "completion": "b"}\n' * 50, mtime=0)[:-20]),
         (".csv", b'prompt,completion\na,b\n"c,d\n'),
     ],
 )  # fmt: skip
