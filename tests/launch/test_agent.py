@@ -50,6 +50,11 @@ def filled(path: Path) -> Callable[[], bool]:
     return lambda: path.exists() and bool(path.read_text().strip())
 
 
+def up(agent: Agent) -> Callable[[], bool]:
+    """Whether the rank is there and the agent takes signals: one that comes before ends this process."""
+    return lambda: filled(agent.folder / "rank-0.pid")() and launcher_pid_file(agent.folder, 0).exists()
+
+
 START = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -86,7 +91,7 @@ def test_a_wish_to_stop_reaches_the_ranks_and_not_the_launcher(tmp_path: Path, b
     """In a container a signal to every process of the step would end the one by which the image is read. Once is enough."""
     agent = agent_of(tmp_path)
     ask = agents.asked_file(agent.folder).touch if isinstance(by, str) else to_this(by)
-    when(filled(agent.folder / "rank-0.pid"), ask)
+    when(up(agent), ask)
     assert run_rank(agent, SAVES) is ExitCode.OK, "the rank ended by itself"
     assert judge(agent.folder, agent.plan) == Outcome(ExitCode.AGAIN, asked=True)
     assert agents.node_record(agent.folder, 0)["asked"] == ["SIGUSR1" if isinstance(by, str) else by.name]
@@ -114,7 +119,7 @@ def test_only_impatience_breaks_off_a_save(tmp_path: Path, first: int, second: i
     """Under a scheduler even that does not: it sends SIGTERM to every process, and more than once."""
     agent = agent_of(tmp_path, patient=patient)
     seen = agent.folder / "seen"
-    when(filled(agent.folder / "rank-0.pid"), to_this(first))
+    when(up(agent), to_this(first))
     when(filled(seen), to_this(second))
     run_rank(agent, COUNTS)
     record = json.loads(record_file(agent.folder, 0).read_text())
