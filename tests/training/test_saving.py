@@ -222,10 +222,10 @@ def test_ranks_killed_at_any_moment_lose_one_interval_and_the_save_under_way_at_
 
 
 MOMENTS = {
-    "training_step": True, "agree after": True, "evaluate": True, "prediction_step after": False, "evaluate after": False,
+    "training_step": True, "agree after": True, "evaluate": True, "prediction_step after": True, "evaluate after": False,
     "_save_checkpoint": False, "finish_save after": False, "_commit after": False,
 }  # fmt: skip
-"""When the signal comes, and whether the evaluation is then left to the next attempt."""
+"""When the signal comes, and whether the evaluation, of several batches, is then left to the next attempt."""
 
 
 @pytest.mark.parametrize(
