@@ -122,7 +122,7 @@ def emit_json(document: Any) -> None:
 
 
 def reply(as_json: bool, document: Any, *shown: str | Callable[[], Any]) -> None:
-    """The end of a command: its one document, where ``--json`` asks for it, else lines for a person, or what prints them."""
+    """Print a command's document with ``--json``, otherwise its lines for a person; a callable prints its part by itself."""
     if as_json:
         emit_json(document)
     for part in () if as_json else shown:

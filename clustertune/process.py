@@ -120,7 +120,7 @@ def die_with_parent(number: signal.Signals) -> None:
 def start(command: Sequence[str | Path], last: signal.Signals, **given: Any) -> subprocess.Popen[bytes]:
     """Start a program that leads a session, and gets the signal ``last`` when this process ends. Raises OSError.
 
-    SIGUSR1 is not for it, and would kill it. No thread may run here. ``given``: further arguments of Popen.
+    It ignores SIGUSR1, which would kill it. This process must have no other thread. ``given``: further arguments of Popen.
     """
 
     def in_child() -> None:
@@ -133,7 +133,7 @@ def start(command: Sequence[str | Path], last: signal.Signals, **given: Any) -> 
 
 def end(child: subprocess.Popen[bytes], seconds: float) -> None:
     """Ask a child to end (SIGTERM), and kill it where it has not within ``seconds``."""
-    for ask, patience in ((child.terminate, seconds), (child.kill, 10)):  # one that hangs in a driver is not to be had
+    for ask, patience in ((child.terminate, seconds), (child.kill, 10)):  # a child that hangs in a driver cannot be ended
         with contextlib.suppress(subprocess.TimeoutExpired):
             ask()
             child.wait(patience)
@@ -145,5 +145,5 @@ def kill_group(child: subprocess.Popen[bytes]) -> None:
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in a driver is not to be had
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a child that hangs in a driver cannot be ended
         child.wait(10)

@@ -30,7 +30,7 @@ STAGES = ("prepare", "train", "export", "merge", "eval", "report")
 _BEFORE = ("lock", "owner.json", "requeued.json", "attempts", "jobs", "logs")
 """What a job makes in its run folder before ``run.json``."""
 _TORN = (".run.json.", ".owner.json.", ".requeued.json.")
-"""How files begin that a command leaves which was killed before it had written ``run.json``."""
+"""How the temporary files begin that a command leaves when it is killed before it has written ``run.json``."""
 SCHEMA = "clustertune.run/1"
 """Of ``run.json``; those of releases before it say none."""
 

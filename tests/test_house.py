@@ -214,7 +214,7 @@ FORBIDDEN = {
     r"eval|exec|__import__|builtins\.(eval|exec)": "runs text as code",
     r"os\.(system|popen)|subprocess\.(getoutput|getstatusoutput)": "goes through a shell",
     r"print": "stdout is for one JSON document: console.say",
-    r"clustertune\.check\.rule\.(Rule|Check)": "stands beside the one way to make a rule: a function, or rule_of",
+    r"clustertune\.check\.rule\.(Rule|Check)": "rules are functions, or are made by rule_of",
 }
 STARTERS = re.compile(r"subprocess\.(run|Popen|call|check_call|check_output)")
 ONLY_FALSE = {"shell": "a shell", "trust_remote_code": "code of a model repository", "allow_pickle": "a pickle"}

@@ -42,8 +42,8 @@ wrong-result
 cuda rdma-link rdma-error peers-disagree descriptors collective-hung peer-lost unexplained-error other-warning
 debug-variables
 """.split()
-"""The rules that ``nccl-check`` asks, of whatever subject: what is closest to a cause comes first, what is often the echo of
-another fault last."""
+"""The rules of ``nccl-check``, for links, machines and nodes: the likeliest causes come first, what often follows from another
+fault comes last."""
 ENOUGH = 0.8
 """Share of the expected bandwidth below which a rule warns: published figures of healthy clusters spread by a fifth
 (ops/hardware.yaml)."""

@@ -50,7 +50,7 @@ _HOMES = {
     STORAGE: ("StorageSubject", "clustertune.ops.storage", ("judge",)),
     SLURM: ("SlurmSubject", "clustertune.ops.slurm", ("judge",)),
 }
-"""For each of them the type of a rule's argument, and the package and the beginnings of the modules that hold its rules."""
+"""For each subject: the type of a rule's argument, the package of its modules of rules, and how their names begin."""
 _SUBJECTS = {kind: subject for subject, (kind, _, _) in _HOMES.items()}
 
 
@@ -123,7 +123,7 @@ _FIELD = re.compile(r"^ *(Looks at|Why|Fix|See):\s", re.MULTILINE)
 
 
 def rule(look: Callable[[Any], Iterable[Seen]]) -> Check:
-    """The rule that a function is; as a decorator where other code calls it for its findings.
+    """Make a rule of a function. It is written as a decorator only where other code calls the rule for its findings.
 
     The docstring's first line says what holds where all is well. ``Looks at:`` is the title (without it the first line),
     ``Why:`` the reason, ``See:`` the link, and ``Fix:`` what to do where the function does not say it.
@@ -159,7 +159,7 @@ def checks(*subjects: str) -> list[Check]:
 
 @lru_cache(maxsize=None)  # noqa: UP033 - Python 3.8
 def _rules_in(module: str) -> tuple[Check, ...]:
-    """The rules of a module: what has been made one, and each public function that yields what it saw."""
+    """The rules of a module: those that are made already, and each public function that yields what it saw."""
     looks = [(value, getattr(value, "look", value)) for value in vars(importlib.import_module(module)).values()]
     own = [value for value, look in looks if getattr(look, "__module__", "") == module]
     return tuple(

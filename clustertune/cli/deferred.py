@@ -1,4 +1,4 @@
-"""Imports that stand at a module's top and are carried out when they are first used: no command waits for another's modules."""
+"""Imports that stand at the top of a module and happen at their first use: a command loads only the modules that it needs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from types import ModuleType
 from typing import Any
 
 _RUNNING = threading.RLock()
-"""Held while a module's code runs: a thread that asks for one of its names waits for all of them, as at any import."""
+"""Held while a module's code runs: another thread that looks up a name in it waits until all names are there."""
 
 
 class DeferredModule(ModuleType):
-    """A module whose code has not run: the first name that is asked of it runs that.
+    """A module whose code has not run yet. Its code runs when a name is first looked up in it.
 
-    importlib's own LazyLoader does so for ``__file__`` too, which ``inspect`` asks of all modules there are: a rank would then
-    import every one, and end where one needs a package that its image lacks.
+    importlib's own LazyLoader also runs it for ``__file__``, which ``inspect`` looks up in every module: a rank would import
+    all of them, and would fail on one that needs a package which its image lacks.
     """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         with _RUNNING:
-            # Another thread may have run it meanwhile; and its own code may ask for a name that it has not come to.
+            # Another thread may have run it in the meantime. Its own code may also look up a name before it is defined.
             if type(self) is DeferredModule and "__running__" not in self.__dict__:
                 self.__dict__["__running__"] = True
                 try:
@@ -38,7 +38,7 @@ class DeferredModule(ModuleType):
 
 
 class _Later(Loader):
-    """Makes a module and leaves its code to :class:`DeferredModule`."""
+    """Creates a :class:`DeferredModule` instead of running the module's code."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -49,7 +49,7 @@ class _Later(Loader):
 
 
 class _Finder:
-    """Finds this package's modules for :func:`deferred`."""
+    """Finds the modules of this package and gives them the loader above."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -61,11 +61,10 @@ class _Finder:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Within: ``from clustertune.x import y`` gives the module ``y`` that is imported when a name of it is first asked for.
+    """Inside this context ``from clustertune.x import y`` gives the module ``y``, whose code runs at its first use.
 
-    Only whole modules: a name out of one (``from clustertune.x.y import z``) imports it at once. And only such as name things:
-    the rules of one that registers rules would be missing until then. In Python 3.15 this is
-    ``lazy from clustertune.x import y`` (PEP 810).
+    Only a whole module is deferred: ``from clustertune.x.y import z`` imports ``y`` at once. A module that holds rules must not
+    be deferred, because rules are found by looking through the modules. Python 3.15 has the same as ``lazy from`` (PEP 810).
     """
     sys.meta_path.insert(0, _Finder)
     try:

@@ -139,7 +139,7 @@ def sbatch(
 
 def show_rules(out: Path | None, as_document: bool) -> int:
     """The rules, as a list, as JSON, or as the page of the documents."""
-    from clustertune.doctor import recipe_findings  # registers rules
+    from clustertune.doctor import recipe_findings  # it holds rules
 
     rules = recipe_findings.all_rules()
     if out is not None:

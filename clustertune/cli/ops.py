@@ -161,7 +161,7 @@ def storage_check(
     Writes a small file and removes it. Exit 0: no findings; 1: warnings; 2: what would stop or spoil a job. A hung brick costs
     twice --seconds at most.
     """
-    from clustertune.ops.storage.judge import judge  # registers rules
+    from clustertune.ops.storage.judge import judge  # it holds rules
 
     found, host = _chosen(cluster, node)
     name, where = host.name, _here(found, host, root)

@@ -234,7 +234,7 @@ def test_what_is_taken_of_a_result(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_result_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    """A program writes the file; whoever edits it by hand learns what no longer holds."""
+    """A result that was edited by hand and contradicts itself is refused with the reason."""
     with pytest.raises(UserError) as caught:
         read_measured(write(tmp_path, body(**change)))
     check_form(caught.value)
