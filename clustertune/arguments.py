@@ -1,4 +1,4 @@
-"""The arguments that several commands take, what is checked of a path, and the folder that an evaluation gets by itself."""
+"""Arguments that several commands share, checks of paths, and the default folder of an evaluation."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def path_argument(value: str | Path) -> Path:
     if not text:
         problem = "an empty path"
     elif text.startswith("-"):
-        problem, fix = f"{text!r} is where a path must stand", f"write ./{text} if that is its name"
+        problem, fix = f"{text!r} is given where a path is expected", f"write ./{text} if that is its name"
     elif any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in text):
         problem, fix = f"{text!r} holds a line break, a control character or bytes that are not UTF-8", "rename it"
     elif len(text.encode()) > _MAX_PATH or any(len(part.encode()) > _MAX_NAME for part in Path(text).parts):

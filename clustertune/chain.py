@@ -328,7 +328,7 @@ class Chain:
             if not earlier:
                 self.get_ready()
             for bad, problems in broken if self.quiet else []:  # the ranks' own messages go to their logs only
-                say(f"checkpoint {bad.path.name} is not whole and is skipped: {problems[0]}")
+                say(f"checkpoint {bad.path.name} is incomplete or damaged and is skipped: {problems[0]}")
             cost.check(self.run, self.resolved.recipe.budget)
             outcome = self.run_attempt(self.make_plan(self.run.new_attempt(), step))
             with contextlib.suppress(OSError, UserError):  # a page more or less
@@ -383,7 +383,7 @@ class Chain:
         path = store.find_checkpoint(self.run.path)
         if (found := store.parse(path)) is None or not _is_final(found):
             raise UserError(
-                "is not the final checkpoint, and no whole one is", file=str(path), fix="--from train makes it again"
+                "is not the final checkpoint; that one is missing or damaged", file=str(path), fix="--from train makes it again"
             )
         if self.resolved.recipe.megatron is not None:
             path = inputs.exported(self.run.path)

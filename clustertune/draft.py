@@ -127,7 +127,7 @@ def drafted(
 def stated(overrides: Sequence[str]) -> dict[str, Any]:
     """The keys of a recipe that ``section.key=value`` arguments state. Raises UserError with every problem."""
     document, beside, problems = read_overrides(overrides)
-    problems += [Problem("is chosen here", file="command line", key=name) for name, part in beside.items() if part.data]
+    problems += [Problem("is set by this command", file="command line", key=name) for name, part in beside.items() if part.data]
     raise_if(problems)
     return document.data
 

@@ -1,4 +1,4 @@
-"""What a person can do wrong, and the message: the problem, where it is, what to do, and an exit code."""
+"""Errors that a user can cause: the problem, where it is, what to do, and an exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of JSON objects that other processes write, who may be killed within a line: one object a line, or one a file."""
+"""Reads JSON files of processes that may be killed while they write: one object a line, or one a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file in its order. A line that is none (the last of a killed writer) is skipped, as is no file."""
+    """The objects of a file in its order. Other lines (a killed writer's last) and missing files are skipped."""
     if not path.is_file():  # who opens a pipe waits without end
         return
     try:

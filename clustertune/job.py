@@ -293,7 +293,7 @@ def run(
 def _requeue(allocation: Allocation, path: Path, signals: Sequence[int]) -> None:
     """Ask Slurm to start the job again, unless that was decided already.
 
-    Raises UserError (exit 93) where it goes round without getting anywhere.
+    Raises UserError (exit 93) after repeated requeues without progress.
     """
     for number in STOP_SIGNALS:  # Slurm ends what it requeues, and may end it meanwhile; what is left to do is here
         signal.signal(number, signal.SIG_IGN)
@@ -326,7 +326,7 @@ def _ask_for_requeue(job: str) -> UserError | None:
         time.sleep(ASK_SECONDS)
         with contextlib.suppress(slurm.Unreachable):
             if (slurm.show_job(job) or {}).get("JobState") != "RUNNING":
-                return UserError(f"job {job} runs no longer")
+                return UserError(f"job {job} no longer runs")
 
 
 def _ended_by_nobody(job: str) -> bool:

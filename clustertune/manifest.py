@@ -108,7 +108,7 @@ class FileRecord:
 
 
 def parse_record(body: Mapping[str, Any]) -> FileRecord:
-    """A record from its JSON. Raises KeyError, TypeError or ValueError where it is none, or has no digest or two."""
+    """A record from its JSON. Raises KeyError, TypeError or ValueError if it is not a record or has not exactly one digest."""
     algorithms = [name for name in _WORDS if name in body]
     if len(algorithms) != 1:
         raise ValueError(f"a file has {len(algorithms) or 'no'} digests of a known kind ({', '.join(_WORDS)})")

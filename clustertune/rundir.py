@@ -181,7 +181,7 @@ class RunDir:
     def describe(
         self, resolved: Resolved, cluster: Cluster | None = None, jobs: Mapping[str, Any] | None = None, *, write: bool = True
     ) -> int:
-        """Record what was decided, and return its number: that of before where it is the same.
+        """Record what was decided, and return its number; the former number if nothing changed.
 
         Another recipe, cluster or shape of jobs makes a new description, and the one before it is kept in ``earlier``.
         ``jobs``: the shape of each stage's. None leaves a part as it is recorded. ``write=False`` only returns the number.

@@ -50,7 +50,7 @@ def read_env(path: Path, note: Callable[[str], None] = say) -> dict[str, str]:
     values, unknown, problems = parse(found, str(path))
     raise_if(problems)
     if unknown:
-        note(f"{path}: not used here: {', '.join(unknown)}")
+        note(f"{path}: clustertune does not use these keys: {', '.join(unknown)}")
     return values
 
 
@@ -116,7 +116,7 @@ def parse(text: bytes, file: str) -> tuple[dict[str, str], list[str], list[Probl
             problems.append(Problem(str(wrong), file=f"{file}:{number}", fix=wrong.fix))
             continue
         if name in seen:
-            problems.append(Problem(f"{name} stands here for the second time", file=f"{file}:{number}", fix="leave one"))
+            problems.append(Problem(f"{name} is set for the second time", file=f"{file}:{number}", fix="leave one"))
         elif name in KNOWN:
             values[name] = value
         else:

@@ -1,4 +1,4 @@
-"""Was it the storage? Libraries wrap the system's error of a file operation, and a rank that lost its peer fails alike."""
+"""Whether the storage caused an error: libraries wrap the system's error, and a rank that lost its peer fails likewise."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class RendezvousServer:
             write_durably(self.folder / ANSWER, json.dumps({"code": int(self._code)}) + "\n")
 
     def done(self) -> None:
-        """Training is finished: nobody needs to wait any longer."""
+        """Training is finished: the other calls need not wait any longer."""
         self._code = ExitCode.OK
 
     def gather(self) -> tuple[Node, ...]:

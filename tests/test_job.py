@@ -80,7 +80,7 @@ def test_a_killed_rank_begins_again_in_the_same_allocation(
     ("outcome", "signals"),
     [
         (Outcome(ExitCode.AGAIN, asked=True), []),
-        (Outcome(ExitCode.AGAIN, [Problem("gpu-b ended without a word")], nodes_gone=("gpu-b",)), []),
+        (Outcome(ExitCode.AGAIN, [Problem("gpu-b ended without a record")], nodes_gone=("gpu-b",)), []),
         (Outcome(ExitCode.STOP, [Problem("not finite")]), []),
         (Outcome(ExitCode.STORAGE, [Problem("full")]), []),
         (Outcome(ExitCode.CONFIG, [Problem("no interface")]), []),
@@ -267,7 +267,7 @@ def test_a_controller_that_is_away_is_waited_for(
     monkeypatch.setattr(job, "ASK_SECONDS", 0.01)
     job._requeue(links_of(tmp_path).allocation, tmp_path, [signal.SIGUSR1])
     assert requeued == (["7"] if again else [])
-    assert ("is requeued" if again else "runs no longer") in capfd.readouterr().err
+    assert ("is requeued" if again else "no longer runs") in capfd.readouterr().err
 
 
 def test_a_full_disk_does_not_hide_what_an_attempt_had_to_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_what_is_read(closed: Path) -> None:
         "WANDB_ENTITY": "my team",
         "https_proxy": "http://proxy:3128",
     }
-    assert len(notes) == 1 and "not used here: EDITOR" in notes[0]
+    assert len(notes) == 1 and "does not use these keys: EDITOR" in notes[0]
     assert secrets.read_env(closed / "absent") == {} and REPO / ".env" == secrets.DEFAULT
     (closed / ".env").chmod(0o400)
     assert "HF_TOKEN" in secrets.read_env(closed / ".env", notes.append)
@@ -72,7 +72,7 @@ def test_what_is_read(closed: Path) -> None:
         (f"HF_TOKEN={CANARY}\x1b", "cannot be printed"),
         ("HF_TOKEN=", "HF_TOKEN has no value"),
         ("HF_TOKEN=''", "HF_TOKEN has no value"),
-        (f"HF_TOKEN={CANARY}\nHF_TOKEN={CANARY}", "HF_TOKEN stands here for the second time"),
+        (f"HF_TOKEN={CANARY}\nHF_TOKEN={CANARY}", "HF_TOKEN is set for the second time"),
         (f"WANDB_ENTITY=x\r\nHF_TOKEN={CANARY}\r", "carriage return"),
         (b"\xff" + CANARY.encode(), "is not UTF-8"),
         ("\N{ZERO WIDTH NO-BREAK SPACE}HF_TOKEN=" + CANARY, "bad name"),

@@ -1,4 +1,4 @@
-"""What a benchmark is asked for, and the recipe that its ranks train: the given one with its steps, without its stops."""
+"""The options of a benchmark, and the recipe that its ranks train: the given one with its steps and no saves in between."""
 
 from __future__ import annotations
 

@@ -418,7 +418,7 @@ def _ipoib(name: str) -> bool:
 def socket_fallback(context: LinkContext) -> Iterator[Seen]:
     """TCP between nodes although there is a faster way.
 
-    Why: NCCL falls back to TCP without a word: a tenth of the bandwidth, and CPU time for every byte.
+    Why: NCCL falls back to TCP without a message: a tenth of the bandwidth, and CPU time for every byte.
     Fix: find out why NCCL refused the adapter (NCCL_DEBUG=INFO, lines NET/IB): libibverbs and its providers in the container,
       /dev/infiniband bound into it, NCCL_IB_DISABLE and NCCL_NET unset, NCCL_IB_HCA naming adapters that are there
     See: https://github.com/NVIDIA/nccl/issues/451
@@ -519,7 +519,7 @@ def no_verbs(context: LinkContext) -> Iterator[Seen]:
 def rdma_port_down(context: LinkContext) -> Iterator[Seen]:
     """RDMA ports that should be up.
 
-    Why: An adapter whose port is down is left out without a word.
+    Why: An adapter whose port is down is left out without a message.
     Fix: look at `ibstat`: cable, switch port, subnet manager (state INIT: none runs); then at network.hca of the cluster file
     See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html#infiniband
     """
@@ -566,7 +566,7 @@ def mixed_plugins(context: LinkContext) -> Iterator[Seen]:
 def gdr_off(context: LinkContext) -> Iterator[Seen]:
     """GPUDirect RDMA.
 
-    Why: Without it every byte takes a way through the node's memory: half of the bandwidth, or less.
+    Why: Without it every byte goes through the node's memory: half of the bandwidth, or less.
     Fix: load nvidia_peermem (`modprobe nvidia_peermem`) on the nodes, or use a kernel and driver with DMA-BUF; with ACS on it
       is slow
     See: https://github.com/NVIDIA/nccl/issues/1537

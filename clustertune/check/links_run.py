@@ -156,7 +156,7 @@ def collectives_differ() -> None:
 def peers_disagree() -> None:
     """Ranks understand each other.
 
-    Why: A rank was reached by something that speaks otherwise: another job, another version, other settings.
+    Why: A rank was contacted by a process that uses another protocol: another job, another version, other settings.
     Fix: give all nodes the same image and settings, a port of its own for each job, and keep port scanners off the nodes
     See: https://github.com/NVIDIA/nccl-tests/issues/188
     """
@@ -222,7 +222,7 @@ def peer_lost() -> None:
 def wrong_result(context: LinkContext) -> Iterator[Seen]:
     """Collectives compute what they should.
 
-    Why: Data that is changed on the way ruins a model without a word.
+    Why: Data that is changed on the way ruins a model without an error.
     Fix: take the node out; look at ECC, NVLink (`nvidia-smi nvlink -e`) and PCIe errors; try another version of NCCL and
       NCCL_PROTO=Simple
     See: https://github.com/NVIDIA/nccl/issues/596
@@ -237,7 +237,7 @@ def wrong_result(context: LinkContext) -> Iterator[Seen]:
         what = f"{bad.get('collective', 'a collective')} of {number(bad.get('bytes')):.0f} bytes"
         yield Seen(FAIL, f"{what} has wrong values", where=where)
     elif any(item.get("correct") is True for item in items) and not context.log.wrong:
-        yield Seen(PASS, "every value was as it must be")
+        yield Seen(PASS, "every value was correct")
 
 
 def unexplained_error(context: LinkContext) -> Iterator[Seen]:
@@ -401,7 +401,7 @@ def nccl_fault(context: LinkContext) -> Iterator[Seen]:
 def gloo_with_gpus(context: LinkContext) -> Iterator[Seen]:
     """NCCL where there are GPUs.
 
-    Why: Its figures say nothing of what training will see: gloo moves data through the CPU.
+    Why: gloo's figures say nothing about the speed of training: it moves data through the CPU.
     Fix: install a torch with CUDA in the image, see that ranks see the GPUs (`nvidia-smi` in the step), and run the check again
     See: https://pytorch.org/docs/1.5.1/distributed.html
     """

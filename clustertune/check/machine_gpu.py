@@ -98,7 +98,7 @@ def cuda_compat(m: Machine) -> Iterator[Seen]:
 def cuda_visible_devices(m: Machine) -> Iterator[Seen]:
     """Only Slurm has chosen GPUs.
 
-    Looks at: CUDA_VISIBLE_DEVICES as this place finds it
+    Looks at: CUDA_VISIBLE_DEVICES as it is set where the check runs
     Why: a value from a login shell or a notebook hides GPUs from every rank, or gives all ranks the same one
     See: https://slurm.schedmd.com/gres.html
     """
@@ -112,7 +112,7 @@ def cuda_visible_devices(m: Machine) -> Iterator[Seen]:
     elif m.in_step:
         return
     elif not named or value.strip() in ("-1", "NoDevFiles"):
-        yield Seen(WARN, f"it is {value!r}: no GPU is to be seen", "unset CUDA_VISIBLE_DEVICES")
+        yield Seen(WARN, f"it is {value!r}: no GPU is visible", "unset CUDA_VISIBLE_DEVICES")
     elif not m.environ("SLURM_JOB_ID"):
         yield Seen(WARN, f"it is {value!r} outside of a job", "unset CUDA_VISIBLE_DEVICES, unless it is meant")
 
@@ -121,7 +121,7 @@ def gpu_pcie(m: Machine) -> Iterator[Seen]:
     """Cards have all their lanes; slots are of the generation that the cluster file says, or that the card has.
 
     Looks at: lanes and generation of the slot
-    Why: a card that came up with half of its lanes loads weights and talks to the others at half speed; nothing else tells
+    Why: a card that came up with half of its lanes loads weights and talks to the others at half speed; no error reports it
     See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
     """
     gpus = [gpu for gpu in m.facts.gpus if gpu.pcie_width and gpu.pcie_width_max and not COHERENT.search(gpu.name)]
@@ -180,7 +180,7 @@ def gpudirect_rdma(m: Machine) -> Iterator[Seen]:
 def gpu_numa(m: Machine) -> Iterator[Seen]:
     """Each GPU has cores of its own NUMA node among those of this place.
 
-    Looks at: the cores of this place, against the NUMA nodes of its GPUs
+    Looks at: the cores that this process may use, against the NUMA nodes of its GPUs
     Why: a rank whose cores are all on the other socket copies every batch and every checkpoint across
     Fix: ask for cores of both sockets (--cpus-per-task, --exclusive), or let Slurm choose by gres.conf (Cores=)
     See: https://github.com/pytorch/pytorch/issues/115305
@@ -262,7 +262,7 @@ def gpu_driver(m: Machine) -> Iterator[Seen]:
 def gpu_count(m: Machine) -> Iterator[Seen]:
     """As many GPUs as the job has; CUDA's own count where it was asked.
 
-    Looks at: GPUs that this place sees, against those that the job has
+    Looks at: GPUs that this process sees, against those that the job has
     Why: ranks without a GPU of their own end with an invalid device, or share one and run out of memory
     See: https://github.com/NVIDIA/nccl/issues/1066
     """
@@ -272,7 +272,7 @@ def gpu_count(m: Machine) -> Iterator[Seen]:
     seen = f.cuda_devices if f.cuda_devices is not None else len(f.gpus)
     limited = m.environ("CUDA_VISIBLE_DEVICES")
     if not seen and not f.nvidia_devices and m.rehearsal:
-        yield Seen(UNKNOWN, f"{expected} GPUs by Slurm's word only: a rehearsal")
+        yield Seen(UNKNOWN, f"{expected} GPUs according to Slurm only: this is a rehearsal")
     elif seen < expected:
         fix = "ask with --gpus-per-node and --gpu-bind=none, not --gpus-per-task"
         fix += f"; CUDA_VISIBLE_DEVICES is {limited}" if limited else ""
@@ -280,10 +280,10 @@ def gpu_count(m: Machine) -> Iterator[Seen]:
             fix = "no NVIDIA GPU is on this machine's bus: look at it (lspci), and at what gres.conf says about it"
         elif f.nvidia_devices and len(f.gpus) < expected <= f.nvidia_devices:
             fix += "; the driver serves fewer than are on the bus: look for Xid in dmesg"
-        yield Seen(FAIL, f"{seen} GPUs to be seen, the job has {expected}", fix)
+        yield Seen(FAIL, f"{seen} GPUs are visible, the job has {expected}", fix)
     elif seen > expected and m.in_step:
         fix = "set ConstrainDevices=yes in cgroup.conf, else two jobs use the same GPUs"
-        yield Seen(WARN, f"{seen} GPUs to be seen, the job has {expected}", fix)
+        yield Seen(WARN, f"{seen} GPUs are visible, the job has {expected}", fix)
     else:
         yield Seen(PASS, f"{seen} GPUs")
 

@@ -46,7 +46,7 @@ def shm(m: Machine) -> Iterator[Seen]:
 def memlock(m: Machine) -> Iterator[Seen]:
     """No limit where RDMA is used; on a login node it is what Slurm passes on to jobs.
 
-    Looks at: how much memory may be locked, in the place where ranks run
+    Looks at: how much memory may be locked, where ranks run
     Why: RDMA adapters lock what they send: with Slurm's own small limit ibv_reg_mr ends with 'cannot allocate memory'
     Fix: LimitMEMLOCK=infinity in slurmd's unit (systemctl edit slurmd), PropagateResourceLimitsExcept=MEMLOCK in
       slurm.conf
@@ -190,7 +190,7 @@ def glibc(m: Machine) -> Iterator[Seen]:
 def clock(m: Machine) -> Iterator[Seen]:
     """The clock is kept right, and is right.
 
-    Looks at: whether something keeps the clock right
+    Looks at: whether the clock is synchronised
     Why: clocks drift apart: munge refuses jobs beyond 5 minutes, NFS shows files from the future, logs cannot be put in order
     See: https://slurm.schedmd.com/troubleshoot.html
     """
@@ -199,13 +199,13 @@ def clock(m: Machine) -> Iterator[Seen]:
     if f.clock_offset_s is not None and f.clock_offset_s > OFFSET_S:
         yield Seen(WARN, f"off by {f.clock_offset_s:.1f} s", "as root: chronyc makestep; look at chronyc sources")
     elif f.clock_synchronised is False and m.in_container:
-        yield Seen(UNKNOWN, "nothing in this container says it")
+        yield Seen(UNKNOWN, "nothing in this container shows whether the clock is synchronised")
     elif f.clock_synchronised is False:
-        yield Seen(WARN, "nothing keeps it right", fix)
+        yield Seen(WARN, "no service keeps the clock synchronised", fix)
     elif f.clock_synchronised:
         yield Seen(PASS, "synchronised" if f.clock_offset_s is None else f"off by {f.clock_offset_s * 1000:.1f} ms")
     else:
-        yield Seen(UNKNOWN, "nothing says it")
+        yield Seen(UNKNOWN, "no service reports whether the clock is synchronised")
 
 
 # --- machine slurm --------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def interface_speed(m: Machine) -> Iterator[Seen]:
     """The interface has the speed of the cluster file.
 
     Looks at: the interface's speed, against the cluster file
-    Why: a link that came up at a tenth of its speed works, and makes the training as much slower; nothing else tells
+    Why: a link that came up at a tenth of its speed works, and slows the training accordingly; no error reports it
     See: https://man7.org/linux/man-pages/man8/ethtool.8.html
     """
     value, nic = m.section("network").get("gbit"), _nic(m, _named(m))
@@ -167,7 +167,7 @@ def rdma_port(m: Machine) -> Iterator[Seen]:
     fix = "look at cable, switch and subnet manager: ibstat; in a container bind /dev/infiniband and mount /sys"
     if not ports:
         hidden = not m.facts.nics
-        seen = Seen(UNKNOWN, "/sys is not to be seen here") if hidden else Seen(status, "there is no RDMA adapter", fix)
+        seen = Seen(UNKNOWN, "/sys is not visible here") if hidden else Seen(status, "there is no RDMA adapter", fix)
         yield seen
         return
     named, missing = network.get("hca") or (), []
@@ -191,7 +191,7 @@ def rdma_port(m: Machine) -> Iterator[Seen]:
 def rdma_verbs(m: Machine) -> Iterator[Seen]:
     """What uses an active port is in this place.
 
-    Looks at: device files and libraries of active RDMA ports in this place
+    Looks at: device files and libraries of active RDMA ports where the check runs
     Why: a container without /dev/infiniband or the adapter's provider library has NCCL fall back to sockets without a message
     See: https://github.com/areal-project/AReaL/issues/639
     """

@@ -144,7 +144,7 @@ def nccl_settings(m: Machine) -> Iterator[Seen]:
     """Only the cluster file steers NCCL, not the environment or a file of NCCL's.
 
     Looks at: settings of NCCL left behind
-    Why: a setting from an old search for a fault keeps fast paths off, in this shell and in every job of it
+    Why: a setting left over from debugging keeps fast paths off, in this shell and in every job of it
     Fix: unset them, or remove the lines from the file; what is needed stands in the cluster file, with its reason
     See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
     """
@@ -169,8 +169,8 @@ def nccl_settings(m: Machine) -> Iterator[Seen]:
 def debug_settings(m: Machine) -> Iterator[Seen]:
     """Nothing is set that slows every step.
 
-    Looks at: settings that are for the search of faults
-    Why: each kernel waits for the one before, or every collective is checked: a training of a fraction of its speed
+    Looks at: settings that are meant for debugging
+    Why: each kernel waits for the one before, or every collective is checked: training runs at a fraction of its speed
     Fix: unset them
     See: https://docs.pytorch.org/docs/stable/distributed.html#debugging-torch-distributed-applications
     """
@@ -213,7 +213,7 @@ def proxy(m: Machine) -> Iterator[Seen]:
 def threads(m: Machine) -> Iterator[Seen]:
     """OMP_NUM_THREADS is left to the launcher.
 
-    Looks at: OMP_NUM_THREADS as this place finds it
+    Looks at: OMP_NUM_THREADS as it is set where the check runs
     Why: more threads than cores wait for each other at the end of every loop
     Fix: unset OMP_NUM_THREADS: jobs of clustertune set it from the job's cores
     See: https://github.com/pytorch/pytorch/issues/22260

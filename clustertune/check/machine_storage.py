@@ -92,7 +92,7 @@ def mount_read_only(m: Machine) -> Iterator[Seen]:
         hard = m.computes and not m.in_container and named.get(mount.point) != "brick"  # a pool passes over such a brick
         yield Seen(FAIL if hard else WARN, f"{mount.point} ({mount.kind}) is read-only")
     if m.facts.mounts and not bad:
-        yield Seen(PASS, "none that is to be written")
+        yield Seen(PASS, "no file system that jobs write to is read-only")
 
 
 def nfs_options(m: Machine) -> Iterator[Seen]:
@@ -332,7 +332,7 @@ def secret_mode(m: Machine) -> Iterator[Seen]:
     """Secrets are read by their owner only.
 
     Looks at: who may read files with secrets
-    Why: a token that others can read is theirs
+    Why: other users can use a token that they can read
     See: https://slurm.schedmd.com/slurmdbd.conf.html
     """
     yield from _open_to_others(m, "secret", 0o077, "600")

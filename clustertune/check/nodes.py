@@ -82,7 +82,7 @@ def nodes_driver(several: JobNodes) -> Iterator[Seen]:
     """One driver.
 
     Looks at: one version of the driver on all nodes
-    Why: NCCL chooses its ways by what the driver can do: nodes that choose differently hang or end at the first collective
+    Why: NCCL chooses transports by what the driver can do: nodes that choose differently hang or end at the first collective
     See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
     """
     fix = "install one version on all nodes; until then leave the odd one out: --exclude=NODE"
@@ -184,7 +184,7 @@ def nodes_network(several: JobNodes) -> Iterator[Seen]:
     """The interface between the nodes, and the RDMA ports, are alike.
 
     Looks at: frame size, speed and state of the interface between the nodes
-    Why: frames of different size are lost without a word: small messages pass, large ones hang; one slow link slows all
+    Why: frames of different size are lost without an error: small messages pass, large ones hang; one slow link slows all
     See: https://github.com/NVIDIA/nccl/issues/1524
     """
     machines = several.machines
@@ -261,7 +261,7 @@ def nodes_clock(several: JobNodes) -> Iterator[Seen]:
 def node_silent(several: JobNodes) -> Iterator[Seen]:
     """Every node answered; where not, what is known of the reason.
 
-    Looks at: nodes that did not say anything
+    Looks at: nodes that did not answer
     Why: a node that does not start a step, or hangs in it, keeps the whole job waiting
     Fix: look at it: scontrol show node, ssh, journalctl -u slurmd; leave it out: --exclude=NODE
     See: https://slurm.schedmd.com/troubleshoot.html#nodes

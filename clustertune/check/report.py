@@ -108,7 +108,7 @@ def deduplicate(machine: Sequence[Finding], recipe: Sequence[Finding]) -> list[F
 
 
 def put(text: str) -> None:
-    """To stdout, as far as anybody reads it: the exit code says the verdict all the same."""
+    """Print to stdout. A reader that stops early does not change the exit code."""
     if sys.stdout is None:  # it was closed before the start
         return
     try:

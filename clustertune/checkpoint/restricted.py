@@ -3,7 +3,7 @@
 What is written today contains no pickle (:mod:`clustertune.checkpoint.shards`, ``values``); checkpoints of earlier releases do.
 torch 2.13 writes the index (``.metadata``) and every value that is not a tensor as pickles, and runs what stands in them when
 it loads: ``FileSystemReader.read_metadata`` is a ``pickle.load``, ``DefaultLoadPlanner.load_bytes`` a ``torch.load`` with
-``weights_only=False``. Who can write to a checkpoint can seal it again, so digests do not protect.
+``weights_only=False``. Who can write to a checkpoint can rewrite its manifest, so digests do not protect.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: which are whole, which is the newest, which may go. Order is by step and attempt, never by mtime.
+"""Checkpoints on disk: which are complete, which is newest, which may be deleted. Order is by step and attempt, never by mtime.
 
 A folder is ``checkpoints/step-000020``, or ``step-000020.a2`` when a second attempt reaches that step again: what a
 killed attempt left behind is never written into. A checkpoint exists when its manifest does.
@@ -183,7 +183,7 @@ class CheckpointStore:
                 return chosen, manifest.read_manifest(chosen).meta
             damaged.append(chosen)
             if self.ranks.rank == 0:
-                self.tell(f"checkpoint {chosen.name} is not whole and is skipped: {found[0]}")
+                self.tell(f"checkpoint {chosen.name} is incomplete or damaged and is skipped: {found[0]}")
 
     def _choose(self, damaged: list[Path]) -> Path | None:
         """The newest that is whole but for those known to be ``damaged``. Raises UserError where it must not be loaded."""
@@ -192,7 +192,7 @@ class CheckpointStore:
                 continue
             if problems := verify(checkpoint.path, hashes=False):
                 damaged.append(checkpoint.path)
-                self.tell(f"checkpoint {checkpoint.path.name} is not whole and is skipped: {problems[0]}")
+                self.tell(f"checkpoint {checkpoint.path.name} is incomplete or damaged and is skipped: {problems[0]}")
                 continue
             require_own(checkpoint.path)
             return checkpoint.path

@@ -268,7 +268,7 @@ def evaluate(
     num_fewshot: Annotated[
         int | None, typer.Option(min=0, help="Examples before each question. Default: the task's number.")
     ] = None,
-    max_gen_toks: Annotated[int | None, typer.Option(min=1, help="Most tokens per answer. Default: the task's number.")] = None,
+    max_gen_toks: Annotated[int | None, typer.Option(min=1, help="Token limit per answer. Default: the task's number.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 8,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Score only the first documents of each task; never for a published number.")

@@ -1,4 +1,4 @@
-"""``clustertune archive``: what is worth keeping of an ended run, to a folder or an object store, and back."""
+"""``clustertune archive``: copy the results of an ended run to a folder or an object store, and back."""
 
 from __future__ import annotations
 

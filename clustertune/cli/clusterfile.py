@@ -37,7 +37,7 @@ def show_cluster(
 
     if write is not None:
         if cluster not in (None, "local"):
-            raise UserError("is described already", file="command line", key=cluster, fix="leave it out")
+            raise UserError("has a cluster file already", file="command line", key=cluster, fix="leave it out")
         text, file = _draft(write), write.absolute()
         say(f"wrote {write}: {text.count('# unknown')} lines say what could not be found out")
         cluster = str(file)
@@ -74,6 +74,6 @@ def _draft(file: Path) -> str:
             out.write(text)
     except OSError as error:
         if isinstance(error, FileExistsError):
-            raise UserError("is there already", file=str(file), fix="name another file, or move it away") from None
+            raise UserError("exists already", file=str(file), fix="name another file, or move it away") from None
         raise storage_error(error, "cannot be written", file) from None
     return text

@@ -50,7 +50,7 @@ class DoctorArguments:
     ignore: Annotated[list[str] | None, typer.Option("--ignore", metavar="RULE", help="Skip a rule; repeatable.")] = None
     everything: Annotated[bool, typer.Option("--all", help="Also show checks that passed.")] = False
     place: Annotated[
-        str | None, typer.Option(metavar="PLACE", help="login, here, step, container or container+step. Default: detected.")
+        str | None, typer.Option(metavar="PLACE", help="Where: login, here, step, container, container+step; else detected.")
     ] = None
     here: Annotated[bool, typer.Option("--here", help="Inside a Slurm job, check only this machine.")] = False
     seconds: Annotated[float, typer.Option(min=1, max=3600, help="Time limit for checking one machine, seconds.")] = 30

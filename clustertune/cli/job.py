@@ -111,7 +111,7 @@ def job(
 
 
 def _begun(job: str, run_dir: Path | None, cluster: str | None) -> tuple[Path, int] | None:
-    """Run folder and description of a job by hand that is started again; None where its first start came to none.
+    """Run folder and description of a job by hand that is started again; None if its first start recorded none.
 
     Recipe and cluster file may have been edited since: another recipe would be another run, from its first step.
     """

@@ -85,7 +85,7 @@ class NcclCheckArguments:
     ] = None
     out: Annotated[Path | None, path_option("Folder for logs and result.", "--out")] = None
     save: Annotated[bool, typer.Option("--save", help="Save the result next to the cluster file, for plan.")] = False
-    tune: Annotated[bool, typer.Option("--tune", help="Try NCCL variables that may make it faster.")] = False
+    tune: Annotated[bool, typer.Option("--tune", help="Try NCCL variables that may raise the bandwidth.")] = False
     submit: Annotated[bool, typer.Option("--submit", help="Submit the check as a Slurm job on whole nodes.")] = False
     wait: Annotated[bool, typer.Option("--wait", help="With --submit: wait for the verdict and print it.")] = False
     time: Annotated[str | None, typer.Option("--time", help="With --submit: the job's time limit.", show_default=False)] = None

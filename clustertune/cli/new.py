@@ -120,7 +120,7 @@ def _target(name: str) -> Path:
     if not re.fullmatch(schema.NAME, folder.name):
         text = "must be letters, digits, '.', '_' and '-', 64 at most, the first a letter or digit"
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        text, fix = "is there already: nothing is overwritten", "choose another name, or remove it"
+        text, fix = "exists already: nothing is overwritten", "choose another name, or remove it"
     elif not folder.parent.is_dir() and "/" in name:
         text, fix = f"{folder.parent} is not a folder", "make it first"
     if text:

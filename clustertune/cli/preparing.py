@@ -54,7 +54,7 @@ def prepare(resolved: Resolved, out: Path, input_path: Path | None, samples: int
 
 
 class _Elsewhere(UserError):
-    """The tokenizer is not to be had here; what the conversations need is done."""
+    """The tokenizer is not available here; the conversations are prepared all the same."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""``clustertune push``: a run's adapter to the Hub, private, after an explicit word."""
+"""``clustertune push``: a run's adapter to the Hub, uploaded only with --publish, private by default."""
 
 from __future__ import annotations
 

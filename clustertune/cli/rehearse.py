@@ -182,8 +182,8 @@ def _ask(state: keeper.KeeperState, *words: str) -> list[str]:
 
 def _show(rehearsal: dict[str, Any]) -> None:
     if not rehearsal["up"]:
-        say(f"{rehearsal['name']}: the process that kept it was killed, and the cluster ended with it")
-        say(f"  clustertune cluster down --name {rehearsal['name']} forgets it, clustertune cluster up starts a new one")
+        say(f"{rehearsal['name']}: the process that ran the cluster was killed, and the cluster ended with it")
+        say(f"  clustertune cluster down --name {rehearsal['name']} removes it, clustertune cluster up starts a new one")
         return
     minutes, seconds = divmod(rehearsal["uptime_seconds"], 60)
     gpus = rehearsal["gpus_per_node"]

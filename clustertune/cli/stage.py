@@ -155,7 +155,7 @@ def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds:
     for note in notes:
         say(f"note: {note}")
     if not sources:
-        raise UserError("nothing of this recipe is there to be copied yet", file=resolved.name, fix=notes[0])
+        raise UserError("nothing of this recipe can be copied yet", file=resolved.name, fix=notes[0])
     stager = cache.Stager(cache.open_cache(staging), bounds)
     host = os.uname().nodename
     if dry_run:
@@ -227,7 +227,7 @@ def _verify(folder: Path, recipe: str | None, overrides: list[str], tiny: bool, 
     if verdict.problems:
         show_error(error)
     else:
-        say(f"{folder}: whole, and nothing else is needed: run with staged={folder}")
+        say(f"{folder}: complete, and nothing else is needed: run with staged={folder}")
     reply(as_json, {**verdict.as_json(), **error.as_dict(), "exit_code": 0 if not verdict.problems else int(error.code)})
     if verdict.problems:
         raise typer.Exit(int(ExitCode.CONFIG))

@@ -42,7 +42,7 @@ def chat(
     model: Model,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Print the answer to this and exit: for scripts.")] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Token limit per answer.")] = 512,
     greedy: Annotated[
         bool, typer.Option("--greedy", help="Always pick the likeliest token: the same answer each time.")
     ] = False,

@@ -1,1 +1,1 @@
-"""Cluster files and ``ops/hardware.yaml``: on what is trained."""
+"""Cluster files and ``ops/hardware.yaml``: the machines that training runs on."""

@@ -211,7 +211,7 @@ def _line(problem: Problem) -> int:
 def _contradictions(data: dict[str, Any], name: str | None) -> Iterator[Found]:
     """What the readable parts of the sections say against themselves and each other."""
     if (stated := data.get("name")) == LOCAL:
-        yield ("name",), "local is what is found by looking", "give it a name of its own"
+        yield ("name",), "the name local is reserved for the machine as it is detected", "give it another name"
     elif name is not None and isinstance(stated, str) and stated != name:
         yield ("name",), f"{stated}, but the file is called {name}.yaml: --cluster takes the latter", "make them one"
     listed = data.get("nodes")

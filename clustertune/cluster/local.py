@@ -1,6 +1,6 @@
 """A cluster without a file: what Slurm, the driver and the kernel say about it.
 
-:func:`collect` asks, with a time limit for each question, and takes no answer for an answer; :func:`judge` makes a cluster of
+:func:`collect` asks, with a time limit for each question, and accepts that some get no answer; :func:`judge` makes a cluster of
 the texts, and is tested on recorded ones.
 """
 

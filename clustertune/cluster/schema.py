@@ -1,7 +1,7 @@
-"""The schema of a cluster file: on what is trained. Everything that launchers and administrators need is derived from it.
+"""The schema of a cluster file, which describes the machines. All that launchers and administrators need is derived from it.
 
 What a person writes is checked by :mod:`clustertune.cluster.load`, far beyond what the types say; a cluster that was
-found by looking may lack facts that nothing on the machine tells. :func:`clustertune.cluster.load.load_cluster` is
+detected may lack facts that nothing on the machine reports. :func:`clustertune.cluster.load.load_cluster` is
 the way in.
 """
 
@@ -93,7 +93,7 @@ class Compute(Section):
     gpus: Annotated[Count, Field(le=1_000)]
     """GPUs of one node; 0: a CPU cluster."""
     gpu: Plain | None = None
-    """Their model: a name of ops/hardware.yaml."""
+    """Model of the GPUs: a name in ops/hardware.yaml."""
     interconnect: Literal[INTERCONNECTS] | None = None  # type: ignore[valid-type]
     """What connects the GPUs of one node."""
     nvlink_domain: Annotated[Positive, Field(le=10_000)] | None = None
@@ -141,11 +141,11 @@ class Brick(Section):
     """One file system of one node that all hosts mount over NFS."""
 
     node: HostName
-    """Whose disk it is."""
+    """The node that has the disk."""
     path: AbsolutePath
     """The exported folder on that node."""
     mount: AbsolutePath
-    """Where every host sees it; a bind mount on the node itself."""
+    """Folder in which every host sees the brick; a bind mount on the node that has the disk."""
     filesystem: Literal["xfs", "ext4", "zfs", "btrfs"]
     tb: Quantity
     """Size, TB."""
@@ -177,7 +177,7 @@ class Staging(Section):
 
     path: AbsolutePath
     gb: Quantity
-    """What may be kept there, GB; what was used longest ago makes room."""
+    """Space that the copies may take, GB; the least recently used copies are removed to make room."""
 
 
 class Storage(Section):
@@ -228,7 +228,7 @@ class SlurmFacts(Section):
     gres: Annotated[str, form(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", "a GRES type name, as rtx_pro_6000")] | None = None
     """Type name of the GPUs, as in ``gpu:TYPE:8``; None: they have none. The count is ``compute.gpus``."""
     account: Account | None = None
-    """Who pays (``--account``), as ``abc@h100``; SBATCH_ACCOUNT of the shell that submits wins, and so for the next three."""
+    """Account that is charged (``--account``); SBATCH_ACCOUNT of the submitting shell wins. The same for the next three."""
     qos: Account | None = None
     constraint: Annotated[str, form(CONSTRAINT, "what sbatch takes as --constraint, without blanks and quotes")] | None = None
     """Features of the nodes (``--constraint``), as ``h100`` or ``v100-32g``."""
@@ -287,7 +287,7 @@ class Doctor(Section):
     """What ``clustertune doctor`` leaves out on this cluster, and whether jobs begin with it."""
 
     ignore: Annotated[tuple[Plain, ...], Field(max_length=200)] = ()
-    """Rules by their ids: what they find neither warns nor stops a job. An id that is not a rule is an error."""
+    """Ids of rules whose findings neither warn nor stop a job. An id that is not a rule is an error."""
     preflight: bool = True
     """Whether each node of a training job is looked at before its ranks start."""
 
@@ -296,7 +296,7 @@ class Monitor(Section):
     """What follows a run while it trains."""
 
     co2_kg_per_kwh: Quantity | None = None
-    """Of the site's electricity; None: no CO2 is reported."""
+    """CO2 of the site's electricity, kg per kWh; None: no CO2 is reported."""
     command: Annotated[tuple[str, ...], Field(max_length=32)] = ()
     """Program and arguments that get each alert as a JSON object on standard input; empty: none."""
     webhook: Annotated[str, Field(max_length=2048, pattern=r"^https?://[^\s]+$")] | None = None
@@ -370,7 +370,7 @@ def expand_hosts(expression: str) -> list[str]:
     """``node[1-3,07],b-[01-02]`` as names, in order. Raises UserError for what is not a node list.
 
     Digits keep their width: ``[08-10]`` is 08, 09, 10. Several brackets in one name multiply, as in Slurm. Our own for where
-    ``scontrol`` is not to be had (an image, a compute node without the client); python-hostlist is under the GPL.
+    ``scontrol`` is not available (an image, a compute node without the client); python-hostlist is under the GPL.
     """
     names: list[str] = []
     for part in re.split(r",(?![^\[\]]*\])", expression):

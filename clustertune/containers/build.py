@@ -297,7 +297,7 @@ def _gathered(what: BuildRequest, lock: PackageLock | None, recipe: str, image: 
     folder, wheels = None, []
     with storing("build the image", image):
         # One build at a time: base and wheels are kept for the next one.
-        with in_turn(WORK / "lock", lambda: say("another build is gathering: waiting for it")):
+        with in_turn(WORK / "lock", lambda: say("another build is collecting its packages: waiting for it")):
             base = base_of(what, lock.python if lock else "3.12", say)
             look_for_registry(base, say)
             if lock:

@@ -418,7 +418,7 @@ _BATCH = 500
 
 
 class NoDatabase(Exception):
-    """It cannot be reached, or answers something else."""
+    """The vulnerability database cannot be reached, or its answer has another form."""
 
 
 class Vulnerability(NamedTuple):
@@ -430,7 +430,7 @@ class Vulnerability(NamedTuple):
 
 
 def accepted(path: Path = ACCEPTED) -> Mapping[str, str]:
-    """Ids that are lived with, each with its reason. Raises UserError for a line without one."""
+    """Ids of accepted vulnerabilities, each with its reason. Raises UserError for a line without one."""
     found, problems = {}, []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if line and not line.startswith("#"):

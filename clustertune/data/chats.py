@@ -234,7 +234,7 @@ class _Reader:
                 raise BadRow("unknown-role", f"{name}.role {excerpt(role)}, known are system, user, assistant and tool")
             expected = _next(found[-1] if found else before[-1] if before else None)
             if role not in expected:
-                raise BadRow("wrong-turn", f"{name} is a {role} message where a {expected[0]} message must stand")
+                raise BadRow("wrong-turn", f"{name} is a {role} message where a {expected[0]} message must come")
             found.append({"role": role, **self._content(entry, role, name, label)})
         return found
 

@@ -273,7 +273,7 @@ def _nothing(part: DataSource, source: RecordSource, rejects: Rejects, trees: Tr
     if rejects.counts:
         first = rejects.faults[0] if rejects.faults else None
         example = f"; the first: {first.file}:{first.line}: {first.reason}: {first.detail}" if first else ""
-        text = f"no conversation: every row is out ({count_words(rejects.counts)}){example}"
+        text = f"no conversation: every row is rejected ({count_words(rejects.counts)}){example}"
         problems.append(Problem(text, file=source.shown, key="data.format", fix=rejects.hint(str(part.format))))
     if trees.dropped["language"]:
         met = ", ".join(f"{name} {count}" for name, count in trees.languages.most_common(8))

@@ -206,7 +206,7 @@ def _tokenise(
     everything = [job for split in SPLITS for job in jobs[split]]
     missing = [job for job in everything if read_shard(job[3]) is None]
     if len(missing) < len(everything):
-        say(f"tokens: {len(everything) - len(missing)} of {len(everything)} shards were there")
+        say(f"tokens: {len(everything) - len(missing)} of {len(everything)} shards existed already")
     encoder = Encoder.of(tokenizer, {key: what.get(key) for key in ("assistant_only_loss", "completion_only_loss")})
     _check_fields(read_manifest(dataset, DATASET).meta.get("fields", {}), encoder.template, dataset)
     processes = max(1, min(len(os.sched_getaffinity(0)), len(missing)))

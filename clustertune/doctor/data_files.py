@@ -30,7 +30,7 @@ from clustertune.staging import bundle
 def staged_inputs(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the folder that the recipe reads model and data from
 
-    Why: a recipe with staged: asks nothing of the network: what is not in that folder is nowhere
+    Why: a recipe with staged: never uses the network: what is missing from that folder cannot be loaded
     See: https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables
     """
     for problem in context.staged_problems:
@@ -355,7 +355,7 @@ def template_without_marks(context: RecipeContext) -> Iterator[Seen]:
 def eos_not_in_template(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the chat template ends turns with the tokenizer's EOS
 
-    Why: generation goes on past the answer: what was learnt at the end of a turn is not what stops it
+    Why: generation continues past the answer: the model learnt to end a turn with another token than the one that stops it
     Fix: train.eos_token: the token with which the template ends a turn
     See: https://github.com/huggingface/trl/pull/3299
     """

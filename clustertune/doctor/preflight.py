@@ -188,7 +188,7 @@ def check(
     every = [item for item in report.faults if item.status == FAIL]
     failed = [item for item in every if item.rule in STOPS]
     if every and not failed:
-        say("doctor: the job continues: nothing of this is sure to stop it")
+        say("doctor: the job continues: none of these failures is certain to stop it")
     if failed:
         gone = all(item.rule == "node-silent" for item in failed)
         raise UserError([_problem(item) for item in failed], ExitCode.AGAIN if gone else ExitCode.CONFIG)

@@ -92,7 +92,7 @@ def host_memory(context: RecipeContext) -> Iterator[Seen]:
 def load_timeout(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: loading against the time-out of collectives
 
-    Why: ranks that wait for the one that loads end with 'wait timeout after ...ms', after a part of an hour for nothing
+    Why: ranks that wait for the one that loads end with 'wait timeout after ...ms', and part of an hour is lost
     See: https://github.com/axolotl-ai-cloud/axolotl/issues/3443
     """
     plan, limit = context.real_plan, float(context.args.get("ddp_timeout") or DDP_TIMEOUT_S)
@@ -165,7 +165,7 @@ def saves_often(context: RecipeContext) -> Iterator[Seen]:
 
 
 def warning_lead(context: RecipeContext) -> Iterator[Seen]:
-    """Looks at: the warning before the time limit against a step and a save
+    """Looks at: the signal margin before the time limit, against the time of a step and a save
 
     Why: a signal that comes later than a step and a save before the end saves nothing
     See: https://github.com/goodfire-ai/spd/issues/741

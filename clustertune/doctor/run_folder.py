@@ -106,7 +106,7 @@ def checkpoint_damaged(context: RecipeContext) -> Iterator[Seen]:
         after = f"the run resumes from {whole.path.name}"
         fix = "nothing, if that is enough; else fix the storage and copy it back"
     for checkpoint, why in broken:
-        text = f"{checkpoint.path.name} is not whole: {why}; {after}"
+        text = f"{checkpoint.path.name} is incomplete or damaged: {why}; {after}"
         yield Seen(WARN if whole or more else FAIL, text, fix, str(checkpoint.path))
 
 
@@ -185,7 +185,7 @@ def adapter_of_another_step(context: RecipeContext) -> Iterator[Seen]:
 def adapter_shapes(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: tensors of the exported adapter
 
-    Why: a tensor of one dimension or of no size is a shard's rest: the adapter changes nothing, or cannot be loaded
+    Why: a tensor of one dimension or of no size is a leftover of a shard: the adapter changes nothing, or cannot be loaded
     See: https://github.com/huggingface/peft/issues/970
     """
     folder = _folder(context)
@@ -258,7 +258,7 @@ GIT_SECONDS = 5.0
 def env_file(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the .env file is yours alone, and can be parsed
 
-    Why: a token that others can read is theirs; a file that is refused leaves the job without its tokens
+    Why: other users can use a token that they can read; a file that is refused leaves the job without its tokens
     See: https://huggingface.co/docs/hub/security-tokens
     """
     if context.env_file.parent in context.silent:
@@ -290,7 +290,7 @@ def env_in_git(context: RecipeContext) -> Iterator[Seen]:
 def token_in_environment(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: tokens in the shell's environment
 
-    Why: every process of this shell inherits them, and logs of an environment hold them; jobs of ours take them from .env
+    Why: every process of this shell inherits them, and logs of an environment hold them; clustertune's jobs read them from .env
     See: https://huggingface.co/docs/hub/security-tokens
     """
     named = [name for name in SECRET if context.environment.get(name)]
@@ -353,7 +353,7 @@ def disk_space(context: RecipeContext) -> Iterator[Seen]:
 def local_disk(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the nodes' own folder for checkpoints, save.local.path
 
-    Why: nothing is saved there where it is missing or full, and shared storage in its place costs what it was to spare
+    Why: if the folder is missing or full nothing is saved there, and saves to shared storage instead cost more time
     Fix: name a folder on a disk of each node with the room, or leave save.local out
     See: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
     """

@@ -63,7 +63,7 @@ NCCL = "nccl"
 def stack_unseen(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: whether the ranks' packages can be seen from here
 
-    Why: the versions of the image decide, and those of this machine may be others
+    Why: the versions in the image count, and those on this machine may differ
     See: https://apptainer.org/docs/user/latest/
     """
     if not context.versions:
@@ -185,7 +185,7 @@ def asks_the_hub(c: RecipeContext) -> bool:
 def packed_unmasked(c: RecipeContext) -> bool:
     """Packed conversations see each other: only flash attention keeps them apart.
 
-    Why: a higher loss: each conversation is learnt with strangers in front of it
+    Why: a higher loss: each conversation is trained with the ones packed before it as context
     Fix: transformers 4.53.1 or later, attn_implementation: flash_attention_2, or train.packing=false
     See: https://github.com/huggingface/transformers/pull/39194
     """
@@ -197,7 +197,7 @@ def packed_unmasked(c: RecipeContext) -> bool:
 def accumulated(c: RecipeContext) -> bool:
     """The loss of accumulated micro batches is averaged per micro batch, not per token.
 
-    Why: another loss and other gradients than the same batch at once
+    Why: loss and gradients differ from those of the same batch without accumulation
     Fix: transformers 4.46 or later, or a batch without accumulation
     See: https://github.com/huggingface/transformers/pull/34191
     """
@@ -241,7 +241,7 @@ def hang_of_2_28(c: RecipeContext) -> bool:
 def runs_code(_: RecipeContext) -> bool:
     """torch.load with weights_only=True can run code from the file (CVE-2025-32434).
 
-    Why: a checkpoint or an adapter of another person runs what it likes as you
+    Why: a checkpoint or an adapter from someone else can run any code as your user
     Fix: torch 2.6 or later
     See: https://github.com/pytorch/pytorch/security/advisories/GHSA-53q9-r3pm-6pq6
     """

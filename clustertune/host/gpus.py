@@ -124,7 +124,7 @@ def _throttle(node: ET.Element) -> Iterator[str]:
 
 
 def parse_csv(text: str, query: str = CSV_QUERY) -> list[Gpu]:
-    """GPUs of ``nvidia-smi --query-gpu=QUERY --format=csv,noheader``; lines that are none are skipped.
+    """GPUs of ``nvidia-smi --query-gpu=QUERY --format=csv,noheader``; lines of another form are skipped.
 
     ``query``: fields of :data:`CSV_QUERY`, ``index`` first.
     """

@@ -117,7 +117,7 @@ def look(settings: Container) -> tuple[Image | None, list[str]]:
     if stated is not None and digest != stated:
         again = f"sha256sum {path.name} > {path.name}.sha256"
         fix = f"it was altered or copied in part: copy or build it again; where it is meant so: {again}"
-        text = f"its sum is {digest[:16]}..., and {path.name}.sha256 says {stated[:16]}..."
+        text = f"its SHA-256 is {digest[:16]}..., and {path.name}.sha256 says {stated[:16]}..."
         raise UserError(text, file=str(path), key="container.image", fix=fix)
     labels = labels_of(settings, path)
     warnings = [*notes, *unshielded(settings)]
@@ -149,10 +149,10 @@ def _digest(path: Path) -> tuple[str, int]:
     before = _identity(path)
     if (known := _recall(path, before)) is not None:
         return known, before["size"]
-    say(f"reading {path} once: {before['size'] / 1e9:.2f} GB, for its sum")
+    say(f"computing the SHA-256 of {path} once: {before['size'] / 1e9:.2f} GB")
     found = _read(path, before["size"])
     if _identity(path) != before:
-        raise UserError("was written to while its sum was read", file=str(path), fix="wait for it", code=ExitCode.AGAIN)
+        raise UserError("changed while its SHA-256 was computed", file=str(path), fix="wait for it", code=ExitCode.AGAIN)
     _remember(path, before, found)
     return found, before["size"]
 
@@ -175,7 +175,7 @@ def _read(path: Path, size: int) -> str:
 
 
 def _memory(path: Path) -> Path:
-    """Where the sum of an image is remembered: in the user's cache folder, by its path."""
+    """The file in the user's cache folder that caches an image's SHA-256, named by the image's path."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(base) if base.startswith("/") else Path.home() / ".cache"
     return folder / "clustertune" / f"image-{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}.json"

@@ -19,7 +19,7 @@ from clustertune.launch.plan import OUTCOME, AttemptPlan
 from clustertune.manifest import write_durably
 from clustertune.storage import is_full
 
-MISSING_RECORD = "ended without a word: killed (out of memory, kill -9, or a node fault)"
+MISSING_RECORD = "ended without a record: killed (out of memory, kill -9, or a node fault)"
 AGAIN = "the same command resumes from the newest whole checkpoint"
 _RANK_KILLED = re.compile(r"exitcode\s*: -\d+\b")
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):.*?rank\s*: (\d+) .*?exitcode\s*: (-?\d+)", re.DOTALL)
@@ -157,7 +157,7 @@ class _Traces:
     def nodes_lost(self) -> Outcome | None:
         if not self.gone or self.failed:
             return None
-        text = f"{', '.join(self.gone)} ended without a word: lost, cut off, or ended from outside"
+        text = f"{', '.join(self.gone)} ended without a record: lost, cut off, or ended from outside"
         return Outcome(ExitCode.AGAIN, [Problem(text, file=str(self.folder), fix=AGAIN)], self.gone)
 
     def silence(self, *, killed: bool) -> Outcome | None:
@@ -185,7 +185,7 @@ class _Traces:
         first = self.failed[0]
         text = f"{self.plan.where(int(first['rank']))} failed first: "
         if self.gone:  # it lost its peers there: what it says about its connection is not the cause
-            lost = Problem(f"{', '.join(self.gone)} ended without a word", file=str(self.folder), fix=AGAIN)
+            lost = Problem(f"{', '.join(self.gone)} ended without a record", file=str(self.folder), fix=AGAIN)
             return Outcome(ExitCode.AGAIN, [lost, *_problems([first], prefix=text)], self.gone)
         return Outcome(ExitCode(first["code"]), _problems([first], prefix=text))
 

@@ -95,7 +95,7 @@ def check(run_path: Path, job: str | None, step: int) -> None:
         head = f"{len(stuck)} attempts {where}, {spent} in all, were ended from outside before a new checkpoint: the job stops"
     problems = [Problem(head, file=str(run_path / "attempts"), fix=_advice(failed or stuck))]
     for attempt in (failed or stuck)[-FAILED_LIMIT:]:
-        reason = "; ".join(attempt.problems) or "ended from outside, without a word"
+        reason = "; ".join(attempt.problems) or "ended from outside, without a message"
         problems.append(
             Problem(f"attempt {attempt.number}: {reason}", file=str(run_path / "attempts" / f"{attempt.number:04d}"))
         )
@@ -125,7 +125,7 @@ def check_requeue(run_path: Path, job: str) -> None:
 
 
 def _mark(run_path: Path) -> list[int]:
-    """What only grows while a job gets on: attempts, finished stages, files of the merged model, bytes of the evaluation."""
+    """What grows only with a job's progress: attempts, finished stages, files of the merged model, bytes of the evaluation."""
 
     def sizes(name: str) -> list[int]:
         with contextlib.suppress(OSError):
@@ -165,7 +165,7 @@ WAIT_SECONDS = 60.0
 def taken_over(run: RunDir, job: str, restart: int, is_running: Callable[[str], bool]) -> Iterator[None]:
     """Hold the run folder for a job. ``is_running`` tells whether another job, by its id, runs now.
 
-    A former self of the same job (the scheduler restarted it: a node was lost or cut off) may still hold the lock on a node
+    An earlier start of the same job (the scheduler restarted it: a node was lost or cut off) may still hold the lock on a node
     that the scheduler cannot reach. It exits as soon as it sees the new attempt's folder; where it cannot even see that,
     it cannot write here either. Raises UserError (exit 75) where another job or command works here, or a later start of this
     one: the late start of a cut-off node would fence off its own successor.
@@ -199,7 +199,7 @@ def _wait_for_lock(run: RunDir, stack: contextlib.ExitStack) -> None:
             return
         except UserError as error:
             if time.monotonic() >= deadline:
-                say(f"note: {error.problems[0].message}: a former start of this job, cut off; it is fenced off")
+                say(f"note: {error.problems[0].message}: an earlier start of this job, isolated; it can no longer write")
                 return
         time.sleep(1)
 

@@ -96,7 +96,7 @@ def await_published(folder: Path, plan: AttemptPlan, give_up: Callable[[], bool]
         return str(found["address"]), int(found["port"])
     name = plan.nodes[0].name
     fix = "is the run folder on storage that all nodes see?"
-    raise UserError(f"{name} did not say where to meet within {seconds:.0f} s", file=str(folder), fix=fix, code=ExitCode.AGAIN)
+    raise UserError(f"{name} gave no rendezvous address within {seconds:.0f} s", file=str(folder), fix=fix, code=ExitCode.AGAIN)
 
 
 # --- the interface --------------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def requeue(job: str, run: Run = call) -> None:
 
 
 def hostnames(expression: str, run: Run = call) -> list[str]:
-    """The names that a node list means: by ``scontrol``, or by its own rules where that is not to be had."""
+    """The names that a node list means: by ``scontrol``, or by its own rules where that is not available."""
     try:
         names = run(["scontrol", "show", "hostnames", expression]).split()
     except UserError:

@@ -76,7 +76,7 @@ def _resume(job: MergeJob, workers: int) -> Journal:
     """The journal to continue with: verified shards of the same inputs are kept, all else in staging is removed."""
     journal = Journal(job.staging).load()
     if journal.inputs not in (None, job.inputs):
-        say(f"{job.staging}: base, adapter or shard size have changed since; the unfinished merge there is thrown away")
+        say(f"{job.staging}: base, adapter or shard size have changed since; the unfinished merge there is discarded")
         remove_published(job.out, journal)
     if journal.inputs != job.inputs:
         clear(job.staging, keep=set())

@@ -148,7 +148,7 @@ def join(folder: Path, node: int, seconds: float) -> int:
             if (folder / END).exists():
                 return number - 1
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{following / SETUP} did not come within {seconds:.0f} s")
+                raise TimeoutError(f"{following / SETUP} did not appear within {seconds:.0f} s")
             await_object(following / SETUP, 0.5)
         setup = Setup.read(following)
         limit = setup.limit + SLACK_SECONDS + FACTS_SECONDS
@@ -390,11 +390,11 @@ def not_kept(found: Mapping[str, Any], cluster: Cluster) -> str:
     gathers = [entry for entry in found["results"] if entry["collective"] == "all_gather" and entry["busbw_gb_s"] > 0]
     whole = not found["hung"] and all(entry["correct"] for entry in found["results"])
     reasons = (
-        (beside(cluster) is None, f"{cluster.name} was found by looking: it has no file to keep a result beside"),
+        (beside(cluster) is None, f"{cluster.name} was detected: it has no cluster file to keep a result beside"),
         (found["backend"] == "gloo" and cluster.compute.gpus, "gloo between CPUs says nothing about the cluster's GPUs"),
         (strangers, f"{', '.join(strangers[:3])}: no compute node of {cluster.name}"),
         (found["nodes"] < min(2, len(cluster.compute_nodes)), "one node of several was measured"),
-        (not whole, "something hung or was wrong: a plan would take its figures for good"),
+        (not whole, "something hung or was wrong: a plan would use wrong figures"),
         (not gathers, "no all_gather was measured, which is what a plan takes"),
     )
     return next((text for holds, text in reasons if holds), "")

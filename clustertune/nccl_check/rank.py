@@ -82,7 +82,7 @@ class Buffers:
     def make(cls, most_bytes: int, device: torch.device) -> Buffers:
         """Two buffers of as much of ``most_bytes`` as there is room for: half of it, a quarter, ...
 
-        Raises MemoryError where not even 1 KiB is to be had.
+        Raises MemoryError where not even 1 KiB is available.
         """
         elements = max(1, most_bytes // WIDTH)
         while elements >= 256 or elements == max(1, most_bytes // WIDTH):
@@ -371,7 +371,7 @@ class Rank:
         else:
             found = await_object(self.folder / RENDEZVOUS, setup.start_seconds)
             if not found:
-                raise RuntimeError(f"{setup.hosts[0]} did not say where to meet within {setup.start_seconds:.0f} s")
+                raise RuntimeError(f"{setup.hosts[0]} gave no rendezvous address within {setup.start_seconds:.0f} s")
             self.store = dist.TCPStore(found["address"], int(found["port"]), None, False, limit)
         self.records.write("met")
         dist.init_process_group(

@@ -182,7 +182,7 @@ def read(path: Path, base: Constants | None = None, *, cluster: str | None = Non
         raise UserError(Problem(f"is not a calibration: {first['msg']}", file=str(path), key=key, fix=fix)) from None
     if cluster is not None and body.cluster != cluster:
         text = f"{body.cluster}, while the plan is for {cluster}"
-        raise UserError(Problem(text, file=str(path), key="cluster", fix="take the file away, or calibrate this cluster"))
+        raise UserError(Problem(text, file=str(path), key="cluster", fix="remove the file, or calibrate this cluster"))
     wrong = [name for name, value in body.constants.items() if name not in PRIOR or not _possible(value)]
     if wrong:
         fix = "make it again: clustertune plan --calibrate RUN"

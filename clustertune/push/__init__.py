@@ -1,1 +1,1 @@
-"""A run's adapter onto the Hub: what goes, what its card says, and that nothing else goes."""
+"""Uploads a run's adapter to the Hub: its files and its model card, and nothing else."""

@@ -111,7 +111,7 @@ def push(upload: Upload, target: Target, token: str, say: Callable[[str], None])
         if after is None or (wrong := _differing(after, upload)):
             names = ", ".join(wrong) if after is not None else "the repository"
             fix = "run the same command again; if it says so again, look at the repository"
-            raise UserError(f"not there as it was sent: {names}", file=target.repo, fix=fix, code=ExitCode.AGAIN)
+            raise UserError(f"differs from what was sent: {names}", file=target.repo, fix=fix, code=ExitCode.AGAIN)
         return Pushed("pushed", url, commit.oid)
 
 

@@ -86,7 +86,7 @@ def pack(run: RunDir, repo: str, licence: str | None, secrets: Iterable[str] = (
     if problems := find_problems(run.adapter, "adapter", allow_extra=True):
         fix = "--from export makes it again: clustertune run RECIPE --run-dir RUN --from export --to export"
         raise UserError(
-            [*problems, Problem("the adapter is not whole: nothing of it is pushed", file=str(run.adapter), fix=fix)]
+            [*problems, Problem("the adapter is incomplete or damaged: nothing is pushed", file=str(run.adapter), fix=fix)]
         )
     sealed = read_manifest(run.adapter, "adapter")
     card = build_card(run, document, sealed, repo, licence)

@@ -216,7 +216,7 @@ def show_value(value: object, key: str = "") -> str:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is a number; a truth value is none."""
+    """Whether a value is a number; True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

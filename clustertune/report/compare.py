@@ -122,7 +122,7 @@ def compare(paths: Sequence[Path]) -> Comparison:
     entries, problems = list[ComparedRun](), list[Problem]()
     if len(paths) < 2:
         fix = "clustertune compare RUN RUN..."
-        raise UserError(Problem(f"{len(paths)} given, two are the least", file="command line", key="RUN_OR_JSON", fix=fix))
+        raise UserError(Problem(f"{len(paths)} given, two or more are needed", file="command line", key="RUN_OR_JSON", fix=fix))
     for path in paths:
         with collect_problems(problems):
             entries.append(read(path))
@@ -339,7 +339,7 @@ def _bench(path: Path, body: Mapping[str, Any]) -> ComparedRun:
 
 
 def cells(found: Comparison) -> list[list[str]]:
-    """Rows of the table: title, then a cell for each run; a row that nobody has is left out."""
+    """Rows of the table: title, then a cell for each run; a row without a value in any run is left out."""
     rows = []
     for key, (title, form) in ROWS.items():
         values = [entry.values.get(key) for entry in found.entries]

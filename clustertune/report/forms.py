@@ -1,5 +1,5 @@
-"""Whether a document that somebody hands in has the form of one of ours. What is missing may be missing; what is there has its
-kind, so that no later line stumbles over it."""
+"""Checks the form of a JSON document that a user gives. A key may be missing; a key that is present must have its
+type, so that later code can rely on it."""
 
 from __future__ import annotations
 

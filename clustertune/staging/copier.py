@@ -1,8 +1,8 @@
 """The process that touches the storage for ``stage``: ``python -m clustertune.staging.copier``, one order as JSON on stdin.
 
 A mount that hangs takes the process that reads from it with it, and no signal helps: so that is a process of its own, which
-its parent gives up when it shows no progress. On stdout goes one JSON object a line: ``{"bytes": N}`` as the work goes
-on, ``{"file": ...}`` for each whole file, and at the end ``{"answer": ...}`` or ``{"error": ...}``.
+its parent gives up when it shows no progress. It prints one JSON object a line: ``{"bytes": N}`` while it works,
+``{"file": ...}`` for each complete file, and at the end ``{"answer": ...}`` or ``{"error": ...}``.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def survey(root: Path, what: str) -> list[SourceFile]:
         files.append(SourceFile(name, state.st_size, state.st_mtime_ns, state.st_ctime_ns, digest, algorithm))
     problems += [Problem("missing", file=str(root / name)) for name in known if name not in found]
     if problems:
-        raise UserError([*problems, Problem("is not whole", file=str(root), fix="copy or make it again")])
+        raise UserError([*problems, Problem("is incomplete or damaged", file=str(root), fix="copy or make it again")])
     if not files:
         raise UserError("contains no file", file=str(root), fix="is the storage mounted, and the name right?")
     return files

@@ -1,6 +1,6 @@
 """Staging within a training job: each node copies before its ranks start, and a node that cannot reads the shared storage.
 
-What a node did stands in ``staged-N.json`` of the attempt: its ranks read from there, and rank 0 tells it in the metrics.
+What a node did is in ``staged-N.json`` of the attempt: its ranks read it, and rank 0 reports it in the metrics.
 """
 
 from __future__ import annotations

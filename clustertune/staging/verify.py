@@ -239,7 +239,7 @@ class Rehearsal:
     @property
     def resolved(self) -> Resolved:
         if self._resolved is None:
-            raise MissingInput("left out, for want of the recipe")
+            raise MissingInput("not checked: there is no usable recipe")
         return self._resolved
 
     def go(self) -> None:
@@ -345,7 +345,7 @@ class Rehearsal:
     def tokenizer(self) -> str:
         """Loaded, and the chat template renders a conversation of the data."""
         if self._model is None:
-            raise MissingInput("left out, for want of the model")
+            raise MissingInput("not checked: there is no usable model")
         from clustertune.data import tokens
         from clustertune.data.chats import messages_of
         from clustertune.data.tokenizer import load_tokenizer

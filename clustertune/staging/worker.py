@@ -1,4 +1,4 @@
-"""Orders to :mod:`clustertune.staging.copier`, each with a bound: a storage that answers no more is given up."""
+"""Orders to :mod:`clustertune.staging.copier`, each with a time limit: storage that stops answering is given up."""
 
 from __future__ import annotations
 

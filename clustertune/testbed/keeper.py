@@ -1,4 +1,4 @@
-"""A throw-away cluster that outlives the command that started it: a process that owns it, and a file that tells of it.
+"""A throw-away cluster that outlives the command that started it: a process that owns it, and a file that describes it.
 
 ``python -m clustertune.testbed.keeper NAME`` reads the cluster's shape from stdin, starts it, writes ``NAME.json``, says on
 stdout in one JSON line what went wrong, and keeps it until SIGTERM. When it is killed the cluster ends with it.

@@ -54,7 +54,7 @@ def rehearse(shape: ClusterSpec, script: Path, arguments: Sequence[str], run_dir
     state = record["JobState"]
     number = int(record.get("ExitCode", "0:0").partition(":")[0])
     code = 0 if state == "COMPLETED" else number or int(ExitCode.FAILED)
-    say(f"the Slurm is gone again; the job ended as {state}: {run_dir}, its log {log}")
+    say(f"the temporary Slurm is stopped; the job ended as {state}: {run_dir}, its log {log}")
     return RehearsalResult(job, state, code, log)
 
 

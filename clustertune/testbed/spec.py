@@ -149,7 +149,7 @@ def choose(spec: ClusterSpec) -> tuple[str, ...] | None:
         pwd.getpwuid(os.getuid())
     except KeyError:
         message = f"user {os.getuid()} has no name on this machine, and Slurm runs nothing for him"
-        problems.append(Problem(message, fix="add him to /etc/passwd"))
+        problems.append(Problem(message, fix="add this user to /etc/passwd"))
     if problems:
         raise UserError(problems)
     prefix = None if spec.isolation == "none" else can_isolate()

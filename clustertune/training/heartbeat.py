@@ -25,7 +25,7 @@ _WIDTH = 47
 class Heartbeat:
     """``<counter> <phase> <step>``, padded with blanks to one length so that a shorter line leaves nothing of a longer one.
 
-    Called by the main thread where it gets on, never by a thread of its own: a main thread that hangs must be seen.
+    Called by the main thread while it makes progress, never by another thread: a hanging main thread must be noticed.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -40,7 +40,7 @@ class Heartbeat:
                 self._fd = None
 
     def __call__(self, phase: str, step: int | None = None) -> None:
-        """Say that ``phase`` gets on. Written at once where the phase changes, else every :data:`EVERY_SECONDS` at most."""
+        """Report progress in ``phase``. Written at once if the phase changes, else every :data:`EVERY_SECONDS` at most."""
         assert phase in PHASES, phase
         if step is not None:
             self.step = step

@@ -1,4 +1,4 @@
-"""torch.compile on a rank: what accelerate would hand it wrongly, and what it made of the model, reported once settled."""
+"""torch.compile on a rank: corrects what accelerate would set, and reports what was compiled once that is settled."""
 
 from __future__ import annotations
 

@@ -53,14 +53,14 @@ def survey(paths: Iterable[Path], index: Mapping[str, str] | None = None) -> dic
         for tensor in tensors:
             if tensor.name in found:
                 other = found[tensor.name].file.name
-                problems.append(Problem(f"stands in {other} too", file=str(path), key=tensor.name, fix=FETCH))
+                problems.append(Problem(f"is also in {other}", file=str(path), key=tensor.name, fix=FETCH))
             elif tensor.dtype not in DTYPES or tensor.dtype in _NO_WEIGHTS:
                 problems.append(Problem(f"has the dtype {tensor.dtype}", file=str(path), key=tensor.name, fix="another copy"))
             found.setdefault(tensor.name, tensor)
     for name, file in (index or {}).items():
         if name not in found and file in whole:
             folder = next(path for path in paths if path.name == file)
-            problems.append(Problem("the index names it, the file does not hold it", file=str(folder), key=name, fix=FETCH))
+            problems.append(Problem("is in the index, but not in the file it names", file=str(folder), key=name, fix=FETCH))
     if problems:
         raise UserError(problems)
     return found

@@ -1,6 +1,6 @@
 """A benchmark's stopwatch in a rank: steps timed behind the warm-up, tokens counted, a few steps more under the profiler.
 
-Where two programs are compared, both are alive and take turns, a step each: what else runs on the machine slows both.
+When two programs are compared, both run and take turns, one step each: what else runs on the machine slows both.
 
 torch's profiler says how long ranks exchange data, and how much of that nothing else hides. On a GPU the spans are those of its
 kernels and copies: communication is NCCL's, all others compute. Without a GPU they are gloo's operations, from their call to

@@ -54,7 +54,7 @@ class Startup:
     """Times parts of the start-up. A part inside another one stops the outer one's clock, so that nothing counts twice."""
 
     def __init__(self, age: Callable[[], float] = process_age, clock: Callable[[], float] = time.perf_counter) -> None:
-        """To be made when the imports are done: what the process has lived until then is theirs."""
+        """Create it when the imports are done: the process's time until then counts as theirs."""
         self._clock = clock
         self.seconds: dict[str, float] = {"imports": age()}
         self._stack = ["other"]

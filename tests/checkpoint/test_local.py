@@ -94,7 +94,7 @@ def test_a_damaged_shared_step_does_not_hide_a_local_one(tmp_path: Path) -> None
     flip(path / SHARD)
     again, messages = open_tier(tmp_path, attempt=2)
     found = again.newest()
-    assert found is not None and found[0].name == "step-000004.a2" and "is not whole" in " ".join(messages)
+    assert found is not None and found[0].name == "step-000004.a2" and "is incomplete or damaged" in " ".join(messages)
 
 
 def test_a_disk_that_cannot_be_read_costs_the_tier_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

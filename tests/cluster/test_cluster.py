@@ -71,7 +71,7 @@ SECOND = {"node": "rno-it-gpu0007-1", "path": "/c2", "mount": "/c", "filesystem"
 FOUR = [[0, 1], [2, 3], [4, 5], [6, 7]]
 LOW = "0-63,128-191"
 REFUSALS: dict[str, list[tuple[Any, ...]]] = {
-    "name": [(..., "missing"), ("two words", "is not a name"), ("local", "found by looking")],
+    "name": [(..., "missing"), ("two words", "is not a name"), ("local", "is reserved")],
     "nodes": [(..., "missing"), ([], "empty"), ({"a": 1}, "not a list")],
     "nodes.0": [("gpu1", "not a section")],
     "nodes.0.name": [

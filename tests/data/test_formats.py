@@ -92,7 +92,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("messages", [user("a"), user("b")], "wrong-turn", r"messages\[1\]"),
     ("messages", [SYSTEM, SYSTEM, *PAIR], "wrong-turn", r"messages\[1\]"),
     ("messages", [user("a"), {"role": "tool", "content": "b"}], "wrong-turn", "tool"),
-    ("messages", [user("q"), assistant(None, tool_calls=[CALL]), *PAIR], "wrong-turn", "a tool message must stand"),
+    ("messages", [user("q"), assistant(None, tool_calls=[CALL]), *PAIR], "wrong-turn", "a tool message must come"),
     ("messages", [user("a"), {"role": "narrator", "content": "b"}], "unknown-role", "narrator"),
     ("messages", [user("a"), {"role": "assistant"}], "wrong-column", r"messages\[1\].content is missing"),
     ("messages", [user("a"), assistant(None)], "wrong-column", r"messages\[1\].content is null"),

@@ -124,7 +124,7 @@ def test_drafted_on_a_real_slurm(slurm: FaultyCluster, tmp_path: Path) -> None:
     text = file.read_text()
     assert done.returncode == 0 and 'node[1-2]"' in text and "a look at node" in text and f"wrote {file}" in done.stderr
     again = slurm.run(words, check=False, timeout=300)
-    assert again.returncode == 2 and "is there already" in again.stderr and file.read_text() == text
+    assert again.returncode == 2 and "exists already" in again.stderr and file.read_text() == text
 
 
 def test_every_key_of_a_cluster_file_is_documented() -> None:

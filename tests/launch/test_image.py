@@ -1,4 +1,4 @@
-"""Which image a run is in: its sum, read once, what mounts it, and what it has installed against the pins."""
+"""Which image a run is in: its SHA-256, computed once, what mounts it, and what it has installed against the pins."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def settings(sif: Path, program: Path | None = None) -> Container:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0" * 64 + "  train.sif\n", f"its sum is {DIGEST[:16]}..., and train.sif.sha256 says 0000000000000000..."),
+        ("0" * 64 + "  train.sif\n", f"its SHA-256 is {DIGEST[:16]}..., and train.sif.sha256 says 0000000000000000..."),
         ("", "contains no sum of one file"),
         (f"{DIGEST}  a\n{DIGEST}  b\n", "contains no sum of one file"),
         ("\xff" * 64, "contains no sum of one file"),
@@ -83,7 +83,7 @@ def test_an_image_is_read_once(sif: Path, monkeypatch: pytest.MonkeyPatch) -> No
         image.look(settings(sif))
     assert len(reads) == 1
     sif.write_bytes(CONTENT[::-1])
-    with pytest.raises(UserError, match="its sum is"):
+    with pytest.raises(UserError, match="its SHA-256 is"):
         image.look(settings(sif))
     assert len(reads) == 2
     # A copy that keeps the time (cp -p, rsync -t) has another inode.
@@ -94,7 +94,7 @@ def test_an_image_is_read_once(sif: Path, monkeypatch: pytest.MonkeyPatch) -> No
     other.write_bytes(CONTENT[::-1])
     os.utime(other, (1.0, 1.0))
     other.replace(sif)
-    with pytest.raises(UserError, match="its sum is"):
+    with pytest.raises(UserError, match="its SHA-256 is"):
         image.look(settings(sif))
 
 
@@ -104,7 +104,7 @@ def test_what_others_can_write_is_not_believed(sif: Path, monkeypatch: pytest.Mo
     memory = image._memory(sif)
     remembered = json.loads(memory.read_text())
     memory.write_text(json.dumps({**remembered, "sha256": "0" * 64}))
-    with pytest.raises(UserError, match="its sum is 0000"):
+    with pytest.raises(UserError, match="its SHA-256 is 0000"):
         image.look(settings(sif))
     for spoil in (lambda: memory.chmod(0o666), lambda: memory.write_text("["), memory.unlink):
         spoil()
@@ -133,7 +133,7 @@ def test_an_image_that_is_written_to_meanwhile_is_refused(sif: Path, monkeypatch
         return "0" * 64
 
     monkeypatch.setattr(image, "_read", read)
-    with pytest.raises(UserError, match="was written to while"):
+    with pytest.raises(UserError, match="changed while"):
         image.look(settings(sif))
     assert not image._memory(sif).exists()
 
@@ -191,7 +191,7 @@ def test_submit_tells_of_an_image_before_anything_is_queued(sif: Path, tmp_path:
     }.items()  # fmt: skip
     os.truncate(sif, 100)
     messages = [problem.message for problem in submission(tmp_path / "a,b").find_problems(dry_run=False)]
-    assert any("its sum is" in text for text in messages) and any("cannot be shown a path" in text for text in messages)
+    assert any("its SHA-256 is" in text for text in messages) and any("cannot be shown a path" in text for text in messages)
 
 
 # --- whose squashfuse mounts it -------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ ENDED = (node(0, 1, 1), node(1, 1, 1))
 CASES: dict[str, tuple[AttemptPlan, list[Trace], int, list[str]]] = {
     "all well": (plan(2), [rank(0, 0), rank(1, 0)], 0, []),
     "a rank without a record was killed, and the job may continue": (
-        plan(2), [log("rank-0"), rank(0, 1, LOST)], 75, ["rank 1 ended without a word"],
+        plan(2), [log("rank-0"), rank(0, 1, LOST)], 75, ["rank 1 ended without a record"],
     ),
     "the first to fail is named": (
         plan(2), [rank(0, 1, LOST, at=5.0), rank(1, 1, "KeyError: 'x'", at=2.0)], 1, ["rank 1 failed first: KeyError"],
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[AttemptPlan, list[Trace], int, list[str]]] = {
     "a launcher that starts nothing is no reason to requeue": (
         plan(2), [log("node-0", "ValueError: no such option\n")], 1, ["the launcher started no rank: ValueError"],
     ),
-    "a launcher that was killed is": (plan(2), [node(0, 1, -9)], 75, ["rank 0, rank 1 ended without a word"]),
+    "a launcher that was killed is": (plan(2), [node(0, 1, -9)], 75, ["rank 0, rank 1 ended without a record"]),
     "ranks that were killed before they opened a log are": (plan(2), [root_cause(0, 0, -9)], 75, ["rank 0 failed first"]),
     "a stop that came after the last step still counts": (plan(2), [rank(0, 0), rank(1, 0), node(0, asked=True)], 75, []),
     "a stop hides no decision": (plan(2), [rank(0, 93), rank(1, 0), node(0, asked=True)], 93, ["why"]),
@@ -81,9 +81,9 @@ CASES: dict[str, tuple[AttemptPlan, list[Trace], int, list[str]]] = {
     "ranks that the scheduler ended (SIGTERM) do not hide the one that failed": (
         plan(4, 2), [rank(1, 1, "KeyError: 'x'"), *ENDED, root_cause(1, 2, -15)], 1, ["rank 1 on gpu-a failed first: KeyError"],
     ),
-    "a node that says nothing is gone": (plan(4, 2), [node(0, 1, 1)], 75, ["gpu-b ended without a word"]),
+    "a node that says nothing is gone": (plan(4, 2), [node(0, 1, 1)], 75, ["gpu-b ended without a record"]),
     "a failure next to a lost node is no fault of the job": (
-        plan(2, 2), [rank(0, 1, LOST), node(0, 1, 1)], 75, ["gpu-b ended without a word", "rank 0 on gpu-a"],
+        plan(2, 2), [rank(0, 1, LOST), node(0, 1, 1)], 75, ["gpu-b ended without a record", "rank 0 on gpu-a"],
     ),
     "the agent's words on a hung rank outrank those of its peers": (
         plan(4, 2), [rank(0, 1, LOST), node(0, 1, 1), node(1, 75, -9, "rank 3 on gpu-b hangs")], 75, ["rank 3 on gpu-b hangs"],

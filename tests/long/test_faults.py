@@ -241,7 +241,7 @@ def test_a_damaged_checkpoint_is_passed_over(folder: Path, reference: str, name:
         command.end()
     flip(folder / "checkpoints" / step / name)
     code, text = Command(folder).end()
-    assert code == 0 and f"{step} is not whole and is skipped" in text, text
+    assert code == 0 and f"{step} is incomplete or damaged and is skipped" in text, text
     assert adapter_sha(folder) == reference
     if step == "step-000004":
         assert "resume from step-000002" in text and "step-000004 is damaged: kept, not counted" in text

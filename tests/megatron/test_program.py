@@ -140,7 +140,7 @@ def test_a_broken_checkpoint_is_passed_over(run: RunDir, resolved: Resolved, loo
     (run.checkpoints / "step-000008" / "iter_0000008" / "__0_0.distcp").write_bytes(b"other bytes")
     loop.fail_at = None
     code, output = go(run, resolved, 2)
-    assert code is ExitCode.OK and "step-000008 is not whole" in output and "resume from step-000004" in output
+    assert code is ExitCode.OK and "step-000008 is incomplete or damaged" in output and "resume from step-000004" in output
 
 
 @pytest.mark.parametrize("every", [4, 5])

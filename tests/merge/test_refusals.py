@@ -154,7 +154,7 @@ BASE_REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "pickles": (lambda b: (without_weights(b), (b / "pytorch_model.bin").write_bytes(b"x")), "pickle"),
     "a tensor twice": (
         lambda b: save_file({**load_file(shards(b)[1]), next(iter(load_file(shards(b)[0]))): torch.zeros(1)}, shards(b)[1]),
-        r"stands in .* as well",
+        r"is also in .*",
     ),
     "flax": (lambda b: save_file(load_file(shards(b)[0]), shards(b)[0], metadata={"format": "flax"}), "layout of 'flax'"),
 }  # fmt: skip

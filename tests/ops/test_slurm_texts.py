@@ -193,7 +193,7 @@ def test_a_cluster_without_slurm_or_found_by_looking(tmp_path: Path) -> None:
         cluster = load(tmp_path, {"slurm": None, "nodes": [{"name": "a", "address": "10.9.9.9", "roles": ["compute"]}]})
         make_plan(cluster, cluster.nodes[0])
     local = load(tmp_path).model_copy(update={"name": "local"})
-    with pytest.raises(UserError, match="found by looking"):
+    with pytest.raises(UserError, match="not a plan for it"):
         make_plan(local, local.nodes[0])
 
 

@@ -212,7 +212,7 @@ def test_a_hung_pool_names_the_brick_and_a_group_is_asked_for() -> None:
     facts = healthy()
     facts.folders = {path: {"mode": 0o2775, "group": "root"} for path in facts.folders}
     found = [item.found for item in judge.judge(facts, replace(wanted(), group="train")) if item.rule == "shared-folders"]
-    assert len(found) == len(facts.folders) and all("train is meant" in text for text in found)
+    assert len(found) == len(facts.folders) and all("should be train" in text for text in found)
     brick(B, silent=True)(facts)
     pool(silent=True)(facts)
     assert ["/shared-b" in item.fix for item in judge.judge(facts, wanted()) if item.rule == "pool-answers"] == [True]

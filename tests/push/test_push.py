@@ -98,7 +98,7 @@ def test_what_is_refused_before_anything_is_asked(
         ({"token": "hf_" + "Zz9" * 9}, 2, "does not accept the token (401)"),  # as the Hub says of what is not there, too
         ({"read_only": True}, 2, "may not write to me/oasst2-adapter (403)"),
         ({"fail": {"/commit/": 412}}, 75, "changed by somebody else"),  # the commit names what it was made on
-        ({"spoil": True}, 75, "not there as it was sent: adapter_config.json, README.md"),
+        ({"spoil": True}, 75, "differs from what was sent: adapter_config.json, README.md"),
         ({"url": "http://127.0.0.1:1"}, 75, "no answer of http://127.0.0.1:1"),
     ],
 )

@@ -144,7 +144,7 @@ def test_all_damage_is_told_at_once(tmp_path: Path) -> None:
     save(tmp_path, LLAMA)
     drop(tmp_path / SECOND)
     found = problems(tmp_path, LLAMA, {NORM: SECOND})
-    assert found[0] == (SECOND, NORM, "the index names it, the file does not hold it")
+    assert found[0] == (SECOND, NORM, "is in the index, but not in the file it names")
     cut(tmp_path / FIRST)
     cut(tmp_path / SECOND)
     assert [file for file, _, _ in problems(tmp_path, LLAMA)] == [FIRST, SECOND]

@@ -394,7 +394,7 @@ def slurm_parser(s: SlurmSubject) -> Iterator[Seen]:
     """
     if re.search(r"auth/|munge", s.parser, re.IGNORECASE):  # a machine that is not set up yet, or a Slurm without auth/none
         fix = "start munge, then plan again; or plan --try where it can be"
-        yield Seen(UNKNOWN, "slurmd -G wants to prove who it is before it reads nodes and GPUs", fix, texts.SLURM_CONF)
+        yield Seen(UNKNOWN, "slurmd -G tries to authenticate before it reads nodes and GPUs", fix, texts.SLURM_CONF)
     elif s.parser:
         yield Seen(FAIL, s.parser, where=texts.SLURM_CONF)
 

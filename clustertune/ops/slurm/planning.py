@@ -251,7 +251,7 @@ def _problems(cluster: Cluster) -> Iterator[Problem]:
     file = cluster.source
     if cluster.name == "local":
         fix = "write it down first: docs/clusters.md, then --cluster NAME|FILE"
-        yield Problem("local is what is found by looking, not what shall be", file="command line", key="--cluster", fix=fix)
+        yield Problem("local describes this machine as it is, not a plan for it", file="command line", key="--cluster", fix=fix)
         return
     slurm = cluster.slurm
     if slurm is None:
@@ -399,7 +399,7 @@ def entries(text: str) -> list[ConfEntry]:
 
 
 def _parts(text: str) -> list[str]:
-    """The settings of one line; a record is one, and so is what is none."""
+    """The settings of one line. A record counts as one setting, and so does a line of any other form."""
     pairs = _PAIR.findall(text)
     if _key(text).partition("=")[0] in RECORDS or " ".join(pairs) != text:
         return [text] if text else []

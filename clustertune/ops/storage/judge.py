@@ -396,7 +396,7 @@ def pool_options(s: StorageSubject) -> Iterator[Seen]:
         value = attributes.get(key) or attributes.get("func.create" if key == "category.create" else key)
         if value is not None and not same(meant[key], value):
             status = FAIL if key == "cache.files" and value in ("off", "direct") else WARN
-            yield Seen(status, f"{key} is {value}, {meant[key]} is meant", _anew(pool), pool.path)
+            yield Seen(status, f"{key} is {value}, it should be {meant[key]}", _anew(pool), pool.path)
 
 
 def _size(text: str) -> int:
@@ -494,9 +494,9 @@ def shared_folders(s: StorageSubject) -> Iterator[Seen]:
             yield Seen(UNKNOWN, f"not seen ({seen['errno']})", where=path)
         elif seen["mode"] != mode:
             fix = f"chmod {mode:04o} it on each of {owners}, below {DATA} of the brick"
-            yield Seen(WARN, f"mode {seen['mode']:04o}, {mode:04o} is meant", fix, path)
+            yield Seen(WARN, f"mode {seen['mode']:04o}, it should be {mode:04o}", fix, path)
         elif group and seen["group"] != group:
-            yield Seen(WARN, f"group {seen['group']}, {group} is meant", f"chgrp {group} it on each of {owners}", path)
+            yield Seen(WARN, f"group {seen['group']}, should be {group}", f"chgrp {group} it on each of {owners}", path)
 
 
 def storage_clock(s: StorageSubject) -> Iterator[Seen]:
