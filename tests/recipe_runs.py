@@ -11,6 +11,7 @@ from clustertune.export.whole import export_either, find_base, read_types
 from clustertune.recipe import quantization
 from clustertune.rundir import RunDir
 from tests.command import events
+from tests.launch.machines import OURS
 
 STEPS = 2
 WORDS = [
@@ -47,10 +48,7 @@ def _fsdp(recipe: str, *overrides: str, placements: frozenset[str] = SHARDS, off
     return Wanted(recipe, "FSDP", {"dp_shard": 2}, placements, overrides, offloaded=offloaded)
 
 
-RUNS = {
-    "tiny-oasst2": _fsdp("tiny-oasst2"),
-    "tiny-dpo": _fsdp("tiny-dpo"),
-    "llama405b-oasst2": _fsdp("llama405b-oasst2"),
+RUNS = {name: _fsdp(name) for name in OURS} | {
     "llama405b-oasst2-fsdp1": _fsdp(
         "llama405b-oasst2",
         "accelerate=accelerate-fsdp1.yaml",
@@ -69,7 +67,6 @@ RUNS = {
     "llama1b-oasst2": Wanted("llama1b-oasst2", "MULTI_CPU", {"dp": 2}, WHOLE),
     "llama1b-oasst2-zero1": Wanted("llama1b-oasst2", "DEEPSPEED", {"dp": 2}, WHOLE, ("accelerate=accelerate-zero1.yaml",)),
     "llama1b-oasst2-zero2": Wanted("llama1b-oasst2", "DEEPSPEED", {"dp": 2}, WHOLE, ("accelerate=accelerate-zero2.yaml",)),
-    "llama8b-lima": _fsdp("llama8b-lima"),
     "llama8b-qlora-1gpu": Wanted("llama8b-qlora-1gpu", "NO", {"dp": 1}, WHOLE, ranks=1),
     "llama8b-longcontext-32k": Wanted("llama8b-longcontext-32k", "FSDP", {"dp_shard": 2, "cp": 2}, frozenset({JOINT}), ranks=4),
     "llama70b-fsdp2": _fsdp("llama70b-fsdp2", offloaded=1.0),
@@ -82,10 +79,6 @@ RUNS = {
     ),
     "llama70b-zero3-offload": Wanted("llama70b-zero3-offload", "DEEPSPEED", {"dp": 2}, ZERO),
     "llama70b-zero-infinity": Wanted("llama70b-zero-infinity", "DEEPSPEED", {"dp": 2}, ZERO),
-    **{name: _fsdp(name) for name in (f"qwen2.5-{size}-tulu3" for size in ("14b", "32b", "72b"))},
-    "mistral7b-alpaca": _fsdp("mistral7b-alpaca"),
-    **{name: _fsdp(name) for name in ("llama70b-lora", "llama70b-qlora", "qwen3-8b", "qwen3-30b-a3b-lora")},
-    "mixtral8x7b-tulu3": _fsdp("mixtral8x7b-tulu3"),
     "mixtral8x7b-tulu3-ep": Wanted(
         "mixtral8x7b-tulu3",
         "FSDP",
@@ -95,7 +88,7 @@ RUNS = {
         ranks=4,
     ),
 }
-"""Every recipe that our own program trains, with each of its distribution files."""
+"""Every recipe that our own program trains, with each of its distribution files: two ranks of FSDP2, if not said otherwise."""
 
 
 def judge(name: str, path: Path) -> None:

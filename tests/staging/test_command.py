@@ -48,7 +48,7 @@ def test_on_this_node_and_away_again(tmp_path: Path, cluster: Path, hub_recipe: 
     ("words", "message"),
     [
         (["recipes/tiny-oasst2", "--cluster", "rno-rtxpro6000"], "storage.staging"),
-        (["recipes/tiny-oasst2", "--cluster", "{cluster}", "--run-dir", "{tmp}/none"], "nothing of this recipe is there"),
+        (["recipes/tiny-oasst2", "--cluster", "{cluster}", "--run-dir", "{tmp}/none"], "nothing of this recipe can be copied"),
         (["--cluster", "{cluster}"], "a recipe is missing"),
         (["recipes/tiny-oasst2", "--to", "{tmp}/o", "--clean"], "exclude each other"),
         (["recipes/tiny-oasst2", "--ifeval", "x.jsonl"], "--eval-data is for --to"),
