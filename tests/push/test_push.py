@@ -153,7 +153,7 @@ def test_a_failure_midway_leaves_nothing_and_the_next_call_goes_on(
 def test_a_damaged_adapter_is_not_pushed(push: Push, hub: FakeHub, trained: RunDir) -> None:
     flip(trained.adapter / "adapter_model.safetensors", -1)
     done = push("--publish")
-    assert done.code == 2 and "SHA-256" in done.err and "nothing of it is pushed" in done.err and hub.asked == []
+    assert done.code == 2 and "SHA-256" in done.err and "nothing is pushed" in done.err and hub.asked == []
 
 
 def test_other_files_of_the_folder_stay_here(push: Push, hub: FakeHub, trained: RunDir) -> None:

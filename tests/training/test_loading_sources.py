@@ -125,7 +125,7 @@ def twice(path: Path) -> None:
         (cut, SECOND, "", "truncated or damaged"),
         (drop, "files", "model.norm.weight", "no weight file holds it"),
         (reshape, SECOND, "model.norm.weight", "has shape [9], the model's config asks for [8]"),
-        (twice, SECOND, "lm_head.weight", "stands in " + FIRST),
+        (twice, SECOND, "lm_head.weight", "is also in " + FIRST),
     ],
 )
 def test_damage_is_told_with_file_and_tensor(
