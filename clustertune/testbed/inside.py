@@ -1,4 +1,4 @@
-"""The first process of a throw-away cluster's login node, and of each of its nodes.
+"""The first process of a temporary cluster's login node, and of each of its nodes.
 
 Started by path with ``python -I`` and only the standard library, so that it needs neither the package nor its environment.
 ``login`` starts munge and the controller, obeys one JSON line a time on stdin and ends with everything below it when stdin

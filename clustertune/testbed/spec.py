@@ -1,4 +1,4 @@
-"""The shape of a throw-away cluster, what this machine lacks for one, and the ways in which its nodes can be kept apart."""
+"""The shape of a temporary cluster, what this machine lacks for one, and the ways in which its nodes can be kept apart."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ AS_USER = ("unshare", "--user", "--map-current-user", "--keep-caps", *inside.NAM
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """What a throw-away cluster looks like. Nothing here is a limit of the machine: CPUs, memory and GPUs are only claimed."""
+    """What a temporary cluster looks like. Nothing here is a limit of the machine: CPUs, memory and GPUs are only claimed."""
 
     nodes: int | tuple[str, ...] = 2
     """Their number (1 to 16; named node1, node2, ...) or their names."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.bench import batch, result
-from clustertune.testbed.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO, run
 from tests.nccl_check.test_submit import cluster_file
 
@@ -136,7 +136,7 @@ def test_a_recipe_is_measured_against_trl(tmp_path: Path) -> None:
 
 @pytest.mark.jobs
 @pytest.mark.timeout(1800)
-def test_on_two_nodes_of_a_real_slurm(slurm: ThrowawayCluster, tmp_path: Path) -> None:
+def test_on_two_nodes_of_a_real_slurm(slurm: TemporaryCluster, tmp_path: Path) -> None:
     """``--submit`` as a user calls it: both programs over both nodes by srun, full size without the Hub."""
     file, out = cluster_file(tmp_path), tmp_path / "out"
     words = ["bench", "tiny-oasst2", "--synthetic", "--submit", "--cluster", str(file), "--against", "trl", "--rounds", "1"]

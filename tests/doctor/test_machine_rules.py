@@ -118,7 +118,7 @@ def test_a_login_node_is_no_compute_node() -> None:
 
 
 def test_a_rehearsal_claims_more_than_there_is() -> None:
-    """The throw-away Slurm has GPUs that are names, and more cores than the machine."""
+    """The temporary Slurm has GPUs that are names, and more cores than the machine."""
     patch: Patch = {
         "environment.SLURM_CLUSTER_NAME": "rehearsal", "gpus": [], "driver": "", "nvidia_devices": 0, "cuda_devices": None,
         "cuda_init": None, "gpu_files": [], "rdma": [], "rdma_devices": [], "cpus": 2, "affinity": 2, "affinity_list": "0-1",

@@ -17,7 +17,7 @@ from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from clustertune.staging import needs, node
-from clustertune.testbed.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO, events
 from tests.slurm import wait_for
 from tests.slurm_job import Job
@@ -173,7 +173,7 @@ slurm: {{partition: {partition}}}
 
 
 @pytest.fixture(scope="module")
-def jobs(slurm_session: ThrowawayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Job, Path]]:
+def jobs(slurm_session: TemporaryCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Job, Path]]:
     """The same job with copies and without, on a Slurm of two nodes. Read only."""
     shared = tmp_path_factory.mktemp("staged")
     (shared / "local").mkdir()
@@ -208,7 +208,7 @@ def test_a_job_on_copies_trains_the_same_weights(jobs: tuple[Job, Job, Path]) ->
 
 @pytest.mark.jobs
 @pytest.mark.timeout(600)
-def test_by_hand_in_an_allocation(slurm: ThrowawayCluster, jobs: tuple[Job, Job, Path], tmp_path: Path) -> None:
+def test_by_hand_in_an_allocation(slurm: TemporaryCluster, jobs: tuple[Job, Job, Path], tmp_path: Path) -> None:
     """``clustertune stage`` in a job copies on every node of it, and says what each has."""
     near, _, _ = jobs
     cluster = near.words[near.words.index("--cluster") + 1]
