@@ -23,7 +23,7 @@ from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, UserError, raise_if
 from clustertune.evaluate.servers import GIVEN, JOB, START_SECONDS, ServingJob, note_end
 from clustertune.launch import container, image, megatron, progress, serving, slurm, step
-from clustertune.launch.agent import asked_file
+from clustertune.launch.agent import stop_request_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import Setting, environment
 from clustertune.launch.judge import Outcome, any_node_failed
@@ -89,7 +89,7 @@ class JobChain(chain.Chain):
         """Whether no stop was requested, and every node answered."""
         if outcome.code not in (ExitCode.AGAIN, ExitCode.FAILED) or self.signals:
             return False
-        return not outcome.asked and not outcome.nodes_gone and self.still_mine()
+        return not outcome.stop_requested and not outcome.nodes_gone and self.still_mine()
 
     def still_mine(self) -> bool:
         """Whether no later start of this job works in the run folder."""
@@ -194,7 +194,7 @@ class JobChain(chain.Chain):
         command = step_command(self.resolved, self.run.path, plan.attempt, self.cluster, self.allocation)
         say(f"attempt {plan.attempt}: {plan.world_size} ranks on {', '.join(node.name for node in plan.nodes)}")
         contained = self.cluster.container.runtime in container.RUNTIMES
-        ask = asked_file(folder).touch if contained else None
+        ask = stop_request_file(folder).touch if contained else None
         step.run_step(command, self.signals, self.still_mine, lambda: any_node_failed(folder, plan), ask)
         return bool(self.signals)
 
