@@ -77,7 +77,7 @@ def test_a_dry_run_makes_nothing(tmp_path: Path) -> None:
     words = ["bench", "tiny-oasst2", "--dry-run", "--steps", "9", "--against", "trl"]
     words += ["--run-dir", str(tmp_path / "r"), "--out", str(tmp_path / "o")]
     found = run(*words, "--json").json
-    assert found["course"] == {"warmup": 5, "steps": 9, "profiled": 2} and found["changes"]["max_steps"] == 16
+    assert found["schedule"] == {"warmup": 5, "steps": 9, "profiled": 2} and found["changes"]["max_steps"] == 16
     assert (found["against"], found["interleave"], found["rounds"]) == (["trl"], True, 2)
     assert found["train"][-2:] == ["--attempt", "1"] and list(tmp_path.iterdir()) == []
     assert "in turn with: trl" in run(*words).err
