@@ -110,7 +110,7 @@ class JobChain(chain.Chain):
         command = step.on_first_node(
             command_line,
             self.cluster,
-            binds=container.places_of(self.resolved, self.run.path),
+            binds=container.paths_of(self.resolved, self.run.path),
             host=self.allocation.nodes[0],
             gpus=bool(self.allocation.gpus_per_node),
             environ=os.environ,
@@ -156,7 +156,7 @@ class JobChain(chain.Chain):
             [sys.executable, "-m", "clustertune.evaluate.servers", str(folder)],
             self.cluster.model_copy(update={"container": container_.model_copy(update={"image": container_.vllm})}),
             self.allocation,
-            binds=[*container.places_of(self.resolved, self.run.path), self.base_folder()],
+            binds=[*container.paths_of(self.resolved, self.run.path), self.base_folder()],
             nodes=len(nodes),
             options=[f"--nodelist={','.join(nodes)}"],
         )
@@ -209,7 +209,7 @@ def step_command(
 ) -> list[str]:
     """``srun`` of the node's program, in the cluster's container if it has one. ``environ``: of the batch script."""
     command, inside = step.node_command(run_path, attempt), megatron.of_training(resolved, cluster)
-    return step.in_job(command, inside, allocation, binds=container.places_of(resolved, run_path), environ=environ)
+    return step.in_job(command, inside, allocation, binds=container.paths_of(resolved, run_path), environ=environ)
 
 
 def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:

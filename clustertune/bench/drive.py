@@ -159,7 +159,7 @@ def _on_nodes(made: chain.Chain, order: Path, plan: AttemptPlan) -> list[str]:
     command = peer.node_command(order)
     if not isinstance(made, job.JobChain):
         return command
-    binds = container.places_of(made.resolved, made.run.path)
+    binds = container.paths_of(made.resolved, made.run.path)
     return step.in_job(command, made.cluster, made.allocation, binds=[*binds, order.parent], nodes=len(plan.nodes))
 
 

@@ -172,7 +172,7 @@ def read_records(folder: Path, nodes: int) -> list[dict[str, Any]]:
     return found
 
 
-def places(folder: Path, node: int) -> Mapping[str, Path]:
+def local_folders(folder: Path, node: int) -> Mapping[str, Path]:
     """The folders that this node's ranks read from its own disk: ``model``, ``data``, or none."""
     for record in read_records(folder, node + 1):
         if record.get("node") == node:
