@@ -244,7 +244,7 @@ def before_a_job(monkeypatch: pytest.MonkeyPatch, facts: Patch) -> tuple[list[st
 
 def test_what_may_be_harmless_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that was reset since, a full disk that the job does not write to, a name that no rank asks for."""
-    locks = {"probes.1.ok": False, "probes.1.said": "No locks available"}
+    locks = {"probes.1.ok": False, "probes.1.message": "No locks available"}
     harmless = {"gpu-xid": {"xids.+": XID.format(79)}, "gpu-ecc": {"gpus.5.ecc_uncorrected": 2}, "flock": locks}
     for rule, facts in {**harmless, "disk-full": {"mounts.0.free_bytes": 0}, "node-names": {"names.gpu02": []}}.items():
         messages, found = before_a_job(monkeypatch, facts)
