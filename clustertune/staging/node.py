@@ -38,7 +38,7 @@ def record_file(folder: Path, node: int) -> Path:
     return folder / f"staged-{node}.json"
 
 
-def beat_file(folder: Path, node: int) -> Path:
+def heartbeat_file(folder: Path, node: int) -> Path:
     """Touched while a node copies: the others see that it is alive."""
     return folder / f"staging-{node}.heartbeat"
 
@@ -56,7 +56,7 @@ def staged(run_path: Path, plan: AttemptPlan, node: int) -> Iterator[None]:
         yield
         return
     began = time.perf_counter()
-    with _beating(beat_file(folder, node)):
+    with _heartbeat(heartbeat_file(folder, node)):
         warnings = _stage(run, resolved, cluster, leases)
     record = {
         "node": node,
@@ -116,14 +116,14 @@ def _stage_one(stager: Stager, source: SourceFolder) -> StagedTree:
 
 
 @contextlib.contextmanager
-def _beating(path: Path) -> Iterator[None]:
+def _heartbeat(path: Path) -> Iterator[None]:
     end = threading.Event()
 
     def heartbeat() -> None:
         while True:
             with contextlib.suppress(OSError):
                 path.write_text(f"{time.time()}\n")
-            if end.wait(BEAT_SECONDS):
+            if end.wait(HEARTBEAT_SECONDS):
                 return
 
     thread = threading.Thread(target=heartbeat, daemon=True)
@@ -150,7 +150,7 @@ def _await_peers(run_path: Path, folder: Path, plan: AttemptPlan, node: int) -> 
                 waiting.discard(peer)
                 continue
             with contextlib.suppress(OSError):
-                if (text := beat_file(folder, peer).read_text()) != seen.get(peer):
+                if (text := heartbeat_file(folder, peer).read_text()) != seen.get(peer):
                     seen[peer], heard[peer] = text, time.monotonic()
             if time.monotonic() - heard[peer] > PEER_SECONDS:
                 waiting.discard(peer)
