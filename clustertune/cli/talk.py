@@ -145,7 +145,7 @@ def _server(folder: Path, port: int, cluster: str | None) -> tuple[list[str], di
         cache = f"{tempfile.gettempdir()}/clustertune-vllm-{os.getuid()}"
         one = replace(job, shape=replace(job.shape, servers=1), port=port, cache=cache)
         found = servers.commands(one, 0)[0]
-        return [program, *found.words], found.environment
+        return [program, *found.arguments], found.environment
     if find_spec("fastapi") and find_spec("uvicorn"):
         program = str(Path(sys.executable).with_name("transformers"))
         dtype = servers.dtype_of(folder)

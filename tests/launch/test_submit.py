@@ -429,7 +429,7 @@ def test_a_damaged_outcome_is_passed_over(tmp_path: Path, text: str) -> None:
     attempt.mkdir(parents=True)
     AttemptPlan(1, (Node("n1", "n1"),), 1).write(attempt)
     (attempt / "outcome.json").write_text(text)
-    assert submit.last_words(tmp_path) == ""
+    assert submit.last_outcome(tmp_path) == ""
 
 
 def test_what_a_person_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
