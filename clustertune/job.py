@@ -300,7 +300,7 @@ def _requeue(allocation: Allocation, path: Path, signals: Sequence[int]) -> None
     job = allocation.handle
     if not progress.still_mine(path, allocation.job_id, allocation.restart):
         return
-    if any(number != signal.SIGUSR1 for number in signals) and not _ended_by_nobody(job):
+    if any(number != signal.SIGUSR1 for number in signals) and not _may_requeue(job):
         return
     progress.check_requeue(path, allocation.job_id)
     if (refused := _ask_for_requeue(job)) is not None:
@@ -329,7 +329,7 @@ def _ask_for_requeue(job: str) -> UserError | None:
                 return UserError(f"job {job} no longer runs")
 
 
-def _ended_by_nobody(job: str) -> bool:
+def _may_requeue(job: str) -> bool:
     """Whether a job that got SIGTERM is ours to requeue: Slurm does so with a preempted one, and a cancelled one stays ended.
 
     ``scontrol requeue`` starts also a job that was cancelled (measured on 22.05), so that the state is asked first, also

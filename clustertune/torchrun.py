@@ -191,7 +191,7 @@ class RendezvousServer:
 
     def _keep_heartbeat(self) -> None:
         count = 0
-        while not self._stop.wait(BEAT_SECONDS):
+        while not self._stop.wait(HEARTBEAT_SECONDS):
             count += 1
             with contextlib.suppress(OSError):
                 self._write_heartbeat(count)

@@ -28,7 +28,7 @@ from clustertune.staging import cache, needs, worker
 from clustertune.staging.cache import SourceFolder, StagedTree, Stager
 from clustertune.staging.worker import Bounds
 
-BEAT_SECONDS = 5.0
+HEARTBEAT_SECONDS = 5.0
 PEER_SECONDS = 300.0
 """How long a node waits for a peer that shows no sign: as long as it would for the first node's address."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.ops.slurm.texts import move_conf, move_gres, move_hosts
 from clustertune.process import captured
 from clustertune.recipe.schema import NAME
@@ -150,8 +150,7 @@ def choose(spec: ClusterSpec) -> tuple[str, ...] | None:
     except KeyError:
         message = f"user {os.getuid()} has no name on this machine, and Slurm runs nothing for him"
         problems.append(Problem(message, fix="add this user to /etc/passwd"))
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     prefix = None if spec.isolation == "none" else can_isolate()
     if prefix is None and spec.isolation == "netns":
         fix = "run it as root, or allow user namespaces (sysctl user.max_user_namespaces, and on Ubuntu "

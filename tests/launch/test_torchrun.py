@@ -60,7 +60,7 @@ class Guest(threading.Thread):
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(torchrun, "HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(torchrun, "POLL_SECONDS", 0.02)
 
 
