@@ -73,7 +73,7 @@ class PlanTarget:
     """Numbers of nodes to try, the fewest first."""
     gpus: int
     """Of a node."""
-    words: tuple[str, ...]
+    options: tuple[str, ...]
     """The options that name it again."""
     assumed: bool = False
     """Whether it was chosen, not named."""
@@ -119,7 +119,7 @@ def drafted(
             break
     assert found is not None
     if at.assumed:
-        found.assumed.append(f"no GPUs were named: --gpus {at.words[1]}")
+        found.assumed.append(f"no GPUs were named: --gpus {at.options[1]}")
     with folder_of(found, name) as folder:
         yield found, folder
 
@@ -231,7 +231,7 @@ def write(made: Draft, folder: Path) -> None:
 
 
 def page(made: Draft, name: str, model: FoundModel, options: Sequence[str]) -> str:
-    """``README.md`` of a new recipe: what it is, what was assumed, and the commands from here. ``words`` name the GPUs."""
+    """``README.md`` of a new recipe: what it is, what was assumed, and the commands from here. ``options`` name the GPUs."""
     what = f"{model.section['name']}, {size_of(made.architecture)} parameters. **Planned, not measured.** Assumed:"
     lines = [f"# {name}", "", what, "", *(f"- {one}" for one in made.assumed)]
     return "\n".join([*lines, "", "```sh", *commands(name, options), "```", ""])

@@ -23,7 +23,7 @@ from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, UserError, raise_if
 from clustertune.evaluate.servers import GIVEN, JOB, START_SECONDS, ServingJob, note_end
 from clustertune.launch import container, image, megatron, progress, serving, slurm, step
-from clustertune.launch.agent import asked_file
+from clustertune.launch.agent import stop_request_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import Setting, environment
 from clustertune.launch.judge import Outcome, any_node_failed
@@ -89,7 +89,7 @@ class JobChain(chain.Chain):
         """Whether no stop was requested, and every node answered."""
         if outcome.code not in (ExitCode.AGAIN, ExitCode.FAILED) or self.signals:
             return False
-        return not outcome.asked and not outcome.nodes_gone and self.still_mine()
+        return not outcome.stop_requested and not outcome.nodes_gone and self.still_mine()
 
     def still_mine(self) -> bool:
         """Whether no later start of this job works in the run folder."""
@@ -110,7 +110,7 @@ class JobChain(chain.Chain):
         command = step.on_first_node(
             command_line,
             self.cluster,
-            binds=container.places_of(self.resolved, self.run.path),
+            binds=container.paths_of(self.resolved, self.run.path),
             host=self.allocation.nodes[0],
             gpus=bool(self.allocation.gpus_per_node),
             environ=os.environ,
@@ -156,7 +156,7 @@ class JobChain(chain.Chain):
             [sys.executable, "-m", "clustertune.evaluate.servers", str(folder)],
             self.cluster.model_copy(update={"container": container_.model_copy(update={"image": container_.vllm})}),
             self.allocation,
-            binds=[*container.places_of(self.resolved, self.run.path), self.base_folder()],
+            binds=[*container.paths_of(self.resolved, self.run.path), self.base_folder()],
             nodes=len(nodes),
             options=[f"--nodelist={','.join(nodes)}"],
         )
@@ -194,7 +194,7 @@ class JobChain(chain.Chain):
         command = step_command(self.resolved, self.run.path, plan.attempt, self.cluster, self.allocation)
         say(f"attempt {plan.attempt}: {plan.world_size} ranks on {', '.join(node.name for node in plan.nodes)}")
         contained = self.cluster.container.runtime in container.RUNTIMES
-        ask = asked_file(folder).touch if contained else None
+        ask = stop_request_file(folder).touch if contained else None
         step.run_step(command, self.signals, self.still_mine, lambda: any_node_failed(folder, plan), ask)
         return bool(self.signals)
 
@@ -209,7 +209,7 @@ def step_command(
 ) -> list[str]:
     """``srun`` of the node's program, in the cluster's container if it has one. ``environ``: of the batch script."""
     command, inside = step.node_command(run_path, attempt), megatron.of_training(resolved, cluster)
-    return step.in_job(command, inside, allocation, binds=container.places_of(resolved, run_path), environ=environ)
+    return step.in_job(command, inside, allocation, binds=container.paths_of(resolved, run_path), environ=environ)
 
 
 def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
@@ -300,7 +300,7 @@ def _requeue(allocation: Allocation, path: Path, signals: Sequence[int]) -> None
     job = allocation.handle
     if not progress.still_mine(path, allocation.job_id, allocation.restart):
         return
-    if any(number != signal.SIGUSR1 for number in signals) and not _ended_by_nobody(job):
+    if any(number != signal.SIGUSR1 for number in signals) and not _may_requeue(job):
         return
     progress.check_requeue(path, allocation.job_id)
     if (refused := _ask_for_requeue(job)) is not None:
@@ -329,7 +329,7 @@ def _ask_for_requeue(job: str) -> UserError | None:
                 return UserError(f"job {job} no longer runs")
 
 
-def _ended_by_nobody(job: str) -> bool:
+def _may_requeue(job: str) -> bool:
     """Whether a job that got SIGTERM is ours to requeue: Slurm does so with a preempted one, and a cancelled one stays ended.
 
     ``scontrol requeue`` starts also a job that was cancelled (measured on 22.05), so that the state is asked first, also

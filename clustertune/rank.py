@@ -186,7 +186,7 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     if plan is not None and _is_first():
         _limit(run, resolved, number, stop)
     keys = _take_secrets()
-    near = node.places(records, _node_of(int(os.environ.get("RANK", "0")), records))
+    near = node.local_folders(records, _node_of(int(os.environ.get("RANK", "0")), records))
     source = (str(near["model"]), None) if "model" in near else needs.model_source(run, resolved)
 
     def fence() -> None:

@@ -114,7 +114,7 @@ def train_loop(config: dict[str, Any]) -> None:
     agent.run_rank([sys.executable, "-m", "clustertune", *program], environment, Path(config["stop"]), quiet=config["quiet"])
     await_records(run.path, plan, range(len(plan.nodes)))
     outcome = conclude(folder, plan) if rank == 0 else judge(folder, plan)
-    if outcome.code is ExitCode.FAILED or (outcome.code is ExitCode.AGAIN and not outcome.asked):
+    if outcome.code is ExitCode.FAILED or (outcome.code is ExitCode.AGAIN and not outcome.stop_requested):
         raise RankFailed("; ".join(str(problem) for problem in outcome.problems))
 
 
@@ -189,7 +189,7 @@ class RankAgent(Agent):
             self.problems.append(Problem(text, file=str(self.folder)))
         return self._leave_record(code)
 
-    def _asked(self) -> Path:
+    def _stop_request(self) -> Path:
         return self.stop
 
 
@@ -315,14 +315,14 @@ class RayChain(Chain):
         except UserError:
             text = (str(error or "").strip().splitlines() or ["it printed nothing"])[-1]
             problem = Problem(f"Ray started no rank: {text}", file=str(folder))
-            return Outcome(ExitCode.AGAIN if self.received else ExitCode.FAILED, [problem], asked=bool(self.received))
+            return Outcome(ExitCode.AGAIN if self.received else ExitCode.FAILED, [problem], stop_requested=bool(self.received))
         outcome = judge(folder, plan, requested=bool(self.received))
         if outcome.code is ExitCode.OK and error is not None:
             outcome = replace(outcome, code=ExitCode.FAILED, problems=[Problem(f"Ray: {error}", file=str(folder))])
         if not (folder / OUTCOME).exists():
             with contextlib.suppress(OSError):
                 outcome.write(folder)
-        if outcome.code in (ExitCode.AGAIN, ExitCode.FAILED) and not outcome.asked:
+        if outcome.code in (ExitCode.AGAIN, ExitCode.FAILED) and not outcome.stop_requested:
             progress.check(self.run.path, self.job, _newest_step(self.run))
         return outcome
 

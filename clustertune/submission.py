@@ -162,7 +162,7 @@ class Submission:
         if self.machine.container.runtime == "none":
             return []
         caches = cluster_paths.binds({setting.name: setting.value for setting in self.variables})
-        problems = container.unbindable([ROOT, *container.places_of(self.resolved, self.path), *caches])
+        problems = container.unbindable([ROOT, *container.paths_of(self.resolved, self.path), *caches])
         try:
             self.image, found_problems = image.look(self.machine.container)
             self.notes += found_problems

@@ -36,7 +36,7 @@ FOLDER = "torchrun"
 CALL = "call.json"
 ANSWER = "answer.json"
 HEARTBEAT = "heartbeat"
-BEAT_SECONDS = 5.0
+HEARTBEAT_SECONDS = 5.0
 DEAD_SECONDS = 120.0
 """Without a heartbeat for so long, node 0's call counts as dead: 24 of them, twice the 60 s that an NFS client may cache
 a file's attributes (acregmax, acdirmax of nfs(5))."""
@@ -111,7 +111,7 @@ class TorchrunChain(Chain):
 
     def start(self, plan: AttemptPlan) -> bool:
         """This node's ranks beside those of the other calls."""
-        self.server.tell(plan.attempt)
+        self.server.announce(plan.attempt)
         self.server.call.take_part(plan.attempt, quiet=self.quiet)
         await_records(self.run.path, plan, range(len(plan.nodes)))
         return False
@@ -150,7 +150,7 @@ class RendezvousServer:
         above = self.folder.parent
         before = [path for path in above.iterdir() if path.is_dir()] if above.is_dir() else []
         self.folder.mkdir(parents=True)
-        self._beat(0)
+        self._write_heartbeat(0)
         sizes = {"nodes": self.call.nodes, "ranks_per_node": self.call.ranks_per_node}
         write_durably(above / CALL, json.dumps({"id": self.call_id, **sizes, "host": self.call.local.name}) + "\n")
         for path in before:
@@ -185,18 +185,18 @@ class RendezvousServer:
             time.sleep(POLL_SECONDS)
         return tuple(found[number] for number in sorted(found))
 
-    def tell(self, attempt: int) -> None:
+    def announce(self, attempt: int) -> None:
         """Have every node that has answered begin an attempt; its plan is written before."""
         write_durably(self.folder / ANSWER, json.dumps({"attempt": attempt}) + "\n")
 
     def _keep_heartbeat(self) -> None:
         count = 0
-        while not self._stop.wait(BEAT_SECONDS):
+        while not self._stop.wait(HEARTBEAT_SECONDS):
             count += 1
             with contextlib.suppress(OSError):
-                self._beat(count)
+                self._write_heartbeat(count)
 
-    def _beat(self, count: int) -> None:
+    def _write_heartbeat(self, count: int) -> None:
         (self.folder / HEARTBEAT).write_text(f"{count}\n")
 
 
@@ -236,7 +236,7 @@ class RendezvousClient:
             if call_id == answered and (answer := read_anew(folder / ANSWER)):
                 return int(answer["attempt"]) if "attempt" in answer else ExitCode(int(answer["code"]))
             if now - since > (self.dead_seconds if call_id and call_id == answered else self.call.wait):
-                raise self._nobody(answered == call_id != "", now - since)
+                raise self._server_missing(answered == call_id != "", now - since)
             time.sleep(POLL_SECONDS)
 
     def _answer(self, folder: Path, opened: dict[str, Any]) -> bool:
@@ -254,7 +254,7 @@ class RendezvousClient:
             return False
         return True
 
-    def _nobody(self, answered: bool, waited: float) -> UserError:
+    def _server_missing(self, answered: bool, waited: float) -> UserError:
         text = f"node 0's call shows no life for {waited:.0f} s" if answered else f"no call of node 0 within {waited:.0f} s"
         fix = f"{AGAIN}; --run-dir must be a folder that all nodes see"
         return UserError(text, file=str(self.call.run_path), fix=fix, code=ExitCode.AGAIN)

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from clustertune.testbed import inside
-from clustertune.testbed.cluster import ClusterFailed, ThrowawayCluster, inner_ids
+from clustertune.testbed.cluster import ClusterFailed, TemporaryCluster, inner_ids
 from clustertune.testbed.spec import ClusterSpec, can_isolate, missing
 
 LONG = 120.0
 """Seconds that a wait for something which must come may take."""
 
 
-class FaultyCluster(ThrowawayCluster):
+class FaultyCluster(TemporaryCluster):
     """A cluster with whose jobs, nodes and links something can go wrong."""
 
     def release(self, job: int | str, timeout: float = 120) -> None:

@@ -1,4 +1,4 @@
-"""A training job on the throw-away Slurm, as a user submits it, and what can be seen of it from outside."""
+"""A training job on the temporary Slurm, as a user submits it, and what can be seen of it from outside."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clustertune.testbed.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO, events
 from tests.slurm import wait_for
 
@@ -33,7 +33,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 class Job:
     """One submitted job. ``run`` is its run folder, ``log`` what it printed."""
 
-    cluster: ThrowawayCluster
+    cluster: TemporaryCluster
     run: Path
     words: list[str] = field(default_factory=lambda: [RECIPE, "--tiny", "--to", "export", *SETTINGS])
     options: list[str] = field(default_factory=lambda: list(SHAPE))

@@ -284,7 +284,7 @@ FORBIDDEN_TEXT = {
 }
 
 
-def said_faults(path: str, text: str) -> list[str]:
+def text_faults(path: str, text: str) -> list[str]:
     return [
         f"{path}:{text.count(chr(10), 0, match.start()) + 1}: {match.group()!r}: {what}"
         for pattern, what in FORBIDDEN_TEXT.items()
@@ -323,7 +323,7 @@ def shell_faults(path: str, text: str) -> list[str]:
 # --- the rules over the tree -------------------------------------------------------------------------------------------
 
 
-def said_texts() -> dict[str, str]:
+def text_files() -> dict[str, str]:
     """All texts, without the one address that may stand: the CPU builds of torch, which every machine without a GPU takes."""
     makefile = tree.texts()["Makefile"].replace("CPU_INDEX ?= https://download.py" + "torch.org/whl/cpu", "")
     return {**tree.texts(), "Makefile": makefile}
@@ -337,7 +337,7 @@ RULES: dict[str, tuple[Callable[[str, str], list[str]], Callable[[], dict[str, s
     # A model, an adapter or a checkpoint comes from somebody else: one pickle or one shell string runs what he wrote.
     "calls": (call_faults, lambda: {p: source for p, source in tree.sources().items() if not p.startswith("tests/")}),
     # A path or an index of one machine fails on every other one; a stub is found by the first user who needs it.
-    "words": (said_faults, said_texts),
+    "words": (text_faults, text_files),
     # A no-break space or a curly quote that was pasted into a command looks right and fails; a bidi mark hides code.
     "characters": (odd_characters, tree.code),
     # Without set -e a failed step is skipped, and the job continues with half of what it needs.

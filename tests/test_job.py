@@ -79,7 +79,7 @@ def test_a_killed_rank_begins_again_in_the_same_allocation(
 @pytest.mark.parametrize(
     ("outcome", "signals"),
     [
-        (Outcome(ExitCode.AGAIN, asked=True), []),
+        (Outcome(ExitCode.AGAIN, stop_requested=True), []),
         (Outcome(ExitCode.AGAIN, [Problem("gpu-b ended without a record")], nodes_gone=("gpu-b",)), []),
         (Outcome(ExitCode.STOP, [Problem("not finite")]), []),
         (Outcome(ExitCode.STORAGE, [Problem("full")]), []),

@@ -5,7 +5,7 @@
 Each case has a seed, and a fault is a function of it: the same seed is the same case. Results are appended to
 ``docs/results/faults.jsonl`` under the digest of the product (``clustertune/``, ``launch/`` and the recipes), so a campaign
 that was stopped continues where it was, on another machine too; ``docs/results/faults.md`` is written from them. Cases run in
-forked processes (:mod:`tools.forking`), each with a time limit. Power cuts and full disks need root, node losses the throw-away
+forked processes (:mod:`tools.forking`), each with a time limit. Power cuts and full disks need root, node losses the temporary
 Slurm.
 """
 
@@ -546,7 +546,7 @@ def planted(seed: int, workspace: Workspace) -> Done:
 
 
 def on_slurm(seed: int, workspace: Workspace, *, fault: str) -> Done:
-    """One fault at a random moment of one job on the throw-away Slurm; the adapter is that of a job nothing happened to."""
+    """One fault at a random moment of one job on the temporary Slurm; the adapter is that of a job nothing happened to."""
     faults, slurm, jobs = map(importlib.import_module, ("tests.launch.test_slurm_faults", "tests.slurm", "tests.slurm_job"))
     acts = {"requeue": faults.requeue, "preemption": faults.preempt, "power": faults.power_off(1 + seed % 2),
             "link": faults.cut_off(1 + seed % 2)}  # fmt: skip

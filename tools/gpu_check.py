@@ -59,7 +59,7 @@ class EndedCommand:
     def err(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def last_words(self) -> str:
+    def last_error(self) -> str:
         """The last line that names an error, or the last line."""
         lines = [line.strip() for line in (self.err + "\n" + self.out).splitlines() if line.strip()]
         errors = [line for line in lines if re.search(r"\berror: |Error: |Error$", line) and "ChildFailedError" not in line]
@@ -70,7 +70,7 @@ class EndedCommand:
         try:
             found = json.loads(self.out)
         except ValueError:
-            raise Failed(f"no document on stdout (exit code {self.code}): {self.last_words()}") from None
+            raise Failed(f"no document on stdout (exit code {self.code}): {self.last_error()}") from None
         if not isinstance(found, dict):
             raise Failed(f"a document that is not an object (exit code {self.code})")
         return found
@@ -128,7 +128,7 @@ class GpuCheck:
         try:
             code = child.wait(max(1.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise Failed(f"not done within {LONGEST:.0f} s: {EndedCommand(1, '', log).last_words()}") from None
+            raise Failed(f"not done within {LONGEST:.0f} s: {EndedCommand(1, '', log).last_error()}") from None
         finally:
             end_tree(child)
         return EndedCommand(code, log.with_suffix(".out").read_text(errors="replace"), log)

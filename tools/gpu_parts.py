@@ -153,7 +153,7 @@ def nccl(check: GpuCheck) -> dict[str, Any]:
     if check.backend == "nccl" and check.gpus < 2:
         done = check.run(check.python, "-c", _ONE_RANK)
         if done.code:
-            raise Failed(f"NCCL does not start with one rank: {done.last_words()}")
+            raise Failed(f"NCCL does not start with one rank: {done.last_error()}")
         raise NotHere("there is one GPU, and NCCL refuses two ranks on one; with one rank NCCL starts and reduces")
     limit = ["--seconds", "10", "--max", "1M"] if check.short or check.backend == "gloo" else ["--seconds", "120"]
     done = check.clustertune("nccl-check", *limit, "--backend", check.backend, "--json")
@@ -207,12 +207,12 @@ def chain(check: GpuCheck) -> dict[str, Any]:
     finally:
         done = check.wait(child, log)
     if done.code == 0 or not events(killed, "checkpoint"):
-        raise Failed(f"ended with {done.code} before it could be killed behind a checkpoint: {done.last_words()}")
+        raise Failed(f"ended with {done.code} before it could be killed behind a checkpoint: {done.last_error()}")
     last = "merge" if check.has("lm_eval") else "report"
     for run in (killed, whole):
         done = check.clustertune(*words, "--run-dir", str(run), "--to", last if run == killed else "train")
         if done.code:
-            raise Failed(f"{run.name}: exit code {done.code}: {done.last_words()}")
+            raise Failed(f"{run.name}: exit code {done.code}: {done.last_error()}")
     resumed = [int(one["step"]) for one in events(killed, "start") if one.get("step")]
     if not resumed:
         raise Failed("the second command began from the base model: the checkpoint was not used")
@@ -253,7 +253,7 @@ def evaluation(check: GpuCheck) -> dict[str, Any]:
     out = fresh(check, "eval")
     done = check.clustertune("eval", str(model), "--limit", "16", "--max-gen-toks", "32", "--out", str(out), "--json")
     if done.code:
-        raise Failed(f"exit code {done.code}: {done.last_words()}")
+        raise Failed(f"exit code {done.code}: {done.last_error()}")
     document = done.document()
     return {"why": f"{document.get('prompts', document.get('samples', 16))} prompts", "scores": document.get("scores")}
 
@@ -283,7 +283,7 @@ def _tiny(recipe: str) -> Part:
         for name, env in runs.items():
             done = check.clustertune(*words, "--run-dir", str(folder / name), **env)
             if done.code:
-                message = done.last_words()
+                message = done.last_error()
                 raise (NotHere if "is not installed" in message else Failed)(f"{name}: {message}")
         measured, cpu = (losses(folder / name) for name in runs)
         apart = furthest(measured, cpu, FIRST_LOSS, LATER_LOSS)
@@ -335,7 +335,7 @@ def _bench(name: str, *, others: bool) -> Part:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         if done.code or "ours" not in body:
-            raise Failed(f"exit code {done.code}: {done.last_words()}")
+            raise Failed(f"exit code {done.code}: {done.last_error()}")
         return _bench_facts(body, "litgpt is not installed: no other library beside TRL" if missing else "")
 
     against = "TRL's defaults and another library" if others else "TRL with the same arguments, a step each in turn"
@@ -414,7 +414,7 @@ def attention(check: GpuCheck) -> dict[str, Any]:
     words = ["--small"] if check.backend == "gloo" else []
     done = check.run(check.python, "-m", "tools.attention_kernels", *words)
     if done.code:
-        raise Failed(f"exit code {done.code}: {done.last_words()}")
+        raise Failed(f"exit code {done.code}: {done.last_error()}")
     rows = done.document()["rows"]
     if wrong := [name for name, row in rows.items() if row.get("wrong")]:
         raise Failed(f"{', '.join(wrong)}: another result than one conversation at a time")
@@ -433,7 +433,7 @@ def gpu_tests(check: GpuCheck) -> dict[str, Any]:
     if done.code == 5:
         raise NotHere("no test is marked gpu")
     if done.code:
-        raise Failed(f"{last} {done.last_words()}")
+        raise Failed(f"{last} {done.last_error()}")
     return {"why": last}
 
 

@@ -62,8 +62,8 @@ def recorded(request: BenchRequest) -> tuple[Cluster, Bench] | None:
         raise UserError(Problem(f"cannot be read: {error!r}", file=str(file), fix=fix)) from None
 
 
-def make(request: BenchRequest, cluster: Cluster, word: str | None, out: Path, time: str | None) -> BenchJob:
-    """The job. ``word``: how the cluster was named. Raises UserError."""
+def make(request: BenchRequest, cluster: Cluster, option: str | None, out: Path, time: str | None) -> BenchJob:
+    """The job. ``option``: the value of ``--cluster``. Raises UserError."""
     if cluster.slurm is None:
         fix = "add a slurm section to its file, or --cluster names another one; without --submit it runs here"
         raise UserError(Problem(f"cluster {cluster.name} has no Slurm", file=cluster.source, key="slurm", fix=fix))
@@ -75,7 +75,7 @@ def make(request: BenchRequest, cluster: Cluster, word: str | None, out: Path, t
         shape=shape,
         script=render(shape),
         folder=job_folder(request),
-        arguments=tuple(arguments(request, cluster, word, out, tuple(overrides))),
+        arguments=tuple(arguments(request, cluster, option, out, tuple(overrides))),
         out=out.absolute(),
         bench=bench,
         beside={DESCRIPTION: _description(bench, cluster)},
@@ -103,14 +103,14 @@ def render(shape: JobShape) -> str:
     return batch.render("bench", shape, note, SCRIPT.read_text())
 
 
-def arguments(request: BenchRequest, cluster: Cluster, word: str | None, out: Path, overrides: tuple[str, ...]) -> list[str]:
+def arguments(request: BenchRequest, cluster: Cluster, option: str | None, out: Path, overrides: tuple[str, ...]) -> list[str]:
     """The command line of the job: what was given here, in a form that another folder understands."""
     schedule = request.schedule
-    against = [word if word in peer.NAMES else str(Path(word).expanduser().absolute()) for word in request.against]
+    against = [name if name in peer.NAMES else str(Path(name).expanduser().absolute()) for name in request.against]
     recipe = str(find_folder(request.recipe)[0].absolute())
-    command_line = [recipe, *overrides, "--inside", "--cluster", argument(word or named(cluster))]
+    command_line = [recipe, *overrides, "--inside", "--cluster", argument(option or named(cluster))]
     command_line += ["--steps", str(schedule.steps), "--warmup", str(schedule.warmup), "--profile", str(schedule.profiled)]
-    command_line += ["--rounds", str(request.rounds), *(part for word in against for part in ("--against", word))]
+    command_line += ["--rounds", str(request.rounds), *(part for name in against for part in ("--against", name))]
     flags = {"tiny": request.tiny, "synthetic": request.synthetic, "no-ends": not schedule.save, "replace": request.replace}
     command_line += [f"--{flag}" for flag, given in flags.items() if given]
     return [*command_line, "--run-dir", str(request.run_path.absolute()), "--out", str(out.absolute())]

@@ -29,7 +29,7 @@ PEERS = "peer"
 class Peer:
     """What the rounds of one peer left."""
 
-    word: str
+    name: str
     paired: list[list[dict[str, Any]]] = field(default_factory=list)
     """Of each of its rounds what each rank of ours measured in turn with it."""
     theirs: list[list[dict[str, Any]]] = field(default_factory=list)
@@ -72,7 +72,7 @@ def measure(bench: Bench, command: list[str], cluster: Cluster | None = None, gi
             for position, one in enumerate(found.peers):
                 if one.failed is not None:
                     continue
-                say(f"round {number} of {bench.request.rounds}: {one.word}{', a step each in turn' if together else ''}")
+                say(f"round {number} of {bench.request.rounds}: {one.name}{', a step each in turn' if together else ''}")
                 _theirs(made, found, bench, one, f"{position}-{number}", together=together)
     return found
 
@@ -119,8 +119,8 @@ def _theirs(made: chain.Chain, found: RoundsResult, bench: Bench, one: Peer, nam
     if turns is not None:  # the profiler would see two programs
         schedule = replace(schedule, profiled=0, turns=str(turns))
     plan = made.make_plan(100_000 + len(found.attempts), 0)  # a port of its own
-    settings = peer.settings(made.resolved, made.run, str(made.base_folder().absolute()), schedule, one.word)
-    order = peer.prepare(folder, made.run, plan, peer.start_of(one.word), settings)
+    settings = peer.settings(made.resolved, made.run, str(made.base_folder().absolute()), schedule, one.name)
+    order = peer.prepare(folder, made.run, plan, peer.start_of(one.name), settings)
     if turns is not None:
         turns.mkdir()
     child = peer.start_round(_on_nodes(made, order, plan))
@@ -132,7 +132,7 @@ def _theirs(made: chain.Chain, found: RoundsResult, bench: Bench, one: Peer, nam
         _end(child)
     records = _read(folder, plan.world_size)
     if code or len(records) < plan.world_size:
-        one.failed = f"{one.word}: {peer.why(folder)} (exit code {code}; {folder})"
+        one.failed = f"{one.name}: {peer.why(folder)} (exit code {code}; {folder})"
         say(f"warning: {one.failed}")
         return
     one.theirs.append(records)
@@ -159,7 +159,7 @@ def _on_nodes(made: chain.Chain, order: Path, plan: AttemptPlan) -> list[str]:
     command = peer.node_command(order)
     if not isinstance(made, job.JobChain):
         return command
-    binds = container.places_of(made.resolved, made.run.path)
+    binds = container.paths_of(made.resolved, made.run.path)
     return step.in_job(command, made.cluster, made.allocation, binds=[*binds, order.parent], nodes=len(plan.nodes))
 
 

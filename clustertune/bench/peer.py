@@ -50,20 +50,20 @@ TAIL = 2000
 """Bytes of its log that are searched for what ended it."""
 
 
-def start_of(word: str) -> tuple[str, ...]:
-    """What accelerate launch is to start for a word of ``--against``. Raises UserError."""
-    if word in NAMES:
+def start_of(name: str) -> tuple[str, ...]:
+    """What accelerate launch is to start for a peer of ``--against``. Raises UserError."""
+    if name in NAMES:
         return ("--module", "clustertune.bench.baseline")
-    path = Path(word).expanduser()
+    path = Path(name).expanduser()
     if path.suffix != ".py" or not path.is_file():
         fix = "trl, trl-defaults, or the path of a Python script (docs/bench.md says what it gets and gives)"
-        raise UserError(Problem(f"{word!r} is not a script", file="command line", key="--against", fix=fix))
+        raise UserError(Problem(f"{name!r} is not a script", file="command line", key="--against", fix=fix))
     return (str(path.absolute()),)
 
 
-def words_of(given: Iterable[str]) -> tuple[str, ...]:
+def peers_of(given: Iterable[str]) -> tuple[str, ...]:
     """The peers of the command line, each once: the option may come several times, and a value may name several with commas."""
-    return tuple(dict.fromkeys(word.strip() for text in given for word in text.split(",") if word.strip()))
+    return tuple(dict.fromkeys(name.strip() for text in given for name in text.split(",") if name.strip()))
 
 
 def take_turns(arguments: Sequence[str], *, local: bool) -> bool:
@@ -71,16 +71,16 @@ def take_turns(arguments: Sequence[str], *, local: bool) -> bool:
     return local and bool(arguments) and set(arguments) <= set(NAMES) and not visible_gpus()
 
 
-def title(word: str) -> str:
+def title(name: str) -> str:
     """A peer's description."""
-    return NAMES.get(word) or Path(word).name
+    return NAMES.get(name) or Path(name).name
 
 
-def settings(resolved: Resolved, run: RunDir, model: str, schedule: BenchSchedule, word: str) -> dict[str, Any]:
+def settings(resolved: Resolved, run: RunDir, model: str, schedule: BenchSchedule, name: str) -> dict[str, Any]:
     """What a peer gets: the same model, conversations, lengths and batch; all but ``trl-defaults`` every other argument too."""
     args = resolved.train_args
     return {
-        "sft": None if word == DEFAULTS else dict(args),
+        "sft": None if name == DEFAULTS else dict(args),
         "model": model,
         "data": str((run.data / "train.jsonl").absolute()),
         "max_length": args.get("max_length"),
@@ -157,7 +157,7 @@ def why(folder: Path) -> str:
         own = [line for line in errors if "ChildFailedError" not in line]
         if own or lines:
             return (own or lines)[-1][:300]
-    return "it left no word"
+    return "it left no message"
 
 
 def main() -> int:

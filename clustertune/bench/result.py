@@ -32,10 +32,10 @@ from clustertune.resolve.distribution import mixed_precision
 from clustertune.resolve.resolved import Resolved
 from clustertune.tree import ROOT
 
-SCHEMA = "clustertune.bench/2"
+SCHEMA = "clustertune.bench/3"
 Body = TypeVar("Body")
 CPU_NOTE = "no GPU: ranks are processes on CPUs, so that figures show the program at work, not what a GPU does"
-PEER_NOTE = "{word} was distributed as {theirs}, this project as {ours}"
+PEER_NOTE = "{name} was distributed as {theirs}, this project as {ours}"
 TOKENS_NOTE = "tokens are those of conversations, padding left out; with it they are called computed"
 
 
@@ -74,7 +74,7 @@ def document(bench: Bench, found: RoundsResult, cluster: Cluster) -> dict[str, A
             "sha256": hashlib.sha256(recipe_text(bench).encode()).hexdigest(),
             "fingerprint": bench.measured.fingerprint(),
         },
-        "course": {
+        "schedule": {
             "warmup": schedule.warmup,
             "steps": schedule.steps,
             "profiled": schedule.profiled,
@@ -177,8 +177,8 @@ def _logged(events: list[dict[str, Any]], attempts: list[int], kind: str, key: s
 
 def _against(bench: Bench, found: RoundsResult, one: Peer) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "peer": peer.title(one.word) if one.word not in peer.NAMES else one.word,
-        "what": peer.title(one.word),
+        "peer": peer.title(one.name) if one.name not in peer.NAMES else one.name,
+        "what": peer.title(one.name),
     }
     if one.failed is not None or not one.theirs:
         return {**body, "failed": one.failed, "measured": None, "ratio": None, "pairs": None}
@@ -210,7 +210,7 @@ def _notes(bench: Bench, found: RoundsResult, body: Mapping[str, Any]) -> Iterat
     ours = (body["distributed"] or {}).get("type")
     for one in body["peers"]:
         if one.get("distributed") and ours and one["distributed"] != ours:
-            yield PEER_NOTE.format(word=one["peer"], theirs=one["distributed"], ours=ours)
+            yield PEER_NOTE.format(name=one["peer"], theirs=one["distributed"], ours=ours)
         if one["failed"]:
             yield f"the peer ended without a result: {one['failed']}"
         elif one["peer"] == peer.TRL and not one["same_tokens"]:

@@ -150,7 +150,7 @@ class LinkContext:
         return stated or max(used, default=0.0)
 
     @cached_property
-    def told_interface(self) -> str:
+    def configured_interface(self) -> str:
         """The interface that ranks of several nodes must use; empty: none is named."""
         return self.text("interface") or self.stated("network", "interface")
 
@@ -175,7 +175,7 @@ class LinkContext:
             for name, devices in known.items():
                 if name and short(name) == short(host):
                     return devices
-        return [LoggedDevice(self.told_interface, "")] if self.told_interface else []
+        return [LoggedDevice(self.configured_interface, "")] if self.configured_interface else []
 
     def used_nics(self, facts: HostFacts) -> list[Nic]:
         """The interfaces of one node that carried TCP, with what the node says about them."""
@@ -204,7 +204,7 @@ class LinkContext:
         found = []
         for facts in self.facts:
             used = [device.name for device in self.used_interfaces(facts.hostname)]
-            named = self.told_interface or (used[0] if len(used) == 1 else "")
+            named = self.configured_interface or (used[0] if len(used) == 1 else "")
             mine = {status for node, status in tried if node == facts.hostname}
             p2p = False if "hung" in mine else True if "ok" in mine else None
             cluster = {"network": {**stated, "interface": named}, "compute": compute}

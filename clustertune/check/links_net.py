@@ -55,7 +55,7 @@ def wrong_interface(context: LinkContext) -> Iterator[Seen]:
     """
     # Interfaces carry something between nodes: the start-up of NCCL always, and gloo.
     hosts = [facts.hostname for facts in context.facts] or sorted({*context.log.sockets, *context.log.bootstrap} - {""})
-    interface, good = context.told_interface, set()
+    interface, good = context.configured_interface, set()
     for host in hosts if context.nodes > 1 else ():
         used = [device.name for device in context.used_interfaces(host)]
         bad = [name for name in used if leads_nowhere(name)]

@@ -64,7 +64,7 @@ class Machine:
 
     @property
     def rehearsal(self) -> bool:
-        """Whether Slurm only says that there are GPUs and cores: the throw-away cluster does."""
+        """Whether Slurm only says that there are GPUs and cores: the temporary cluster does."""
         return self.environ("SLURM_CLUSTER_NAME") == "rehearsal"
 
     @property

@@ -161,7 +161,7 @@ def _tried(m: Machine, what: str, fix: str, *, worst: str = WARN, folders: Conta
         if probe.ok is False:
             mount = m.mount_of(probe.folder)
             on = f" ({mount.kind} at {mount.point})" if mount else ""
-            yield Seen(worst if m.computes else WARN, f"{probe.folder}{on}: {probe.said}", fix)
+            yield Seen(worst if m.computes else WARN, f"{probe.folder}{on}: {probe.message}", fix)
     if done := sum(bool(probe.ok) for probe in probes):
         yield Seen(PASS, f"works in {done} folders")
 
@@ -298,7 +298,7 @@ def scratch(m: Machine) -> Iterator[Seen]:
         fix = "storage.scratch of the cluster file must be on a disk of each node"
         yield Seen(WARN, f"{path} is on {mount.kind} at {mount.point}", fix)
     elif tried:
-        untried = f"{path}: {tried[0].said}" if all(probe.ok is None for probe in tried) else ""
+        untried = f"{path}: {tried[0].message}" if all(probe.ok is None for probe in tried) else ""
         fix = "make it on every node (mode 1777, as /tmp), or name another one: storage.scratch of the cluster file"
         yield from either(FAIL if m.in_step else WARN, untried, f"{path} on {mount.kind}", fix)
 

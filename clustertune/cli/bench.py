@@ -97,7 +97,7 @@ class BenchArguments:
     @cached_property
     def request(self) -> preparation.BenchRequest:
         """The benchmark. Raises UserError."""
-        peers, in_job = peer.words_of(self.against or ()), self.submit or self.inside
+        peers, in_job = peer.peers_of(self.against or ()), self.submit or self.inside
         return preparation.BenchRequest(
             recipe=self.recipe,
             overrides=tuple(self.overrides or ()),
@@ -166,9 +166,9 @@ def _check_usage(args: BenchArguments) -> None:
         wrong("--time", "is read only with --submit", "leave it out")
     if request.ranks is not None and (args.submit or args.inside):
         wrong("--ranks", "a job has a rank per GPU", "slurm.nodes=N slurm.gpus_per_node=N")
-    for word in request.against:
+    for name in request.against:
         with collect_problems(problems):
-            peer.start_of(word)
+            peer.start_of(name)
     if request.interleave and (args.submit or args.inside):
         wrong("--interleave", "is for one machine: in a job whole trainings alternate", "leave it out")
     raise_if(problems)
@@ -308,7 +308,7 @@ def _show(bench: preparation.Bench, args: BenchArguments, cluster: schema.Cluste
         "run_dir": str(run.path),
         "out": str(args.results),
         "rounds": args.request.rounds,
-        "course": {"warmup": schedule.warmup, "steps": schedule.steps, "profiled": schedule.profiled},
+        "schedule": {"warmup": schedule.warmup, "steps": schedule.steps, "profiled": schedule.profiled},
         "ranks": bench.measured.world_size,
         "against": list(args.request.against),
         "interleave": args.request.interleave,
@@ -325,8 +325,8 @@ def _show(bench: preparation.Bench, args: BenchArguments, cluster: schema.Cluste
     if bench.made is not None:
         packed = f"{bench.made[0]:,.0f} tokens" if bench.made[0] else f"{bench.made[1]:,} conversations"
         say(f"made up: random weights of the recipe's full size, {packed}")
-    for word in args.request.against:
-        say(f"in turn with: {word}{', a step each' if args.request.interleave else ''}")
+    for name in args.request.against:
+        say(f"in turn with: {name}{', a step each' if args.request.interleave else ''}")
     say(f"train: {shlex.join(command)}")
     if plan is None:
         say(f"no plan: {why}")

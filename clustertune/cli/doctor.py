@@ -21,7 +21,7 @@ from clustertune.check.machine import LOGIN, PLACES, Expects, Machine
 from clustertune.check.rule import Finding, as_json, exit_code, listed, worst
 from clustertune.cli.deferred import deferred
 from clustertune.console import emit_json, escape, reply, say
-from clustertune.errors import ExitCode, Problem, UserError, storage_error, storing
+from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error, storing
 from clustertune.host.facts import HostFacts
 from clustertune.tree import ROOT
 
@@ -121,8 +121,7 @@ def sbatch(
             problems.append(Problem(str(error), file=file, fix="give a batch script"))
         except OSError as error:
             problems += storage_error(error, "cannot be read", file).problems
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     if as_json:
         emit_json(linter.as_json(found))
     for path, findings in found if not as_json else []:
@@ -158,10 +157,8 @@ def answer(args: DoctorArguments) -> int:
     """Look, tell, and return the exit code. Raises UserError."""
     if args.listing:
         return show_rules(args.out, args.as_json)
-    if problems := list(_contradictions(args)):
-        raise UserError(problems)
-    ignore = args.ignore or []
-    preflight.check_rules(ignore, COMMAND_LINE, "--ignore")
+    raise_if(list(_contradictions(args)))
+    ignore = preflight.check_rules(args.ignore or [], COMMAND_LINE, "--ignore")
     cluster = load.load_cluster(args.cluster)
     left_out = (*preflight.ignored(cluster), *ignore)
     if args.submit:

@@ -68,10 +68,10 @@ def new(
     with draft.drafted(folder.name, made_of, method, found, at, stated) as (made, written):
         machine = at.calibrated.machine(int(made.recipe["slurm"]["nodes"]))
         plan = predict.make_plan(resolve.resolve(written), machine, at.calibrated.constants, lengths=made.lengths)
-        (written / "README.md").write_text(draft.page(made, folder.name, made_of, at.words), encoding="utf-8")
+        (written / "README.md").write_text(draft.page(made, folder.name, made_of, at.options), encoding="utf-8")
         shutil.copytree(written, folder, dirs_exist_ok=True)
     money = explanation.cost(plan, hardware.price(machine.gpu))
-    following = draft.commands(folder.name if "/" not in name else name, at.words)
+    following = draft.commands(folder.name if "/" not in name else name, at.options)
     files = sorted(path.name for path in folder.iterdir())
     document: dict[str, Any] = {"folder": str(folder), "files": files, "assumed": made.assumed, "fits": plan.fits}
     document |= {"step_s": plan.step.seconds, "hours": plan.hours, "cost": money, "commands": following}

@@ -46,27 +46,27 @@ def prepare(resolved: Resolved, out: Path, input_path: Path | None, samples: int
                     document[split] = {**document[split], **made["splits"][split]}
                 if samples:
                     document["samples"] = sequences.shown(out / tokens.FOLDER, tokenizer, samples, MARKS)
-        except _Elsewhere as error:
+        except _TokenizerUnavailable as error:
             if samples:
                 raise UserError(error.problems) from None
             say(f"warning: conversations only, without tokens: {error.problems[0]}")
     return document
 
 
-class _Elsewhere(UserError):
+class _TokenizerUnavailable(UserError):
     """The tokenizer is not available here; the conversations are prepared all the same."""
 
 
 @contextlib.contextmanager
 def _tokenizer(resolved: Resolved, dataset: Path) -> Iterator[Any]:
-    """The tokenizer that a run of the recipe has. Raises _Elsewhere, UserError."""
+    """The tokenizer that a run of the recipe has. Raises _TokenizerUnavailable, UserError."""
     from clustertune.data.tokenizer import load_tokenizer
     from clustertune.rundir import RunDir
     from clustertune.staging import needs
 
     recipe = resolved.recipe
     if recipe.megatron is not None:
-        raise _Elsewhere("Megatron-Bridge tokenises by itself", file=resolved.name)
+        raise _TokenizerUnavailable("Megatron-Bridge tokenises by itself", file=resolved.name)
     if recipe.model.weights == "random":
         from clustertune.data.local_model import conversation_texts, local_tokenizer
 
@@ -79,7 +79,7 @@ def _tokenizer(resolved: Resolved, dataset: Path) -> Iterator[Any]:
         tokenizer = load_tokenizer(*source, resolved.chat_template, resolved.train_args, chats=recipe.data.has_chats)
     except UserError as error:
         if error.problems[0].key == "model.name":
-            raise _Elsewhere(error.problems) from None
+            raise _TokenizerUnavailable(error.problems) from None
         raise
     yield tokenizer
 

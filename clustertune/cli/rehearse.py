@@ -1,4 +1,4 @@
-"""``clustertune cluster up|down|status|run`` and ``demo-slurm``: a throw-away Slurm to try a job on."""
+"""``clustertune cluster up|down|status|run`` and ``demo-slurm``: a temporary Slurm to try a job on."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _show_plan(made: Sweep, job: Any, as_json: bool) -> None:
         return
     say(f"sweep folder: {made.path}")
     for point in made.points:
-        say(f"point {point.index}: {point.words}")
+        say(f"point {point.index}: {point.settings}")
     if job:
         say(f"# {job.shape}\n# {job.path}\n{job.script.rstrip()}\n$ {shlex.join(job.command(None))}")
     for command in commands:

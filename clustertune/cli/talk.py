@@ -145,7 +145,7 @@ def _server(folder: Path, port: int, cluster: str | None) -> tuple[list[str], di
         cache = f"{tempfile.gettempdir()}/clustertune-vllm-{os.getuid()}"
         one = replace(job, shape=replace(job.shape, servers=1), port=port, cache=cache)
         found = servers.commands(one, 0)[0]
-        return [program, *found.words], found.environment
+        return [program, *found.arguments], found.environment
     if find_spec("fastapi") and find_spec("uvicorn"):
         program = str(Path(sys.executable).with_name("transformers"))
         dtype = servers.dtype_of(folder)
@@ -171,7 +171,7 @@ def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bo
     if not minutes:
         raise UserError(f"{time!r} is not a time limit", file="command line", key="--time", fix="--time 04:00:00")
     cpus, memory = max(1, int(machine.compute.threads * share)), max(1, int(machine.compute.memory_gb * share * 0.95))
-    shape = shapes.JobShape(1, gpus, 1, cpus, memory, minutes, *shapes.place_of(machine))
+    shape = shapes.JobShape(1, gpus, 1, cpus, memory, minutes, *shapes.site_fields(machine))
     vllm = machine.container.model_copy(update={"image": machine.container.vllm or machine.container.image})
     inside = machine.model_copy(update={"container": vllm})
     command_line = [sys.executable, "-m", "clustertune", "serve", str(folder), "--port", str(port)]

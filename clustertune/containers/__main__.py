@@ -25,14 +25,14 @@ def _lock_check(args: argparse.Namespace) -> None:
     if args.offline:
         say("not done: resolving again, and known vulnerabilities (--offline)")
         return
-    lived_with = lock.accepted()
+    accepted = lock.accepted()
     try:
         known = lock.ask(locks.values(), args.database)
     except lock.NoDatabase as error:
         say(f"not done: known vulnerabilities ({error}); a mirror: make lock-check DATABASE=<address>")
         return
-    raise_if(lock.judge(known, lived_with))
-    say(f"known vulnerabilities: none but {len(lived_with)} with a reason")
+    raise_if(lock.judge(known, accepted))
+    say(f"known vulnerabilities: none but {len(accepted)} with a reason")
 
 
 def _lint(args: argparse.Namespace) -> None:

@@ -475,11 +475,11 @@ def _query(address: str, pairs: list[tuple[str, str]]) -> list[Mapping[str, list
     return answers
 
 
-def judge(found: Iterable[Vulnerability], lived_with: Mapping[str, str]) -> list[Problem]:
+def judge(found: Iterable[Vulnerability], accepted_ids: Mapping[str, str]) -> list[Problem]:
     """A problem for each package with a known vulnerability and no written reason to keep it."""
     by_package: dict[tuple[str, str], list[str]] = {}
     for known in found:
-        if known.id not in lived_with:
+        if known.id not in accepted_ids:
             by_package.setdefault((known.package, known.version), []).append(known.id)
     fix = "move its pin, or write the id with a reason into containers/vulnerabilities.txt"
     return [

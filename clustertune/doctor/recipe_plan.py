@@ -12,7 +12,8 @@ from clustertune.cluster.hardware import load_hardware
 from clustertune.doctor import stack_faults
 from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.errors import UserError
-from clustertune.launch import serving, shape, signal_margin
+from clustertune.launch import serving, shape
+from clustertune.launch import signal_margin as margins
 from clustertune.plan.predict import GIB, make_plan
 from clustertune.plan.schedule import START_S, TOKENS_PER_CPU_S, tokens_to_prepare
 from clustertune.recipe import accelerate_file as acc
@@ -164,7 +165,7 @@ def saves_often(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN, text, f"{key}={better} or so, or save.every=auto")
 
 
-def warning_lead(context: RecipeContext) -> Iterator[Seen]:
+def signal_margin(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the signal margin before the time limit, against the time of a step and a save
 
     Why: a signal that comes later than a step and a save before the end saves nothing
@@ -173,13 +174,13 @@ def warning_lead(context: RecipeContext) -> Iterator[Seen]:
     # The header that submit writes warns as early as the recipe's own figures say; the plan may know better.
     if not context.is_real or context.cluster.slurm is None:
         return
-    wanted = signal_margin.needed(context.run_dir, context.resolved)
-    for problem in signal_margin.find_problems(wanted, context.minutes, file=context.where):
+    wanted = margins.needed(context.run_dir, context.resolved)
+    for problem in margins.find_problems(wanted, context.minutes, file=context.where):
         yield Seen(FAIL, f"{problem.key}: {problem.message}", problem.fix or "a longer slurm.time")
-    if context.plan is None or (context.run_dir is not None and signal_margin.measured(context.run_dir)[0]):
+    if context.plan is None or (context.run_dir is not None and margins.measured(context.run_dir)[0]):
         return
     step, save = context.plan.step.seconds, context.plan.schedule.checkpoint.value
-    need = signal_margin.STEP_FACTOR * step + save + signal_margin.MARGIN_SECONDS
+    need = margins.STEP_FACTOR * step + save + margins.MARGIN_SECONDS
     if need > wanted.seconds:
         text = f"the job is warned {wanted.seconds} s before its end ({wanted.reason}); a predicted step of {step:.0f} s and"
         fix = f"give expect: {{hours, steps}} in the recipe, or smaller steps; sbatch --signal=B:USR1@{math.ceil(need)} by hand"

@@ -91,9 +91,9 @@ class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
             raise _GiveUp(Problem(f"no server is left ({said})", fix=fix))
         url = alive[next(self._next) % len(alive)]
         view = copy.copy(self)  # hundreds are under way, each with its own address
-        view.base_url, view._asked = f"{url}/v1/completions", messages[0]
-        asked = kwargs.get("gen_kwargs") or {}
-        view._wanted = int(asked.get("max_gen_toks", 1)) if kwargs.get("generate", True) else None
+        view.base_url, view._prompt_tokens = f"{url}/v1/completions", messages[0]
+        options = kwargs.get("gen_kwargs") or {}
+        view._wanted = int(options.get("max_gen_toks", 1)) if kwargs.get("generate", True) else None
         try:
             return await LocalCompletionsAPI.amodel_call(view, session, asyncio.Semaphore(1), messages, **kwargs)
         except TimeoutError:
@@ -104,7 +104,7 @@ class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
                 self.down.setdefault(url, f"{type(error).__name__}")
             raise
         except (aiohttp.ClientResponseError, aiohttp.ClientPayloadError, _Unfinished) as error:
-            key = tuple(view._asked)
+            key = tuple(view._prompt_tokens)
             self._failures[key] = tries = self._failures.get(key, 0) + 1
             if tries >= TRIES:
                 text = f"failed {tries} times with the prompt that begins {view._begin()}: {error}"
@@ -119,7 +119,7 @@ class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
             return False
 
     def _begin(self) -> str:
-        return repr(self.tokenizer.decode(self._asked)[:80])
+        return repr(self.tokenizer.decode(self._prompt_tokens)[:80])
 
     def _refuse(self, what: str) -> _GiveUp:
         url = self.base_url.removesuffix("/v1/completions")
@@ -149,9 +149,9 @@ class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
     def parse_logprobs(self, outputs: Any, tokens: Any = None, ctxlens: Any = None, **_kwargs: Any) -> Any:
         """lm-eval's, of a reply that has a number for each token of the prompt and the one generated."""
         found = (self._choice(outputs).get("logprobs") or {}).get("token_logprobs")
-        if not isinstance(found, list) or len(found) != len(self._asked) + 1 or None in found[1:]:
+        if not isinstance(found, list) or len(found) != len(self._prompt_tokens) + 1 or None in found[1:]:
             has = len(found) if isinstance(found, list) else "no"
-            raise self._refuse(f"{has} log-probabilities for {len(self._asked)} tokens")
+            raise self._refuse(f"{has} log-probabilities for {len(self._prompt_tokens)} tokens")
         return LocalCompletionsAPI.parse_logprobs(outputs, tokens, ctxlens)
 
 

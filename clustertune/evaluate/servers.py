@@ -119,7 +119,7 @@ class ServerCommand:
 
     name: str
     """For messages and its log: ``server 3``, or ``node 1 (n2)`` of a server over several nodes."""
-    words: list[str]
+    arguments: list[str]
     environment: dict[str, str]
     url: str | None
     """Where it answers; None: a follower, which has no API."""
@@ -216,7 +216,7 @@ class Servers:
                 log.parent.mkdir(parents=True, exist_ok=True)
                 with log.open("wb") as out:
                     process = subprocess.Popen(
-                        [*program, *command.words],
+                        [*program, *command.arguments],
                         env={**os.environ, **command.environment},
                         stdin=subprocess.DEVNULL,
                         stdout=out,
@@ -260,7 +260,7 @@ class Servers:
             if time.monotonic() > deadline:
                 names = ", ".join(command.name for command in waiting)
                 problem = Problem(f"no answer after {self.job.start_seconds:.0f} s from {names}", file=self.job.folder)
-                raise UserError([problem, *last_words(self.job)], ExitCode.FAILED)
+                raise UserError([problem, *last_log_lines(self.job)], ExitCode.FAILED)
             waiting = [command for command in waiting if not self._answers(str(command.url))]
             time.sleep(POLL_SECONDS)
 
@@ -318,7 +318,7 @@ def _tail(log: Path) -> str:
         return ""
 
 
-def last_words(job: ServingJob) -> list[Problem]:
+def last_log_lines(job: ServingJob) -> list[Problem]:
     """When each of a job's servers or nodes wrote to its log last, and what: the one that hangs is often the silent one."""
     found = []
     for log in sorted(Path(job.folder).glob("*.log")):
@@ -418,7 +418,7 @@ def model_for(model: ModelFacts, settings: Eval, *, adapter: Path | None = None)
             deadline, found = time.monotonic() + END_SECONDS, None
             while named and not (found := _given_up(Path(named))) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)  # the node whose part ended is about to say so
-            raise UserError([*error.problems, *(found.problems if found else last_words(job))], error.code) from None
+            raise UserError([*error.problems, *(found.problems if found else last_log_lines(job))], error.code) from None
 
 
 def _ask_for(folder: Path, model: ModelFacts, adapter: Path | None) -> ServingJob:

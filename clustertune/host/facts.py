@@ -120,7 +120,7 @@ class FolderProbe:
     """``mmap`` (a shared mapping of a file), ``flock`` (a lock), ``exec`` (a mapping that may be executed)."""
     ok: bool | None = None
     """None: it could not be tried, because nothing can be written there, or nothing answered in time."""
-    said: str = ""
+    message: str = ""
     """The system's error."""
 
 
@@ -286,7 +286,7 @@ _PARTS: dict[str, Any] = {
 
 
 def from_dict(data: dict[str, Any]) -> HostFacts:
-    """The facts of a JSON document. Keys that this version does not know are skipped. Raises ValueError."""
+    """The facts of a JSON document. Unknown keys are skipped; ``said`` is a former name of ``message``. Raises ValueError."""
     if not isinstance(data, dict) or not isinstance(data.get("hostname"), str):
         raise ValueError("contains no facts of a machine: no hostname")
     known = {name: value for name, value in data.items() if name in HostFacts.__dataclass_fields__}
@@ -298,8 +298,8 @@ def from_dict(data: dict[str, Any]) -> HostFacts:
         elif kind in (list, dict, str) and not isinstance(value, kind):
             raise ValueError(f"{name}: {type(value).__name__}, not {kind.__name__}")
     for name, kind in _PARTS.items():
-        items = known.get(name) or []
         try:
+            items = [{"message" if k == "said" else k: v for k, v in item.items()} for item in known.get(name) or []]
             known[name] = [kind(**{k: v for k, v in item.items() if k in kind.__dataclass_fields__}) for item in items]
         except (TypeError, AttributeError) as error:
             raise ValueError(f"{name}: {error}") from None

@@ -200,8 +200,8 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
 
 
 def _probe(folder: str, what: str, answers: Mapping[tuple[str, ...], Any]) -> FolderProbe:
-    answer = answers.get((what, folder)) or {"said": "no answer in time"}
-    return FolderProbe(folder, what, answer.get("ok"), answer.get("said") or answer.get("error", ""))
+    answer = answers.get((what, folder)) or {"message": "no answer in time"}
+    return FolderProbe(folder, what, answer.get("ok"), answer.get("message") or answer.get("error", ""))
 
 
 def mount_is_last(mount: Mount, mounts: Sequence[Mount]) -> bool:

@@ -85,7 +85,7 @@ def probe(folder: str, what: str) -> dict[str, Any]:
     try:
         handle, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
     except OSError as error:
-        return {"ok": None, "said": error.strerror or str(error)}
+        return {"ok": None, "message": error.strerror or str(error)}
     try:
         os.write(handle, b"\0" * mmap.PAGESIZE)
         if what == "mmap":
@@ -96,11 +96,11 @@ def probe(folder: str, what: str) -> dict[str, Any]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return {"ok": None if full else False, "said": error.strerror or str(error)}
+        return {"ok": None if full else False, "message": error.strerror or str(error)}
     finally:
         os.close(handle)
         os.unlink(path)  # noqa: PTH108 - as above
-    return {"ok": True, "said": ""}
+    return {"ok": True, "message": ""}
 
 
 def listing(folder: str) -> list[str]:

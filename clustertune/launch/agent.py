@@ -41,7 +41,7 @@ def log_file(folder: Path, node: int) -> Path:
     return folder / f"node-{node}.log"
 
 
-def asked_file(folder: Path) -> Path:
+def stop_request_file(folder: Path) -> Path:
     """Where it is there, the ranks are to save and stop: a warning that is not sent as a signal to every process of a step.
 
     A container has processes that must outlive it: squashfuse, by which a rootless Apptainer mounts the image, ends with
@@ -132,7 +132,7 @@ class Agent:
             elif hung := monitor.look():
                 self.problems += hung
                 monitor.dump_stacks()
-            if signal.SIGUSR1 not in self.received and self._asked().exists():
+            if signal.SIGUSR1 not in self.received and self._stop_request().exists():
                 forward(signal.SIGUSR1, None)
             if alone_since is None and self._peer_failed():
                 alone_since = time.monotonic()
@@ -140,9 +140,9 @@ class Agent:
                 child.kill()  # the ranks die with it, stopped ones too
                 return child.wait()
 
-    def _asked(self) -> Path:
+    def _stop_request(self) -> Path:
         """The file that asks the ranks to save and stop once it is there."""
-        return asked_file(self.folder)
+        return stop_request_file(self.folder)
 
     def _peer_failed(self) -> bool:
         """Whether another node has left a record that says so."""
@@ -173,10 +173,10 @@ class Agent:
             code = ExitCode.OK
         else:
             code = ExitCode.AGAIN if self.received else ExitCode.FAILED
-        leave_record(self.folder, self.node, code, self.problems, launcher=ended, signals=self._asked_names())
+        leave_record(self.folder, self.node, code, self.problems, launcher=ended, signals=self._stop_signals())
         return code
 
-    def _asked_names(self) -> list[str]:
+    def _stop_signals(self) -> list[str]:
         """Which signals asked for a stop. Slurm sends SIGTERM also to what is left of a step of which a node failed."""
         names = [signal.Signals(number).name for number in self.received]
         return [name for name in names if name != "SIGTERM"] if self.plan.launcher == "slurm" else names

@@ -66,21 +66,21 @@ def wrap(
         code.append(str(env_file().parent))
     work = CODE if IS_INSTALLED else repo
     named = [str(repo), *code, *map(str, binds), storage.scratch, *staging, *settings.binds, *NODE_TMP]
-    places = list(dict.fromkeys(named))
+    paths = list(dict.fromkeys(named))
     launched = ("python3", *command[1:])
     if settings.runtime == "pyxis":
-        return ContainerCommand(launched, tuple(_pyxis(settings, places, work)), PYXIS_EXPORTED, ("PYTHONNOUSERSITE=1",))
+        return ContainerCommand(launched, tuple(_pyxis(settings, paths, work)), PYXIS_EXPORTED, ("PYTHONNOUSERSITE=1",))
     # Apptainer and Singularity take the same arguments. --no-home: its caches and packages are not the image's. --nv: the
     # driver's libraries and devices. --env, also after --cleanenv: an image that does not say it itself would take packages of
     # a bound home folder.
     device = ["--nv"] if gpus and "--rocm" not in settings.options else []
     start = [str(repo / INSIDE), settings.command, "exec"]
     contained = [*device, "--containall", "--cleanenv", "--no-home", *settings.options]
-    seen = ["--env", "PYTHONNOUSERSITE=1", "--pwd", str(work), *(word for bind in places for word in ("--bind", bind))]
+    seen = ["--env", "PYTHONNOUSERSITE=1", "--pwd", str(work), *(word for bind in paths for word in ("--bind", bind))]
     return ContainerCommand((*start, *contained, *seen, settings.image or "", *launched))
 
 
-def places_of(resolved: Resolved, run_path: Path) -> list[Path]:
+def paths_of(resolved: Resolved, run_path: Path) -> list[Path]:
     """What a run reads and writes beside the checkout: its folder, a sweep's that it is a point of, and whatever the recipe
     names by a path."""
     recipe = resolved.recipe
@@ -105,7 +105,7 @@ PYXIS_EXPORTED = (
 LD_LIBRARY_PATH would be searched inside where the image sets none."""
 
 
-def _pyxis(settings: Settings, places: Sequence[str], repo: Path) -> list[str]:
+def _pyxis(settings: Settings, paths: Sequence[str], repo: Path) -> list[str]:
     """As ``srun --help`` of a cluster with pyxis lists them (args.c of NVIDIA/pyxis). enroot binds /dev with /dev/shm and
     /dev/infiniband by itself, and its hook the GPUs, where the image or the node sets NVIDIA_VISIBLE_DEVICES.
     """
@@ -113,7 +113,7 @@ def _pyxis(settings: Settings, places: Sequence[str], repo: Path) -> list[str]:
     root = [] if "--container-remap-root" in chosen else ["--no-container-remap-root"]
     # An entrypoint prints and may wait; ours is not needed.
     entry = [] if "--container-entrypoint" in chosen else ["--no-container-entrypoint"]
-    mounts = ",".join(bind if ":" in bind else f"{bind}:{bind}" for bind in places)  # SRC:DST[:FLAGS]
+    mounts = ",".join(bind if ":" in bind else f"{bind}:{bind}" for bind in paths)  # SRC:DST[:FLAGS]
     return [
         f"--container-image={enroot_name(settings.image or '')}",
         f"--container-mounts={mounts}",

@@ -147,13 +147,13 @@ def _stated(path: Path) -> tuple[str | None, list[str]]:
 def _digest(path: Path) -> tuple[str, int]:
     """SHA-256 and size of an image; cached as long as the file is the same. Raises OSError, or UserError."""
     before = _identity(path)
-    if (known := _recall(path, before)) is not None:
+    if (known := _read_cache(path, before)) is not None:
         return known, before["size"]
     say(f"computing the SHA-256 of {path} once: {before['size'] / 1e9:.2f} GB")
     found = _read(path, before["size"])
     if _identity(path) != before:
         raise UserError("changed while its SHA-256 was computed", file=str(path), fix="wait for it", code=ExitCode.AGAIN)
-    _remember(path, before, found)
+    _write_cache(path, before, found)
     return found, before["size"]
 
 
@@ -174,17 +174,17 @@ def _read(path: Path, size: int) -> str:
     return digest.hexdigest()
 
 
-def _memory(path: Path) -> Path:
+def _cache_file(path: Path) -> Path:
     """The file in the user's cache folder that caches an image's SHA-256, named by the image's path."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(base) if base.startswith("/") else Path.home() / ".cache"
     return folder / "clustertune" / f"image-{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}.json"
 
 
-def _recall(path: Path, identity: Mapping[str, int]) -> str | None:
+def _read_cache(path: Path, identity: Mapping[str, int]) -> str | None:
     """The sum, where it was read of this very file; from a file that only this user can write."""
     try:
-        handle = os.open(_memory(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(_cache_file(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(handle, "rb") as file:  # noqa: PTH123 - it is open already
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
@@ -196,12 +196,12 @@ def _recall(path: Path, identity: Mapping[str, int]) -> str | None:
         return None
 
 
-def _remember(path: Path, identity: Mapping[str, int], digest: str) -> None:
+def _write_cache(path: Path, identity: Mapping[str, int], digest: str) -> None:
     """A cache folder that is missing, full or of another user means that the next one reads again."""
     with contextlib.suppress(OSError, RuntimeError):
-        memory = _memory(path)
-        memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_durably(memory, json.dumps({"path": str(path), **identity, "sha256": digest}) + "\n")
+        cache = _cache_file(path)
+        cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_durably(cache, json.dumps({"path": str(path), **identity, "sha256": digest}) + "\n")
 
 
 # --- what it says about itself --------------------------------------------------------------------------------------------

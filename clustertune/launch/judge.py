@@ -35,7 +35,7 @@ class Outcome:
     problems: list[Problem] = field(default_factory=list)
     nodes_gone: tuple[str, ...] = ()
     """Nodes that left no record: lost, cut off, or ended from outside."""
-    asked: bool = False
+    stop_requested: bool = False
     """It ended because it was asked to: ahead of a limit, for a preemption, or by a person."""
     port_taken: bool = False
     """The rendezvous port was taken between its choice and its use."""
@@ -43,7 +43,8 @@ class Outcome:
     def write(self, folder: Path, **more: Any) -> None:
         """Leave ``outcome.json`` in the attempt's folder."""
         body = {**asdict(self), "code": int(self.code), "time": round(time.time(), 3), **more}
-        write_durably(folder / OUTCOME, json.dumps(body, indent=1) + "\n")
+        # "asked": the key that every version reads.
+        write_durably(folder / OUTCOME, json.dumps({"asked": body.pop("stop_requested"), **body}, indent=1) + "\n")
 
 
 def judge(folder: Path, plan: AttemptPlan, *, requested: bool = False) -> Outcome:
@@ -131,7 +132,7 @@ class _Traces:
     def stopped(self) -> Outcome | None:
         """As asked, where no rank failed for another reason."""
         if self.silent or self.codes <= {ExitCode.OK, ExitCode.AGAIN}:
-            return Outcome(ExitCode.AGAIN, asked=True)
+            return Outcome(ExitCode.AGAIN, stop_requested=True)
         return None
 
     def given_up(self) -> Outcome | None:

@@ -162,7 +162,7 @@ def train_shape(resolved: Resolved, cluster: Cluster) -> JobShape:
     else:
         least = host_bytes(resolved, cluster) / GIB
         memory = _at_most_node(max(math.floor(compute.memory_gb * share), math.ceil(1.1 * least)), cluster)
-    return JobShape(nodes, gpus, ranks, cpus, memory, minutes, *place_of(cluster))
+    return JobShape(nodes, gpus, ranks, cpus, memory, minutes, *site_fields(cluster))
 
 
 def _helper(resolved: Resolved, cluster: Cluster, *, cpus: int, memory: float, minutes: float) -> JobShape:
@@ -170,7 +170,7 @@ def _helper(resolved: Resolved, cluster: Cluster, *, cpus: int, memory: float, m
     if resolved.tiny:
         cpus, memory, minutes = min(cpus, TINY_CPUS), min(memory, 2 * PROCESS_GB), TINY_MINUTES
     cpus = min(cpus, cluster.compute.threads)
-    return JobShape(1, 0, 1, cpus, _at_most_node(memory, cluster), math.ceil(minutes), *place_of(cluster))
+    return JobShape(1, 0, 1, cpus, _at_most_node(memory, cluster), math.ceil(minutes), *site_fields(cluster))
 
 
 def _prepare(resolved: Resolved, cluster: Cluster) -> JobShape:
@@ -200,7 +200,7 @@ def _eval(resolved: Resolved, cluster: Cluster) -> JobShape:
     share = gpus / compute.gpus if compute.gpus else 1.0
     cpus = max(1, math.floor(compute.threads * share))
     memory = None if share == 1.0 else _at_most_node(compute.memory_gb * share, cluster)
-    return JobShape(found.serving.nodes if found.serving else 1, gpus, 1, cpus, memory, minutes, *place_of(cluster))
+    return JobShape(found.serving.nodes if found.serving else 1, gpus, 1, cpus, memory, minutes, *site_fields(cluster))
 
 
 def usable_gpu_bytes(cluster: Cluster) -> float | None:
@@ -216,7 +216,7 @@ def _at_most_node(memory: float, cluster: Cluster) -> int | None:
     return math.ceil(memory) if memory <= 0.95 * cluster.compute.memory_gb else None
 
 
-def place_of(cluster: Cluster) -> tuple[str | None, str | None, tuple[str, ...], tuple[str, ...]]:
+def site_fields(cluster: Cluster) -> tuple[str | None, str | None, tuple[str, ...], tuple[str, ...]]:
     """The last four fields of a :class:`JobShape`: what the cluster file says about all jobs."""
     slurm = cluster.slurm
     return (slurm.partition, slurm.gres, slurm.site_options(), slurm.modules) if slurm else (None, None, (), ())

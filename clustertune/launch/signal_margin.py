@@ -49,17 +49,17 @@ def needed(run_path: Path | None, resolved: Resolved) -> SignalMargin:
         step, source = percentile(steps), f"p95 of {len(steps)} measured steps"
         save = percentile(saves) if saves else ASSUMED_SAVE_SECONDS
         saved = f"p95 of {len(saves)} measured saves" if saves else "assumed for a save"
-        return _lead(step, source, save, saved)
+        return _margin(step, source, save, saved)
     if resolved.tiny or resolved.recipe.model.weights == "random":
         return SignalMargin(TINY_SECONDS, f"{TINY_SECONDS} s for a tiny model")
     expect = resolved.recipe.expect
     if expect.hours and expect.steps:
         source = f"the recipe's {expect.hours:g} h / {expect.steps} steps"
-        return _lead(expect.hours * 3600 / expect.steps, source, ASSUMED_SAVE_SECONDS, "assumed for a save")
+        return _margin(expect.hours * 3600 / expect.steps, source, ASSUMED_SAVE_SECONDS, "assumed for a save")
     return SignalMargin(DEFAULT_SECONDS, f"{DEFAULT_SECONDS} s: neither this run nor the recipe says how long a step takes")
 
 
-def _lead(step: float, source: str, save: float, saved: str) -> SignalMargin:
+def _margin(step: float, source: str, save: float, saved: str) -> SignalMargin:
     seconds = STEP_FACTOR * step + save + MARGIN_SECONDS
     text = f"{STEP_FACTOR:g} x {step:.1f} s a step ({source}) + {save:.1f} s a save ({saved}) + {MARGIN_SECONDS:.0f} s"
     return SignalMargin(math.ceil(seconds), text)

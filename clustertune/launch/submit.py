@@ -383,7 +383,7 @@ def _row(
         return StageRow(stage, job, "done", "", _float(record.get("seconds")), **training)
     if job is None:
         return StageRow(stage, **training)
-    reason = last_words(run.path) if stage in ("train", WHOLE) else ""
+    reason = last_outcome(run.path) if stage in ("train", WHOLE) else ""
     return StageRow(stage, job, FORGOTTEN if requested else UNKNOWN, reason, **training)
 
 
@@ -418,7 +418,7 @@ def newest_step(run_path: Path) -> int | None:
     return max(steps, default=None)
 
 
-def last_words(run_path: Path) -> str:
+def last_outcome(run_path: Path) -> str:
     """What the newest attempt's outcome says, in one line; empty where there is none."""
     for folder, _ in reversed(read_attempts(run_path)):
         outcome = read_object(folder / OUTCOME)

@@ -23,7 +23,7 @@ SPLITS = {"train": "training.jsonl", "eval": "validation.jsonl"}
 """Our splits, and the names that ``FinetuningDatasetBuilder`` looks for."""
 
 
-def places(run_path: Path) -> dict[str, Path]:
+def paths(run_path: Path) -> dict[str, Path]:
     """Where each input of the ranks lies."""
     folder = run_path.resolve() / FOLDER
     return {"data": folder / "data", "tokenizer": folder / "tokenizer", "base": folder / "base"}
@@ -39,7 +39,7 @@ def make(resolved: Resolved, run_path: Path, prepared: Path, source: tuple[str, 
 
     ``prepared``: the run's conversations; ``source``: the base model's folder or id, and its revision. Raises UserError.
     """
-    where = places(run_path)
+    where = paths(run_path)
     counts = _write_data(prepared, where["data"])
     if manifest.find_problems(where["tokenizer"], TOKENIZER_KIND):
         _write_tokenizer(resolved, source, where["tokenizer"])

@@ -138,8 +138,8 @@ def share(value: float | None, total: int | None) -> int | None:
     return int(value)
 
 
-def build(resolved: Resolved, places: Mapping[str, str | None], counts: Counts | None = None) -> dict[str, dict[str, Any]]:
-    """The sections. ``places``: ``base`` (converted checkpoint), ``data``, ``tokenizer``, ``save`` and ``load``.
+def build(resolved: Resolved, paths: Mapping[str, str | None], counts: Counts | None = None) -> dict[str, dict[str, Any]]:
+    """The sections. ``paths``: ``base`` (converted checkpoint), ``data``, ``tokenizer``, ``save`` and ``load``.
 
     Without ``counts`` the steps that depend on the packed data are None; ``dry_run`` shows it so.
     """
@@ -175,12 +175,12 @@ def build(resolved: Resolved, places: Mapping[str, str | None], counts: Counts |
             "grad_reduce_in_fp32": True,
             "average_in_collective": False,
         },
-        "dataset": _dataset(m, train, places, length, seed),
-        "tokenizer": {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": places["tokenizer"]},
+        "dataset": _dataset(m, train, paths, length, seed),
+        "tokenizer": {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": paths["tokenizer"]},
         "checkpoint": {
-            "pretrained_checkpoint": places["base"],
-            "save": places["save"],
-            "load": places["load"],
+            "pretrained_checkpoint": paths["base"],
+            "save": paths["save"],
+            "load": paths["load"],
             "save_interval": share(train.get("save_steps", 500), steps) if by_steps else None,
             "ckpt_format": "torch_dist",
             "fully_parallel_save": True,
@@ -250,12 +250,12 @@ def _optimization(train: Mapping[str, Any], m: Megatron, steps: int | None) -> d
     }
 
 
-def _dataset(m: Megatron, train: Mapping[str, Any], places: Mapping[str, str | None], length: int, seed: int) -> dict[str, Any]:
+def _dataset(m: Megatron, train: Mapping[str, Any], paths: Mapping[str, str | None], length: int, seed: int) -> dict[str, Any]:
     """The conversations in Bridge's chat form: ``training.jsonl`` and ``validation.jsonl`` below ``dataset_root``."""
     parts = 2 * m.context_parallel_size if m.context_parallel_size > 1 else 1
     packed = {"packed_sequence_size": length, "pad_seq_to_mult": parts} if train.get("packing") else None
     return {
-        "dataset_root": places["data"],
+        "dataset_root": paths["data"],
         "seq_length": length,
         "seed": seed,
         "dataloader_type": "batch",

@@ -21,7 +21,7 @@ ADDRESS, PORT = "<node 0>", 29500
 
 def document(resolved: Resolved, cluster: Cluster, run_path: Path) -> dict[str, Any]:
     """The same for ``--json``. What depends on the packed data is null."""
-    where = inputs.places(run_path)
+    where = inputs.paths(run_path)
     named: dict[str, str | None] = {key: str(path) for key, path in where.items()}
     named |= {"save": str(run_path.absolute() / "checkpoints"), "load": None}
     shape = train_shape(resolved, cluster)

@@ -21,7 +21,7 @@ from clustertune.check.log_read import read
 from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, as_json
 from clustertune.cluster.hardware import HARDWARE, LinkFacts, NetworkFacts, read_hardware
 from clustertune.cluster.schema import Cluster
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.launch import batch, step
 from clustertune.launch.agent import await_object
 from clustertune.launch.allocation import Allocation
@@ -367,7 +367,7 @@ def write(found: Mapping[str, Any], path: Path) -> None:
     write_durably(path, json.dumps(found, indent=1) + "\n")
 
 
-def strangers_to(cluster: Cluster, hosts: Sequence[str]) -> list[str]:
+def hosts_outside(cluster: Cluster, hosts: Sequence[str]) -> list[str]:
     """The hosts that are not compute nodes of a cluster."""
     names = {host.name.lower().partition(".")[0] for host in cluster.compute_nodes}
     return [host for host in hosts if host.lower().partition(".")[0] not in names]
@@ -376,8 +376,8 @@ def strangers_to(cluster: Cluster, hosts: Sequence[str]) -> list[str]:
 def not_judged(found: Mapping[str, Any], cluster: Cluster) -> str:
     """Why what was measured says nothing of the links that training takes; empty where it does."""
     has_file = beside(cluster) is not None
-    if has_file and cluster.nodes and (strangers := strangers_to(cluster, found["hosts"])):
-        return f"{', '.join(strangers[:3])}: no compute node of {cluster.name}, of which nothing was measured"
+    if has_file and cluster.nodes and (outside := hosts_outside(cluster, found["hosts"])):
+        return f"{', '.join(outside[:3])}: no compute node of {cluster.name}, of which nothing was measured"
     fallen_back = found["backend"] == "gloo" and found["backend_why"] != REQUESTED
     if fallen_back and (cluster.compute.gpus or not has_file):
         return f"{found['backend_why']}; NCCL was not touched"
@@ -386,13 +386,13 @@ def not_judged(found: Mapping[str, Any], cluster: Cluster) -> str:
 
 def not_kept(found: Mapping[str, Any], cluster: Cluster) -> str:
     """Why a result is not kept for plans; empty where it can be."""
-    strangers = strangers_to(cluster, found["hosts"])
+    outside = hosts_outside(cluster, found["hosts"])
     gathers = [entry for entry in found["results"] if entry["collective"] == "all_gather" and entry["busbw_gb_s"] > 0]
     whole = not found["hung"] and all(entry["correct"] for entry in found["results"])
     reasons = (
         (beside(cluster) is None, f"{cluster.name} was detected: it has no cluster file to keep a result beside"),
         (found["backend"] == "gloo" and cluster.compute.gpus, "gloo between CPUs says nothing about the cluster's GPUs"),
-        (strangers, f"{', '.join(strangers[:3])}: no compute node of {cluster.name}"),
+        (outside, f"{', '.join(outside[:3])}: no compute node of {cluster.name}"),
         (found["nodes"] < min(2, len(cluster.compute_nodes)), "one node of several was measured"),
         (not whole, "something hung or was wrong: a plan would use wrong figures"),
         (not gathers, "no all_gather was measured, which is what a plan takes"),
@@ -543,8 +543,7 @@ def job_shape(cluster: Cluster, nodes: int | None, time: str | None, seconds: fl
     elif longest is not None and minutes > longest:
         text = f"{minutes:g} min, jobs of {cluster.name} run {longest:g} min at most"
         wrong(text, "--time", "ask for less time, or give fewer --seconds")
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     compute = cluster.compute
     return JobShape(
         nodes=wanted,

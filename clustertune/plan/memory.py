@@ -356,9 +356,9 @@ class _Memory(SavedActivations):
 
     def second_forward(self) -> list[list[Term]]:
         """While the model's activations wait for its backward pass, each layer of the reference is gathered and computed."""
-        values = {"tokens": self.shape.tokens, "bytes": self.largest_kept}
+        values = {"tokens": self.shape.tokens, "bytes": self.largest_saved}
         text = "one layer of the reference: {tokens} tokens x {bytes} B"
-        working = Term("buffers", self.shape.tokens * self.largest_kept, BYTES, text, values)
+        working = Term("buffers", self.shape.tokens * self.largest_saved, BYTES, text, values)
         held = [self.accumulated(1.0), self.buckets(), self.cast_weights(1.0), *self.activations(1.0), *self.gathered_at_loss()]
         return [[*held, *(self.gathered_in_backward(1.0) if self.shape.strategy.reshard else []), working]]
 
@@ -555,12 +555,12 @@ class _Memory(SavedActivations):
     # -- activations ------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def kept_by_layers(self) -> float:
+    def saved_activations(self) -> float:
         """Bytes per token of all layers where nothing is recomputed."""
         return sum(kind.count * self.layer(kind) for kind in self.shape.counted.layers) + self.rank()
 
     @cached_property
-    def largest_kept(self) -> float:
+    def largest_saved(self) -> float:
         """The same of the layer with most."""
         counted = self.shape.counted
         return max(self.layer(kind) for kind in counted.layers) + self.rank() / counted.num_layers
@@ -574,7 +574,7 @@ class _Memory(SavedActivations):
             inflight = min(plan.accumulation, plan.pp) * (
                 1 + (plan.pp - 1) / (plan.pp * plan.virtual) if plan.virtual > 1 else 1
             )
-        whole = self.kept_by_layers * (1 - plan.recompute.share) * share + (self.last_norm() if share == 1 else 0.0)
+        whole = self.saved_activations * (1 - plan.recompute.share) * share + (self.last_norm() if share == 1 else 0.0)
         row = self.stream * shape.counted.hidden / (plan.tp if plan.sequence_parallel else 1)
         saved = sum(kind.count * self.beside_input(kind) for kind in shape.counted.layers)
         inputs = 0.0 if plan.recompute.offload else shape.counted.num_layers * row
@@ -603,7 +603,7 @@ class _Memory(SavedActivations):
         plan, shape = self.shape.strategy, self.shape
         if not plan.recompute.share or (plan.recompute.share < 1 and index >= shape.layers - 1):
             return []
-        largest = self.largest_kept - min(self.taken(kind) for kind in shape.counted.layers)
+        largest = self.largest_saved - min(self.taken(kind) for kind in shape.counted.layers)
         values = {"tokens": shape.tokens, "bytes": largest}
         return [Term("one recomputed layer", largest * shape.tokens, BYTES, "{tokens} tokens x {bytes} B", values)]
 

@@ -123,7 +123,7 @@ def look_through(file: File, run: RunDir, secrets: Iterable[str] = ()) -> list[P
         fix = "take it out where it came from, and make a new token: this one is known to a file now"
         problems.append(Problem("holds what looks like a token (not shown)", file=where, fix=fix))
     found = {match[0] for match in _PATH.finditer(text)}
-    found |= {path for path in _own_places(run) if path in text}
+    found |= {path for path in _local_paths(run) if path in text}
     if found:
         shown = sorted(found)[0]
         fix = "name the model by its Hub id, and data by its name, in the recipe"
@@ -131,9 +131,9 @@ def look_through(file: File, run: RunDir, secrets: Iterable[str] = ()) -> list[P
     return problems
 
 
-def _own_places(run: RunDir) -> list[str]:
-    places = [run.path.resolve(), Path.cwd(), Path(os.path.expanduser("~"))]  # noqa: PTH111 - never raises
-    return [str(path) for path in places if len(path.parts) > 2]
+def _local_paths(run: RunDir) -> list[str]:
+    paths = [run.path.resolve(), Path.cwd(), Path(os.path.expanduser("~"))]  # noqa: PTH111 - never raises
+    return [str(path) for path in paths if len(path.parts) > 2]
 
 
 def _text_of(file: File) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SCHEMA = "clustertune.compare/1"
-BENCH = ("clustertune.bench/1", "clustertune.bench/2")
+BENCH = ("clustertune.bench/1", "clustertune.bench/2", "clustertune.bench/3")
 GIVE = "give a run folder, a result of clustertune bench, or a metrics.json"
 LARGEST = 64 << 20
 """Bytes of a JSON file that is read."""

@@ -151,7 +151,7 @@ class TreeLock:
     path: Path
     fd: int
 
-    def touch(self) -> None:
+    def mark_used(self) -> None:
         """The tree was used now."""
         with contextlib.suppress(OSError):
             os.utime(self.path)
@@ -375,7 +375,7 @@ class Stager:
                 lease = self._cache.shared(key, wait=waits)
                 wrong = self._find_wrong(folder, source, files, deep=deep)
                 if wrong == []:
-                    lease.touch()
+                    lease.mark_used()
                     seconds = time.perf_counter() - began
                     return StagedTree(source, folder / source.name, size, len(files), copied, seconds, removed, lease)
                 lease.close()

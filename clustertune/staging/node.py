@@ -28,7 +28,7 @@ from clustertune.staging import cache, needs, worker
 from clustertune.staging.cache import SourceFolder, StagedTree, Stager
 from clustertune.staging.worker import Bounds
 
-BEAT_SECONDS = 5.0
+HEARTBEAT_SECONDS = 5.0
 PEER_SECONDS = 300.0
 """How long a node waits for a peer that shows no sign: as long as it would for the first node's address."""
 
@@ -38,7 +38,7 @@ def record_file(folder: Path, node: int) -> Path:
     return folder / f"staged-{node}.json"
 
 
-def beat_file(folder: Path, node: int) -> Path:
+def heartbeat_file(folder: Path, node: int) -> Path:
     """Touched while a node copies: the others see that it is alive."""
     return folder / f"staging-{node}.heartbeat"
 
@@ -56,7 +56,7 @@ def staged(run_path: Path, plan: AttemptPlan, node: int) -> Iterator[None]:
         yield
         return
     began = time.perf_counter()
-    with _beating(beat_file(folder, node)):
+    with _heartbeat(heartbeat_file(folder, node)):
         warnings = _stage(run, resolved, cluster, leases)
     record = {
         "node": node,
@@ -116,14 +116,14 @@ def _stage_one(stager: Stager, source: SourceFolder) -> StagedTree:
 
 
 @contextlib.contextmanager
-def _beating(path: Path) -> Iterator[None]:
+def _heartbeat(path: Path) -> Iterator[None]:
     end = threading.Event()
 
     def heartbeat() -> None:
         while True:
             with contextlib.suppress(OSError):
                 path.write_text(f"{time.time()}\n")
-            if end.wait(BEAT_SECONDS):
+            if end.wait(HEARTBEAT_SECONDS):
                 return
 
     thread = threading.Thread(target=heartbeat, daemon=True)
@@ -150,7 +150,7 @@ def _await_peers(run_path: Path, folder: Path, plan: AttemptPlan, node: int) -> 
                 waiting.discard(peer)
                 continue
             with contextlib.suppress(OSError):
-                if (text := beat_file(folder, peer).read_text()) != seen.get(peer):
+                if (text := heartbeat_file(folder, peer).read_text()) != seen.get(peer):
                     seen[peer], heard[peer] = text, time.monotonic()
             if time.monotonic() - heard[peer] > PEER_SECONDS:
                 waiting.discard(peer)
@@ -172,7 +172,7 @@ def read_records(folder: Path, nodes: int) -> list[dict[str, Any]]:
     return found
 
 
-def places(folder: Path, node: int) -> Mapping[str, Path]:
+def local_folders(folder: Path, node: int) -> Mapping[str, Path]:
     """The folders that this node's ranks read from its own disk: ``model``, ``data``, or none."""
     for record in read_records(folder, node + 1):
         if record.get("node") == node:

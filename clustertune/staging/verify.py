@@ -140,8 +140,8 @@ def _rehearse(order: Mapping[str, Any], scratch: Path, verdict: Verification, te
         text = f"a step of the rehearsal took more than {STEP_SECONDS:.0f} s"
         for line in worker.lines(child, STEP_SECONDS, UserError(text, fix="is the storage slow?")):
             verdict.steps.append(line)
-            words_of = line["found"] or "; ".join(problem["message"] for problem in line["problems"])
-            tell(f"{line['step']}: {words_of}")
+            summary = line["found"] or "; ".join(problem["message"] for problem in line["problems"])
+            tell(f"{line['step']}: {summary}")
             verdict.problems += [Problem(**problem) for problem in line["problems"]]
         code = child.wait()
     finally:

@@ -123,7 +123,7 @@ def run_all(sweep: Sweep) -> list[int]:
         left = sweep.left()
         for number, point in enumerate(left, 1):
             began = time.perf_counter()
-            say(f"point {point.index} ({number} of {len(left)}): {point.words}")
+            say(f"point {point.index} ({number} of {len(left)}): {point.settings}")
             code = _run(sweep, point, run_command(sweep, point))
             state = "done" if code == 0 else f"ended with exit code {code}, see {_log(sweep, point)}"
             say(f"point {point.index}: {state} ({time.perf_counter() - began:.1f} s)")

@@ -46,7 +46,7 @@ class Point:
     """What was varied, by key."""
 
     @property
-    def words(self) -> str:
+    def settings(self) -> str:
         """``learning_rate=1e-5 r=16``: what was varied, for people."""
         return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in self.values.items())
 

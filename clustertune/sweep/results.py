@@ -235,10 +235,10 @@ def _page_values(sweep: Sweep, metric: str, results: Sequence[PointResult]) -> d
         "tiles": [{"name": name, "value": str(count)} for name, count in counts.items() if count or name == DONE],
         "metric": metric,
         "better": "less is better" if LOWER.get(metric) else "more is better",
-        "best": by_index[ranked[0].index].words if ranked else "",
+        "best": by_index[ranked[0].index].settings if ranked else "",
         "best_value": number(ranked[0].value(metric)) if ranked else UNKNOWN,
         "dots": plots.draw_dots(
-            f"{metric} of each point", [by_index[r.index].words for r in shown], values, [number(value) for value in values]
+            f"{metric} of each point", [by_index[r.index].settings for r in shown], values, [number(value) for value in values]
         ),
         "left_out": len(ranked) - len(shown),
         "curves": _curves(sweep, ranked),

@@ -1,1 +1,1 @@
-"""A throw-away Slurm cluster on one machine: to rehearse a job before there is a cluster, and to test against."""
+"""A temporary Slurm cluster on one machine: to rehearse a job before there is a cluster, and to test against."""

@@ -48,8 +48,8 @@ def enter(pid: int, prefix: Sequence[str] | None, cwd: Path) -> list[str]:
     return [*spaces, "setpriv", "--pdeathsig", "KILL", "env", f"--chdir={cwd}", "--"]
 
 
-class ThrowawayCluster:
-    """A throw-away Slurm. A context manager; everything of it ends with this process in any case.
+class TemporaryCluster:
+    """A temporary Slurm. A context manager; everything of it ends with this process in any case.
 
     The nodes see this machine's file system, but have a ``/dev/shm`` and ``scratch`` of their own where they are isolated.
     Partition ``gpu`` is the default; a job in ``urgent`` preempts what runs there. Node numbers count from 1; 0 is the login
@@ -71,7 +71,7 @@ class ThrowawayCluster:
 
     # --- life --------------------------------------------------------------------------------------------------------
 
-    def start(self, timeout: float = 60) -> ThrowawayCluster:
+    def start(self, timeout: float = 60) -> TemporaryCluster:
         """Start it and wait until all nodes are idle. Raises Failed with the end of the logs."""
         end = time.monotonic() + timeout
         try:
@@ -102,7 +102,7 @@ class ThrowawayCluster:
         if not self.keep:
             shutil.rmtree(self.root, ignore_errors=True)
 
-    def __enter__(self) -> ThrowawayCluster:
+    def __enter__(self) -> TemporaryCluster:
         return self.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -247,7 +247,7 @@ class ThrowawayCluster:
             raise TimeoutError(f"{what} after {timeout:.0f} s")
 
 
-__all__ = ["DONE", "LOGIN", "ClusterFailed", "ClusterSpec", "ThrowawayCluster"]
+__all__ = ["DONE", "LOGIN", "ClusterFailed", "ClusterSpec", "TemporaryCluster"]
 
 
 # --- login ----------------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ __all__ = ["DONE", "LOGIN", "ClusterFailed", "ClusterSpec", "ThrowawayCluster"]
 
 
 class ClusterFailed(RuntimeError):
-    """Something of the throw-away cluster did not do what it must."""
+    """Something of the temporary cluster did not do what it must."""
 
 
 class Login:

@@ -1,4 +1,4 @@
-"""The files of a throw-away cluster: slurm.conf, gres.conf, names, a key. A comment says what each is for."""
+"""The files of a temporary cluster: slurm.conf, gres.conf, names, a key. A comment says what each is for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first process of a throw-away cluster's login node, and of each of its nodes.
+"""The first process of a temporary cluster's login node, and of each of its nodes.
 
 Started by path with ``python -I`` and only the standard library, so that it needs neither the package nor its environment.
 ``login`` starts munge and the controller, obeys one JSON line a time on stdin and ends with everything below it when stdin
@@ -272,7 +272,7 @@ class SimulatedNode(SimulatedMachine):
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         pid = self.enter()
         if self.isolated:
-            self._own_places()
+            self._own_mounts()
         (self.root / "run" / f"node-{self.index}.pid").write_text(str(pid))
         if self.isolated:
             self._network()
@@ -291,7 +291,7 @@ class SimulatedNode(SimulatedMachine):
     def _slurmd(self) -> subprocess.Popen[bytes]:
         return self.daemon("slurmd", "-D", "-f", str(self.root / "slurm.conf"), "-N", self.name)
 
-    def _own_places(self) -> None:
+    def _own_mounts(self) -> None:
         _call("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")  # noqa: S108 (shared memory of this node)
         _call("mount", "-t", "tmpfs", "tmpfs", str(self.root / "scratch"))
         _call("mount", "--bind", str(self.root / "spool" / str(self.index)), str(self.root / "spool" / "here"))

@@ -1,4 +1,4 @@
-"""A throw-away cluster that outlives the command that started it: a process that owns it, and a file that describes it.
+"""A temporary cluster that outlives the command that started it: a process that owns it, and a file that describes it.
 
 ``python -m clustertune.testbed.keeper NAME`` reads the cluster's shape from stdin, starts it, writes ``NAME.json``, says on
 stdout in one JSON line what went wrong, and keeps it until SIGTERM. When it is killed the cluster ends with it.
@@ -26,7 +26,7 @@ from clustertune import lock
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.manifest import write_durably
 from clustertune.testbed import inside
-from clustertune.testbed.cluster import ClusterFailed, ThrowawayCluster, enter
+from clustertune.testbed.cluster import ClusterFailed, TemporaryCluster, enter
 from clustertune.testbed.spec import ClusterSpec
 
 _START = 120.0
@@ -215,7 +215,7 @@ def main() -> int:
     if not isinstance(shape["nodes"], int):
         shape["nodes"] = tuple(shape["nodes"])
     try:
-        cluster = ThrowawayCluster(ClusterSpec(**shape)).start()
+        cluster = TemporaryCluster(ClusterSpec(**shape)).start()
     except UserError as error:
         return _answer([asdict(problem) for problem in error.problems], error.code)
     except ClusterFailed as error:

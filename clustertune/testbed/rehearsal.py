@@ -1,4 +1,4 @@
-"""A job from submission to its end on a throw-away Slurm, in one call."""
+"""A job from submission to its end on a temporary Slurm, in one call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.slurm import ENDED as DONE
 from clustertune.ops.slurm.texts import GRES_CONF, HOSTS, SLURM_CONF, SLURMDBD_CONF
-from clustertune.testbed.cluster import ClusterFailed, ThrowawayCluster
+from clustertune.testbed.cluster import ClusterFailed, TemporaryCluster
 from clustertune.testbed.spec import ClusterSpec, GivenFiles
 
 
@@ -41,7 +41,7 @@ def rehearse(shape: ClusterSpec, script: Path, arguments: Sequence[str], run_dir
     before = log.stat().st_size if log.exists() else 0  # of an earlier rehearsal with the same run folder
     try:
         began = time.monotonic()
-        with ThrowawayCluster(shape) as cluster:
+        with TemporaryCluster(shape) as cluster:
             kind = "each in namespaces of its own" if cluster.isolated else "not isolated: no namespaces on this machine"
             say(f"a Slurm of {', '.join(cluster.names)} ({kind}) is up after {time.monotonic() - began:.1f} s")
             options = ["--export=NIL", f"--nodes={len(cluster.names)}", f"--output={str(log).replace('%', '%%')}"]
@@ -99,7 +99,7 @@ class AddedLines:
 
 
 def follow(
-    cluster: ThrowawayCluster, job: int | str, log: AddedLines | None = None, timeout: float | None = None
+    cluster: TemporaryCluster, job: int | str, log: AddedLines | None = None, timeout: float | None = None
 ) -> dict[str, str]:
     """Say what changes until the job has ended. Returns its last record, with its state under ``JobState``.
 
@@ -150,14 +150,14 @@ def _clock(began: float) -> str:
 
 # --- tryout ---------------------------------------------------------------------------------------------------------------
 
-# Start the files that were made for a cluster as a throw-away Slurm here, before a machine of that cluster gets them.
+# Start the files that were made for a cluster as a temporary Slurm here, before a machine of that cluster gets them.
 
 NODES = 4
 """Of a cluster with more only so many are started; the others stand in the files, and are down."""
 
 
 def given(cluster: cluster_schema.Cluster, texts: Mapping[str, str]) -> GivenFiles:
-    """The generated files (path to text) in the form that a throw-away cluster takes."""
+    """The generated files (path to text) in the form that a temporary cluster takes."""
     assert cluster.slurm
     return GivenFiles(
         slurm_conf=texts[SLURM_CONF],
@@ -169,7 +169,7 @@ def given(cluster: cluster_schema.Cluster, texts: Mapping[str, str]) -> GivenFil
 
 
 def shape(cluster: cluster_schema.Cluster, texts: Mapping[str, str], nodes: int = NODES) -> ClusterSpec:
-    """A throw-away cluster of the first ``nodes`` compute nodes, under their own names."""
+    """A temporary cluster of the first ``nodes`` compute nodes, under their own names."""
     names = tuple(host.name for host in cluster.compute_nodes[:nodes])
     return ClusterSpec(nodes=names, gpus=cluster.compute.gpus, isolation="netns", given=given(cluster, texts))
 
@@ -182,7 +182,7 @@ def try_out(cluster: cluster_schema.Cluster, texts: Mapping[str, str]) -> dict[s
     """
     began = time.monotonic()
     try:
-        with ThrowawayCluster(shape(cluster, texts)) as slurm:
+        with TemporaryCluster(shape(cluster, texts)) as slurm:
             seconds = time.monotonic() - began
             gpus = [f"--gpus-per-node={cluster.compute.gpus}"] if cluster.compute.gpus else []
             command = ["srun", f"--nodes={len(slurm.names)}", "--ntasks-per-node=1", "--exclusive", *gpus, "hostname"]

@@ -1,4 +1,4 @@
-"""The shape of a throw-away cluster, what this machine lacks for one, and the ways in which its nodes can be kept apart."""
+"""The shape of a temporary cluster, what this machine lacks for one, and the ways in which its nodes can be kept apart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.ops.slurm.texts import move_conf, move_gres, move_hosts
 from clustertune.process import captured
 from clustertune.recipe.schema import NAME
@@ -44,7 +44,7 @@ AS_USER = ("unshare", "--user", "--map-current-user", "--keep-caps", *inside.NAM
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """What a throw-away cluster looks like. Nothing here is a limit of the machine: CPUs, memory and GPUs are only claimed."""
+    """What a temporary cluster looks like. Nothing here is a limit of the machine: CPUs, memory and GPUs are only claimed."""
 
     nodes: int | tuple[str, ...] = 2
     """Their number (1 to 16; named node1, node2, ...) or their names."""
@@ -150,8 +150,7 @@ def choose(spec: ClusterSpec) -> tuple[str, ...] | None:
     except KeyError:
         message = f"user {os.getuid()} has no name on this machine, and Slurm runs nothing for him"
         problems.append(Problem(message, fix="add this user to /etc/passwd"))
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     prefix = None if spec.isolation == "none" else can_isolate()
     if prefix is None and spec.isolation == "netns":
         fix = "run it as root, or allow user namespaces (sysctl user.max_user_namespaces, and on Ubuntu "

@@ -31,7 +31,7 @@ def document(seconds: float = 0.5, peer: float | None = 1.0, **more: Any) -> dic
     used = result.utilisation(Work(5e10, 6e10), ours, "NVIDIA H100 80GB HBM3")
     rows = {"step_s": {"plan": 0.4, "measured": seconds, "ratio": seconds / 0.4}}
     return {
-        "schema": "clustertune.bench/2", "recipe": "llama8b", "model": "llama", "dataset": "oasst2", "bf16": True,
+        "schema": "clustertune.bench/3", "recipe": "llama8b", "model": "llama", "dataset": "oasst2", "bf16": True,
         "tiny": False, "synthetic": True, "date": "2026-11-21", "command": ["clustertune", "bench", "a b"],
         "hardware": {"gpu": "NVIDIA H100 80GB HBM3", "gpu_gib": 79.1, "ranks": 2, "nodes": 1, "cpu": "X", "cores": 16,
                      "threads_per_rank": 8, "memory_gib": 128.0},
@@ -39,7 +39,7 @@ def document(seconds: float = 0.5, peer: float | None = 1.0, **more: Any) -> dic
         "versions": {"python": "3.11.7", "torch": "main+cu129", "lm_eval": "absent"},
         "image": {"image": "train.sif", "sha256": "ab12"}, "commit": {"commit": "0" * 40, "dirty": False},
         "resolved": {"sha256": "f" * 64, "fingerprint": "e" * 64},
-        "course": {"warmup": 1, "steps": 3, "profiled": 2, "rounds": 2}, "ours": ours,
+        "schedule": {"warmup": 1, "steps": 3, "profiled": 2, "rounds": 2}, "ours": ours,
         "ends": {"evaluation_s": 3.0, "checkpoint_s": 2.0, "checkpoint_gb": 1.5}, "startup_s": {"imports": 7.0},
         "utilisation": used, "plan": {"cluster": "dgx", "step_s_range": [0.3, 0.5], "rows": rows},
         "projection": {"steps": 100, "why": "100 steps", "hours": 0.5, "gpu_hours": 1.0,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.bench import batch, result
-from clustertune.testbed.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO, run
 from tests.nccl_check.test_submit import cluster_file
 
@@ -77,7 +77,7 @@ def test_a_dry_run_makes_nothing(tmp_path: Path) -> None:
     words = ["bench", "tiny-oasst2", "--dry-run", "--steps", "9", "--against", "trl"]
     words += ["--run-dir", str(tmp_path / "r"), "--out", str(tmp_path / "o")]
     found = run(*words, "--json").json
-    assert found["course"] == {"warmup": 5, "steps": 9, "profiled": 2} and found["changes"]["max_steps"] == 16
+    assert found["schedule"] == {"warmup": 5, "steps": 9, "profiled": 2} and found["changes"]["max_steps"] == 16
     assert (found["against"], found["interleave"], found["rounds"]) == (["trl"], True, 2)
     assert found["train"][-2:] == ["--attempt", "1"] and list(tmp_path.iterdir()) == []
     assert "in turn with: trl" in run(*words).err
@@ -136,7 +136,7 @@ def test_a_recipe_is_measured_against_trl(tmp_path: Path) -> None:
 
 @pytest.mark.jobs
 @pytest.mark.timeout(1800)
-def test_on_two_nodes_of_a_real_slurm(slurm: ThrowawayCluster, tmp_path: Path) -> None:
+def test_on_two_nodes_of_a_real_slurm(slurm: TemporaryCluster, tmp_path: Path) -> None:
     """``--submit`` as a user calls it: both programs over both nodes by srun, full size without the Hub."""
     file, out = cluster_file(tmp_path), tmp_path / "out"
     words = ["bench", "tiny-oasst2", "--synthetic", "--submit", "--cluster", str(file), "--against", "trl", "--rounds", "1"]

@@ -169,9 +169,9 @@ def test_two_peers_each_in_turn_with_ours(tmp_path: Path, calls: list[str], monk
         assert f"over {word}: 0.500 (too few pairs for an interval, 3 pairs)" in text
 
 
-def test_a_peers_last_words(tmp_path: Path) -> None:
+def test_why_a_peer_ended(tmp_path: Path) -> None:
     """The launcher's own traceback comes last and says nothing: the line that names the error counts."""
-    assert peer.why(tmp_path) == "it left no word"
+    assert peer.why(tmp_path) == "it left no message"
     log = tmp_path / "node-0.log.txt"
     log.write_text(
         "starting\nValueError: bad batch\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\n"

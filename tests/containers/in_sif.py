@@ -1,16 +1,16 @@
-"""A cluster file for the throw-away Slurm whose ranks run in a SIF, and jobs on it."""
+"""A cluster file for the temporary Slurm whose ranks run in a SIF, and jobs on it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from clustertune.testbed.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import TemporaryCluster
 from tests.slurm_job import RECIPE, SETTINGS, Job
 
 
 def cluster_file(
-    folder: Path, slurm: ThrowawayCluster, *, image: Path, program: str, options: Sequence[str], extra: str = ""
+    folder: Path, slurm: TemporaryCluster, *, image: Path, program: str, options: Sequence[str], extra: str = ""
 ) -> Path:
     """``insif.yaml``: the nodes as they are, and the container."""
     hosts = "".join(
@@ -28,6 +28,6 @@ def cluster_file(
     return file
 
 
-def job(slurm: ThrowawayCluster, run: Path, file: Path, *, to: str = "export") -> Job:
+def job(slurm: TemporaryCluster, run: Path, file: Path, *, to: str = "export") -> Job:
     """The tiny recipe as a job of two nodes in the container."""
     return Job(slurm, run, words=[RECIPE, "--tiny", "--cluster", str(file), "--to", to, *SETTINGS])

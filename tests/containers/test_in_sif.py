@@ -21,7 +21,7 @@ from clustertune.cluster.load import load_cluster
 from clustertune.containers import build as images
 from clustertune.containers import pins
 from clustertune.launch import container, image
-from clustertune.testbed.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO
 from tests.containers.in_sif import cluster_file, job
 from tests.launch.test_slurm_faults import preempt
@@ -47,7 +47,7 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def file(cpu_sif: dict[str, Any], slurm_session: ThrowawayCluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(cpu_sif: dict[str, Any], slurm_session: TemporaryCluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cluster file. Root without every capability starts no container but in a user namespace."""
     options = ["--userns"] if os.geteuid() == 0 else []
     folder = tmp_path_factory.mktemp("insif")
@@ -55,7 +55,7 @@ def file(cpu_sif: dict[str, Any], slurm_session: ThrowawayCluster, tmp_path_fact
 
 
 @pytest.fixture(scope="module")
-def quiet(slurm_session: ThrowawayCluster, file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+def quiet(slurm_session: TemporaryCluster, file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     """The whole chain, with tokens in the job's own environment. Read only."""
     found = Seen(job(slurm_session, tmp_path_factory.mktemp("quiet") / "r", file))
     found.job.words = [*(word for word in found.job.words if word not in ("--to", "export")), *SHORT_EVALUATION]
@@ -112,7 +112,7 @@ def test_the_nodes_reach_each_other_and_nothing_else(quiet: Seen) -> None:
 
 @pytest.mark.long
 def test_warned_and_killed_in_the_container_it_ends_with_the_same_bytes(
-    slurm: ThrowawayCluster,
+    slurm: TemporaryCluster,
     quiet: Seen,
     file: Path,
     tmp_path: Path,
@@ -238,7 +238,7 @@ def test_a_signal_to_every_process_leaves_the_image_readable(file: Path) -> None
 
 
 @pytest.mark.long
-def test_preempted_in_the_container_nothing_is_lost(slurm: ThrowawayCluster, quiet: Seen, file: Path, tmp_path: Path) -> None:
+def test_preempted_in_the_container_nothing_is_lost(slurm: TemporaryCluster, quiet: Seen, file: Path, tmp_path: Path) -> None:
     """Slurm sends SIGTERM to every process of the step, squashfuse with it, and requeues the job."""
     found = job(slurm, tmp_path / "r", file).submit()
     found.until(lambda: len(found.steps()) >= 3, "the first steps")

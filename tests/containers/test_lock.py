@@ -307,7 +307,7 @@ def test_no_database_is_told(address: str) -> None:
         locks.ask([LOCK], address)
 
 
-def test_what_is_lived_with_has_a_reason(tmp_path: Path) -> None:
+def test_what_is_accepted_has_a_reason(tmp_path: Path) -> None:
     """Else the list becomes a way to be quiet."""
     listed = tmp_path / "x.txt"
     listed.write_text("# why\nPYSEC-1 only on Windows\nGHSA-2\nGHSA-3 \n")

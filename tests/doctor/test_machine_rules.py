@@ -118,7 +118,7 @@ def test_a_login_node_is_no_compute_node() -> None:
 
 
 def test_a_rehearsal_claims_more_than_there_is() -> None:
-    """The throw-away Slurm has GPUs that are names, and more cores than the machine."""
+    """The temporary Slurm has GPUs that are names, and more cores than the machine."""
     patch: Patch = {
         "environment.SLURM_CLUSTER_NAME": "rehearsal", "gpus": [], "driver": "", "nvidia_devices": 0, "cuda_devices": None,
         "cuda_init": None, "gpu_files": [], "rdma": [], "rdma_devices": [], "cpus": 2, "affinity": 2, "affinity_list": "0-1",
@@ -244,7 +244,7 @@ def before_a_job(monkeypatch: pytest.MonkeyPatch, facts: Patch) -> tuple[list[st
 
 def test_what_may_be_harmless_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that was reset since, a full disk that the job does not write to, a name that no rank asks for."""
-    locks = {"probes.1.ok": False, "probes.1.said": "No locks available"}
+    locks = {"probes.1.ok": False, "probes.1.message": "No locks available"}
     harmless = {"gpu-xid": {"xids.+": XID.format(79)}, "gpu-ecc": {"gpus.5.ecc_uncorrected": 2}, "flock": locks}
     for rule, facts in {**harmless, "disk-full": {"mounts.0.free_bytes": 0}, "node-names": {"names.gpu02": []}}.items():
         messages, found = before_a_job(monkeypatch, facts)

@@ -17,7 +17,7 @@ from clustertune.doctor import preflight, wire
 from clustertune.errors import ExitCode, UserError
 from clustertune.host.facts import from_dict
 from clustertune.launch.allocation import Allocation
-from clustertune.testbed.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO, events, run
 from tests.doctor.machine_cases import GOOD
 from tests.folders import program
@@ -29,12 +29,12 @@ PYTHON = str(REPO / ".venv/bin/python")
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """The cluster file of the throw-away Slurm."""
+    """The cluster file of the temporary Slurm."""
     return cluster_file(tmp_path)
 
 
 @pytest.fixture
-def odd(slurm: ThrowawayCluster) -> Iterator[ThrowawayCluster]:
+def odd(slurm: TemporaryCluster) -> Iterator[TemporaryCluster]:
     """A Slurm whose second node has smaller frames and a small /dev/shm."""
     slurm.run(["ip", "link", "set", "eth0", "mtu", "1400"], node=2)
     slurm.run(["mount", "-o", "remount,size=48m", "/dev/shm"], node=2)
@@ -43,7 +43,7 @@ def odd(slurm: ThrowawayCluster) -> Iterator[ThrowawayCluster]:
     slurm.run(["mount", "-o", "remount,size=50%", "/dev/shm"], node=2)
 
 
-def in_a_job(cluster: ThrowawayCluster, tmp_path: Path, *words: str) -> tuple[str, str]:
+def in_a_job(cluster: TemporaryCluster, tmp_path: Path, *words: str) -> tuple[str, str]:
     """What ``clustertune doctor WORDS`` says in a batch script of two nodes, and its exit code."""
     script, log = tmp_path / "job.sbatch", tmp_path / "job.log"
     command = " ".join([PYTHON, "-m", "clustertune", "doctor", *words])
@@ -54,7 +54,7 @@ def in_a_job(cluster: ThrowawayCluster, tmp_path: Path, *words: str) -> tuple[st
     return text, code
 
 
-def test_nodes_that_are_alike_are_well(slurm: ThrowawayCluster, file: Path, tmp_path: Path) -> None:
+def test_nodes_that_are_alike_are_well(slurm: TemporaryCluster, file: Path, tmp_path: Path) -> None:
     """Two nodes of one machine: nothing is said against them, each was looked at in its step."""
     text, code = in_a_job(slurm, tmp_path, "--cluster", str(file), "--json")
     document = json.loads(text)
@@ -65,7 +65,7 @@ def test_nodes_that_are_alike_are_well(slurm: ThrowawayCluster, file: Path, tmp_
     assert {("nodes-packages", ""), ("nodes-network", ""), ("cores-in-step", "node1")} <= passed
 
 
-def test_the_odd_node_is_found(odd: ThrowawayCluster, file: Path, tmp_path: Path) -> None:
+def test_the_odd_node_is_found(odd: TemporaryCluster, file: Path, tmp_path: Path) -> None:
     """One node's frames and shared memory differ, for real: which node, and by what."""
     text, code = in_a_job(odd, tmp_path, "--cluster", str(file), "--json")
     bad = {(item["rule"], item["status"]): item for item in json.loads(text)["findings"] if item["status"] in ("warn", "fail")}
@@ -78,7 +78,7 @@ def test_the_odd_node_is_found(odd: ThrowawayCluster, file: Path, tmp_path: Path
 
 
 @pytest.mark.jobs
-def test_a_job_does_not_start_its_ranks_on_nodes_that_fail(odd: ThrowawayCluster, file: Path, tmp_path: Path) -> None:
+def test_a_job_does_not_start_its_ranks_on_nodes_that_fail(odd: TemporaryCluster, file: Path, tmp_path: Path) -> None:
     """The words stand in the job's log, and the exit code keeps it out of the queue."""
     words = ["recipes/tiny-oasst2", "--tiny", "--to", "train", "train.max_steps=2", "--cluster", str(file)]
     job = Job(odd, tmp_path / "run", words)
@@ -91,7 +91,7 @@ def test_a_job_does_not_start_its_ranks_on_nodes_that_fail(odd: ThrowawayCluster
     assert job.attempts() == 0 and event["verdict"] == "fail" and "nodes-network" in event["faults"]
 
 
-def test_as_a_job(slurm: ThrowawayCluster, file: Path, tmp_path: Path) -> None:
+def test_as_a_job(slurm: TemporaryCluster, file: Path, tmp_path: Path) -> None:
     """``--submit`` on the login node: a job of all nodes, whose log has what was found."""
     words = [PYTHON, "-m", "clustertune", "doctor", "--submit", "--cluster", file, "--json", "--time", "5"]
     submitted = json.loads(slurm.run(words, cwd=tmp_path).stdout)

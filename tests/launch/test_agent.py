@@ -90,10 +90,10 @@ def run_rank(agent: Agent, handler: str = "", seconds: float = 120) -> ExitCode:
 def test_a_wish_to_stop_reaches_the_ranks_and_not_the_launcher(tmp_path: Path, by: signal.Signals | str) -> None:
     """In a container a signal to every process of the step would end the one by which the image is read. Once is enough."""
     agent = agent_of(tmp_path)
-    ask = agents.asked_file(agent.folder).touch if isinstance(by, str) else to_this(by)
+    ask = agents.stop_request_file(agent.folder).touch if isinstance(by, str) else to_this(by)
     when(up(agent), ask)
     assert run_rank(agent, SAVES) is ExitCode.OK, "the rank ended by itself"
-    assert judge(agent.folder, agent.plan) == Outcome(ExitCode.AGAIN, asked=True)
+    assert judge(agent.folder, agent.plan) == Outcome(ExitCode.AGAIN, stop_requested=True)
     assert agents.node_record(agent.folder, 0)["asked"] == ["SIGUSR1" if isinstance(by, str) else by.name]
 
 
@@ -102,7 +102,7 @@ def test_a_stop_before_the_first_rank_is_no_failure(tmp_path: Path, number: sign
     agent = agent_of(tmp_path, ranks=2)
     when(launcher_pid_file(agent.folder, 0).exists, to_this(number))
     assert agent.run([sys.executable, "-c", "import time; time.sleep(60)"], quiet=True) is ExitCode.AGAIN
-    assert judge(agent.folder, agent.plan) == Outcome(ExitCode.AGAIN, asked=True)
+    assert judge(agent.folder, agent.plan) == Outcome(ExitCode.AGAIN, stop_requested=True)
 
 
 @pytest.mark.parametrize(

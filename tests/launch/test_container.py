@@ -236,9 +236,9 @@ def test_a_point_of_a_sweep_sees_what_the_points_share(tmp_path: Path) -> None:
     """Its tokens lie beside the run folders."""
     resolved, point = resolve("tiny-oasst2"), tmp_path / "sweep" / "points" / "0001"
     point.mkdir(parents=True)
-    assert container.places_of(resolved, point)[0] == point
+    assert container.paths_of(resolved, point)[0] == point
     (tmp_path / "sweep" / "sweep.json").write_text("{}")
-    assert container.places_of(resolved, point)[0] == tmp_path / "sweep"
+    assert container.paths_of(resolved, point)[0] == tmp_path / "sweep"
 
 
 # --- the step of a job -------------------------------------------------------------------------------------------------

@@ -99,21 +99,21 @@ def test_an_image_is_read_once(sif: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_others_can_write_is_not_believed(sif: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A remembered sum decides which code runs; a damaged one is no reason to fail."""
+    """A cached sum decides which code runs; a damaged one is no reason to fail."""
     image.look(settings(sif))
-    memory = image._memory(sif)
-    remembered = json.loads(memory.read_text())
-    memory.write_text(json.dumps({**remembered, "sha256": "0" * 64}))
+    cache = image._cache_file(sif)
+    cached = json.loads(cache.read_text())
+    cache.write_text(json.dumps({**cached, "sha256": "0" * 64}))
     with pytest.raises(UserError, match="its SHA-256 is 0000"):
         image.look(settings(sif))
-    for spoil in (lambda: memory.chmod(0o666), lambda: memory.write_text("["), memory.unlink):
+    for spoil in (lambda: cache.chmod(0o666), lambda: cache.write_text("["), cache.unlink):
         spoil()
         found, _ = image.look(settings(sif))
         assert found is not None and found.sha256 == DIGEST
     other = sif.with_name("other")
-    memory.rename(other)
-    memory.symlink_to(other)
-    assert image._recall(sif, image._identity(sif)) is None
+    cache.rename(other)
+    cache.symlink_to(other)
+    assert image._read_cache(sif, image._identity(sif)) is None
 
 
 def test_a_cache_folder_that_cannot_be_is_lived_without(sif: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_an_image_that_is_written_to_meanwhile_is_refused(sif: Path, monkeypatch
     monkeypatch.setattr(image, "_read", read)
     with pytest.raises(UserError, match="changed while"):
         image.look(settings(sif))
-    assert not image._memory(sif).exists()
+    assert not image._cache_file(sif).exists()
 
 
 def test_no_image(sif: Path, tmp_path: Path) -> None:

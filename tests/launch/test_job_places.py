@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.testbed.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO
 from tests.slurm_job import SETTINGS, SHAPE, Job
 
@@ -78,7 +78,7 @@ def all_ranks(job: Job, seen: list[dict[str, str]]) -> bool:
 
 
 @pytest.mark.jobs
-def test_a_submitted_job(slurm: ThrowawayCluster, checkout: Path) -> None:
+def test_a_submitted_job(slurm: TemporaryCluster, checkout: Path) -> None:
     """``submit --one-job`` by a cluster file that gives folders by a variable of this shell; paths have blanks.
 
     Every rank sees the folders; the dry run prints the line of srun that ran, letter by letter; the checkout stays clean.
@@ -118,7 +118,7 @@ def test_a_submitted_job(slurm: ThrowawayCluster, checkout: Path) -> None:
     assert left_in(checkout) == []
 
 
-def test_by_hand(slurm: ThrowawayCluster, checkout: Path, tmp_path: Path) -> None:
+def test_by_hand(slurm: TemporaryCluster, checkout: Path, tmp_path: Path) -> None:
     """``sbatch launch/run.sbatch`` takes over HF_HOME as exported; the log goes to the run's others, the header's is gone."""
     file = cluster_file(tmp_path, f"caches: {tmp_path}/unused, runs: {tmp_path}/runs")
     exported = {"HF_HOME": str(tmp_path / "mine"), "CANARY": "canary-78"}

@@ -108,14 +108,14 @@ def test_the_end_of_an_attempt(tmp_path: Path, case: str) -> None:
     assert outcome.code == code and len(outcome.problems) == len(messages)
     assert all(found.message.startswith(text) for found, text in zip(outcome.problems, messages, strict=True)), outcome
     assert outcome.nodes_gone == (("gpu-b",) if case in GONE else ()) or outcome.port_taken
-    assert outcome.asked is case.startswith("a stop that came") and outcome.port_taken is case.startswith("a taken port")
+    assert outcome.stop_requested is case.startswith("a stop that") and outcome.port_taken is case.startswith("a taken port")
 
 
 def test_a_stop_that_no_record_tells(tmp_path: Path) -> None:
     """The starter of the attempt was asked."""
     for number in (0, 1):
         rank(number, 0)(tmp_path)
-    assert judge(tmp_path, plan(2), requested=True) == Outcome(ExitCode.AGAIN, asked=True)
+    assert judge(tmp_path, plan(2), requested=True) == Outcome(ExitCode.AGAIN, stop_requested=True)
 
 
 def test_ranks_without_a_record_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +127,6 @@ def test_ranks_without_a_record_on_a_full_disk(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_outcome_is_written_as_it_is(tmp_path: Path) -> None:
-    Outcome(ExitCode.AGAIN, nodes_gone=("gpu-b",), asked=True).write(tmp_path, step=3)
+    Outcome(ExitCode.AGAIN, nodes_gone=("gpu-b",), stop_requested=True).write(tmp_path, step=3)
     body = json.loads((tmp_path / "outcome.json").read_text())
     assert (body["code"], body["nodes_gone"], body["asked"], body["step"]) == (75, ["gpu-b"], True, 3)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.testbed.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO
 from tests.slurm_job import Job
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")
-def quiet(slurm_session: ThrowawayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+def quiet(slurm_session: TemporaryCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """A job that nothing happens to. Read only."""
     job = Job(slurm_session, tmp_path_factory.mktemp("slurm") / "quiet")
     # What a login shell may hold must not reach the job.
@@ -52,7 +52,7 @@ def test_a_job_leaves_no_foreign_variable_anywhere(quiet: Job) -> None:
     assert "canary-1f9c" not in shown + quiet.text and left == [] and b"canary-1f9c" not in spool
 
 
-def test_the_wrong_allocation_is_refused_with_the_line_to_use(slurm: ThrowawayCluster, tmp_path: Path) -> None:
+def test_the_wrong_allocation_is_refused_with_the_line_to_use(slurm: TemporaryCluster, tmp_path: Path) -> None:
     """At once, before weights are looked for: the whole line can be pasted."""
     job = Job(
         slurm,
@@ -69,7 +69,7 @@ def test_the_wrong_allocation_is_refused_with_the_line_to_use(slurm: ThrowawayCl
     assert not job.run.exists()
 
 
-def test_outside_of_a_checkout(slurm: ThrowawayCluster, tmp_path: Path) -> None:
+def test_outside_of_a_checkout(slurm: TemporaryCluster, tmp_path: Path) -> None:
     """Slurm runs a copy of the script from its spool: where the project is, only the working folder tells."""
     log = tmp_path / "x.log"
     options = ["--nodes=1", "--gpus-per-node=1", "--cpus-per-task=1", f"--output={log}"]
@@ -80,7 +80,7 @@ def test_outside_of_a_checkout(slurm: ThrowawayCluster, tmp_path: Path) -> None:
 
 @pytest.mark.jobs
 def test_warned_killed_and_powered_off_a_job_ends_with_the_same_bytes(
-    slurm: ThrowawayCluster, quiet: Job, tmp_path: Path
+    slurm: TemporaryCluster, quiet: Job, tmp_path: Path
 ) -> None:
     """One job, one after the other: the warning ahead of a limit, a killed rank, a node that loses power."""
     job = Job(slurm, tmp_path / "r").submit()
@@ -104,7 +104,7 @@ def test_warned_killed_and_powered_off_a_job_ends_with_the_same_bytes(
 
 
 @pytest.mark.jobs
-def test_three_attempts_without_progress_stop_the_job(slurm: ThrowawayCluster, tmp_path: Path) -> None:
+def test_three_attempts_without_progress_stop_the_job(slurm: TemporaryCluster, tmp_path: Path) -> None:
     """Else a job that dies at its first step burns its nodes until the time limit."""
     job = Job(slurm, tmp_path / "r").submit()
     for number in (1, 2, 3):

@@ -29,7 +29,7 @@ def attempt(run: Path, number: int, step: int, outcome: Outcome | None, job: str
 
 
 FAILED = Outcome(ExitCode.AGAIN, [KILLED])
-STOPPED = Outcome(ExitCode.AGAIN, asked=True)
+STOPPED = Outcome(ExitCode.AGAIN, stop_requested=True)
 GONE = Outcome(ExitCode.AGAIN, nodes_gone=("gpu-b",))
 
 

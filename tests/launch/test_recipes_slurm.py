@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.testbed.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import TemporaryCluster
 from tests.recipe_runs import RUNS, WORDS, judge
 from tests.slurm import make, tidy
 from tests.slurm_job import Job
@@ -16,14 +16,14 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.jobs]
 
 
 @pytest.fixture(scope="module")
-def two_by_two() -> Iterator[ThrowawayCluster]:
+def two_by_two() -> Iterator[TemporaryCluster]:
     """Two nodes with two GPUs each: a mesh of two axes takes all four."""
     with make(2, gpus=2) as cluster:
         yield cluster
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_recipe_goes_through_the_real_launcher(name: str, two_by_two: ThrowawayCluster, tmp_path: Path) -> None:
+def test_a_recipe_goes_through_the_real_launcher(name: str, two_by_two: TemporaryCluster, tmp_path: Path) -> None:
     """The job ends well, and its ranks were what the recipe says: distribution, mesh, placements, loss."""
     wanted = RUNS[name]
     each = max(1, wanted.ranks // 2)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.testbed.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import TemporaryCluster
 from tests.slurm import make
 from tests.slurm_job import Job
 
@@ -18,23 +18,23 @@ pytestmark = [pytest.mark.jobs, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def reference(slurm_session: ThrowawayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def reference(slurm_session: TemporaryCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The adapter's digest where nothing happens."""
     job = Job(slurm_session, tmp_path_factory.mktemp("slurm") / "reference").submit()
     assert job.end()["JobState"] == "COMPLETED", job.text
     yield job.adapter()
 
 
-def warn_the_steps(cluster: ThrowawayCluster, job: Job) -> None:
+def warn_the_steps(cluster: TemporaryCluster, job: Job) -> None:
     """Without --batch the signal goes to the ranks, and the batch script hears nothing of it."""
     cluster.run(["scancel", "--signal=USR1", str(job.id)])
 
 
-def requeue(cluster: ThrowawayCluster, job: Job) -> None:
+def requeue(cluster: TemporaryCluster, job: Job) -> None:
     cluster.run(["scontrol", "requeue", str(job.id)])
 
 
-def preempt(cluster: ThrowawayCluster, job: Job) -> None:
+def preempt(cluster: TemporaryCluster, job: Job) -> None:
     script = job.run.parent / "urgent.sbatch"
     script.write_text("#!/usr/bin/env bash\nsleep 1\n")
     options = ["--partition=urgent", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--mem=1G", "--output=/dev/null"]
@@ -42,14 +42,14 @@ def preempt(cluster: ThrowawayCluster, job: Job) -> None:
     assert cluster.wait(urgent, timeout=300)["JobState"] == "COMPLETED"
 
 
-def stop_a_rank(cluster: ThrowawayCluster, job: Job) -> None:
+def stop_a_rank(cluster: TemporaryCluster, job: Job) -> None:
     os.kill(job.rank(2), signal.SIGSTOP)
 
 
-def power_off(node: int) -> Callable[[ThrowawayCluster, Job], None]:
+def power_off(node: int) -> Callable[[TemporaryCluster, Job], None]:
     """The second node, or the first, where the batch script runs."""
 
-    def act(cluster: ThrowawayCluster, job: Job) -> None:
+    def act(cluster: TemporaryCluster, job: Job) -> None:
         cluster.kill_node(node)
         job.until(lambda: cluster.job(job.id)["JobState"] != "RUNNING", "the loss of the node")
         cluster.start_node(node)
@@ -57,10 +57,10 @@ def power_off(node: int) -> Callable[[ThrowawayCluster, Job], None]:
     return act
 
 
-def cut_off(node: int) -> Callable[[ThrowawayCluster, Job], None]:
+def cut_off(node: int) -> Callable[[TemporaryCluster, Job], None]:
     """The old ranks live on, on the same storage, while Slurm gives their job to others."""
 
-    def act(cluster: ThrowawayCluster, job: Job) -> None:
+    def act(cluster: TemporaryCluster, job: Job) -> None:
         cluster.link(node, up=False)
         job.until(lambda: cluster.job(job.id)["JobState"] != "RUNNING", "the loss of the node")
         cluster.link(node, up=True)
@@ -68,13 +68,13 @@ def cut_off(node: int) -> Callable[[ThrowawayCluster, Job], None]:
     return act
 
 
-def kill_slurmd(cluster: ThrowawayCluster, job: Job) -> None:
+def kill_slurmd(cluster: TemporaryCluster, job: Job) -> None:
     cluster.kill_slurmd(2)
     time.sleep(3)
     cluster.start_slurmd(2)
 
 
-def kill_the_program(cluster: ThrowawayCluster, job: Job) -> None:
+def kill_the_program(cluster: TemporaryCluster, job: Job) -> None:
     """The batch script is left, and has the job requeued."""
     os.kill(cluster.processes(1, "clustertune job", str(job.run))[0], signal.SIGKILL)
 
@@ -93,7 +93,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_nothing_is_lost(slurm: ThrowawayCluster, reference: str, tmp_path: Path, fault: str) -> None:
+def test_nothing_is_lost(slurm: TemporaryCluster, reference: str, tmp_path: Path, fault: str) -> None:
     job = Job(slurm, tmp_path / "r").submit()
     job.until(lambda: len(job.steps()) >= 3, "the first steps")
     FAULTS[fault](slurm, job)
@@ -102,7 +102,7 @@ def test_nothing_is_lost(slurm: ThrowawayCluster, reference: str, tmp_path: Path
     assert job.adapter() == reference
 
 
-def test_a_cancelled_job_stays_cancelled(slurm: ThrowawayCluster, tmp_path: Path) -> None:
+def test_a_cancelled_job_stays_cancelled(slurm: TemporaryCluster, tmp_path: Path) -> None:
     """Slurm would bring it back if asked to requeue it."""
     job = Job(slurm, tmp_path / "r").submit()
     job.until(lambda: len(job.steps()) >= 1, "the first step")

@@ -19,7 +19,7 @@ from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import STAGES, RunDir
 from clustertune.submission import Submission
-from clustertune.testbed.cluster import ThrowawayCluster as Throwaway
+from clustertune.testbed.cluster import TemporaryCluster as Temporary
 from tests.launch.machines import OURS, machine
 from tests.slurm import slurm as slurm_cluster
 
@@ -272,8 +272,8 @@ def test_wrong_arguments(arguments: tuple[str, ...], words: str) -> None:
 # --- on a real Slurm ---------------------------------------------------------------------------------------------------
 
 
-def cluster_call(cluster: Throwaway) -> slurm.Run:
-    """Slurm's commands on the login node of a throw-away cluster."""
+def cluster_call(cluster: Temporary) -> slurm.Run:
+    """Slurm's commands on the login node of a temporary cluster."""
 
     def run(words: Sequence[str]) -> str:
         done = cluster.run(list(words), check=False)
@@ -284,7 +284,7 @@ def cluster_call(cluster: Throwaway) -> slurm.Run:
     return run
 
 
-def sender(cluster: Throwaway) -> submit.Send:
+def sender(cluster: Temporary) -> submit.Send:
     def send(options: Sequence[str], script: str, arguments: Sequence[str]) -> str:
         return cluster_call(cluster)(["sbatch", "--parsable", *options, script, *arguments]).strip()
 
@@ -300,7 +300,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.jobs
 @pytest.mark.usefixtures("stand_in")
-def test_a_chain_with_names_chosen_to_hurt(slurm_cluster: Throwaway, tmp_path: Path) -> None:
+def test_a_chain_with_names_chosen_to_hurt(slurm_cluster: Temporary, tmp_path: Path) -> None:
     """Every argument reaches the script as it was given, logs lie where they should, and each job follows the one before."""
     run = tmp_path / "a b %j %% 'q' $x ;&"
     words = ["/r/$(id) `id` 'q'", 'data.input="a, b"; echo #', "a=\u00e9\n b"]
@@ -315,14 +315,14 @@ def test_a_chain_with_names_chosen_to_hurt(slurm_cluster: Throwaway, tmp_path: P
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_what_follows_a_failure_is_cancelled(slurm_cluster: Throwaway, tmp_path: Path) -> None:
+def test_what_follows_a_failure_is_cancelled(slurm_cluster: Temporary, tmp_path: Path) -> None:
     """Without --kill-on-invalid-dep it would wait in the queue for ever."""
     jobs = jobs_for(tmp_path / "run", ["prepare", "train"], ["fail"])
     entries = submit.submit_all(tmp_path / "run", jobs, sender(slurm_cluster), cluster_call(slurm_cluster))
     assert [slurm_cluster.wait(entry["id"])["JobState"] for entry in entries] == ["FAILED", "CANCELLED"]
 
 
-def test_slurm_takes_every_header(slurm_cluster: Throwaway, tmp_path: Path) -> None:
+def test_slurm_takes_every_header(slurm_cluster: Temporary, tmp_path: Path) -> None:
     """``sbatch --test-only`` of each shape that a stage of a recipe has on a cluster like this one."""
     cluster, script = machine(2, 1, memory_gb=1000), tmp_path / "x.sbatch"
     for wanted in {found for name in OURS for found in shape.stage_shapes(resolve(name, tiny=True), cluster).values()}:
@@ -429,7 +429,7 @@ def test_a_damaged_outcome_is_passed_over(tmp_path: Path, text: str) -> None:
     attempt.mkdir(parents=True)
     AttemptPlan(1, (Node("n1", "n1"),), 1).write(attempt)
     (attempt / "outcome.json").write_text(text)
-    assert submit.last_words(tmp_path) == ""
+    assert submit.last_outcome(tmp_path) == ""
 
 
 def test_what_a_person_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -441,7 +441,7 @@ def test_what_a_person_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [line.split()[1:3] for line in lines[1:4]] == [["101", "COMPLETED"], ["102", "RUNNING"], ["103", "PENDING"]]
 
 
-def test_on_a_real_slurm(slurm_cluster: Throwaway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_real_slurm(slurm_cluster: Temporary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the queue to the end, and what a cancelled job looks like."""
     stand_in = tmp_path / "run.sbatch"
     stand_in.write_text("#!/bin/bash\nsleep 600\n")

@@ -60,7 +60,7 @@ class Guest(threading.Thread):
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(torchrun, "HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(torchrun, "POLL_SECONDS", 0.02)
 
 
@@ -72,7 +72,7 @@ def test_calls_in_any_order_meet(tmp_path: Path) -> None:
         wait_for((server.folder / "node-2.json").exists, "an answer")
         late = Guest(call(tmp_path, 1, nodes=3))
         assert [node.name for node in server.gather()] == ["n0", "n1", "n2"]
-        server.tell(7)
+        server.announce(7)
         assert (early.end(), late.end()) == (7, 7)
 
 
@@ -83,13 +83,13 @@ def test_an_earlier_round_s_attempt_is_never_joined(tmp_path: Path, announced: b
     killed.__enter__()
     killed._stop.set()  # kill -9: no heartbeat, no answer
     if announced:
-        killed.tell(1)
+        killed.announce(1)
     waiting = Guest(call(tmp_path, 1))
     time.sleep(0.3)
     assert waiting.result is None
     with RendezvousServer(call(tmp_path)) as server:
         server.gather()
-        server.tell(2)
+        server.announce(2)
         assert waiting.end() == 2
     assert [path.name for path in (tmp_path / "torchrun").iterdir() if path.is_dir()] == [server.call_id]
 
@@ -102,7 +102,7 @@ def test_calls_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         Guest(call(tmp_path, 1)).refused(ExitCode.CONFIG, "node 1 already")
         Guest(call(tmp_path, 1, nodes=3)).refused(ExitCode.CONFIG, "--nodes")
         Guest(call(tmp_path, 1, ranks=4)).refused(ExitCode.CONFIG, "--ranks-per-node")
-        server.tell(1)
+        server.announce(1)
         assert first.end() == 1
 
 

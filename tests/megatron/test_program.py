@@ -67,7 +67,7 @@ def go(
     """One attempt; its exit code and what people saw."""
     out, stop = io.StringIO(), stop or StopFlag()
     run.attempt(number).mkdir(parents=True, exist_ok=True)
-    inputs._write_data(run.data, inputs.places(run.path)["data"])
+    inputs._write_data(run.data, inputs.paths(run.path)["data"])
     source, tokens = ("hub/base", "c" * 40), {"HF_TOKEN": GIVEN, "WANDB_API_KEY": "w"}
     attempt = Attempt(run, resolved, number, stop, Heartbeat(), fence, out, source, [], tokens)
     bridge = OneRank.load(attempt.source, resolved.recipe.model.name)
@@ -186,7 +186,7 @@ def test_the_hub_is_asked_by_rank_0_with_the_token(run: RunDir, resolved: Resolv
 
 def test_a_base_of_another_revision_is_converted_anew(run: RunDir, resolved: Resolved, loop: Loop) -> None:
     go(run, resolved)
-    base = inputs.places(run.path)["base"]
+    base = inputs.paths(run.path)["base"]
     manifest.seal(base, program.BASE_KIND, {"source": {"model": "other", "revision": None}})
     shutil.rmtree(run.checkpoints)
     go(run, resolved, 2)
@@ -237,7 +237,7 @@ def test_conversations_and_tokenizer(run: RunDir, resolved: Resolved, model: Pat
 
     counts = inputs.make(resolved, run.path, run.data, (str(model), None))
     assert counts == {"train": 1, "eval": 1}
-    where = inputs.places(run.path)
+    where = inputs.paths(run.path)
     assert [set(json.loads(line)) for line in (where["data"] / "training.jsonl").open()] == [{"messages"}]
     assert (where["data"] / "validation.jsonl").is_file()
     tokenizer: Any = AutoTokenizer.from_pretrained(where["tokenizer"])

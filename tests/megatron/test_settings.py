@@ -21,7 +21,7 @@ from tests.megatron.standin import NAMES
 
 RECIPES = ("llama70b-megatron", "llama405b-megatron")
 LORA = ("llama405b-oasst2", "megatron.tensor_model_parallel_size=8", "megatron.pipeline_model_parallel_size=2")
-PLACES = {"base": "B", "data": "D", "tokenizer": "T", "save": "S", "load": None}
+PATHS = {"base": "B", "data": "D", "tokenizer": "T", "save": "S", "load": None}
 SECTIONS = {
     "train": "TrainingConfig", "validation": "ValidationConfig", "optimizer": "OptimizerConfig", "scheduler": "SchedulerConfig",
     "ddp": "DistributedDataParallelConfig", "dataset": "FinetuningDatasetConfig", "tokenizer": "TokenizerConfig",
@@ -31,7 +31,7 @@ SECTIONS = {
 
 def made(name: str, *words: str, rows: tuple[int, int] | None = (5000, 300)) -> dict[str, dict[str, Any]]:
     """The sections of a recipe."""
-    return settings.build(resolve(name, list(words)), PLACES, settings.Counts(*rows) if rows else None)
+    return settings.build(resolve(name, list(words)), PATHS, settings.Counts(*rows) if rows else None)
 
 
 @pytest.mark.parametrize("words", [(name,) for name in RECIPES] + [LORA])

@@ -1,4 +1,4 @@
-"""The whole check between machines whose links have rates that are known: nodes of a throw-away Slurm, without a job."""
+"""The whole check between machines whose links have rates that are known: nodes of a temporary Slurm, without a job."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from clustertune.errors import ExitCode, UserError
 from clustertune.launch.allocation import Allocation
 from clustertune.nccl_check import check, result
 from clustertune.nccl_check.setup import CheckOptions
-from clustertune.testbed.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO, events, run
 from tests.folders import program
 from tests.launch.machines import CLUSTER_FILES, machine
@@ -71,7 +71,7 @@ def test_the_job_gets_what_was_given() -> None:
 
 
 def cluster_file(folder: Path, extra: str = "") -> Path:
-    """The throw-away Slurm as a file; its GPUs are names only."""
+    """The temporary Slurm as a file; its GPUs are names only."""
     path = folder / "thrown.yaml"
     path.write_text(
         "name: thrown\nnodes:\n"
@@ -85,7 +85,7 @@ def cluster_file(folder: Path, extra: str = "") -> Path:
 
 @pytest.mark.jobs
 @pytest.mark.timeout(900)
-def test_on_two_nodes_of_a_real_slurm(slurm: ThrowawayCluster, tmp_path: Path) -> None:
+def test_on_two_nodes_of_a_real_slurm(slurm: TemporaryCluster, tmp_path: Path) -> None:
     """``--submit`` as a user calls it: ranks by srun on both nodes, the verdict and the result on the first."""
     file, out = cluster_file(tmp_path), tmp_path / "out"
     slurm.limit("200mbit")
@@ -256,7 +256,7 @@ def test_the_parts_of_its_time_fit(seconds: int) -> None:
 @pytest.mark.jobs
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("on_fail", ["stop", "warn"])
-def test_a_job_on_a_failed_check(slurm: ThrowawayCluster, tmp_path: Path, on_fail: str) -> None:
+def test_a_job_on_a_failed_check(slurm: TemporaryCluster, tmp_path: Path, on_fail: str) -> None:
     """A link at a hundredth of the speed in the cluster file. ``stop``: the job ends with 93 before any rank trains, and is not
     started again. ``warn``: it prints a warning and trains, and the report shows the warning."""
     file = cluster_file(tmp_path, f"nccl_check: {{seconds: 60, on_fail: {on_fail}}}\n")

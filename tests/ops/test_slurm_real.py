@@ -123,7 +123,7 @@ def test_locked_memory_is_slurmds_and_not_the_login_shells(reference: Slurm, tmp
 
 QUICK = ("CPU only", "one machine is all", "a thousand", "names for addresses")
 STARTED = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.jobs]) for name in ODD if name != "IPv6"]
-"""The network of a throw-away cluster is IPv4. Most are left to ``make test-jobs``: each takes seconds, and every one of the
+"""The network of a temporary cluster is IPv4. Most are left to ``make test-jobs``: each takes seconds, and every one of the
 files goes through Slurm's own parser anyway."""
 
 

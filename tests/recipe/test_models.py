@@ -46,7 +46,7 @@ def test_a_known_model_shows_and_plans(name: str, many: draft.PlanTarget, monkey
     """LoRA on modules that it has, on the fewest nodes on which it fits, with hours; and two layers of it."""
     monkeypatch.setattr("clustertune.plan.advise.MICRO", (1,))
     monkeypatch.setattr("clustertune.plan.advise.RATIOS", (1.0,))
-    at = draft.PlanTarget(many.calibrated, (1, 2, 8, 32), 8, many.words)
+    at = draft.PlanTarget(many.calibrated, (1, 2, 8, 32), 8, many.options)
     with draft.drafted("some-recipe", find_model(name), "lora", None, at) as (made, folder):
         resolved = resolve(folder)
         document = show.as_json(resolved)

@@ -102,28 +102,28 @@ def over_two(folder: Path, **more: object) -> ServingJob:
     return replace(job(folder, **more), shape=Serving(1, 8, 2, 4096, 256), nodes=NODES, interface="ib0", gpus=tuple("01234567"))
 
 
-def test_the_words_of_one_server_each_gpu() -> None:
+def test_the_arguments_of_one_server_each_gpu() -> None:
     described = ServingJob("/m", Serving(4, 2, 1, 4096, 64), "bfloat16", "/logs", 20000, "/tmp/c", gpus=tuple("01234567"))
     found = commands(described, 0)
     assert [c.environment["CUDA_VISIBLE_DEVICES"] for c in found] == ["0,1", "2,3", "4,5", "6,7"]
     assert len({c.environment["VLLM_CACHE_ROOT"] for c in found}) == 4
     assert [c.url for c in found] == [f"http://127.0.0.1:{20000 + i}" for i in range(4)]
-    text = " ".join(found[3].words)
+    text = " ".join(found[3].arguments)
     for words in ("serve /m", "--dtype bfloat16", "--tensor-parallel-size 2", "--max-model-len 4096", "--max-num-seqs 64",
                   "--host 127.0.0.1 --port 20003"):  # fmt: skip
         assert words in text
     assert "--nnodes" not in text
 
 
-def test_the_words_of_a_server_over_two_nodes(tmp_path: Path) -> None:
+def test_the_arguments_of_a_server_over_two_nodes(tmp_path: Path) -> None:
     described = over_two(tmp_path)
     [head], [follower] = commands(described, 0, "10.0.0.1"), commands(described, 1, "10.0.0.2")
     both = (f"--pipeline-parallel-size 2 --nnodes 2 --node-rank {{}} --master-addr n1 --master-port {described.port + 1} "
             "--distributed-executor-backend mp")  # fmt: skip
-    assert both.format(0) in " ".join(head.words)
-    assert both.format(1) in " ".join(follower.words)
-    assert "--headless" in follower.words
-    assert "--port" not in follower.words
+    assert both.format(0) in " ".join(head.arguments)
+    assert both.format(1) in " ".join(follower.arguments)
+    assert "--headless" in follower.arguments
+    assert "--port" not in follower.arguments
     assert follower.url is None
     assert follower.environment["VLLM_HOST_IP"] == "10.0.0.2"
     assert follower.environment["NCCL_SOCKET_IFNAME"] == "=ib0"
@@ -132,7 +132,7 @@ def test_the_words_of_a_server_over_two_nodes(tmp_path: Path) -> None:
 
 def test_an_adapter_is_served_by_its_name(tmp_path: Path) -> None:
     [command] = commands(replace(job(tmp_path), adapter="/a", rank=24), 0)
-    assert "--enable-lora --lora-modules adapter=/a --max-lora-rank 32" in " ".join(command.words)
+    assert "--enable-lora --lora-modules adapter=/a --max-lora-rank 32" in " ".join(command.arguments)
     assert [lora_rank(n) for n in (1, 8, 9, 256, 1000)] == [1, 8, 16, 256, 1000]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.testbed.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO, SHORT, Done
 from tests.launch.test_job_places import cluster_file
 from tests.serving.conftest import program
@@ -31,7 +31,7 @@ def trained(folder: Path, finished: tuple[Path, Done]) -> Path:
     return run
 
 
-def evaluation(slurm: ThrowawayCluster, folder: Path, run: Path, *more: str, **variables: object) -> Job:
+def evaluation(slurm: TemporaryCluster, folder: Path, run: Path, *more: str, **variables: object) -> Job:
     """The stage ``eval`` of a run, on both nodes, with the fake as vLLM."""
     exports = "".join(f"export {name}='{value}'\n" for name, value in {"FAKE_MEET": 1, **variables}.items())
     vllm = program(folder, exports)
@@ -41,13 +41,13 @@ def evaluation(slurm: ThrowawayCluster, folder: Path, run: Path, *more: str, **v
     return Job(slurm, run, words=words).submit()
 
 
-def left(slurm: ThrowawayCluster) -> list[int]:
+def left(slurm: TemporaryCluster) -> list[int]:
     """Servers and clients on the nodes."""
     return [pid for node in (1, 2) for word in ("fake_vllm", "evaluate.servers") for pid in slurm.processes(node, word)]
 
 
 def test_a_job_scores_with_a_server_over_two_nodes(
-    slurm: ThrowawayCluster, tmp_path: Path, finished: tuple[Path, Done]
+    slurm: TemporaryCluster, tmp_path: Path, finished: tuple[Path, Done]
 ) -> None:
     job = evaluation(slurm, tmp_path, trained(tmp_path, finished), FAKE_DELAY="0.2")
     job.until(lambda: slurm.processes(2, "fake_vllm", "--node-rank"), "the follower")
@@ -66,7 +66,7 @@ def test_a_job_scores_with_a_server_over_two_nodes(
 
 @pytest.mark.parametrize("node", [1, 2])
 def test_a_node_that_loses_its_part_is_named(
-    slurm: ThrowawayCluster, tmp_path: Path, finished: tuple[Path, Done], node: int
+    slurm: TemporaryCluster, tmp_path: Path, finished: tuple[Path, Done], node: int
 ) -> None:
     job = evaluation(slurm, tmp_path, trained(tmp_path, finished), FAKE_DELAY="2")
     job.until(lambda: any(path.stat().st_size for path in job.run.glob("eval*/**/.answers-*.tmp")), "answers")
@@ -77,7 +77,7 @@ def test_a_node_that_loses_its_part_is_named(
     wait_for(lambda: not left(slurm), "the end of all processes")
 
 
-def test_a_server_that_hangs_ends_the_job(slurm: ThrowawayCluster, tmp_path: Path, finished: tuple[Path, Done]) -> None:
+def test_a_server_that_hangs_ends_the_job(slurm: TemporaryCluster, tmp_path: Path, finished: tuple[Path, Done]) -> None:
     """Nothing dies: only the deadline can end it. The error has the last words of both nodes."""
     run = trained(tmp_path, finished)
     job = evaluation(slurm, tmp_path, run, "eval.stall_seconds=3", FAKE_MODES='{"*": ["hang", 3]}')
@@ -88,7 +88,7 @@ def test_a_server_that_hangs_ends_the_job(slurm: ThrowawayCluster, tmp_path: Pat
     wait_for(lambda: not left(slurm), "the end of all processes")
 
 
-def test_serve_as_a_job_is_where_its_ssh_line_leads(slurm: ThrowawayCluster, tmp_path: Path, tiny_model: Path) -> None:
+def test_serve_as_a_job_is_where_its_ssh_line_leads(slurm: TemporaryCluster, tmp_path: Path, tiny_model: Path) -> None:
     vllm = program(tmp_path)
     machine = cluster_file(tmp_path, f"runs: {tmp_path}/runs")
     machine.write_text(machine.read_text() + f"container: {{runtime: none, vllm: {vllm}}}\n")

@@ -17,7 +17,7 @@ from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from clustertune.staging import needs, node
-from clustertune.testbed.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO, events
 from tests.slurm import wait_for
 from tests.slurm_job import Job
@@ -62,7 +62,7 @@ def test_the_ranks_find_their_copies(begin: Begin, tmp_path: Path) -> None:
     """With what it took, and leased for as long as the ranks run."""
     run = begin()
     with node.staged(run.path, plan(), 0):
-        near = node.places(run.attempt(1), 0)
+        near = node.local_folders(run.attempt(1), 0)
         assert same(near["model"], run.local_model("tiny-llama")) and near["model"].name == "tiny-llama"
         assert same(near["data"], run.tokens) and near["data"].is_relative_to(tmp_path / "local")
         bench = Bench(tmp_path / "local")
@@ -71,7 +71,7 @@ def test_the_ranks_find_their_copies(begin: Begin, tmp_path: Path) -> None:
     assert body["warnings"] == [] and [tree["reused"] for tree in body["trees"]] == [False, False]
     assert body["trees"][0]["copied"] == MIB + 300 + (run.local_model("tiny-llama") / manifest.MANIFEST).stat().st_size
     assert all(bench.cache.remove(tree.key, tree, print, "") for tree in bench.cache.trees())
-    assert node.places(run.attempt(1), 0) == {}, "what is gone is not read from"
+    assert node.local_folders(run.attempt(1), 0) == {}, "what is gone is not read from"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_what_lies_on_a_local_disk_is_not_copied(begin: Begin, words: list[str],
     """Unless the recipe says so; and the recipe may say that nothing is."""
     run = begin(*words, shared=shared)
     with node.staged(run.path, plan(), 0):
-        assert bool(node.places(run.attempt(1), 0)) is copied
+        assert bool(node.local_folders(run.attempt(1), 0)) is copied
 
 
 def test_by_the_kind_of_file_system() -> None:
@@ -106,7 +106,7 @@ def test_a_copy_that_fails_leaves_the_shared_storage(begin: Begin, tmp_path: Pat
         (tmp_path / "local").rmdir()
         (tmp_path / "local").write_text("a file")
     with node.staged(run.path, plan(), 0):
-        near = node.places(run.attempt(1), 0)
+        near = node.local_folders(run.attempt(1), 0)
     assert "model" not in near and ("data" in near) is (fault == "wrong digest")
     assert FAULTS[fault] in " ".join(record(run)["warnings"])
 
@@ -173,7 +173,7 @@ slurm: {{partition: {partition}}}
 
 
 @pytest.fixture(scope="module")
-def jobs(slurm_session: ThrowawayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Job, Path]]:
+def jobs(slurm_session: TemporaryCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Job, Path]]:
     """The same job with copies and without, on a Slurm of two nodes. Read only."""
     shared = tmp_path_factory.mktemp("staged")
     (shared / "local").mkdir()
@@ -208,7 +208,7 @@ def test_a_job_on_copies_trains_the_same_weights(jobs: tuple[Job, Job, Path]) ->
 
 @pytest.mark.jobs
 @pytest.mark.timeout(600)
-def test_by_hand_in_an_allocation(slurm: ThrowawayCluster, jobs: tuple[Job, Job, Path], tmp_path: Path) -> None:
+def test_by_hand_in_an_allocation(slurm: TemporaryCluster, jobs: tuple[Job, Job, Path], tmp_path: Path) -> None:
     """``clustertune stage`` in a job copies on every node of it, and says what each has."""
     near, _, _ = jobs
     cluster = near.words[near.words.index("--cluster") + 1]

@@ -19,7 +19,7 @@ from clustertune.launch import submit
 from clustertune.rundir import RunDir
 from clustertune.sweep import array
 from clustertune.sweep.points import Point, read_sweep
-from clustertune.testbed.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO
 from tests.launch.machines import machine
 
@@ -192,7 +192,7 @@ def test_a_sweep_with_queued_tasks_is_not_submitted_again(tmp_path: Path, monkey
 
 @pytest.mark.jobs
 @pytest.mark.timeout(1200)
-def test_a_sweep_on_a_real_slurm(slurm: ThrowawayCluster, tmp_path: Path) -> None:
+def test_a_sweep_on_a_real_slurm(slurm: TemporaryCluster, tmp_path: Path) -> None:
     """One job array, one task at a time, each point a run of its own; a point that fails leaves the others alone."""
     bad = tmp_path / "bad.jsonl"
     bad.write_text("no json\n")

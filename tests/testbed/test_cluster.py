@@ -1,4 +1,4 @@
-"""The throw-away Slurm does what a real one does, also where it hurts, and leaves nothing."""
+"""The temporary Slurm does what a real one does, also where it hurts, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from clustertune.testbed.cluster import ClusterFailed, ThrowawayCluster
+from clustertune.testbed.cluster import ClusterFailed, TemporaryCluster
 from clustertune.testbed.spec import can_isolate
 from tests.command import REPO
 from tests.slurm import LONG, make, need_slurm, wait_for
@@ -27,11 +27,11 @@ def script(folder: Path, body: str, name: str = "job.sh", head: str = HEAD) -> P
     return folder / name
 
 
-def submit(cluster: ThrowawayCluster, folder: Path, body: str, *options: str) -> int:
+def submit(cluster: TemporaryCluster, folder: Path, body: str, *options: str) -> int:
     return cluster.submit(script(folder, body), options=[f"--output={folder}/out.txt", *options], cwd=folder)
 
 
-def sleepers(cluster: ThrowawayCluster, index: int, seconds: int = 1000) -> list[int]:
+def sleepers(cluster: TemporaryCluster, index: int, seconds: int = 1000) -> list[int]:
     """Processes of a node that are ``sleep SECONDS`` and nothing else: a shell's line may hold the words too."""
     lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in cluster.processes(index, f"sleep {seconds}")}
     return [pid for pid, line in lines.items() if Path(line.decode().split("\0")[0]).name == "sleep"]
@@ -48,7 +48,7 @@ def left(root: Path) -> list[str]:
     return found
 
 
-def test_a_job_on_two_nodes(slurm: ThrowawayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_on_two_nodes(slurm: TemporaryCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each task on a host of its own name, which the other can resolve, with its GPU and this file system.
 
     A job or a user around it does not steer it: the suite may itself run in a job of a real Slurm.
@@ -61,7 +61,7 @@ def test_a_job_on_two_nodes(slurm: ThrowawayCluster, tmp_path: Path, monkeypatch
     assert lines == [f"{i} node{i + 1} 0 10.99.0.1 {tmp_path}" for i in (0, 1)]
 
 
-def test_what_does_not_fit_is_refused(slurm: ThrowawayCluster, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(slurm: TemporaryCluster, tmp_path: Path) -> None:
     """GPUs, nodes and memory are counted: a job script with the wrong size must not pass here and fail on the real one."""
     job = script(tmp_path, "true\n")
     for option in ("--gpus-per-node=2", "--nodes=3", "--gpus-per-node=h100:1", "--mem=5000G", "--partition=none"):
@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_refused(slurm: ThrowawayCluster, tmp_path: Path) -
     slurm.run(["sbatch", "--test-only", job])
 
 
-def test_power_loss_requeues_and_the_node_comes_back(slurm: ThrowawayCluster, tmp_path: Path) -> None:
+def test_power_loss_requeues_and_the_node_comes_back(slurm: TemporaryCluster, tmp_path: Path) -> None:
     """Nothing of the lost node continues, and the job starts again with a higher count."""
     # srun may see its broken connection before the controller misses the node: a script that ended then would have failed.
     body = "srun bash -c 'echo $SLURM_RESTART_COUNT; [ $SLURM_RESTART_COUNT ] || sleep 1000' || sleep 500\n"
@@ -86,7 +86,7 @@ def test_power_loss_requeues_and_the_node_comes_back(slurm: ThrowawayCluster, tm
     assert (tmp_path / "out.txt").read_text().split("\n").count("1") == 2
 
 
-def test_a_killed_slurmd_takes_no_job_with_it(slurm: ThrowawayCluster, tmp_path: Path) -> None:
+def test_a_killed_slurmd_takes_no_job_with_it(slurm: TemporaryCluster, tmp_path: Path) -> None:
     """The daemon may be upgraded or crash while a job trains."""
     job = submit(slurm, tmp_path, f"srun bash -c 'until [ -e {tmp_path}/go ]; do sleep 0.1; done'\n")
     wait_for(lambda: slurm.processes(2, "until"), "the step runs on node2")
@@ -109,7 +109,7 @@ def test_a_killed_slurmd_takes_no_job_with_it(slurm: ThrowawayCluster, tmp_path:
     assert (record["JobState"], record["Restarts"]) == ("COMPLETED", "0")
 
 
-def test_a_cut_link_loses_the_node_but_not_its_processes(slurm: ThrowawayCluster, tmp_path: Path) -> None:
+def test_a_cut_link_loses_the_node_but_not_its_processes(slurm: TemporaryCluster, tmp_path: Path) -> None:
     """The split brain: the job is requeued while its old processes still write to the shared folder."""
     job = submit(slurm, tmp_path, "srun sleep 1000\n")
     [pid] = wait_for(lambda: sleepers(slurm, 2), "the step runs on node2")
@@ -120,7 +120,7 @@ def test_a_cut_link_loses_the_node_but_not_its_processes(slurm: ThrowawayCluster
     slurm.wait_node(2)
 
 
-def test_preemption_warns_and_requeues(slurm: ThrowawayCluster, tmp_path: Path) -> None:
+def test_preemption_warns_and_requeues(slurm: TemporaryCluster, tmp_path: Path) -> None:
     """A job in the urgent partition takes the nodes; the other gets the signal that it asked for first."""
     body = (
         "trap 'echo warned; scontrol requeue $SLURM_JOB_ID' USR1\n[ $SLURM_RESTART_COUNT ] && exit\nsleep 1000 & wait; wait\n"
@@ -134,7 +134,7 @@ def test_preemption_warns_and_requeues(slurm: ThrowawayCluster, tmp_path: Path) 
     assert "warned" in (tmp_path / "out.txt").read_text()
 
 
-def test_a_command_that_takes_too_long_is_ended(slurm: ThrowawayCluster) -> None:
+def test_a_command_that_takes_too_long_is_ended(slurm: TemporaryCluster) -> None:
     """nsenter's child would continue without its parent, and keep the pipe of who waits for its output open."""
     with pytest.raises(subprocess.TimeoutExpired):
         slurm.run(["sleep", "1234"], timeout=1)
@@ -142,7 +142,7 @@ def test_a_command_that_takes_too_long_is_ended(slurm: ThrowawayCluster) -> None
 
 
 @pytest.mark.parametrize(("nodes", "gpus"), [(3, 2), (("a-1", "b.x", "C_3-" + "9z" * 22), 8)])
-def test_other_shapes(nodes: int | tuple[str, ...], gpus: int, slurm: ThrowawayCluster, tmp_path: Path) -> None:
+def test_other_shapes(nodes: int | tuple[str, ...], gpus: int, slurm: TemporaryCluster, tmp_path: Path) -> None:
     """Any count of nodes and GPUs, and hurtful names: a job runs, and nothing stays of it.
 
     Beside another one of the same names, addresses and ports: neither sees the other.

@@ -10,7 +10,7 @@ import pytest
 
 from clustertune.errors import UserError
 from clustertune.testbed import spec
-from clustertune.testbed.cluster import ThrowawayCluster
+from clustertune.testbed.cluster import TemporaryCluster
 from clustertune.testbed.files import ClusterFolder
 from clustertune.testbed.spec import ClusterSpec
 
@@ -39,7 +39,7 @@ def test_all_that_is_wrong_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     """With the line that installs what is missing."""
     monkeypatch.setattr(spec.shutil, "which", lambda program, path: None if program in ("slurmd", "munged") else program)
     with pytest.raises(UserError) as error:
-        ThrowawayCluster(ClusterSpec(nodes=99, gpus=-1))
+        TemporaryCluster(ClusterSpec(nodes=99, gpus=-1))
     assert len(error.value.problems) == 3
     assert "apt-get install --no-install-recommends munge slurmd" in str(error.value)
 
