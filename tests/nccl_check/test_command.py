@@ -131,9 +131,9 @@ def test_the_margin_is_told() -> None:
     """In the help, in the docs, and when it begins: --seconds is not the whole time."""
     text = f"{MARGIN_SECONDS:g} s"
     assert text in " ".join(CliRunner().invoke(app, ["nccl-check", "--help"]).output.split())
-    assert f"over {text} after it at the latest" in (REPO / "docs" / "nccl-check.md").read_text()
+    assert f"ends at most {text} after it" in (REPO / "docs" / "nccl-check.md").read_text()
     done = CliRunner().invoke(app, ["nccl-check", "--backend", "gloo", "--seconds", "20", "--dry-run"])
-    assert f"20 s of measuring, over after {20 + MARGIN_SECONDS:g} s at the latest" in done.output
+    assert f"20 s of measuring, it ends after at most {20 + MARGIN_SECONDS:g} s" in done.output
 
 
 def test_recorded_logs_are_judged_alone() -> None:

@@ -91,7 +91,7 @@ def test_what_is_not_kept(tmp_path: Path, changes: dict[str, Any], word: str) ->
 
 def test_a_cluster_that_was_found_has_no_place(tmp_path: Path) -> None:
     """Nothing is written anywhere."""
-    assert "no file" in check.not_kept(document(), machine(name="mine", source="this machine"))
+    assert "no cluster file" in check.not_kept(document(), machine(name="mine", source="this machine"))
 
 
 def test_the_file_is_read_strictly(tmp_path: Path) -> None:
