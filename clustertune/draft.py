@@ -231,7 +231,7 @@ def write(made: Draft, folder: Path) -> None:
 
 
 def page(made: Draft, name: str, model: FoundModel, options: Sequence[str]) -> str:
-    """``README.md`` of a new recipe: what it is, what was assumed, and the commands from here. ``words`` name the GPUs."""
+    """``README.md`` of a new recipe: what it is, what was assumed, and the commands from here. ``options`` name the GPUs."""
     what = f"{model.section['name']}, {size_of(made.architecture)} parameters. **Planned, not measured.** Assumed:"
     lines = [f"# {name}", "", what, "", *(f"- {one}" for one in made.assumed)]
     return "\n".join([*lines, "", "```sh", *commands(name, options), "```", ""])

@@ -137,8 +137,11 @@ def make_jobs(
     signal_seconds: int,
     one_job: bool = False,
 ) -> list[StageJob]:
-    """The jobs of a submission, in order. ``words`` are the recipe (as an absolute path) and its overrides, ``flags`` what
-    follows ``--run-dir``. ``name`` is the recipe's."""
+    """The jobs of a submission, in order.
+
+    ``name``: the recipe's. ``arguments``: the recipe (as an absolute path) and its overrides, and ``flags`` the options behind
+    them, ahead of ``--run-dir``.
+    """
     source = SCRIPT.read_text()
     groups = [(WHOLE, stages[0], stages[-1])] if one_job else [(stage, stage, stage) for stage in stages]
     jobs = []
