@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clustertune import lock
+from clustertune import events, lock
 from clustertune.errors import UserError
-from clustertune.events import read_object
+from clustertune.events import check_schema, read_object
 from clustertune.manifest import write_durably
 
 if TYPE_CHECKING:
@@ -132,9 +132,8 @@ class RunDir:
             ) from None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"unreadable: {error}", file=str(self.run_json)) from None
-        if isinstance(found, dict) and found.get("schema", SCHEMA) != SCHEMA:
-            text = f"{found['schema']!r}, this release reads {SCHEMA}"
-            raise UserError(text, file=str(self.run_json), key="schema", fix="use the release of clustertune that wrote it")
+        if isinstance(found, dict):
+            check_schema(found, self.run_json, SCHEMA)
         return found
 
     def resolved(self) -> Resolved:
@@ -254,13 +253,16 @@ class RunDir:
                 number += 1
 
     def stage(self, name: str) -> dict[str, Any] | None:
-        """The record of a finished stage, or None."""
-        return read_object(self.path / "stages" / f"{name}.json") or None
+        """The record of a finished stage, or None. Raises UserError for one of a later release."""
+        file = self.path / "stages" / f"{name}.json"
+        check_schema(found := read_object(file), file)
+        return found or None
 
     def finish_stage(self, name: str, seconds: float, **values: Any) -> dict[str, Any]:
         """Record a stage as done, durably."""
         (self.path / "stages").mkdir(exist_ok=True)
-        record = {"stage": name, "status": "done", "seconds": round(seconds, 3), "finished": round(time.time(), 3), **values}
+        times = {"seconds": round(seconds, 3), "finished": round(time.time(), 3)}
+        record = {"schema": events.SCHEMA, "stage": name, "status": "done", **times, **values}
         write_durably(self.path / "stages" / f"{name}.json", json.dumps(record, indent=1) + "\n")
         return record
 

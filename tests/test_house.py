@@ -17,7 +17,8 @@ from tests import tree
 
 ORDER = (
     ("tree",),
-    ("errors", "events", "host"),
+    ("errors",),
+    ("events", "host"),
     ("check",),
     ("console", "lock", "manifest", "process", "replaced", "storage", "tensorfile"),
     ("recipe",),
