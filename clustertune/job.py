@@ -179,6 +179,8 @@ class JobChain(chain.Chain):
             nodes=tuple(Node(name, name) for name in names),
             ranks_per_node=self.resolved.world_size // len(names),
             launcher="slurm",
+            sigterm_asks=False,
+            limit_minutes=self.allocation.limit_minutes,
             job=self.allocation.job_id,
             restart=self.allocation.restart,
             from_step=from_step,

@@ -146,7 +146,8 @@ def _agree_on_port(run: RunDir, attempt: int, config: dict[str, Any], world_size
     folder = run.attempt(attempt)
     nodes = tuple(_await_worker(folder / f"worker-{rank}.json") for rank in range(world_size))
     # One "node" for each rank: Ray may place them unevenly, and each worker watches its own.
-    plan = AttemptPlan(attempt, nodes, ranks_per_node=1, launcher="ray", job=str(config["job"]), from_step=_newest_step(run))
+    step, job = _newest_step(run), str(config["job"])
+    plan = AttemptPlan(attempt, nodes, ranks_per_node=1, launcher="ray", node_per_rank=True, job=job, from_step=step)
     plan.write(folder)
     port = rendezvous.free_port(rendezvous.first_port(os.getpid(), attempt))
     rendezvous.publish(folder, nodes[0].address, port)

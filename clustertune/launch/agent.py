@@ -180,7 +180,7 @@ class Agent:
     def _asked_names(self) -> list[str]:
         """Which signals asked for a stop. Slurm sends SIGTERM also to what is left of a step of which a node failed."""
         names = [signal.Signals(number).name for number in self.received]
-        return [name for name in names if name != "SIGTERM"] if self.plan.launcher == "slurm" else names
+        return names if self.plan.sigterm_asks else [name for name in names if name != "SIGTERM"]
 
     def _orderly(self) -> bool:
         """Whether every rank of the node ended by itself, finished or stopped as asked; launchers know 0 and failure only."""

@@ -42,7 +42,13 @@ class AttemptPlan:
     """In rank order: node R holds the ranks from ``R * ranks_per_node`` on."""
     ranks_per_node: int
     launcher: str = "local"
-    """``local``, ``slurm``, ``torchrun`` or ``ray``."""
+    """Its name, for people: what ranks and agents must know of it, the fields below say."""
+    sigterm_asks: bool = True
+    """SIGTERM asks for a stop. False: the scheduler also sends it to what is left of a step of which a node failed."""
+    node_per_rank: bool = False
+    """:attr:`nodes` has an entry for each rank, several of which may be the same machine."""
+    limit_minutes: float | None = None
+    """The time limit of the job; None: none, or not known."""
     job: str | None = None
     """The scheduler's id of the job."""
     restart: int = 0
