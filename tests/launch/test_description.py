@@ -154,12 +154,14 @@ def test_a_job_starts_the_servers_that_its_submission_recorded(
     def go(links: program.JobChain, *_: str) -> None:
         with links.servers() as folder:
             got.append(ServingJob.read(folder / JOB).shape.servers if folder else 0)
+        plan = links.make_plan(1, 0)
+        assert not plan.sigterm_asks and plan.limit_minutes == 600.0, "what ranks must know of Slurm"
 
     monkeypatch.setattr(program.JobChain, "go", go)
     monkeypatch.setattr(step, "begin", lambda command: subprocess.Popen(["sleep", "60"]))
     monkeypatch.setattr(chain, "keep_forecast", lambda *words: None)
     monkeypatch.setattr(program, "check_image", lambda *words: None)
-    given = allocation.Allocation("7", 0, ("n1",), 8, 8, 1, None, 600.0)
+    given = allocation.Allocation("7", 0, ("n1",), 8, 8, 1, None, limit_minutes=600.0)
     start_job(monkeypatch, given, str(recipe), [], cluster=str(cluster), run_dir=run.path, description=number)
     assert got == [8 if recorded else 0 if file == "ops/hardware.yaml" else 2]
     assert run.read()["description"] == number
