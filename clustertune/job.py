@@ -46,6 +46,8 @@ class JobChain(chain.Chain):
 
     allocation: Allocation = field(kw_only=True)
     cluster: Cluster = field(kw_only=True)
+    evaluation: serving.Evaluation | None = None
+    """How ``eval`` answers its prompts; None: records of releases before the key do not say, and it is derived here."""
     signals: list[int] = field(default_factory=list)
     """Stop signals that this process got, in order."""
 
@@ -125,7 +127,7 @@ class JobChain(chain.Chain):
     @contextlib.contextmanager
     def servers(self) -> Iterator[Path | None]:
         """vLLM's servers as a step of the job, while the context lasts; the folder by which the client finds them."""
-        found = serving.evaluation(self.resolved, self.cluster)
+        found = self.evaluation or serving.evaluation(self.resolved, self.cluster)
         if found.serving is None:
             yield None
             return
@@ -177,6 +179,8 @@ class JobChain(chain.Chain):
             nodes=tuple(Node(name, name) for name in names),
             ranks_per_node=self.resolved.world_size // len(names),
             launcher="slurm",
+            sigterm_asks=False,
+            limit_minutes=self.allocation.limit_minutes,
             job=self.allocation.job_id,
             restart=self.allocation.restart,
             from_step=from_step,
@@ -258,10 +262,12 @@ def run(
     stages: tuple[str, str],
     command: Sequence[str],
     variables: Sequence[Setting] = (),
+    evaluation: serving.Evaluation | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The stages of a job. Where it has to end before them, and may continue later, it is requeued.
 
-    ``variables``: of every stage and rank, as this process has them already; run.json keeps them.
+    ``variables``: of every stage and rank, as this process has them already; run.json keeps them. ``evaluation``: what was
+    decided on the stage ``eval``; None: nothing.
 
     Raises UserError as the chain does, or Stopped.
     """
@@ -274,12 +280,13 @@ def run(
             stack.enter_context(progress.taken_over(RunDir(path), allocation.job_id, allocation.restart, slurm.is_running))
             began = True
             opened = chain.open_run(resolved, path, command)
-            opened.describe(resolved, cluster)
+            opened.describe(resolved, cluster, None, evaluation)
             opened.update(allocation=asdict(allocation))
             opened.update(environment=[asdict(setting) for setting in variables])
             check_image(opened, cluster, allocation)
             chain.keep_forecast(opened, resolved, cluster)
-            return JobChain(opened, resolved, allocation=allocation, cluster=cluster, signals=signals).go(*stages)
+            links = JobChain(opened, resolved, allocation=allocation, cluster=cluster, evaluation=evaluation, signals=signals)
+            return links.go(*stages)
         except UserError as error:
             if error.code is ExitCode.AGAIN and began:
                 _requeue(allocation, path, signals)

@@ -24,6 +24,7 @@ from clustertune import secrets
 from clustertune.checkpoint.cadence import Cadence
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.events import SCHEMA
 from clustertune.launch import binding
 from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.plan import PLAN, AttemptPlan, check_fence
@@ -84,7 +85,7 @@ def main(run_dir: Path, attempt: int, *, quiet: bool = False) -> int:
     heartbeat("end")
     record = {"rank": rank, "host": os.uname().nodename, "step": heartbeat.step, "code": int(code), "time": time.time()}
     for leave in (
-        lambda: _fill(records / f"rank-{rank}.json", {**record, "problems": problems}),
+        lambda: _fill(records / f"rank-{rank}.json", {"schema": SCHEMA, **record, "problems": problems}),
         sys.stdout.flush,
         sys.stderr.flush,
     ):
@@ -235,18 +236,17 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
 
 
 def _between_ends(run: RunDir, plan: AttemptPlan | None) -> float:
-    """Seconds between two failures of the nodes of an attempt; the time limit of its job is known to Slurm's jobs alone.
+    """Seconds between two failures of the nodes of an attempt; the time limit of its job counts as one.
 
     The rate of failures is the cluster file's, else this run's own, else a published one. Infinite on ranks other than the
     first, which alone decides when a save is due.
     """
     if not _is_first():
         return math.inf
-    body = run.read()
-    cluster, jobs = body.get("cluster") or {}, body.get("jobs") or {}
-    limit = jobs.get("train", {}).get("minutes") if plan is not None and plan.launcher == "slurm" else None
+    cluster = run.read().get("cluster") or {}
     mtbf = cluster.get("compute", {}).get("mtbf_hours") or failures(cost.of_attempts(run.path)).mtbf_hours
-    return seconds_between_ends(len(plan.nodes) if plan is not None else 1, mtbf, limit)
+    nodes, limit = (len(plan.nodes), plan.limit_minutes) if plan is not None else (1, None)
+    return seconds_between_ends(nodes, mtbf, limit)
 
 
 def _is_first() -> bool:

@@ -31,6 +31,7 @@ from clustertune.chain import Chain
 from clustertune.checkpoint import store
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.events import SCHEMA
 from clustertune.launch import node, progress, rendezvous
 from clustertune.launch.agent import Agent, await_object, await_records, launcher_pid_file, log_file, monitored, of_ranks
 from clustertune.launch.judge import Outcome, conclude, how_ended, judge
@@ -94,7 +95,7 @@ def train_loop(config: dict[str, Any]) -> None:
         return
     folder = run.attempt(attempt)
     own = Node(os.uname().nodename, ray.util.get_node_ip_address())
-    write_durably(folder / f"worker-{rank}.json", json.dumps(asdict(own)) + "\n")
+    write_durably(folder / f"worker-{rank}.json", json.dumps({"schema": SCHEMA, **asdict(own)}) + "\n")
     address, port = broadcast_from_rank_zero(
         _agree_on_port(run, attempt, config, context.get_world_size()) if rank == 0 else None
     )
@@ -145,7 +146,8 @@ def _agree_on_port(run: RunDir, attempt: int, config: dict[str, Any], world_size
     folder = run.attempt(attempt)
     nodes = tuple(_await_worker(folder / f"worker-{rank}.json") for rank in range(world_size))
     # One "node" for each rank: Ray may place them unevenly, and each worker watches its own.
-    plan = AttemptPlan(attempt, nodes, ranks_per_node=1, launcher="ray", job=str(config["job"]), from_step=_newest_step(run))
+    step, job = _newest_step(run), str(config["job"])
+    plan = AttemptPlan(attempt, nodes, ranks_per_node=1, launcher="ray", node_per_rank=True, job=job, from_step=step)
     plan.write(folder)
     port = rendezvous.free_port(rendezvous.first_port(os.getpid(), attempt))
     rendezvous.publish(folder, nodes[0].address, port)
@@ -154,7 +156,7 @@ def _agree_on_port(run: RunDir, attempt: int, config: dict[str, Any], world_size
 
 def _await_worker(path: Path, seconds: float = 300) -> Node:
     if body := await_object(path, seconds):
-        return Node(**body)
+        return Node(str(body["name"]), str(body["address"]))
     raise RankFailed(f"{path}: not there within {seconds:.0f} s -> is the run folder on storage that all nodes see?")
 
 

@@ -12,13 +12,13 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clustertune import lock
+from clustertune import events, lock
 from clustertune.errors import UserError
-from clustertune.events import read_object
+from clustertune.events import check_schema, read_object
 from clustertune.manifest import write_durably
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class Description:
     resolved: Resolved
     cluster: Cluster | None
     """None: of a run that no cluster file had a part in."""
+    evaluation: dict[str, Any] | None = None
+    """How the stage ``eval`` answers its prompts (``launch.serving.Evaluation``); None: it was not decided."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,8 @@ class RunDir:
             ) from None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"unreadable: {error}", file=str(self.run_json)) from None
-        if isinstance(found, dict) and found.get("schema", SCHEMA) != SCHEMA:
-            text = f"{found['schema']!r}, this release reads {SCHEMA}"
-            raise UserError(text, file=str(self.run_json), key="schema", fix="use the release of clustertune that wrote it")
+        if isinstance(found, dict):
+            check_schema(found, self.run_json, SCHEMA)
         return found
 
     def resolved(self) -> Resolved:
@@ -174,27 +175,36 @@ class RunDir:
             raise UserError(f"has no description {number}", file=str(self.run_json), key="description", fix=fix)
         try:
             cluster = None if found.get("cluster") is None else Cluster.model_validate(found["cluster"])
-            return Description(number, Resolved.from_dict(found["recipe"]), cluster)
+            return Description(number, Resolved.from_dict(found["recipe"]), cluster, found.get("evaluation"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"description {number} cannot be read: {error!r}", file=str(self.run_json), fix=fix) from None
 
     def describe(
-        self, resolved: Resolved, cluster: Cluster | None = None, jobs: Mapping[str, Any] | None = None, *, write: bool = True
+        self,
+        resolved: Resolved,
+        cluster: Cluster | None = None,
+        jobs: Mapping[str, Any] | None = None,
+        evaluation: Any = None,
+        *,
+        write: bool = True,
     ) -> int:
         """Record what was decided, and return its number; the former number if nothing changed.
 
-        Another recipe, cluster or shape of jobs makes a new description, and the one before it is kept in ``earlier``.
-        ``jobs``: the shape of each stage's. None leaves a part as it is recorded. ``write=False`` only returns the number.
+        Another recipe, cluster, shape of jobs or way to evaluate makes a new description, and the one before it is kept in
+        ``earlier``. ``jobs``: the shape of each stage's; ``evaluation``: the dataclass of ``launch/serving.py``. None leaves a
+        part as it is recorded. ``write=False`` only returns the number.
         """
         now: dict[str, Any] = {"recipe": resolved.as_dict()}
         if cluster is not None:
             now["cluster"] = cluster.model_dump(mode="json")
         if jobs is not None:
             now["jobs"] = {stage: vars(shape) for stage, shape in jobs.items()}
+        if evaluation is not None:
+            now["evaluation"] = asdict(evaluation)
         now = json.loads(json.dumps(now))
         body = self.read() if self.run_json.exists() else {}
         number = int(body.get("description", 1))
-        parts = ("recipe", "cluster", "jobs")
+        parts = ("recipe", "cluster", "jobs", "evaluation")
         # What releases before the schema left is taken over: their recipe has no distribution yet.
         changed = body.get("schema") == SCHEMA and any(key in body and body[key] != now[key] for key in now)
         if changed:
@@ -254,13 +264,16 @@ class RunDir:
                 number += 1
 
     def stage(self, name: str) -> dict[str, Any] | None:
-        """The record of a finished stage, or None."""
-        return read_object(self.path / "stages" / f"{name}.json") or None
+        """The record of a finished stage, or None. Raises UserError for one of a later release."""
+        file = self.path / "stages" / f"{name}.json"
+        check_schema(found := read_object(file), file)
+        return found or None
 
     def finish_stage(self, name: str, seconds: float, **values: Any) -> dict[str, Any]:
         """Record a stage as done, durably."""
         (self.path / "stages").mkdir(exist_ok=True)
-        record = {"stage": name, "status": "done", "seconds": round(seconds, 3), "finished": round(time.time(), 3), **values}
+        times = {"seconds": round(seconds, 3), "finished": round(time.time(), 3)}
+        record = {"schema": events.SCHEMA, "stage": name, "status": "done", **times, **values}
         write_durably(self.path / "stages" / f"{name}.json", json.dumps(record, indent=1) + "\n")
         return record
 

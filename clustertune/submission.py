@@ -47,6 +47,7 @@ class Submission:
     """Of every stage and rank: where caches lie."""
     shapes: dict[str, shape.JobShape]
     """Of the job of each stage, also of those that are finished."""
+    evaluation: serving.Evaluation
     number: int
     """Of the description in ``run.json`` that the jobs read."""
     image: image.Image | None = None
@@ -81,7 +82,8 @@ class Submission:
         stages = launch.left_to_do(finished, first, last)
         needed = signal_margin.needed(path, resolved)
         shapes = shape.stage_shapes(resolved, machine)
-        number = RunDir(path).describe(resolved, machine, shapes, write=False)
+        evaluation = serving.evaluation(resolved, machine)
+        number = RunDir(path).describe(resolved, machine, shapes, evaluation, write=False)
         jobs = []
         if stages:
             jobs = launch.make_jobs(
@@ -99,7 +101,7 @@ class Submission:
                 signal_seconds=min(needed.seconds, signal_margin.LONGEST_SECONDS),
                 one_job=one_job,
             )
-        return cls(resolved, machine, path, stages, needed, jobs, variables, shapes, number, notes=notes)
+        return cls(resolved, machine, path, stages, needed, jobs, variables, shapes, evaluation, number, notes=notes)
 
     @property
     def trains(self) -> bool:
@@ -225,7 +227,7 @@ class Submission:
             ]
             margin = {"seconds": self.margin.seconds, "reason": self.margin.reason}
             document: dict[str, Any] = {"run_dir": str(self.path), "cluster": self.machine.name, "jobs": jobs, "lead": margin}
-            document["evaluation"] = serving.evaluation(self.resolved, self.machine).as_json()
+            document["evaluation"] = self.evaluation.as_json()
             document["job_environment"] = [vars(setting) for setting in self.variables]
             if self.resolved.recipe.megatron is not None:
                 document["megatron"] = shown.document(self.resolved, self.machine, self.path)
@@ -244,7 +246,7 @@ class Submission:
         found += [
             "",
             *(f"{job.stage:<{width}}  {job.shape}{then}" for job, then in zip(self.jobs, after, strict=False)),
-            *([str(serving.evaluation(self.resolved, self.machine))] if "eval" in self.stages else []),
+            *([str(self.evaluation)] if "eval" in self.stages else []),
             *self._site_lines(),
             "",
             *([self._signal()] if self.trains else []),
@@ -302,7 +304,7 @@ class Submission:
             launch.require_none_live(self.path, "jobs of this run", "clustertune submit --status")
             opened.update(environment=[vars(setting) for setting in self.variables])
             opened.write_own_files(self.resolved)
-            if opened.describe(self.resolved, self.machine, self.shapes) != self.number:
+            if opened.describe(self.resolved, self.machine, self.shapes, self.evaluation) != self.number:
                 text = "another command has changed this run meanwhile"
                 raise UserError(text, file=str(opened.run_json), fix="submit again", code=ExitCode.AGAIN)
             sent = launch.submit_all(opened.path, self.jobs)

@@ -17,7 +17,8 @@ from tests import tree
 
 ORDER = (
     ("tree",),
-    ("errors", "events", "host"),
+    ("errors",),
+    ("events", "host"),
     ("check",),
     ("console", "lock", "manifest", "process", "replaced", "storage", "tensorfile"),
     ("recipe",),
@@ -41,7 +42,7 @@ ORDER = (
     ("monitor",),
     ("push",),
     ("chain", "rank", "summary"),
-    ("job", "torchrun", "raytrain", "sweep", "draft"),
+    ("sweep", "draft"),  # and the launchers
     ("submission",),
     ("bench",),
     ("arguments",),
@@ -49,6 +50,8 @@ ORDER = (
     ("__main__",),
 )
 """The packages and modules of ``clustertune/``, each importing only from the left; those of one place not from each other."""
+LAUNCHER = re.compile(r"^class \w+\((chain\.)?Chain\):", re.MULTILINE)
+"""What makes a module a launcher: it takes the place of ``sweep``."""
 
 SHOWN_SIGNS = "\N{PLUS-MINUS SIGN}\N{RIGHTWARDS ARROW}\N{MIDDLE DOT}"
 """Signs of the report and the score table, which code may hold."""
@@ -87,6 +90,7 @@ def import_faults(package: Mapping[str, str]) -> list[str]:
     }
     modules = frozenset(by_module)
     rank = {name: at for at, names in enumerate(ORDER) for name in names}
+    rank |= {module.split(".")[1]: rank["sweep"] for module, source in by_module.items() if LAUNCHER.search(source)}
     graph = {module: set(imports(module, source, modules)) - {module} for module, source in by_module.items()}
     faults = []
     for module, found in sorted(graph.items()):
@@ -134,6 +138,13 @@ def test_a_planted_import_is_found(path: str, source: str, fault: str) -> None:
     }
     assert import_faults({**package, "clustertune/data/x.py": ""}) == []
     assert any(fault in found for found in import_faults({**package, "clustertune/data/x.py": "", path: source}))
+
+
+def test_a_launcher_needs_no_entry() -> None:
+    launcher = "from clustertune.chain import Chain\n\n\nclass NewChain(Chain):\n    pass\n"
+    package = {"clustertune/chain.py": "", "clustertune/new.py": launcher}
+    assert import_faults(package) == []
+    assert len(import_faults({**package, "clustertune/rank.py": "import clustertune.new"})) == 1
 
 
 # --- names ---------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from clustertune.rundir import STAGES, RunDir, require_stage
 if TYPE_CHECKING:
     from clustertune.cluster.schema import Cluster
     from clustertune.resolve.resolved import Resolved
+    from clustertune.rundir import Description
     from clustertune.sweep.points import Point
 
 with deferred():
@@ -27,7 +28,7 @@ with deferred():
     from clustertune import job as program
     from clustertune.cluster import load
     from clustertune.evaluate import servers as eval_servers
-    from clustertune.launch import allocation, cluster_paths, progress, signal_margin
+    from clustertune.launch import allocation, cluster_paths, progress, serving, signal_margin
     from clustertune.launch import node as launch_node
     from clustertune.staging import bundle
     from clustertune.staging import node as staging_node
@@ -74,16 +75,18 @@ def job(
     if given.restart and description is None and sweep is None and (begun := _begun(given.job_id, run_dir, cluster)):
         run_dir, description = begun
     recorded = _recorded(run_dir, description, of_sweep=sweep is not None)
-    machine = recorded[1] if recorded else load.load_cluster(cluster)
+    machine = recorded.cluster if recorded and recorded.cluster else load.load_cluster(cluster)
     cluster_paths.load_modules(machine)
     variables = cluster_paths.enter(machine, cluster_paths.parse(env or []))
     if recorded:
-        resolved = recorded[0]
+        resolved = recorded.resolved
+        evaluation = serving.Evaluation.of(recorded.evaluation) if recorded.evaluation else None
     else:
         resolved = allocation.resolve_for(given, recipe, remaining, tiny=tiny)
         if (collected := _collected(resolved, machine)) is not None:
             remaining.append(f"staged={collected}")
             resolved = resolved.with_staged(collected)
+        evaluation = serving.evaluation(resolved, machine)
     arguments = [recipe, *remaining, *(["--tiny"] if tiny else []), *(["--cluster", cluster] if cluster else [])]
     arguments += [word for setting in env or [] for word in ("--env", setting)]
     if sweep is None:  # what is printed to be pasted must do the same, in the same folder
@@ -106,7 +109,7 @@ def job(
         late = signal_margin.warning(signal_margin.given_in(script.read_text(errors="replace")), needed, given.limit_minutes)
     for text in filter(None, (late, *resolved.warnings)):
         say(f"warning: {text}")
-    program.run(resolved, machine, given, path, (first, last), chain.command_line(), variables)
+    program.run(resolved, machine, given, path, (first, last), chain.command_line(), variables, evaluation)
     say(f"done: {path}")
 
 
@@ -125,7 +128,7 @@ def _begun(job: str, run_dir: Path | None, cluster: str | None) -> tuple[Path, i
     return None
 
 
-def _recorded(run_dir: Path | None, number: int | None, *, of_sweep: bool) -> tuple[Resolved, Cluster] | None:
+def _recorded(run_dir: Path | None, number: int | None, *, of_sweep: bool) -> Description | None:
     """What ``submit``, or ``sweep`` for a point, decided; None for a job by hand, and for sweeps of releases without it.
 
     Raises UserError where the run folder does not say it.
@@ -141,7 +144,7 @@ def _recorded(run_dir: Path | None, number: int | None, *, of_sweep: bool) -> tu
     if found.cluster is None:
         text = f"description {number} has no cluster"
         raise UserError(text, file=str(RunDir(run_dir).run_json), key="cluster", fix="clustertune submit again")
-    return found.resolved, found.cluster
+    return found
 
 
 def _collected(resolved: Resolved, machine: Cluster) -> Path | None:

@@ -244,7 +244,8 @@ def wanted_splits(part: DataSource) -> dict[str | None, str]:
 
 
 def _is_of(name: str, split: str) -> bool:
-    """``train_sft``: train_sft.jsonl, data/train_sft-00000-of-00003.parquet, train_sft/rows.jsonl."""
+    """Whether a file is of a split, by its path: ``train_sft/rows.jsonl`` and ``data/train_sft-00000-of-00003.parquet`` are of
+    the split ``train_sft``."""
     return any(re.match(rf"{re.escape(split)}(?![A-Za-z0-9_])", part) for part in name.split("/"))
 
 

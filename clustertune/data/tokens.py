@@ -126,8 +126,9 @@ def make(
     Returns ``{"tokens", "sequences", "labelled_share", "tokens_per_s", "tokens_per_cpu_s", "processes", "reused",
     "splits": {split: {"conversations", "tokens", "labelled", "sequences", "cut", "dropped"}}}``: ``tokens`` as the chat
     template gives them, before ``max_length``; ``sequences`` the rows; ``labelled_share`` of the tokens; rates of what was
-    tokenised when they were made (None: all shards were there). ``cut``: conversations longer than ``max_length``;
-    ``dropped``: those left out, for no label of theirs is within it. A preference is one conversation and two sequences.
+    tokenised when they were made (None: all shards were there). Of each split, ``cut`` counts the conversations longer than
+    ``max_length``, and ``dropped`` those left out because they have no label within it. A preference is one conversation and
+    two sequences.
     Raises UserError.
     """
     what = made_from(dataset, tokenizer, train_args)

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem
-from clustertune.events import read_object, read_text
+from clustertune.events import SCHEMA, read_object, read_text
 from clustertune.launch.plan import AttemptPlan, newest_attempt
 from clustertune.manifest import write_durably
 from clustertune.process import handled, start, stop_signals
@@ -66,6 +66,7 @@ def leave_record(
 ) -> None:
     """Write ``node-N.json``. ``launcher``: its exit code, None where it was never started; ``signals``: their names."""
     record = {
+        "schema": SCHEMA,
         "node": node,
         "host": os.uname().nodename,
         "code": int(code),
@@ -179,7 +180,7 @@ class Agent:
     def _stop_signals(self) -> list[str]:
         """Which signals asked for a stop. Slurm sends SIGTERM also to what is left of a step of which a node failed."""
         names = [signal.Signals(number).name for number in self.received]
-        return [name for name in names if name != "SIGTERM"] if self.plan.launcher == "slurm" else names
+        return names if self.plan.sigterm_asks else [name for name in names if name != "SIGTERM"]
 
     def _orderly(self) -> bool:
         """Whether every rank of the node ended by itself, finished or stopped as asked; launchers know 0 and failure only."""

@@ -167,7 +167,7 @@ def check(
 ) -> list[Problem]:
     """What keeps the training of a recipe from running in this allocation; each fix is the whole line to use instead.
 
-    ``words`` are the arguments that the user gave to the script: the recipe, overrides, flags. ``stages`` are the first and
+    ``arguments``: what the user gave to the script: the recipe, overrides, flags. ``stages`` are the first and
     the last that the job runs: where the training is not among them, any allocation will do. ``margin`` is the warning that the
     recipe needs: the script's own is the reference recipe's, which would use up a short job.
     """

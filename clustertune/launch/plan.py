@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.events import SCHEMA, check_schema
 from clustertune.manifest import write_durably
 
 PLAN = "plan.json"
@@ -41,7 +42,13 @@ class AttemptPlan:
     """In rank order: node R holds the ranks from ``R * ranks_per_node`` on."""
     ranks_per_node: int
     launcher: str = "local"
-    """``local``, ``slurm``, ``torchrun`` or ``ray``."""
+    """Its name, for people: what ranks and agents must know of it, the fields below say."""
+    sigterm_asks: bool = True
+    """SIGTERM asks for a stop. False: the scheduler also sends it to what is left of a step of which a node failed."""
+    node_per_rank: bool = False
+    """:attr:`nodes` has an entry for each rank, several of which may be the same machine."""
+    limit_minutes: float | None = None
+    """The time limit of the job; None: none, or not known."""
     job: str | None = None
     """The scheduler's id of the job."""
     restart: int = 0
@@ -79,13 +86,15 @@ class AttemptPlan:
 
     def write(self, folder: Path) -> None:
         """Write ``plan.json`` into an attempt's folder, durably."""
-        write_durably(folder / PLAN, json.dumps(asdict(self), indent=1) + "\n")
+        write_durably(folder / PLAN, json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> AttemptPlan:
-        """The plan of an attempt's folder. Raises UserError where there is none."""
+        """The plan of an attempt's folder. Raises UserError where there is none, or one of a later release."""
         try:
             body: dict[str, Any] = json.loads((folder / PLAN).read_bytes())
+            check_schema(body, folder / PLAN)
+            body.pop("schema", None)
             body.setdefault("begun", (folder / PLAN).stat().st_mtime)  # of releases before the key
             body["nodes"] = tuple(Node(**node) for node in body["nodes"])
             body["numa_gpus"] = tuple(tuple(group) for group in body["numa_gpus"])

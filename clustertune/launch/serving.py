@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from clustertune.cluster.hardware import load_hardware
 from clustertune.cluster.schema import Cluster
+from clustertune.errors import UserError
 from clustertune.recipe.parameters import weight_bytes
 from clustertune.recipe.tasks import find_task, first_task
 from clustertune.recipe.values import Values
@@ -166,6 +169,15 @@ class Evaluation:
     """What keeps it from working; empty: nothing that is known."""
     assumed: str = ""
     """What the estimate takes for granted; empty: nothing, all tasks are known."""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Evaluation:
+        """What ``run.json`` recorded. Raises UserError where it was edited so that it cannot be read."""
+        try:
+            return TypeAdapter(cls).validate_python(record)
+        except ValidationError as error:
+            fix = "clustertune submit again: its jobs read what it writes"
+            raise UserError(f"cannot be read: {error.errors()[0]['msg']}", file="run.json", key="evaluation", fix=fix) from None
 
     @property
     def gpu_hours(self) -> float | None:

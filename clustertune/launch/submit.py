@@ -17,7 +17,7 @@ from clustertune import secrets
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.events import read_object
+from clustertune.events import SCHEMA, check_schema, read_object
 from clustertune.launch import cluster_paths, slurm
 from clustertune.launch.plan import OUTCOME, read_attempts
 from clustertune.launch.shape import JobShape
@@ -137,8 +137,11 @@ def make_jobs(
     signal_seconds: int,
     one_job: bool = False,
 ) -> list[StageJob]:
-    """The jobs of a submission, in order. ``words`` are the recipe (as an absolute path) and its overrides, ``flags`` what
-    follows ``--run-dir``. ``name`` is the recipe's."""
+    """The jobs of a submission, in order.
+
+    ``name``: the recipe's. ``arguments``: the recipe (as an absolute path) and its overrides, and ``flags`` the options behind
+    them, ahead of ``--run-dir``.
+    """
     source = SCRIPT.read_text()
     groups = [(WHOLE, stages[0], stages[-1])] if one_job else [(stage, stage, stage) for stage in stages]
     jobs = []
@@ -189,6 +192,7 @@ def read_jobs(run_path: Path) -> dict[str, Any]:
         raise UserError(f"unreadable: {error}", file=str(path), fix="move it away, then submit again") from None
     if not isinstance(body, dict) or not all(isinstance(entry, dict) for entry in body.get("jobs", [None])):
         raise UserError("is not a list of jobs", file=str(path), fix="move it away, then submit again")
+    check_schema(body, path)
     return body
 
 
@@ -270,7 +274,7 @@ def submit_all(
 
 
 def _write(run_path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    write_durably(run_path / "jobs" / JOBS, json.dumps({"jobs": list(entries)}, indent=1) + "\n")
+    write_durably(run_path / "jobs" / JOBS, json.dumps({"schema": SCHEMA, "jobs": list(entries)}, indent=1) + "\n")
 
 
 def _undo(run_path: Path, before: list[Any], entries: list[dict[str, Any]], run: slurm.Run) -> list[str]:

@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from clustertune.events import SCHEMA
 from clustertune.monitor.sampler import append, is_over, listen_to_parent
 from clustertune.report.telemetry import FOLDER
 
@@ -43,7 +44,7 @@ class Alerts:
     def _pass_on(self, alert: Alert) -> None:
         from clustertune.console import say
 
-        body = {"time": round(time.time(), 3), "run": str(self.run), **vars(alert)}
+        body = {"schema": SCHEMA, "time": round(time.time(), 3), "run": str(self.run), **vars(alert)}
         text = json.dumps(body)
         say(f"alert: {alert.kind}: {alert.text}")
         (self.run / FOLDER).mkdir(exist_ok=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storing
+from clustertune.events import check_schema
 from clustertune.report import cost, forms, plots, telemetry
 from clustertune.report.content import get, is_number
 from clustertune.report.metrics import Metrics, read_metrics
@@ -180,6 +181,7 @@ def read(path: Path) -> ComparedRun:
     if get(body, "schema") in BENCH:
         return _bench(path, body)
     if isinstance(body, dict) and all(key in body for key in FIELDS[:4]):
+        check_schema(body, path)
         return _metrics(path, body)
     missing = [key for key in FIELDS[:4] if not isinstance(body, dict) or key not in body]
     raise UserError(Problem(f"is neither a bench result nor metrics: it lacks {', '.join(missing)}", file=str(path), fix=GIVE))

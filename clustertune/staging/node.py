@@ -17,7 +17,7 @@ from typing import Any
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.errors import UserError
-from clustertune.events import read_object
+from clustertune.events import SCHEMA, read_object
 from clustertune.host.mounts import own_mounts
 from clustertune.launch.agent import ask_anew, node_record
 from clustertune.launch.plan import AttemptPlan, newest_attempt
@@ -59,6 +59,7 @@ def staged(run_path: Path, plan: AttemptPlan, node: int) -> Iterator[None]:
     with _heartbeat(heartbeat_file(folder, node)):
         warnings = _stage(run, resolved, cluster, leases)
     record = {
+        "schema": SCHEMA,
         "node": node,
         "host": os.uname().nodename,
         "trees": [item.as_json() for item in leases],

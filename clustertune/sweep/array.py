@@ -13,7 +13,7 @@ from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.errors import Problem, UserError
 from clustertune.host.system import format_cpu_list
-from clustertune.launch import shape, signal_margin, submit
+from clustertune.launch import serving, shape, signal_margin, submit
 from clustertune.process import end
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, keep_private
@@ -83,7 +83,8 @@ def send(sweep: Sweep, resolved: Sequence[Resolved], cluster: Cluster, job: subm
         submit.require_none_live(sweep.path, "tasks of this sweep", "clustertune sweep --results")
         for point in sweep.left():
             run = chain.open_run(resolved[point.index], point.run_dir, chain.command_line())
-            run.describe(resolved[point.index], cluster, {"train": job.shape})
+            item = resolved[point.index]
+            run.describe(item, cluster, {"train": job.shape}, serving.evaluation(item, cluster))
         entries = submit.submit_all(sweep.path, [job])
     return str(entries[0]["id"])
 

@@ -88,7 +88,7 @@ def check_world(group: Group, world_size: int, plan: AttemptPlan | None) -> None
 def _node_problems(group: Group, plan: AttemptPlan) -> list[Problem]:
     """Ranks that sit on other nodes than planned, by the variables that their launchers set (torchrun, accelerate, Ray)."""
     found = group.gather((os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")))
-    if plan.launcher == "ray" or any(local is None for local, _ in found):  # Ray's plan names a place for each rank
+    if plan.node_per_rank or any(local is None for local, _ in found):
         return []
     nodes = sum(local == "0" for local, _ in found)
     if nodes != len(plan.nodes):

@@ -21,9 +21,9 @@ from clustertune.launch.judge import Outcome, judge
 from clustertune.launch.plan import AttemptPlan, Node
 
 
-def agent_of(run: Path, ranks: int = 1, nodes: int = 1, launcher: str = "local", *, patient: bool = False) -> Agent:
+def agent_of(run: Path, ranks: int = 1, nodes: int = 1, *, sigterm_asks: bool = True, patient: bool = False) -> Agent:
     names = tuple(Node(name, name) for name in ("here", "there")[:nodes])
-    agent = Agent(run, AttemptPlan(attempt=1, nodes=names, ranks_per_node=ranks, launcher=launcher), node=0, patient=patient)
+    agent = Agent(run, AttemptPlan(1, names, ranks, sigterm_asks=sigterm_asks), node=0, patient=patient)
     agent.folder.mkdir(parents=True)
     return agent
 
@@ -138,16 +138,16 @@ def test_a_newer_attempt_ends_the_ranks_of_an_older_one(tmp_path: Path) -> None:
 def test_ranks_do_not_outlive_a_node_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait for a peer that never joins; their agent ends them, so that every node has a record and the reason shows."""
     monkeypatch.setattr(agents, "PEER_SECONDS", 0.5)
-    agent = agent_of(tmp_path, nodes=2, launcher="slurm", patient=True)
+    agent = agent_of(tmp_path, nodes=2, patient=True)
     record_file(agent.folder, 1).write_text(json.dumps({"node": 1, "code": 1, "launcher": 1, "asked": [], "problems": []}))
     assert run_rank(agent) is ExitCode.FAILED
     assert not judge(agent.folder, agent.plan).nodes_gone
 
 
-@pytest.mark.parametrize(("launcher", "signals"), [("slurm", []), ("torchrun", ["SIGTERM"])])
-def test_sigterm_in_a_slurm_step_is_no_wish_of_a_person(tmp_path: Path, launcher: str, signals: list[str]) -> None:
+@pytest.mark.parametrize(("asks", "signals"), [(False, []), (True, ["SIGTERM"])])
+def test_sigterm_in_a_slurm_step_is_no_wish_of_a_person(tmp_path: Path, asks: bool, signals: list[str]) -> None:
     """srun sends it to what is left of a step of which a node failed: the next attempt must begin, not the queue."""
-    agent = agent_of(tmp_path, 2, launcher=launcher, patient=True)
+    agent = agent_of(tmp_path, 2, sigterm_asks=asks, patient=True)
     when(launcher_pid_file(agent.folder, 0).exists, to_this(signal.SIGTERM))
     run_rank(agent)
     assert json.loads(record_file(agent.folder, 0).read_text())["asked"] == signals

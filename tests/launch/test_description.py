@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from clustertune import job as program
 from clustertune.cli import job as command
 from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
-from clustertune.launch import allocation, cluster_paths, progress
+from clustertune.evaluate.servers import JOB, ServingJob
+from clustertune.launch import allocation, cluster_paths, progress, serving, step
+from clustertune.recipe import tasks
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import SCHEMA, RunDir
@@ -38,18 +41,18 @@ def submitted(recipe: Path, *words: str) -> Submission:
 
 
 def start_job(monkeypatch: pytest.MonkeyPatch, given: allocation.Allocation, *words: Any, **named: Any) -> None:
-    """What Slurm starts, in an allocation, for the report alone."""
+    """What Slurm starts, in an allocation, for the evaluation and the report."""
     monkeypatch.setattr(allocation, "read", lambda: given)
     monkeypatch.setattr(cluster_paths, "enter", lambda *words: [])
     monkeypatch.setattr(allocation, "first_node_problems", lambda *words, **named: [])
-    command.job(*words, tiny=True, env=None, first="report", last="report", **named)
+    command.job(*words, tiny=True, env=None, first="eval", last="report", **named)
 
 
 def sent(recipe: Path, *words: str) -> int:
     """Record a submission as ``submit`` does, without Slurm; the number that its jobs get."""
     made = submitted(recipe, *words)
     opened = chain.open_run(made.resolved, made.path, [])
-    assert opened.describe(made.resolved, made.machine, made.shapes) == made.number
+    assert opened.describe(made.resolved, made.machine, made.shapes, made.evaluation) == made.number
     assert all(("--description", str(made.number)) in zip(job.arguments, job.arguments[1:], strict=False) for job in made.jobs)
     return made.number
 
@@ -120,6 +123,48 @@ def test_the_job_command_reads_no_file_of_the_recipe(recipe: Path, monkeypatch: 
     monkeypatch.setattr(program, "run", lambda *words: got.extend(words))
     start_job(monkeypatch, given, str(recipe), [], cluster=str(cluster), run_dir=run, description=number)
     assert (got[0], got[1]) == (wanted.resolved, wanted.cluster)
+
+
+@pytest.fixture
+def edited_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A task file that a test may edit."""
+    monkeypatch.setattr(tasks, "FOLDER", shutil.copytree(tasks.FOLDER, tmp_path / "eval"))
+    return tasks.FOLDER / "ifeval" / "task.yaml"
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("file", ["ops/hardware.yaml", "eval/ifeval/task.yaml"])
+def test_a_job_starts_the_servers_that_its_submission_recorded(
+    recipe: Path, edited_task: Path, monkeypatch: pytest.MonkeyPatch, file: str, recorded: bool
+) -> None:
+    """The figures of a GPU and the number of prompts decide them. A record of the release before has none: they are derived."""
+    cluster, run, got = recipe.parents[1] / "mine.yaml", RunDir(recipe.parents[1] / "run"), list[int]()
+    number = sent(recipe, "eval.backend=vllm", "eval.limit=null")
+    if not recorded:
+        body = run.read()
+        del body["evaluation"]
+        run.run_json.write_text(json.dumps(body))
+    if file == "ops/hardware.yaml":
+        known = serving.load_hardware()
+        monkeypatch.setattr(serving, "load_hardware", lambda: {name: known[name] for name in known if name != "h100-sxm"})
+    else:
+        edit(edited_task, "documents: 541", "documents: 40")
+        tasks.read_task_file.cache_clear()  # a job is another process
+
+    def go(links: program.JobChain, *_: str) -> None:
+        with links.servers() as folder:
+            got.append(ServingJob.read(folder / JOB).shape.servers if folder else 0)
+        plan = links.make_plan(1, 0)
+        assert not plan.sigterm_asks and plan.limit_minutes == 600.0, "what ranks must know of Slurm"
+
+    monkeypatch.setattr(program.JobChain, "go", go)
+    monkeypatch.setattr(step, "begin", lambda command: subprocess.Popen(["sleep", "60"]))
+    monkeypatch.setattr(chain, "keep_forecast", lambda *words: None)
+    monkeypatch.setattr(program, "check_image", lambda *words: None)
+    given = allocation.Allocation("7", 0, ("n1",), 8, 8, 1, None, limit_minutes=600.0)
+    start_job(monkeypatch, given, str(recipe), [], cluster=str(cluster), run_dir=run.path, description=number)
+    assert got == [8 if recorded else 0 if file == "ops/hardware.yaml" else 2]
+    assert run.read()["description"] == number
 
 
 def test_a_job_by_hand_that_starts_again_goes_on_as_it_began(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

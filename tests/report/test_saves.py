@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ def test_auto_takes_the_rate_of_the_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert rank._between_ends(once, plan) == pytest.approx(NODE_MTBF_HOURS / 2 * 3600)
     (often.path / "run.json").write_text(json.dumps({"cluster": {"compute": {"mtbf_hours": 500}}}))
     assert rank._between_ends(often, plan) == pytest.approx(500 / 2 * 3600)
+    limited = rank._between_ends(often, replace(plan, limit_minutes=60.0))
+    assert limited == pytest.approx(1 / (2 / (500 * 3600) + 1 / 3600)), "its time limit ends a job, too"
     monkeypatch.setenv("RANK", "1")
     assert rank._between_ends(often, plan) == float("inf"), "rank 0 alone decides"
 

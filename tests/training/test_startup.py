@@ -148,6 +148,7 @@ TWO_NODES = [("0", "2"), ("1", "2"), ("0", "2"), ("1", "2")]
         (TWO_NODES, plan(2, 2), None),
         ([(None, None)] * 4, plan(2, 2), None),
         (TWO_NODES, None, None),
+        (TWO_NODES, replace(plan(4, 1), node_per_rank=True), None),
         ([("0", "1")], plan(2, 2), "sees a world of 1, the run is for 4: the ranks did not find each other"),
         ([("0", "2"), ("1", "2")], None, "sees a world of 2, the run is for 4"),
         ([("0", "4"), ("1", "4"), ("2", "4"), ("3", "4")], plan(2, 2), "run on 1 nodes, the plan names 2"),
