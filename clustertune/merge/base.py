@@ -103,9 +103,7 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[Path, TensorHead
             problems.append(Problem(f"weights in the layout of {kind!r}, not of PyTorch", file=str(path)))
         for tensor in header.tensors:
             if tensor.name in tensors:
-                problems.append(
-                    Problem(f"tensor {tensor.name!r} is also in {tensors[tensor.name].file.name}", file=str(path))
-                )
+                problems.append(Problem(f"tensor {tensor.name!r} is also in {tensors[tensor.name].file.name}", file=str(path)))
             tensors[tensor.name] = tensor
     absent = [n for n, f in weights.items() if folder / f in headers and (n not in tensors or tensors[n].file.name != f)]
     if absent:

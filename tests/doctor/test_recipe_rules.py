@@ -512,7 +512,10 @@ def test_a_broken_checkpoint_is_named_with_its_file_and_what_follows(case: Case)
     (write_checkpoint(case, 80) / "pytorch_model_fsdp_0" / ".metadata").unlink()
     found = {item.rule: item for item in case.findings()}
     assert found["checkpoint-damaged"].status == found["checkpoint-without-metadata"].status == WARN
-    assert found["checkpoint-damaged"].found == "step-000080 is incomplete or damaged: .metadata: missing; the run resumes from step-000040"
+    assert (
+        found["checkpoint-damaged"].found
+        == "step-000080 is incomplete or damaged: .metadata: missing; the run resumes from step-000040"
+    )
 
 
 def test_only_the_newest_are_compared(case: Case) -> None:

@@ -361,7 +361,11 @@ def test_a_folder_that_contradicts_its_manifest_is_not_whole(tmp_path: Path) -> 
     (tmp_path / "m/b").unlink()
     with pytest.raises(UserError) as caught:
         survey(tmp_path / "m", "data")
-    assert [p.message for p in caught.value.problems] == ["5 bytes, the folder's manifest says 10", "missing", "is incomplete or damaged"]
+    assert [p.message for p in caught.value.problems] == [
+        "5 bytes, the folder's manifest says 10",
+        "missing",
+        "is incomplete or damaged",
+    ]
 
 
 WRONG = {
