@@ -227,7 +227,7 @@ def read(
 def _kind(recipe: Recipe, accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> str:
     if recipe.megatron is not None:
         return "Megatron"
-    named = str(accelerate.get("distributed_type", "NO"))
+    named = acc.distributed_type(accelerate)
     if named == "FSDP":
         return "FSDP2" if acc.fsdp_generation(accelerate) == 2 else "FSDP1"
     if named == "DEEPSPEED":
@@ -368,7 +368,7 @@ def how_to_load(found: Distribution) -> tuple[str, str]:
     """The key that decides how weights come to the ranks, and what makes each of them read its own part."""
     if found.is_deepspeed:
         fix = "stage 3 without zero_hpz_partition_size and without a quantised base: each rank reads its part; or fewer ranks"
-        return f"deepspeed_config (ZeRO stage {found.zero_stage})", f"{fix}; offload less; more nodes"
+        return f"{acc.SECTIONS['DEEPSPEED']} (ZeRO stage {found.zero_stage})", f"{fix}; offload less; more nodes"
     efficient = acc.key_of("cpu_ram_efficient_loading").rpartition(".")[2]
     fix = f"{acc.FSDP2} with {efficient}: true: each rank reads its rows; offload less; more nodes"
-    return "fsdp_config", fix
+    return acc.SECTIONS["FSDP"], fix
