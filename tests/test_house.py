@@ -141,22 +141,23 @@ def test_a_planted_import_is_found(path: str, source: str, fault: str) -> None:
 
 
 def shared_class_names(package: Mapping[str, str]) -> dict[str, list[str]]:
-    """Public classes of one name in several rooms; ``package`` is path -> source."""
-    rooms: dict[str, set[str]] = {}
+    """Classes of one name in several modules, private ones too; ``package`` is path -> source."""
+    modules: dict[str, set[str]] = {}
     for path, source in package.items():
-        room = path.rpartition("/")[0] if path.count("/") > 1 else path
         for node in ast.walk(tree.parsed(source)):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                rooms.setdefault(node.name, set()).add(room)
-    return {name: sorted(found) for name, found in rooms.items() if len(found) > 1}
+            if isinstance(node, ast.ClassDef):
+                modules.setdefault(node.name, set()).add(path)
+    return {name: sorted(found) for name, found in modules.items() if len(found) > 1}
 
 
-def test_no_class_name_stands_in_two_rooms() -> None:
+def test_no_class_name_stands_in_two_modules() -> None:
     """A class name means one thing, so a search for it finds one class."""
     assert shared_class_names(tree.sources("clustertune/")) == {}
-    assert shared_class_names({"clustertune/a/x.py": "class Plan: ...", "clustertune/b/x.py": "class Plan: ..."}) == {
-        "Plan": ["clustertune/a", "clustertune/b"]
+    planted = {
+        "clustertune/a/x.py": "class Plan: ...\nclass _Run: ...",
+        "clustertune/a/y.py": "class _Run: ...\nclass Plan: ...",
     }
+    assert shared_class_names(planted) == {name: sorted(planted) for name in ("Plan", "_Run")}
 
 
 # --- the ecosystem's keys ------------------------------------------------------------------------------------------------

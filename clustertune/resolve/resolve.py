@@ -47,7 +47,7 @@ def resolve(recipe: str | Path, overrides: Sequence[str] = (), *, tiny: bool = F
         raise UserError(Problem(f"{ranks} ranks are not possible", file=COMMAND_LINE, key="ranks"))
     folder, shown = find_folder(recipe)
     layers, problems = read_layers(folder, shown, overrides)
-    work = _Work(layers, tiny, ranks, problems)
+    work = _Resolution(layers, tiny, ranks, problems)
     work.read_files()
     if layers.layers:  # recipe.yaml itself could be read
         work.check()
@@ -98,7 +98,7 @@ def accumulation(train: Mapping[str, Any], world: int, dp: int) -> tuple[Derived
 
 
 @dataclass
-class _Work:
+class _Resolution:
     """One resolution on its way: what was read so far, and what is wrong with it."""
 
     layers: Layers
