@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +36,12 @@ def expand_home(given: str | Path) -> Path:
         return Path(given).expanduser()
     except RuntimeError:
         return Path(given)
+
+
+def recorded_precision(record: Mapping[str, Any]) -> str:
+    """``distribution.mixed_precision`` of a recorded recipe; the first version recorded the training arguments alone."""
+    found = (record.get("distribution") or {}).get(acc.PRECISION)
+    return str(found) if found else distributions.mixed_precision(record.get("train_args") or {})
 
 
 @dataclass(frozen=True)
