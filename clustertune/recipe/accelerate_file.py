@@ -68,12 +68,9 @@ def section(body: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def parallel_sizes(body: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes above 1 of the parallelism configuration, by axis: dp_replicate, dp_shard, tp, cp, sp."""
-    sizes = {}
-    for key, value in section(body, "parallelism_config").items():
-        if key.endswith("_size") and isinstance(value, int) and value > 1:
-            sizes[key.removeprefix("parallelism_config_").removesuffix("_size")] = value
-    return sizes
+    """The sizes above 1 of the parallelism configuration, in the order of :data:`AXES`."""
+    given = section(body, MESH)
+    return {axis: size for axis in AXES if isinstance(size := given.get(size_key(axis)), int) and size > 1}
 
 
 # --- what a checked file says ---------------------------------------------------------------------------------------------
@@ -90,10 +87,8 @@ DYNAMIC, BY_LAYER, BACKEND = (f"dynamo_config.dynamo_{key}" for key in ("use_dyn
 USE_FSDP2 = f"write {TYPE}: FSDP with {FSDP2}"
 SECTIONS = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
 """By distributed type the section that accelerate reads with it alone."""
-TRAIN_OWNED = dict.fromkeys(
-    ("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "accelerator_config"),
-    "the distribution is in the recipe's accelerate.yaml",
-)
+_OWNED = "the distribution is in the recipe's accelerate.yaml"
+TRAIN_OWNED = dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "accelerator_config"), _OWNED)
 """Fields of ``SFTConfig`` that a recipe may not set, because this file says it."""
 AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """The axes of accelerate's mesh, in its order."""

@@ -215,8 +215,7 @@ def read(
     elif found.kind != "NO":
         sizes = acc.parallel_sizes(accelerate)
         if found.kind != "FSDP1":
-            mesh = {axis: sizes[axis] for axis in acc.AXES if axis in sizes}
-            found = replace(found, mesh=mesh, tp=sizes.get("tp", 1), cp=sizes.get("cp", 1), sp=sizes.get("sp", 1))
+            found = replace(found, mesh=sizes, tp=sizes.get("tp", 1), cp=sizes.get("cp", 1), sp=sizes.get("sp", 1))
         if found.is_fsdp:
             found = _fsdp(found, accelerate, quantization.of(train), sizes.get("dp_replicate", 1))
         elif found.is_deepspeed:
@@ -227,12 +226,9 @@ def read(
 def _kind(recipe: Recipe, accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> str:
     if recipe.megatron is not None:
         return "Megatron"
-    named = acc.distributed_type(accelerate)
-    if named == "FSDP":
-        return "FSDP2" if acc.fsdp_generation(accelerate) == 2 else "FSDP1"
-    if named == "DEEPSPEED":
-        return f"ZeRO-{acc.zero_stage(accelerate, deepspeed)}"
-    return "DDP" if named == "MULTI_GPU" else "NO"
+    zero, generation = acc.zero_stage(accelerate, deepspeed), acc.fsdp_generation(accelerate)
+    kinds = {"FSDP": f"FSDP{generation}", "DEEPSPEED": f"ZeRO-{zero}", "MULTI_GPU": "DDP"}
+    return kinds.get(acc.distributed_type(accelerate) or "NO", "NO")
 
 
 def _shards(found: Distribution) -> dict[str, Any]:
