@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from clustertune.cluster.load import load_cluster, of_gpus
 from clustertune.errors import Problem, UserError, raise_if, storage_error
+from clustertune.host.system import GIB
 from clustertune.plan.advise import CostedCandidate, advise
 from clustertune.plan.calibration import CalibratedCluster, find_calibrated
 from clustertune.plan.lengths import Lengths, of_counts
-from clustertune.plan.predict import GIB, fewest_nodes
+from clustertune.plan.predict import fewest_nodes
 from clustertune.recipe.accelerate_file import ALONE, SHARDED, merged
 from clustertune.recipe.load import read_overrides
 from clustertune.recipe.parameters import count

@@ -13,6 +13,7 @@ from functools import partial
 
 import pytest
 
+from clustertune.recipe.library_facts import facts
 from tests import tree
 
 ORDER = (
@@ -151,50 +152,56 @@ def test_a_launcher_needs_no_entry() -> None:
 
 
 def shared_class_names(package: Mapping[str, str]) -> dict[str, list[str]]:
-    """Public classes of one name in several rooms; ``package`` is path -> source."""
-    rooms: dict[str, set[str]] = {}
+    """Classes of one name in several modules, private ones too; ``package`` is path -> source."""
+    modules: dict[str, set[str]] = {}
     for path, source in package.items():
-        room = path.rpartition("/")[0] if path.count("/") > 1 else path
         for node in ast.walk(tree.parsed(source)):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                rooms.setdefault(node.name, set()).add(room)
-    return {name: sorted(found) for name, found in rooms.items() if len(found) > 1}
+            if isinstance(node, ast.ClassDef):
+                modules.setdefault(node.name, set()).add(path)
+    return {name: sorted(found) for name, found in modules.items() if len(found) > 1}
 
 
-def test_no_class_name_stands_in_two_rooms() -> None:
+def test_no_class_name_stands_in_two_modules() -> None:
     """A class name means one thing, so a search for it finds one class."""
     assert shared_class_names(tree.sources("clustertune/")) == {}
-    assert shared_class_names({"clustertune/a/x.py": "class Plan: ...", "clustertune/b/x.py": "class Plan: ..."}) == {
-        "Plan": ["clustertune/a", "clustertune/b"]
+    planted = {
+        "clustertune/a/x.py": "class Plan: ...\nclass _Run: ...",
+        "clustertune/a/y.py": "class _Run: ...\nclass Plan: ...",
     }
+    assert shared_class_names(planted) == {name: sorted(planted) for name in ("Plan", "_Run")}
 
 
 # --- the ecosystem's keys ------------------------------------------------------------------------------------------------
 
-KEYS = re.compile(
-    r"(?<![\w/])(fsdp_(?!plugin)\w+|zero_(optimization|stage)|deepspeed_config\w*|parallelism_config\w*|dynamo_\w+|distributed_type)"
-)
-"""Keys of accelerate's and DeepSpeed's files."""
-READERS = {"fsdp_version": "accelerate_file.py"}
-"""Of keys that one module reads: no other one of ``recipe`` and ``resolve`` spells them either."""
-ITS_OWN_STATE = {"clustertune/training/cpu_fsdp.py": "distributed_type"}
-"""What accelerate calls a field of its state in memory, which no file holds."""
+OTHERS = {"commands", "debug", "use_cpu"}
+"""Keys of accelerate's file that are words of English, or fields of transformers' ``TrainingArguments`` too."""
+OPTIONS = [key for key in facts("accelerate")["options"] if key.startswith(("deepspeed_", "fp8_", "offload_", "zero"))]
+"""Options of ``accelerate launch`` that are keys of the file's sections."""
+NAMED = "|".join(sorted({*facts("accelerate")["keys"], *OPTIONS} - OTHERS))
+READERS = {
+    # The keys of three sections by how they begin: they can be put together from pieces.
+    rf"(?<![\w/-])((?:fsdp_(?!plugin)|dynamo_|parallelism_config)\w*|(?:{NAMED})(?!\w))": "clustertune/recipe/accelerate_file",
+    r"(?<!\w)(zero_optimization)": ("clustertune/recipe/", "clustertune/resolve/"),
+}
+"""Keys of accelerate's and of DeepSpeed's file, and who may spell them."""
+NOT_OF_THE_FILE = {
+    "clustertune/training/cpu_fsdp.py": "distributed_type",  # a field of accelerate's state in memory
+    "clustertune/check/script_rules.py": "num_processes main_process_ip main_process_port",  # options in a job script
+    "clustertune/megatron/settings.py": "mixed_precision",  # a section of Megatron-Bridge's configuration
+    "clustertune/megatron/bridge.py": "mixed_precision",
+}
 
 
 def key_faults(path: str, source: str) -> list[str]:
-    """Strings that hold such a key, outside of ``recipe``, ``resolve`` or its one reader; docstrings may speak of them."""
+    """Strings that hold such a key, in another module than its readers; docstrings may speak of them."""
     nodes = list(ast.walk(tree.parsed(source)))
     spoken = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     texts = [
         node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in spoken
     ]
-    found = [(node.lineno, key[1]) for node in texts for key in KEYS.finditer(node.value) if key[1] != ITS_OWN_STATE.get(path)]
-    homes = ("clustertune/recipe/", "clustertune/resolve/")
-    return [
-        f"{path}:{line}: {key}"
-        for line, key in found
-        if not path.startswith(tuple(home + READERS.get(key, "") for home in homes))
-    ]
+    patterns = [pattern for pattern, readers in READERS.items() if not path.startswith(readers)]
+    found = [(node.lineno, key[1]) for node in texts for pattern in patterns for key in re.finditer(pattern, node.value)]
+    return [f"{path}:{line}: {key}" for line, key in found if key not in NOT_OF_THE_FILE.get(path, "").split()]
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------
@@ -341,7 +348,7 @@ def text_files() -> dict[str, str]:
 
 
 RULES: dict[str, tuple[Callable[[str, str], list[str]], Callable[[], dict[str, str]]]] = {
-    # A distribution is read once (resolve/distribution.py): a second reader of a key would derive something else of it.
+    # The files of a distribution are read once: a second reader of a key would derive something else of it.
     "keys": (key_faults, partial(tree.sources, "clustertune/")),
     # What is known of a task stands in its folder, and modules ask recipe/tasks.py: adding one touches one folder.
     "tasks": (task_faults, partial(tree.sources, "clustertune/")),
@@ -365,6 +372,7 @@ def test_the_tree_keeps_the_rule(rule: str) -> None:
 
 def test_the_exceptions_are_needed_and_lint_checks_every_script() -> None:
     assert all("ifeval" in tree.texts()[path].lower() for path in SPEAKS_OF_A_TASK)
+    assert all(f'"{key}"' in tree.texts()[path] for path, keys in NOT_OF_THE_FILE.items() for key in keys.split())
     lint = tree.texts()["Makefile"].partition("\nlint:")[2].partition("\n\n")[0]
     (search,) = (line for line in lint.splitlines() if "$(BIN)/shellcheck" in line)
     command, _, _ = search.strip("\t@").partition(" -exec ")
@@ -402,11 +410,15 @@ WORDS = (
     "data: /wor" + "k/x", "cd /ho" + "me/me", "--index-url https://download.pyt" + "orch.org/whl/cpu", "# TO" + "DO: later",
     "pip install -i https://mirror.example/sim" + "ple x", "raise NotImplemented" + "Error", "trust_remote_code: tr" + "ue",
 )  # fmt: skip
+KEYS = (
+    'x.get("fsdp_offload_params")', 'x.removeprefix("fsdp_")', 'x["parallelism_config_tp_size"]', '("num_processes", "x")',
+    'f"parallelism_config_{axis}_size"', 'x.get("distributed_type") == "FSDP"', 'x.get("mixed_precision")',
+    'f"write dynamo_backend: {x}"', '{"zero_stage": 3}', 'x.get("deepspeed_config") or {}',
+)  # fmt: skip
 PLANTED: dict[str, list[tuple[str, str]]] = {
     "keys": [
-        *((X, text) for text in ('x.get("fsdp_offload_params")', 'f"{zero}.zero_optimization.stage"', 'x["fsdp_version"]')),
-        (X, 'x["parallelism_config_tp_size"]'),
-        ("clustertune/recipe/checks.py", 'section.get("fsdp_version")'),
+        *((X, text) for text in ('f"{zero}.zero_optimization.stage"', 'x["distributed_type"]')),
+        *((f"clustertune/{room}/x.py", text) for room in ("recipe", "resolve") for text in KEYS),
     ],
     "tasks": [("clustertune/report/x.py", "# IFEval alone")],
     "calls": [(X, source) for source in CALLS],
@@ -416,8 +428,9 @@ PLANTED: dict[str, list[tuple[str, str]]] = {
     "shell": [("launch/x.sh", "#!/bin/bash\ntrue\nset -euo pipefail\n"), ("bin/start", SCRIPT)],
 }
 PASSES = [
-    ("keys", "clustertune/recipe/x.py", 'config.get("fsdp_offload_params")'), ("keys", X, '"pytorch_model_fsdp_0"'),
-    ("keys", "clustertune/recipe/accelerate_file.py", 'section.get("fsdp_version")'), ("calls", X, LOOKS_ALIKE),
+    ("keys", "clustertune/recipe/x.py", 'config.get("zero_optimization")'), ("keys", X, '"pytorch_model_fsdp_0"'),
+    ("keys", "clustertune/recipe/accelerate_file.py", 'section.get("fsdp_version")'), ("keys", X, '"--num_processes"'),
+    ("keys", X, 'found.mixed_precision == "bf16"'), ("calls", X, LOOKS_ALIKE),
     ("shell", "launch/x.sbatch", SCRIPT), ("shell", "a.py", "#!/usr/bin/env python3\n"),
 ]  # fmt: skip
 """What only looks alike: a rule that cries at the wrong line is switched off."""

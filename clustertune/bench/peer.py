@@ -32,7 +32,6 @@ from clustertune.launch import binding, rendezvous
 from clustertune.launch.node import accelerate_command
 from clustertune.launch.plan import AttemptPlan
 from clustertune.process import die_with_parent, end
-from clustertune.resolve.distribution import mixed_precision
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 from clustertune.training.bench_schedule import GONE, THEIRS, BenchSchedule
@@ -88,7 +87,7 @@ def settings(resolved: Resolved, run: RunDir, model: str, schedule: BenchSchedul
         "gradient_accumulation_steps": args.get("gradient_accumulation_steps"),
         "lora": resolved.recipe.lora,
         "chat_template": resolved.chat_template,
-        "bf16": mixed_precision(args) == "bf16",
+        "bf16": resolved.distribution.mixed_precision == "bf16",
         "seed": int(args.get("seed", 42)),
         "schedule": asdict(schedule),
     }

@@ -22,13 +22,13 @@ from clustertune.cluster.hardware import peak_flops, price, recognise
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.events import read_events
+from clustertune.host.system import GIB
 from clustertune.manifest import write_durably
 from clustertune.plan import schedule as schedules
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.explanation import spent
 from clustertune.plan.lengths import Lengths
-from clustertune.plan.predict import GIB, Plan, Work, make_plan, work_of
-from clustertune.resolve.distribution import mixed_precision
+from clustertune.plan.predict import Plan, Work, make_plan, work_of
 from clustertune.resolve.resolved import Resolved
 from clustertune.tree import ROOT
 
@@ -59,7 +59,7 @@ def document(bench: Bench, found: RoundsResult, cluster: Cluster) -> dict[str, A
         "recipe": bench.whole.name,
         "model": bench.whole.recipe.model.name,
         "dataset": bench.whole.recipe.data.name if not bench.request.synthetic else "made up",
-        "bf16": mixed_precision(bench.measured.train_args) == "bf16",
+        "bf16": bench.measured.distribution.mixed_precision == "bf16",
         "overrides": changed(bench.request),
         "tiny": bench.request.tiny,
         "synthetic": bench.request.synthetic,

@@ -251,7 +251,7 @@ MOST_FAULTS = 500
 def read(texts: Iterable[str]) -> Log:
     """What the logs say together. Never raises."""
     log = Log()
-    reader = _Reader(log)
+    reader = _NcclLogReader(log)
     for text in texts:
         for record in records(text):
             reader.take(record)
@@ -288,7 +288,7 @@ _AVERAGE = re.compile(r"Avg bus bandwidth\s{0,20}: ?(\d{1,9}(?:\.\d{1,9})?)")
 _WRONG = re.compile(r"Out of bounds values\s{0,20}: ?(\d{1,12})")
 
 
-class _Reader:
+class _NcclLogReader:
     """Puts records into a log."""
 
     def __init__(self, log: Log) -> None:
@@ -317,7 +317,7 @@ class _Reader:
             self.fault(record)
         elif record.level == INFO:
             first = text.partition(" ")[0]
-            _BY_WORD.get(first.split("/")[0].rstrip(":"), _Reader.anywhere)(self, record)
+            _BY_WORD.get(first.split("/")[0].rstrip(":"), _NcclLogReader.anywhere)(self, record)
 
     # --- what begins with a word of its own ----------------------------------------------------------------------------
 
@@ -554,19 +554,19 @@ def _put(into: dict[str, list[LoggedDevice]], host: str, devices: list[LoggedDev
     known += [device for device in devices if device not in known]
 
 
-_BY_WORD: dict[str, Callable[[_Reader, Record], None]] = {
-    "Channel": _Reader.edge,
-    "Ring": _Reader.edge,
-    "CollNet": _Reader.edge,
-    "NET": _Reader.net,
-    "Bootstrap": _Reader.bootstrap,
-    "Using": _Reader.using,
-    "comm": _Reader.communicator,
-    "ncclCommInitRank": _Reader.communicator,
-    "ncclCommInitRankConfig": _Reader.communicator,
-    "GPU": _Reader.topology,
-    "P2P": _Reader.p2p,
-    "Could": _Reader.p2p,
+_BY_WORD: dict[str, Callable[[_NcclLogReader, Record], None]] = {
+    "Channel": _NcclLogReader.edge,
+    "Ring": _NcclLogReader.edge,
+    "CollNet": _NcclLogReader.edge,
+    "NET": _NcclLogReader.net,
+    "Bootstrap": _NcclLogReader.bootstrap,
+    "Using": _NcclLogReader.using,
+    "comm": _NcclLogReader.communicator,
+    "ncclCommInitRank": _NcclLogReader.communicator,
+    "ncclCommInitRankConfig": _NcclLogReader.communicator,
+    "GPU": _NcclLogReader.topology,
+    "P2P": _NcclLogReader.p2p,
+    "Could": _NcclLogReader.p2p,
 }
 
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from clustertune.check.machine import LOGIN, Machine, first_part, gigabytes
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Seen, either, listed
-from clustertune.host.system import version
+from clustertune.host.system import GIB, MIB, version
 
-MIB, GIB = 1 << 20, 1 << 30
 SHM_LEAST, SHM_SMALL = 128 * MIB, GIB
 """NCCL maps 9.6 MB for each connection (https://github.com/NVIDIA/nccl/issues/525): thirteen of them fill the first, which is
 more than Docker's default of 64 MiB; eight ranks with two channels between neighbours come near the second."""

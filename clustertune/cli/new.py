@@ -14,6 +14,7 @@ from clustertune.arguments import AsJson, ClusterOption, Overrides
 from clustertune.cli.deferred import deferred
 from clustertune.console import reply
 from clustertune.errors import Problem, UserError, collect_problems, raise_if
+from clustertune.host.system import GIB
 
 with deferred():
     from clustertune import draft
@@ -77,7 +78,7 @@ def new(
     document |= {"step_s": plan.step.seconds, "hours": plan.hours, "cost": money, "commands": following}
     hours = f"{plan.hours:.2g} h" if plan.hours else f"{plan.step.seconds:.3g} s a step"
     spent = f", {spent_text}" if (spent_text := explanation.money(money)) else ""
-    memory = f"{plan.needed / predict.GIB:.0f} of {machine.usable_bytes / predict.GIB:.0f} GiB a GPU"
+    memory = f"{plan.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB a GPU"
     text = f"\nplanned: {hours}{spent} on {machine.name}, {memory}. Next:\n"
     reply(as_json, document, f"{folder}: {', '.join(files)}", *(f"- {one}" for one in made.assumed), text, "\n".join(following))
 

@@ -19,6 +19,7 @@ from clustertune.cli.deferred import deferred
 from clustertune.cli.new import DataOption, GpusOption, MethodOption, ModelOption
 from clustertune.console import emit_json, reply, show
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
+from clustertune.host.system import GIB
 
 if TYPE_CHECKING:
     from clustertune.plan.calibration import CalibratedCluster
@@ -225,7 +226,7 @@ def _show(
         show(f"\n{told}")
     for remedy in better[:6]:
         arguments = " ".join(remedy.arguments or ["not on this cluster"])
-        needed = f"{remedy.plan.needed / prediction.GIB:.1f} GiB"
+        needed = f"{remedy.plan.needed / GIB:.1f} GiB"
         show(f"  {remedy.what}: {remedy.plan.step.seconds:.3g} s a step, {needed}  ({arguments})")
     return _end(found.fits)
 

@@ -118,7 +118,7 @@ def _list(row: Mapping[str, Any], key: str) -> list[Any]:
     return list(require(row, key, list))
 
 
-class _Reader:
+class _ConversationReader:
     """Reads rows; ``leave_out`` gets the names of fields of messages that no example holds."""
 
     def __init__(self, leave_out: Callable[[Iterable[str]], None]) -> None:
@@ -257,20 +257,20 @@ class _Reader:
         return {"content": check_text(given, "content", f"{name}.{label}"), **more}
 
 
-_READ: dict[str, Callable[[_Reader, Mapping[str, Any]], Example]] = {  # in the order in which a row is recognised
-    "preference": _Reader.preference,
-    "prompt-completion": _Reader.prompt_completion,
-    "messages": _Reader.messages,
-    "sharegpt": _Reader.sharegpt,
-    "alpaca": _Reader.alpaca,
-    "lima": _Reader.lima,
-    "text": _Reader.text,
+_READ: dict[str, Callable[[_ConversationReader, Mapping[str, Any]], Example]] = {  # in the order in which a row is recognised
+    "preference": _ConversationReader.preference,
+    "prompt-completion": _ConversationReader.prompt_completion,
+    "messages": _ConversationReader.messages,
+    "sharegpt": _ConversationReader.sharegpt,
+    "alpaca": _ConversationReader.alpaca,
+    "lima": _ConversationReader.lima,
+    "text": _ConversationReader.text,
 }
 
 
 def read(format_name: str, row: Mapping[str, Any]) -> Example:
     """One row as an example in TRL's form. Raises BadRow."""
-    return _Reader(lambda _names: None).read(format_name, row)
+    return _ConversationReader(lambda _names: None).read(format_name, row)
 
 
 def _next(last: Message | None) -> tuple[str, ...]:
@@ -329,7 +329,7 @@ def conversations(
     format_name: str, records: Iterable[tuple[RowLocation, dict[str, Any]]], rejects: Rejects
 ) -> Iterator[Conversation]:
     """One conversation per good row, in file order."""
-    reader = _Reader(rejects.leave_out)
+    reader = _ConversationReader(rejects.leave_out)
     for location, row in records:
         rejects.rows += 1
         try:

@@ -12,14 +12,15 @@ from clustertune.cluster.hardware import load_hardware
 from clustertune.doctor import stack_faults
 from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.errors import UserError
+from clustertune.host.system import GIB
 from clustertune.launch import serving, shape
 from clustertune.launch import signal_margin as margins
-from clustertune.plan.predict import GIB, make_plan
+from clustertune.plan.predict import make_plan
 from clustertune.plan.schedule import START_S, TOKENS_PER_CPU_S, tokens_to_prepare
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
 from clustertune.recipe.values import model_facts
-from clustertune.resolve.distribution import how_to_load, mixed_precision
+from clustertune.resolve.distribution import how_to_load
 
 TIGHT = 0.95
 """Share of a GPU's memory above which a plan is called tight: its activations are predicted within a few per cent
@@ -374,8 +375,8 @@ def quantised_compute(context: RecipeContext) -> Iterator[Seen]:
     See: https://huggingface.co/docs/transformers/quantization/bitsandbytes
     """
     config = quantization.of(context.args) or {}
-    given = config.get("bnb_4bit_compute_dtype")
-    if config.get("load_in_4bit") and str(given or "float32") == "float32" and mixed_precision(context.args) == "bf16":
+    given, mixed = config.get("bnb_4bit_compute_dtype"), context.resolved.distribution.mixed_precision
+    if config.get("load_in_4bit") and str(given or "float32") == "float32" and mixed == "bf16":
         key = "train.model_init_kwargs.quantization_config.bnb_4bit_compute_dtype"
         yield Seen(WARN, f"{key} is {'float32' if given else 'not given'}")
 
@@ -392,8 +393,8 @@ def no_bfloat16(context: RecipeContext) -> Iterator[Seen]:
     Fix: train.bf16=false train.model_init_kwargs.dtype=float32, or newer GPUs
     See: https://developer.nvidia.com/cuda-gpus
     """
-    compute = context.cluster.compute
-    if compute.gpus and mixed_precision(context.args) == "bf16" and _lacks_bf16(context):
+    compute, mixed = context.cluster.compute, context.resolved.distribution.mixed_precision
+    if compute.gpus and mixed == "bf16" and _lacks_bf16(context):
         yield Seen(FAIL, f"train.bf16 on {compute.gpu}, which has no bfloat16")
 
 
@@ -404,7 +405,7 @@ def no_mixed_precision(context: RecipeContext) -> Iterator[Seen]:
     Fix: train.bf16=true
     See: https://huggingface.co/docs/transformers/en/mixed_precision_training
     """
-    mixed = mixed_precision(context.args)
+    mixed = context.resolved.distribution.mixed_precision
     if context.is_real and context.cluster.compute.gpus and mixed == "no" and not _lacks_bf16(context):
         yield Seen(WARN, "train.bf16 is false")
 

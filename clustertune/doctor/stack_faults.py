@@ -13,6 +13,7 @@ from packaging.version import InvalidVersion, Version
 
 from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Check, Seen, described, rule_of
 from clustertune.doctor.recipe_context import RecipeContext
+from clustertune.host.system import GIB
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
 from clustertune.recipe.parameters import weight_bytes
@@ -52,7 +53,6 @@ def _gpus(context: RecipeContext) -> bool:
     return context.cluster.compute.gpus > 0 and context.resolved.world_size > 1
 
 
-GIB = 1 << 30
 _ZEROED = ">=5.7"
 """Releases of the fault every-rank-loads-all that fill what they allocate (torch.zeros_like; empty_like before: read in 5.5.4,
 5.7.0), so that it is resident for certain."""

@@ -106,7 +106,7 @@ def evaluate(
 @contextlib.contextmanager
 def _prepared(
     model: Path, adapter: Path | None, settings: Eval, tokenizer: Path, data: Path | None, benchmark: bool, device: str | None
-) -> Iterator[_Run]:
+) -> Iterator[_Evaluation]:
     """One evaluation, its inputs checked and its tasks loaded; what is refused leaves nothing behind."""
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -125,7 +125,7 @@ def _prepared(
         name, why = choose(settings.backend, facts, device)
         _seed(own.seeds)
         prompts = tasks.digest(loaded, settings, own.seeds.numpy, facts.render if settings.apply_chat_template else None)
-        run = _Run(settings, facts, adapter, describe(name, facts, adapter), loaded, places, prompts, own, why)
+        run = _Evaluation(settings, facts, adapter, describe(name, facts, adapter), loaded, places, prompts, own, why)
         run.device = pick_device(device, model)
         yield run
 
@@ -152,7 +152,7 @@ def _check_marks(loaded: Mapping[str, Any], settings: Eval) -> list[Problem]:
 
 
 @dataclass
-class _Run:
+class _Evaluation:
     """One evaluation, its inputs checked."""
 
     settings: Eval

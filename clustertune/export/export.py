@@ -27,7 +27,7 @@ from clustertune.manifest import (
     seal,
 )
 from clustertune.recipe import quantization
-from clustertune.resolve.distribution import mixed_precision
+from clustertune.resolve.resolved import recorded_precision
 
 if TYPE_CHECKING:
     import torch
@@ -233,7 +233,7 @@ def read_trained(checkpoint: Path) -> CheckpointRecipe:
             architecture=architecture,
             lora=None if lora is None else dict(lora),
             base_quantization=quantization.label(requested) if requested else "none",
-            dtype=str(stated or _COMPUTED_IN[mixed_precision(recipe.get("train", {}))]),
+            dtype=str(stated or _COMPUTED_IN[recorded_precision(resolved)]),
         )
     except OSError as error:
         raise UserError(f"unreadable: {error.strerror or error}", file=str(path)) from None

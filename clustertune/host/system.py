@@ -13,6 +13,8 @@ from typing import Any
 
 from clustertune.host.probe import Probe
 
+MIB, GIB = 1 << 20, 1 << 30
+"""Bytes."""
 _STA_UNSYNC, _STA_NANO = 0x0040, 0x2000
 """linux/timex.h"""
 _CGROUP_NONE = 1 << 60

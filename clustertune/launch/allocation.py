@@ -13,6 +13,7 @@ from pathlib import Path
 
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
+from clustertune.host.system import MIB
 from clustertune.launch import rendezvous, shape, slurm
 from clustertune.launch.signal_margin import SignalMargin
 from clustertune.process import captured
@@ -21,7 +22,6 @@ from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES
 
-MIB = 1 << 20
 SCRIPT = "launch/run.sbatch"
 
 

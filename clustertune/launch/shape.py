@@ -11,6 +11,7 @@ from clustertune.cluster.hardware import load_hardware
 from clustertune.cluster.load import LOCAL
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
+from clustertune.host.system import GIB
 from clustertune.launch import serving
 from clustertune.launch.slurm import format_minutes
 from clustertune.plan.calibration import find_calibrated
@@ -25,7 +26,6 @@ from clustertune.resolve.resolve import asked_size, resolve
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES
 
-GIB = 1 << 30
 MERGE_SHARD_GB = 5
 """``clustertune merge``'s default shard size."""
 PROCESS_GB = 4

@@ -22,6 +22,7 @@ from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, as_json
 from clustertune.cluster.hardware import HARDWARE, LinkFacts, NetworkFacts, read_hardware
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
+from clustertune.host.system import GIB, MIB
 from clustertune.launch import batch, step
 from clustertune.launch.agent import await_object
 from clustertune.launch.allocation import Allocation
@@ -169,7 +170,6 @@ CASE_SECONDS = (10.0, 60.0)
 START_SECONDS = (30.0, 90.0)
 """Least and most that the ranks may take to find each other: Python and NCCL start from network storage."""
 LEAST_SECONDS = 10
-MIB, GIB = 1 << 20, 1 << 30
 
 
 def largest_for(backend: str, nodes: int) -> int:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from clustertune.errors import UserError
 from clustertune.host.probe import Probe
-from clustertune.host.system import memory
+from clustertune.host.system import MIB, memory
 from clustertune.launch import binding, rendezvous
 from clustertune.launch.agent import await_object
 from clustertune.nccl_check.setup import (
@@ -266,7 +266,6 @@ def summary(times: Sequence[float]) -> tuple[float, float]:
 HUNG, FAILED = 3, 4
 """Exit codes: something did not end; something failed."""
 END = "end"
-MIB = 1 << 20
 
 
 class Records:

@@ -8,10 +8,11 @@ from typing import Literal
 
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
+from clustertune.host.system import GIB
 from clustertune.plan.constants import Constants
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import PlanMachine
-from clustertune.plan.predict import GIB, Footprint, Plan, held, make_plan, make_shape, real_length
+from clustertune.plan.predict import Footprint, Plan, held, make_plan, make_shape, real_length
 from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import ModelShape, Strategy, strategy
 from clustertune.recipe import accelerate_file as acc

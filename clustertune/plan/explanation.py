@@ -8,10 +8,11 @@ from typing import Any
 from clustertune.cluster.hardware import Price
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
+from clustertune.host.system import GIB
 from clustertune.plan.advise import Advice, reasons
 from clustertune.plan.constants import Term, number, quantity
 from clustertune.plan.machine import Link
-from clustertune.plan.predict import GIB, Plan
+from clustertune.plan.predict import Plan
 from clustertune.plan.schedule import TOKENS_PER_CPU_S, tokens_to_prepare
 from clustertune.plan.step import flops
 from clustertune.recipe.load import did_you_mean

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clustertune.errors import Problem, UserError, raise_if
+from clustertune.host.system import GIB
 from clustertune.plan import memory
 from clustertune.plan.constants import Constants, Term, total
 from clustertune.plan.lengths import Lengths, known_lengths
@@ -19,7 +20,6 @@ from clustertune.recipe.parameters import KNOWN, adapted_experts, count, lora_pa
 from clustertune.resolve.distribution import Distribution
 from clustertune.resolve.resolved import Resolved
 
-GIB = 2**30
 MOST_NODES = 4096
 
 

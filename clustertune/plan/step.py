@@ -43,7 +43,7 @@ class ComputeTime:
 
 def micro_batch(shape: ModelShape, machine: PlanMachine, constants: Constants) -> ComputeTime:
     """The parts of one micro batch, forward and backward."""
-    work = _Work(shape, machine, constants)
+    work = _KernelTimes(shape, machine, constants)
     forward = [*work.products(1, "forward"), work.attention(1, "forward"), work.elements(1, "forward"), work.loss(1)]
     again = shape.strategy.recompute.share
     backward = [
@@ -106,7 +106,9 @@ def _attention_flops(kind: LayerKind, plan: Strategy, *, masks: bool = True) -> 
 
 
 @dataclass(frozen=True)
-class _Work:
+class _KernelTimes:
+    """The computation of one micro batch on one GPU, part by part."""
+
     shape: ModelShape
     machine: PlanMachine
     constants: Constants

@@ -12,12 +12,13 @@ from rich.text import Text
 
 from clustertune.cluster.hardware import Price
 from clustertune.cluster.schema import Cluster
+from clustertune.host.system import GIB
 from clustertune.plan import explanation
 from clustertune.plan.advise import ALIKE, Advice, CostedCandidate, reasons
 from clustertune.plan.calibration import Fit, unexplained
 from clustertune.plan.constants import quantity
 from clustertune.plan.explanation import cost, memory_parts
-from clustertune.plan.predict import GIB, Plan
+from clustertune.plan.predict import Plan
 
 BAR = 40
 """Characters of the bar of a step."""

@@ -42,7 +42,6 @@ _FSDP1_ONLY = {
     "fsdp_sync_module_states": "leave it out: FSDP2 needs only fsdp_cpu_ram_efficient_loading",
     "fsdp_forward_prefetch": "leave it out: accelerate refuses it with FSDP2",
 }
-FSDP1_ONLY = frozenset(_FSDP1_ONLY)
 """Keys that mean nothing under ``fsdp_version: 2``."""
 _BOOLEANS = (
     "fsdp_offload_params", "fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_cpu_ram_efficient_loading",
@@ -69,22 +68,28 @@ def section(body: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def parallel_sizes(body: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes above 1 of the parallelism configuration, by axis: dp_replicate, dp_shard, tp, cp, sp."""
-    sizes = {}
-    for key, value in section(body, "parallelism_config").items():
-        if key.endswith("_size") and isinstance(value, int) and value > 1:
-            sizes[key.removeprefix("parallelism_config_").removesuffix("_size")] = value
-    return sizes
+    """The sizes above 1 of the parallelism configuration, in the order of :data:`AXES`."""
+    given = section(body, MESH)
+    return {axis: size for axis in AXES if isinstance(size := given.get(size_key(axis)), int) and size > 1}
 
 
-# --- what a checked file says: read by distribution.py alone --------------------------------------------------------------
+# --- what a checked file says ---------------------------------------------------------------------------------------------
 
 VERSION = "fsdp_version"
 """Of FSDP: a key of ``fsdp_config``, and a field of ``distributed`` in run.json and in results of ``bench``."""
 FSDP2 = f"{VERSION}: 2"
 """As messages write it."""
-TYPE, MESH, DYNAMIC = "distributed_type", "parallelism_config", "dynamo_config.dynamo_use_dynamic"
-"""Key paths as errors name them: what distributes, the sizes of the mesh, and how the compiler takes lengths."""
+TYPE, MESH, PRECISION = "distributed_type", "parallelism_config", "mixed_precision"
+"""Keys as errors name them: what distributes, the sizes of the mesh, and what is computed in, which is also a field of
+``recipe.distribution`` in run.json."""
+DYNAMIC, BY_LAYER, BACKEND = (f"dynamo_config.dynamo_{key}" for key in ("use_dynamic", "use_regional_compilation", "backend"))
+"""Key paths of the compiler: how it takes lengths, whether it compiles one layer for all, and by what."""
+USE_FSDP2 = f"write {TYPE}: FSDP with {FSDP2}"
+SECTIONS = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
+"""By distributed type the section that accelerate reads with it alone."""
+_OWNED = "the distribution is in the recipe's accelerate.yaml"
+TRAIN_OWNED = dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "accelerator_config"), _OWNED)
+"""Fields of ``SFTConfig`` that a recipe may not set, because this file says it."""
 AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """The axes of accelerate's mesh, in its order."""
 _DEFAULT_STAGE, _UNKNOWN_STAGE = 2, 3
@@ -102,19 +107,54 @@ ALONE = {"distributed_type": "NO"}
 """An accelerate file: one process."""
 
 
+def size_key(axis: str) -> str:
+    """The key of an axis of the mesh in ``parallelism_config``."""
+    return f"{MESH}_{axis}_size"
+
+
+SHARD_SIZE = size_key("dp_shard")
+
+
 def key_of(name: str) -> str:
     """The full key path of an FSDP setting, or of the size of an axis of the mesh, as errors name it."""
-    return f"parallelism_config.parallelism_config_{name}_size" if name in AXES else f"fsdp_config.fsdp_{name}"
+    return f"{MESH}.{size_key(name)}" if name in AXES else f"fsdp_config.fsdp_{name}"
 
 
-def flag(config: Mapping[str, Any], key: str) -> bool:
+def distributed_type(body: Mapping[str, Any]) -> str | None:
+    """One of :data:`DISTRIBUTED_TYPES` in a checked file; None where the file does not say."""
+    found = body.get(TYPE)
+    return found if isinstance(found, str) else None
+
+
+def mixed_precision(body: Mapping[str, Any]) -> str | None:
+    """``bf16`` or ``no``; None where the file does not say, or says something else."""
+    found = body.get(PRECISION)
+    return "no" if found is False else found if found in ("no", "bf16") else None  # YAML 1.1 reads `no` as false
+
+
+def without_sizes(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The file without ranks and mesh: another number of ranks continues with a run."""
+    return {key: value for key, value in body.items() if key not in ("num_processes", "num_machines", "machine_rank", MESH)}
+
+
+def fsdp_settings(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of ``fsdp_config`` without their ``fsdp_`` prefix."""
+    return {key.removeprefix("fsdp_"): value for key, value in section(body, "fsdp_config").items()}
+
+
+def fsdp1_keys(body: Mapping[str, Any]) -> list[str]:
+    """Full key paths of what the file says to FSDP1 alone."""
+    return [f"fsdp_config.{key}" for key in section(body, "fsdp_config") if key in _FSDP1_ONLY]
+
+
+def _flag(config: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
     """A true-or-false key of ``fsdp_config``, without its ``fsdp_`` prefix."""
-    return _is_true(config.get(f"fsdp_{key}"))
+    return _is_true(config.get(f"fsdp_{key}", default))
 
 
-def fsdp_flag(body: Mapping[str, Any], key: str) -> bool:
+def fsdp_flag(body: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
     """The same of the whole file; false without FSDP."""
-    return body.get("distributed_type") == "FSDP" and flag(section(body, "fsdp_config"), key)
+    return distributed_type(body) == "FSDP" and _flag(section(body, "fsdp_config"), key, default=default)
 
 
 def _is_true(value: object) -> bool:
@@ -123,7 +163,7 @@ def _is_true(value: object) -> bool:
 
 def fsdp_generation(body: Mapping[str, Any]) -> int | None:
     """1 or 2, accelerate's own being 1; None without FSDP."""
-    if body.get("distributed_type") != "FSDP":
+    if distributed_type(body) != "FSDP":
         return None
     return 2 if str(section(body, "fsdp_config").get(VERSION)) == "2" else 1
 
@@ -148,18 +188,44 @@ def state_dict_type(body: Mapping[str, Any]) -> str:
     return default if given is None else str(given).upper()
 
 
+def dynamo_backend(body: Mapping[str, Any]) -> str | None:
+    """torch.compile's backend as the file writes it; None where the file does not say."""
+    dynamo = section(body, "dynamo_config")
+    found = dynamo.get("dynamo_backend", dynamo.get("backend"))
+    return None if found is None else str(found)
+
+
 def compiled(train: Mapping[str, Any], body: Mapping[str, Any]) -> tuple[bool, bool]:
     """Whether the model is compiled, and whether layer by layer: once, and then taken for all layers of one kind."""
     dynamo = section(body, "dynamo_config")
-    backend = str(dynamo.get("dynamo_backend", dynamo.get("backend", "NO"))).upper()
     named = train.get("torch_compile") or train.get("torch_compile_backend") or train.get("torch_compile_mode")
-    on = bool(named) or backend not in ("NO", "NONE", "FALSE")
+    on = bool(named) or (dynamo_backend(body) or "NO").upper() not in ("NO", "NONE", "FALSE")
     return on, on and _is_true(dynamo.get("dynamo_use_regional_compilation", dynamo.get("use_regional_compilation")))
 
 
 def says_dynamic(body: Mapping[str, Any]) -> bool:
     """Whether the file says how torch.compile takes lengths that differ."""
     return bool({"dynamo_use_dynamic", "use_dynamic"} & section(body, "dynamo_config").keys())
+
+
+def deepspeed_file(body: Mapping[str, Any]) -> Any:
+    """The name of DeepSpeed's own file, a text in a checked file; None where accelerate's keys describe it."""
+    return section(body, "deepspeed_config").get("deepspeed_config_file")
+
+
+NO_OFFLOAD = {f"{part}_device": "none" for part in ds.OFFLOADS}
+"""accelerate's defaults of ``deepspeed_config``."""
+
+
+def zero_keys(known: Mapping[str, Any], stage: int, devices: Mapping[str, str], folder: str) -> dict[str, Any]:
+    """The keys of ``deepspeed_config`` for a ZeRO stage without a file of DeepSpeed's own.
+
+    ``known``: the section as it is. ``devices``: ``none``, ``cpu`` or ``nvme`` by DeepSpeed's ``offload_param`` and
+    ``offload_optimizer``. ``folder``: where ``nvme`` lies, unless the section says.
+    """
+    paths = {part: known.get(f"{part}_nvme_path") or folder for part, device in devices.items() if device == "nvme"}
+    named = {f"{part}_device": device for part, device in devices.items()} | {f"{p}_nvme_path": at for p, at in paths.items()}
+    return {"zero_stage": stage, "deepspeed_config_file": None, **named}
 
 
 def zero_stage(body: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> int:
@@ -197,10 +263,10 @@ def _find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> I
             yield (key,), "accelerate has no such key", did_you_mean(key, known - set(_MACHINE))
     if body.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         yield ("compute_environment",), f"{show_value(body['compute_environment'])} is not LOCAL_MACHINE", None
-    kind_of = body.get("distributed_type")
+    kind_of = body.get(TYPE)
     if kind_of not in DISTRIBUTED_TYPES:
         message = "missing" if kind_of is None else f"{show_value(kind_of)} is not one of {', '.join(DISTRIBUTED_TYPES)}"
-        yield ("distributed_type",), message, did_you_mean(str(kind_of), DISTRIBUTED_TYPES) if kind_of is not None else None
+        yield (TYPE,), message, did_you_mean(str(kind_of), DISTRIBUTED_TYPES) if kind_of is not None else None
     precision = body.get("mixed_precision", "no")
     if isinstance(precision, str) and precision in _NO_PRECISION:
         text, fix = _NO_PRECISION[precision]
@@ -286,11 +352,11 @@ def _check_fsdp(  # noqa: PLR0912 - a check each
         yield ("fsdp_config", "fsdp_state_dict_type"), f"{states}: checkpoints are written sharded", "write SHARDED_STATE_DICT"
     if version == "1" and parallel:
         yield ("parallelism_config",), f"accelerate takes it only with {FSDP2}", None
-    if flag(plain, "activation_checkpointing_offload") and not (version == "2" and flag(plain, "activation_checkpointing")):
+    if _flag(plain, "activation_checkpointing_offload") and not (version == "2" and _flag(plain, "activation_checkpointing")):
         text = f"needs {FSDP2} and fsdp_activation_checkpointing: true"
         yield ("fsdp_config", "fsdp_activation_checkpointing_offload"), text, None
-    unsynced = plain.get("fsdp_sync_module_states") is not None and not flag(plain, "sync_module_states")
-    if version == "1" and flag(plain, "cpu_ram_efficient_loading") and unsynced:
+    unsynced = plain.get("fsdp_sync_module_states") is not None and not _flag(plain, "sync_module_states")
+    if version == "1" and _flag(plain, "cpu_ram_efficient_loading") and unsynced:
         text = "false, while fsdp_cpu_ram_efficient_loading: true leaves all ranks but the first without weights"
         yield ("fsdp_config", "fsdp_sync_module_states"), text, "set both true or both false"
 
@@ -318,7 +384,7 @@ def _check_deepspeed(body: Mapping[str, Any], folder: Path) -> Iterator[Found]:
     config = section(body, "deepspeed_config")
     if not config:
         yield ("deepspeed_config",), "missing", "write deepspeed_config: {deepspeed_config_file: deepspeed.json}"
-    name = config.get("deepspeed_config_file")
+    name = deepspeed_file(body)
     if name is None:
         stage = zero_stage(body, None)
         if stage > 3:
@@ -339,7 +405,6 @@ def _check_deepspeed(body: Mapping[str, Any], folder: Path) -> Iterator[Found]:
 
 ACCELERATE, DEEPSPEED = "accelerate.yaml", "deepspeed.json"
 """Names in a run folder of the files that a run's ranks read in place of the recipe's."""
-SHARD_SIZE = "parallelism_config_dp_shard_size"
 
 
 @dataclass(frozen=True)
@@ -388,8 +453,8 @@ def read_deepspeed(
 ) -> tuple[Document | None, list[Problem]]:
     """DeepSpeed's configuration where the accelerate file names one, the overrides over it; and what is wrong with it."""
     given = flat(overrides)
-    name = section(accelerate, "deepspeed_config").get("deepspeed_config_file")
-    if accelerate.get("distributed_type") != "DEEPSPEED" or name is None:
+    name = deepspeed_file(accelerate)
+    if distributed_type(accelerate) != "DEEPSPEED" or name is None:
         key = next(iter(given), None)
         if key is None:
             return None, []

@@ -148,7 +148,8 @@ class NativeSection:
 def train_section(trainer: str = "sft") -> NativeSection:
     """The section ``train`` of a recipe with this ``trainer``."""
     rules, dpo = native_rules, trainer == "dpo"
-    owned, ranges = rules.TRAIN_OWNED | (rules.DPO_OWNED if dpo else {}), rules.TRAIN_RANGES | (rules.DPO_RANGES if dpo else {})
+    owned = rules.TRAIN_OWNED | acc.TRAIN_OWNED | (rules.DPO_OWNED if dpo else {})
+    ranges = rules.TRAIN_RANGES | (rules.DPO_RANGES if dpo else {})
     fields, own = train_fields(trainer), frozenset({"global_batch_size"})
     return NativeSection("train", "DPOConfig" if dpo else "SFTConfig", fields, owned, rules.TRAIN_REMOVED, ranges, own)
 
@@ -192,7 +193,7 @@ def check_native(section: NativeSection, given: Mapping[str, Any]) -> tuple[dict
 def check_local_saves(save: Any, distribution: Mapping[str, Any], *, megatron: bool) -> Iterator[Found]:
     """Local checkpoints where the state is not FSDP2's: the files of other kinds have not been proved to come back."""
     if isinstance(save, Mapping) and save.get("local") is not None:
-        kind = "Megatron" if megatron else str(distribution.get("distributed_type", "NO"))
+        kind = "Megatron" if megatron else acc.distributed_type(distribution) or "NO"
         if kind != "FSDP" or acc.fsdp_generation(distribution) != 2:
             text = f"checkpoints on the nodes' own disks are for FSDP2, this is {'FSDP1' if kind == 'FSDP' else kind}"
             yield ("save", "local"), text, "leave it out, and lower save.every"
@@ -302,14 +303,14 @@ def check_dpo(train: Mapping[str, Any], accelerate: Mapping[str, Any], *, megatr
     if megatron:
         yield ("trainer",), "dpo: Megatron-Bridge is started for supervised fine-tuning alone", "write trainer: sft"
         return
-    kind, sizes = accelerate.get("distributed_type"), acc.parallel_sizes(accelerate)
+    kind, sizes = acc.distributed_type(accelerate), acc.parallel_sizes(accelerate)
     for axis in sorted({"tp", "cp"} & set(sizes)):
         text = f"{sizes[axis]}: the two answers of a pair are computed by one rank with trainer: dpo"
         yield _mesh(axis), text, "leave it out: FSDP2 shards over all ranks"
-    if kind == "DEEPSPEED" or (kind == "FSDP" and acc.fsdp_generation(accelerate) == 1):
+    if kind == "DEEPSPEED" or acc.fsdp_generation(accelerate) == 1:
         name = "DeepSpeed" if kind == "DEEPSPEED" else "FSDP1"
         text = f"{name} has no reference model here: trainer: dpo is sharded by FSDP2"
-        yield ("accelerate", "distributed_type"), text, f"write distributed_type: FSDP with {acc.FSDP2}, or MULTI_GPU"
+        yield ("accelerate", acc.TYPE), text, f"{acc.USE_FSDP2}, or MULTI_GPU"
 
 
 def check_lora(lora: Mapping[str, Any], architecture: Mapping[str, Any] | None) -> Iterator[Found]:
@@ -463,14 +464,14 @@ def check_strategy(
 
     ``architecture`` is None where the model is not known; ``zero`` is DeepSpeed's stage.
     """
-    sizes, kind = acc.parallel_sizes(accelerate), accelerate.get("distributed_type")
+    sizes, kind = acc.parallel_sizes(accelerate), acc.distributed_type(accelerate)
     if "sp" in sizes:
         text = f"{sizes['sp']}: accelerate's sequence parallelism is DeepSpeed's Ulysses, which is not carried here"
-        yield _mesh("sp"), text, "write parallelism_config_cp_size: context parallelism splits sequences under FSDP2"
+        yield _mesh("sp"), text, f"write {acc.size_key('cp')}: context parallelism splits sequences under FSDP2"
     for axis in ("dp_shard", "tp", "cp"):
         if kind in ("MULTI_GPU", "NO", "DEEPSPEED") and axis in sizes:
-            text = f"{sizes[axis]}, with distributed_type: {kind}: only FSDP2 is combined with it here"
-            yield _mesh(axis), text, f"write distributed_type: FSDP with {acc.FSDP2}"
+            text = f"{sizes[axis]}, with {acc.TYPE}: {kind}: only FSDP2 is combined with it here"
+            yield _mesh(axis), text, acc.USE_FSDP2
     config = quantization.of(train)
     if kind in ("FSDP", "DEEPSPEED") and config is not None:
         yield from _quantized(config, train, accelerate, zero)
@@ -490,7 +491,7 @@ def _quantized(
     config: Mapping[str, Any], train: Mapping[str, Any], accelerate: Mapping[str, Any], zero: int | None
 ) -> Iterator[Found]:
     path = ("train", "model_init_kwargs", QUANTIZATION)
-    kind, version = str(accelerate.get("distributed_type")), acc.fsdp_generation(accelerate)
+    kind, version = str(acc.distributed_type(accelerate)), acc.fsdp_generation(accelerate)
     four, storage = config.get("load_in_4bit"), str(config.get("bnb_4bit_quant_storage", "uint8"))
     text = quantization.cast_away(config, train, kind)
     if text is None and four and version == 2 and storage == "uint8":
@@ -512,15 +513,15 @@ def _quantized(
         fix = "write {load_in_4bit: true, bnb_4bit_quant_type: nf4, bnb_4bit_quant_storage: bfloat16}, or leave it out"
         yield path, f"{text}; it does bitsandbytes' 4 bits", fix
     if "tp" in acc.parallel_sizes(accelerate):
-        fix = "leave parallelism_config_tp_size out: FSDP2 shards them"
+        fix = f"leave {acc.size_key('tp')} out: FSDP2 shards them"
         yield path, "quantised weights are not split over tp", fix
 
 
 def _experts(train: Mapping[str, Any], accelerate: Mapping[str, Any], zero: int | None) -> Iterator[Found]:
     """Where PEFT's ``ParamWrapper``, which replaces a parameter while a layer runs, does not find it whole."""
     # Tried with PEFT 0.20: FSDP1 ends in the first step, ZeRO-3 when the adapter is made.
-    path, fix = ("lora", "target_parameters"), f"write distributed_type: FSDP with {acc.FSDP2}"
-    if accelerate.get("distributed_type") == "FSDP" and acc.fsdp_generation(accelerate) == 1:
+    path, fix = ("lora", "target_parameters"), acc.USE_FSDP2
+    if acc.fsdp_generation(accelerate) == 1:
         yield path, "FSDP1 has parted A and B where PEFT makes the experts' update of them", fix
     if zero == 3:
         yield path, "ZeRO-3 has parted the experts when PEFT asks for their sizes", fix

@@ -25,7 +25,7 @@ REMOVED = {
         ("quantize_training", "sparse_gradients", "eigenvalue", "graph_harvesting", "progressive_layer_drop"),
         "DeepSpeed has none any more",
     ),
-    f"{ZERO}.mics_shard_size": "MiCS is gone: FSDP2 with parallelism_config_dp_replicate_size shards inside a node",
+    f"{ZERO}.mics_shard_size": "MiCS is gone: FSDP2 with dp_replicate in the mesh of the accelerate file shards inside a node",
     f"{ZERO}.mics_hierarchical_params_gather": "MiCS is gone",
     f"{ZERO}.zeropp_loco_param": "leave it out: zero_quantized_gradients without error feedback",
 }

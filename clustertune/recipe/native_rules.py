@@ -90,10 +90,6 @@ TRAIN_OWNED = {
     **dict.fromkeys(("output_dir", "run_name", "logging_dir"), "the run folder decides it"),
     **dict.fromkeys(("use_cpu", "no_cuda", "local_rank", "ddp_backend"), "the launcher says so for each machine"),
     **dict.fromkeys(
-        ("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "accelerator_config"),
-        "the distribution is in the recipe's accelerate.yaml",
-    ),
-    **dict.fromkeys(
         ("dataset_num_proc", "dataset_kwargs", "dataset_text_field", "remove_unused_columns"),
         "prepare makes the rows before the job, on all of its cores",
     ),

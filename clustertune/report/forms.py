@@ -25,7 +25,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 RUN = {
     "recipe": OBJECT, "recipe.name": TEXT, "recipe.world_size": WHOLE, "recipe.data_parallel_size": WHOLE,
-    "recipe.train_args": OBJECT, "recipe.train_args.per_device_train_batch_size": WHOLE,
+    "recipe.distribution": OBJECT, "recipe.train_args": OBJECT, "recipe.train_args.per_device_train_batch_size": WHOLE,
     "recipe.train_args.gradient_accumulation_steps": WHOLE, "recipe.train_args.max_length": WHOLE,
     "recipe.recipe": OBJECT, "recipe.recipe.model": OBJECT, "recipe.recipe.model.name": TEXT,
     "recipe.recipe.data": OBJECT, "recipe.recipe.data.name": TEXT,

@@ -46,7 +46,7 @@ def build(run_dir: Path, out: Path | None = None) -> Path:
     if page.suffix == ".json":
         raise UserError(Problem("is the name of the document beside the page", key="--out", fix="give it the ending .html"))
     with storing("writing the report", page):
-        found = _Run(run, document)
+        found = _ReportedRun(run, document)
         html = render(_TEMPLATE, found.page())
         page.parent.mkdir(parents=True, exist_ok=True)
         write_durably(page.with_suffix(".json"), json.dumps(found.as_dict(), indent=1) + "\n")
@@ -63,7 +63,7 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
     return environment.get_template(template.name).render(values)
 
 
-class _Run:
+class _ReportedRun:
     """A run's documents, read once."""
 
     def __init__(self, run: RunDir, document: dict[str, Any]) -> None:

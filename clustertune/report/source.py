@@ -18,7 +18,7 @@ from clustertune.events import SCHEMA, read_object
 from clustertune.manifest import write_durably
 from clustertune.report.content import WARM_UP, get
 from clustertune.report.metrics import Metrics, Steps, read_metrics
-from clustertune.resolve.distribution import mixed_precision
+from clustertune.resolve.resolved import recorded_precision
 
 FILE = "metrics.json"
 FIELDS = (
@@ -97,7 +97,7 @@ def describe(run: Mapping[str, Any], metrics: Metrics) -> dict[str, Any] | None:
         "model": get(resolved, "recipe", "model", "name"),
         "dataset": get(resolved, "recipe", "data", "name"),
         "fsdp": get(distributed, "type") == "FSDP",
-        "bf16": mixed_precision(get(resolved, "train_args") or {}) == "bf16",
+        "bf16": recorded_precision(resolved) == "bf16",
         STEADY: round(per_step / steady, 2) if steady else None,
     }
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import deepspeed_keys as keys
 from clustertune.recipe.deepspeed_keys import OFFLOADS, ZERO, get
 from clustertune.recipe.findings import Found
@@ -49,7 +50,7 @@ _ONLY = (
     ("checkpoint.parallel_write", None, _STORE),
     ("managed_gradient_accumulation", True, "leave it out: the Trainer takes a step after gradient_accumulation_steps"),
     ("fp16.enabled", False, "use bf16: fp16's loss scale leaves steps out, which look like steps that are not finite"),
-    ("tensor_parallel.autotp_size", 1, "use FSDP2 with parallelism_config_tp_size"),
+    ("tensor_parallel.autotp_size", 1, f"use FSDP2 with {acc.size_key('tp')}"),
 )
 """Keys with the one value that they may have."""
 _SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}

@@ -215,8 +215,7 @@ def read(
     elif found.kind != "NO":
         sizes = acc.parallel_sizes(accelerate)
         if found.kind != "FSDP1":
-            mesh = {axis: sizes[axis] for axis in acc.AXES if axis in sizes}
-            found = replace(found, mesh=mesh, tp=sizes.get("tp", 1), cp=sizes.get("cp", 1), sp=sizes.get("sp", 1))
+            found = replace(found, mesh=sizes, tp=sizes.get("tp", 1), cp=sizes.get("cp", 1), sp=sizes.get("sp", 1))
         if found.is_fsdp:
             found = _fsdp(found, accelerate, quantization.of(train), sizes.get("dp_replicate", 1))
         elif found.is_deepspeed:
@@ -227,12 +226,9 @@ def read(
 def _kind(recipe: Recipe, accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> str:
     if recipe.megatron is not None:
         return "Megatron"
-    named = str(accelerate.get("distributed_type", "NO"))
-    if named == "FSDP":
-        return "FSDP2" if acc.fsdp_generation(accelerate) == 2 else "FSDP1"
-    if named == "DEEPSPEED":
-        return f"ZeRO-{acc.zero_stage(accelerate, deepspeed)}"
-    return "DDP" if named == "MULTI_GPU" else "NO"
+    zero, generation = acc.zero_stage(accelerate, deepspeed), acc.fsdp_generation(accelerate)
+    kinds = {"FSDP": f"FSDP{generation}", "DEEPSPEED": f"ZeRO-{zero}", "MULTI_GPU": "DDP"}
+    return kinds.get(acc.distributed_type(accelerate) or "NO", "NO")
 
 
 def _shards(found: Distribution) -> dict[str, Any]:
@@ -368,7 +364,7 @@ def how_to_load(found: Distribution) -> tuple[str, str]:
     """The key that decides how weights come to the ranks, and what makes each of them read its own part."""
     if found.is_deepspeed:
         fix = "stage 3 without zero_hpz_partition_size and without a quantised base: each rank reads its part; or fewer ranks"
-        return f"deepspeed_config (ZeRO stage {found.zero_stage})", f"{fix}; offload less; more nodes"
+        return f"{acc.SECTIONS['DEEPSPEED']} (ZeRO stage {found.zero_stage})", f"{fix}; offload less; more nodes"
     efficient = acc.key_of("cpu_ram_efficient_loading").rpartition(".")[2]
     fix = f"{acc.FSDP2} with {efficient}: true: each rank reads its rows; offload less; more nodes"
-    return "fsdp_config", fix
+    return acc.SECTIONS["FSDP"], fix

@@ -116,13 +116,12 @@ def find_problems(
     if kind and stated == "sdpa" and not model_facts(kind)["sdpa"]:
         yield attention, f"transformers has no sdpa for {kind}", "leave it out: eager is taken"
     # The Trainer hands its own backend to accelerate, which then does not look at the file's (transformers/trainer.py:796).
-    dynamo = acc.section(accelerate, "dynamo_config")
-    filed = str(dynamo.get("dynamo_backend", "")).lower()
+    filed = acc.dynamo_backend(accelerate)
     own = train.get("torch_compile_backend") or ("inductor" if train.get("torch_compile") else None)
-    if own and filed and filed != str(own).lower():
+    if own and filed and filed.lower() != str(own).lower():
         key = "torch_compile_backend" if train.get("torch_compile_backend") else "torch_compile"
         shown = str(train[key]).lower() if isinstance(train[key], bool) else train[key]
-        text = f"{shown}, while {file} has dynamo_backend: {dynamo['dynamo_backend']}: the file's is not read"
+        text = f"{shown}, while {file} has {acc.BACKEND}: {filed}: the file's is not read"
         yield ("train", key), text, "keep one of the two"
 
 
@@ -146,7 +145,7 @@ def warnings(distribution: Distribution) -> Iterator[str]:
     if distribution.compiled and not distribution.compiled_by_layer:
         yield (
             "the model is compiled as a whole, every layer again, and the first step takes minutes; "
-            "accelerate.dynamo_config.dynamo_use_regional_compilation=true compiles one layer for all"
+            f"accelerate.{acc.BY_LAYER}=true compiles one layer for all"
         )
     if distribution.compiled and distribution.recompute.by == "fsdp" and distribution.kind == "FSDP2":
         # accelerate 1.15 compiles the wrapper, FSDP2 hooks the layer in it: torch 2.13 traces no checkpoint around a hook.

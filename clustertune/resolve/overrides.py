@@ -26,7 +26,6 @@ NF4 = {
 NVME = "/local_nvme"
 """The folder in accelerate's own examples of NVMe offload; a person writes the node's."""
 _QUANTISATION = "train.model_init_kwargs.quantization_config"
-_SECTIONS = {"FSDP2": "fsdp_config", "ZeRO": "deepspeed_config"}
 
 
 @dataclass(frozen=True)
@@ -80,15 +79,15 @@ def distribution(resolved: Resolved, layout: RequestedLayout) -> list[str]:
         found.append("megatron=null")
     family = layout.kind.partition("-")[0]
     named = {"FSDP2": "FSDP", "ZeRO": "DEEPSPEED", "DDP": "MULTI_GPU", "NO": "NO"}[family]
-    if named != resolved.accelerate.get("distributed_type"):
-        found.append(f"accelerate.distributed_type={named}")
-    for name in ("fsdp_config", "deepspeed_config"):
-        if name != _SECTIONS.get(family) and acc.section(resolved.accelerate, name):
-            found.append(f"accelerate.{name}=null")
+    if named != acc.distributed_type(resolved.accelerate):
+        found.append(f"accelerate.{acc.TYPE}={named}")
+    for kind, section in acc.SECTIONS.items():
+        if kind != named and acc.section(resolved.accelerate, section):
+            found.append(f"accelerate.{section}=null")
     if family == "FSDP2":
         return found + _fsdp(resolved, layout) + _axes(resolved, layout)
-    if acc.section(resolved.accelerate, "parallelism_config"):
-        found.append("accelerate.parallelism_config=null")
+    if acc.section(resolved.accelerate, acc.MESH):
+        found.append(f"accelerate.{acc.MESH}=null")
     return found + (_zero(resolved, layout) if family == "ZeRO" else [])
 
 
@@ -177,45 +176,39 @@ def _changes(section: str, known: Mapping[str, Any], wanted: Mapping[str, Any]) 
 
 def _fsdp(resolved: Resolved, layout: RequestedLayout) -> list[str]:
     """FSDP2's own keys; FSDP1's mean nothing under version 2 and are refused there."""
-    config = acc.section(resolved.accelerate, "fsdp_config")
+    config = acc.fsdp_settings(resolved.accelerate)
     found = [f"accelerate.{acc.key_of('version')}=2"] if not config or resolved.distribution.kind != "FSDP2" else []
     if not config:
         # Without a policy the whole model is one unit, which is gathered at once.
         found.append(f"accelerate.{acc.key_of('auto_wrap_policy')}=TRANSFORMER_BASED_WRAP")
         found.append(f"accelerate.{acc.key_of('cpu_ram_efficient_loading')}=true")
-    found += [f"accelerate.fsdp_config.{key}=null" for key in config if key in acc.FSDP1_ONLY]
+    found += [f"accelerate.{path}=null" for path in acc.fsdp1_keys(resolved.accelerate)]
     found += _flag(resolved, "reshard_after_forward", layout.reshard, default=True)
     return found + _flag(resolved, "offload_params", layout.offload_params == "cpu")
 
 
 def _flag(resolved: Resolved, key: str, value: bool, *, default: bool = False) -> list[str]:
     """A true-or-false key of ``fsdp_config``; nothing where it says so already."""
-    config = acc.section(resolved.accelerate, "fsdp_config")
-    known = acc.flag({f"fsdp_{key}": default} | config, key)
+    config, known = acc.fsdp_settings(resolved.accelerate), acc.fsdp_flag(resolved.accelerate, key, default=default)
     # From another distribution: the recipe's file may hold keys that were taken out before.
     return [] if known == value and config else [f"accelerate.{acc.key_of(key)}={str(value).lower()}"]
 
 
 def _axes(resolved: Resolved, layout: RequestedLayout) -> list[str]:
     """The sizes of ``parallelism_config``; none where all ranks shard."""
-    known = acc.section(resolved.accelerate, "parallelism_config")
+    known = acc.section(resolved.accelerate, acc.MESH)
     world = layout.nodes * resolved.recipe.slurm.gpus_per_node
     if layout.replicas * layout.tp * layout.cp == 1:
-        return ["accelerate.parallelism_config=null"] if known else []
+        return [f"accelerate.{acc.MESH}=null"] if known else []
     shards = world // (layout.replicas * layout.tp * layout.cp)
     sizes = {"dp_replicate": layout.replicas, "dp_shard": shards, "tp": layout.tp, "cp": layout.cp, "sp": 1}
-    wanted = {acc.key_of(axis).rpartition(".")[2]: size for axis, size in sizes.items()}
+    wanted = {acc.size_key(axis): size for axis, size in sizes.items()}
     return _changes(f"accelerate.{acc.MESH}", dict.fromkeys(wanted, 1) | known, wanted)
 
 
 def _zero(resolved: Resolved, layout: RequestedLayout) -> list[str]:
     """DeepSpeed through accelerate's own keys; a file of the recipe would be the only one that is read."""
-    config = acc.section(resolved.accelerate, "deepspeed_config")
-    wanted: dict[str, Any] = {"zero_stage": int(layout.kind.removeprefix("ZeRO-")), "deepspeed_config_file": None}
-    known: dict[str, Any] = {key: value for key, value in config.items() if value is not None}
-    for name, device in (("param", layout.offload_params), ("optimizer", layout.offload_optimizer)):
-        known.setdefault(f"offload_{name}_device", "none")
-        wanted[f"offload_{name}_device"] = device
-        if device == "nvme":
-            wanted[f"offload_{name}_nvme_path"] = known.get(f"offload_{name}_nvme_path") or NVME
-    return _changes("accelerate.deepspeed_config", known, wanted)
+    devices = {"offload_param": layout.offload_params, "offload_optimizer": layout.offload_optimizer}
+    section, stage = acc.SECTIONS["DEEPSPEED"], int(layout.kind.removeprefix("ZeRO-"))
+    known = acc.NO_OFFLOAD | acc.section(resolved.accelerate, section)
+    return _changes(f"accelerate.{section}", known, acc.zero_keys(known, stage, devices, NVME))

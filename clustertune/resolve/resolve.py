@@ -28,8 +28,9 @@ from clustertune.resolve.tiny import scale_deepspeed, scale_mesh, tiny_layer
 
 MAX_RANKS = 10**6
 _SAVING = ("save_strategy", "save_steps")
-_MESH = ("accelerate", "parallelism_config")
+_MESH = ("accelerate", acc.MESH)
 _SECTION = "activation_checkpointing"
+_RECOMPUTED = acc.key_of(_SECTION)
 _ALIASES = (_SECTION, "gradient_checkpointing")
 """The key of ``train``, which is also a section of the recipe, and its deprecated name."""
 _FEW = "the gradients of adapters are few: to sum them in float32 costs next to nothing"
@@ -46,7 +47,7 @@ def resolve(recipe: str | Path, overrides: Sequence[str] = (), *, tiny: bool = F
         raise UserError(Problem(f"{ranks} ranks are not possible", file=COMMAND_LINE, key="ranks"))
     folder, shown = find_folder(recipe)
     layers, problems = read_layers(folder, shown, overrides)
-    work = _Work(layers, tiny, ranks, problems)
+    work = _Resolution(layers, tiny, ranks, problems)
     work.read_files()
     if layers.layers:  # recipe.yaml itself could be read
         work.check()
@@ -97,7 +98,7 @@ def accumulation(train: Mapping[str, Any], world: int, dp: int) -> tuple[Derived
 
 
 @dataclass
-class _Work:
+class _Resolution:
     """One resolution on its way: what was read so far, and what is wrong with it."""
 
     layers: Layers
@@ -200,7 +201,7 @@ class _Work:
 
     def _scale_distribution(self, accelerate: Document) -> dict[str, Any]:
         """The files beside the recipe for a tiny run; what the command line says about them is left alone."""
-        if "parallelism_config" not in acc.top(self.layers.file_overrides.get("accelerate")):
+        if acc.MESH not in acc.top(self.layers.file_overrides.get("accelerate")):
             self.accelerate, scaled = scale_mesh(accelerate, self.world)
             self.derived += scaled
         if self.deepspeed is not None:
@@ -223,10 +224,10 @@ class _Work:
         self.derived.append(Derived("data_parallel_size", self.dp, reason))
         if self.megatron is None:
             self.report(self._check_mesh(distribution, sizes, shared))
-            if distribution.get("distributed_type") == "NO" and self.world > 1:
+            if acc.distributed_type(distribution) == "NO" and self.world > 1:
                 fix = "write MULTI_GPU (the whole model on every rank) or FSDP, or use slurm.nodes=1 slurm.gpus_per_node=1"
                 text = f"NO starts one process; there are {self.world} ranks"  # each would train a model of its own
-                self.report([(("accelerate", "distributed_type"), text, fix)])
+                self.report([(("accelerate", acc.TYPE), text, fix)])
 
     def _check_mesh(self, distribution: dict[str, Any], sizes: Mapping[str, int], shared: int) -> Iterator[Found]:
         """The sizes of the mesh against the ranks; and ``dp_shard`` of FSDP2 where the file gives other sizes and not this one:
@@ -235,7 +236,7 @@ class _Work:
         accelerate would take 1 and refuse: the product of its sizes must be the number of ranks (parallelism_config.py:372),
         and something must be left to shard over (parallelism_config.py:325 and 381: a KeyError or a ValueError of every rank).
         """
-        world, section, fsdp = self.world, acc.section(distribution, acc.MESH), distribution.get("distributed_type") == "FSDP"
+        world, section, fsdp = self.world, acc.section(distribution, acc.MESH), acc.distributed_type(distribution) == "FSDP"
         stated = fsdp and section.get(acc.SHARD_SIZE) is not None
         copies, shards = sizes.get("dp_replicate", 1), sizes.get("dp_shard", 1)
         replicas = 1 if fsdp and not stated else copies * shards
@@ -310,18 +311,18 @@ class _Work:
         self.derived += [accumulated] if accumulated is not None else []
         self._recomputation(distribution)
         lora, deep = self.values.get("lora"), self.deepspeed
-        named, wanted = distribution.get("mixed_precision"), mixed_precision(self.train)
-        if named in ("no", "bf16", False) and (named or "no") != wanted:
-            text = f"{named or 'no'}, while the recipe's train section means {wanted} (TRL's default is bf16)"
-            self.report([(("accelerate", "mixed_precision"), text, "leave it out, or change train.bf16")])
+        named, wanted = acc.mixed_precision(distribution), mixed_precision(self.train)
+        if named not in (None, wanted):
+            text = f"{named}, while the recipe's train section means {wanted} (TRL's default is bf16)"
+            self.report([(("accelerate", acc.PRECISION), text, "leave it out, or change train.bf16")])
         self.report(kernels.find_problems(self.train, self.architecture, distribution, accelerate_shown))
         self.report(checks.check_quantization(self.train, lora))
         if self.megatron is None:
-            zeros = distribution.get("distributed_type") == "DEEPSPEED"
+            zeros = acc.distributed_type(distribution) == "DEEPSPEED"
             zero = acc.zero_stage(distribution, deep.data if deep else None) if zeros else None
             self.report(checks.check_strategy(self.train, lora, distribution, self.architecture, zero=zero))
         stated = self.values.get("reduce_dtype")
-        if distribution.get("distributed_type") == "FSDP" and wanted != "no":
+        if acc.distributed_type(distribution) == "FSDP" and wanted != "no":
             # accelerate 1.15 takes bfloat16 for all (utils/dataclasses.py:2137).
             reason = "accelerate's; float32 is exact, and doubles their traffic and what micro batches accumulate"
             value, reason = ("float32", _FEW) if lora is not None else ("bfloat16", reason)
@@ -376,7 +377,7 @@ class _Work:
         elif wrapped:
             value, reason = False, f"FSDP checkpoints them ({file}); once is enough"
             if stated is not None and self.train[stated]:
-                text = f"true, and {file} has fsdp_activation_checkpointing: true: activations would be checkpointed twice"
+                text = f"true, and {file} has {_RECOMPUTED}: true: activations would be checkpointed twice"
                 self.report([(("train", stated), text, "keep one of the two (FSDP's)")])
         elif stated is not None:
             value, reason = bool(self.train[stated]), f"train.{stated}"
@@ -419,8 +420,8 @@ class _Work:
                 text = f"reentrant checkpointing keeps no results, and {_SECTION}.save asks for some"
                 yield (*named, "use_reentrant"), text, "leave it out"
         if wrapped:
-            text = f"given, and {self.accelerate_file} has fsdp_activation_checkpointing: true, for all layers: given twice"
-            fix = "accelerate.fsdp_config.fsdp_activation_checkpointing=false, or leave the section out"
+            text = f"given, and {self.accelerate_file} has {_RECOMPUTED}: true, for all layers: given twice"
+            fix = f"accelerate.{_RECOMPUTED}=false, or leave the section out"
             yield (_SECTION, key_of_section), text, fix
 
     def _check_megatron(self, section: Megatron, ratio: float | None) -> Iterator[Found]:
@@ -522,7 +523,7 @@ def _warnings(resolved: Resolved) -> list[str]:
         if not is_there(path):
             found.append(f"{key} {path} is not there on this machine")
     if resolved.distribution.kind == "DDP" and resolved.world_size > 1:
-        found.append(f"{resolved.accelerate_file}: distributed_type MULTI_GPU keeps the whole model on every rank")
+        found.append(f"{resolved.accelerate_file}: {acc.TYPE} MULTI_GPU keeps the whole model on every rank")
     dropout = (resolved.recipe.lora or {}).get("lora_dropout") or 0
     if dropout > 0.5:
         found.append(f"lora.lora_dropout {dropout:g} hides most of what an adapter reads; 0 to 0.1 is usual")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe.schema import CHOOSING, Recipe, is_address
 from clustertune.resolve import distribution as distributions
 from clustertune.resolve.distribution import Distribution
@@ -18,9 +20,6 @@ _WITHOUT_EFFECT = ("report_to", "disable_tqdm", "log_level", "log_level_replica"
 
 _SAVES = ("save_strategy", "save_steps")
 """Training arguments of when to save: the section ``save`` takes their place, also in a run that is there."""
-
-_SIZES = ("num_processes", "num_machines", "machine_rank", "parallelism_config")
-"""Keys of an accelerate file that are shape: another number of ranks or mesh continues with the run."""
 
 
 def is_there(path: Path) -> bool:
@@ -37,6 +36,12 @@ def expand_home(given: str | Path) -> Path:
         return Path(given).expanduser()
     except RuntimeError:
         return Path(given)
+
+
+def recorded_precision(record: Mapping[str, Any]) -> str:
+    """``distribution.mixed_precision`` of a recorded recipe; the first version recorded the training arguments alone."""
+    found = (record.get("distribution") or {}).get(acc.PRECISION)
+    return str(found) if found else distributions.mixed_precision(record.get("train_args") or {})
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,7 @@ class Resolved:
             del body["world_size"]
             body["global_batch_size"] = self.recipe.train.get("global_batch_size")
             body["train"].pop("gradient_accumulation_steps", None)
-            body["accelerate"] = {key: value for key, value in self.accelerate.items() if key not in _SIZES}
+            body["accelerate"] = acc.without_sizes(self.accelerate)
         if not former and not saves:
             body["train"] = {key: value for key, value in body["train"].items() if key not in _SAVES}
         # Only where they are there: recipes without them keep their fingerprints, and with these their run folders.

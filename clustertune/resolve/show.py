@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from clustertune.cluster.schema import Cluster
+from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import architecture
 from clustertune.recipe.load import BESIDE
 from clustertune.recipe.parameters import parameter_count, trained_count, uncounted
@@ -110,7 +111,7 @@ def _deepspeed(resolved: Resolved, derived: Mapping[str, Derived]) -> Iterator[t
     """DeepSpeed's file, the values in the place of its ``auto``; what the command line gave was shown before."""
     if not resolved.deepspeed:
         return
-    file = (resolved.accelerate.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    file = acc.deepspeed_file(resolved.accelerate)
     for path, value in leaves(resolved.deepspeed, ("deepspeed",)):
         if (key := ".".join(path)) in derived:
             yield key, derived[key].value, f"derived: {derived[key].reason}"
@@ -139,10 +140,8 @@ def _notes(resolved: Resolved) -> Iterator[str]:
     yield f"model.json: {architecture.summary(resolved.architecture)}{counted}"
     if not resolved.accelerate:
         return
-    config = resolved.accelerate.get("fsdp_config") or {}
-    kind = resolved.accelerate.get("distributed_type")
-    details = ", ".join(f"{key.removeprefix('fsdp_')}={_plain(value)}" for key, value in config.items())
-    yield f"{resolved.accelerate_file}: {kind}" + (f" ({details})" if details else "")
+    details = ", ".join(f"{key}={_plain(value)}" for key, value in acc.fsdp_settings(resolved.accelerate).items())
+    yield f"{resolved.accelerate_file}: {acc.distributed_type(resolved.accelerate)}" + (f" ({details})" if details else "")
 
 
 # --- a cluster -----------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def scale_mesh(document: Document, world: int) -> tuple[Document, list[Derived]]
         return document, []
     axes = _mesh(document.data, world)
     own = {key: value for key, value in given.items() if not key.endswith("_size")}
-    section = {**own, **{f"{acc.MESH}_{axis}_size": size for axis, size in axes.items()}} if axes else None
+    section = {**own, **{acc.size_key(axis): size for axis, size in axes.items()}} if axes else None
     body = {key: value for key, value in document.data.items() if key != acc.MESH}
     shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     reason = f"{shown}, scaled down to {world} ranks"

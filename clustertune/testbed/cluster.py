@@ -66,7 +66,7 @@ class TemporaryCluster:
         self.names = self.layout.names
         self.keep = keep
         """Whether the folder, with all logs, stays."""
-        self._login: Login | None = None
+        self._login: LoginProcess | None = None
         self._inits: dict[int, int] = {}
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class TemporaryCluster:
             self.layout.write()
             if self.keep:
                 (self.root / "keep").touch()
-            self._login = Login(self.root, self.prefix or ())
+            self._login = LoginProcess(self.root, self.prefix or ())
             self._login.started(timeout)
             for index in range(1, len(self.names) + 1):
                 self.start_node(index, wait=False)
@@ -118,7 +118,7 @@ class TemporaryCluster:
         """Whether its first process is there."""
         return self._login is not None and self._login.process.poll() is None
 
-    def _started(self) -> Login:
+    def _started(self) -> LoginProcess:
         if self._login is None:
             raise ClusterFailed("the cluster is not running")
         return self._login
@@ -259,7 +259,7 @@ class ClusterFailed(RuntimeError):
     """Something of the temporary cluster did not do what it must."""
 
 
-class Login:
+class LoginProcess:
     """The process of ``inside.py login``. It ends with all that it started when this process ends, however that happens."""
 
     def __init__(self, root: Path, prefix: Sequence[str]) -> None:

@@ -170,7 +170,7 @@ def _until(there: Callable[[], bool], message: str, child: subprocess.Popen[byte
         sys.exit(message)
 
 
-class Login(SimulatedMachine):
+class SimulatedLogin(SimulatedMachine):
     """The login node: controller, bridge and the owner's commands."""
 
     def run(self) -> None:
@@ -321,7 +321,7 @@ def main(role: str, *arguments: str) -> None:
         probe()
         return
     root = Path(arguments[0])
-    machine = Login(root, "ctl") if role == "login" else SimulatedNode(root, int(arguments[1]))
+    machine = SimulatedLogin(root, "ctl") if role == "login" else SimulatedNode(root, int(arguments[1]))
     try:
         machine.run()
     finally:

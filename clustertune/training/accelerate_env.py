@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from clustertune.errors import Problem, UserError
+from clustertune.recipe import accelerate_file as acc
 
 MARK = "ACCELERATE_MIXED_PRECISION"
 """``accelerate launch`` sets it for every kind of distribution."""
@@ -47,7 +48,7 @@ def accelerate_environment(config_file: Path, world_size: int) -> dict[str, str]
     try:
         parsed, defaults, precision_of_file = launch._validate_launch_command(parsed)
         if parsed.use_deepspeed:
-            fields = [*(defaults.deepspeed_config if defaults else ()), *(["mixed_precision"] if precision_of_file else [])]
+            fields = [*(defaults.deepspeed_config if defaults else ()), *([acc.PRECISION] if precision_of_file else [])]
             parsed.deepspeed_fields_from_accelerate_config = ",".join(fields)
         # By the function that ``accelerate launch`` itself would choose.
         if parsed.use_deepspeed:

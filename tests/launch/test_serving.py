@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clustertune.cluster.load import Cluster, load_cluster
+from clustertune.host.system import GIB
 from clustertune.launch.serving import (
     FEWEST,
     GPU_OVERHEAD,
@@ -20,7 +21,6 @@ from clustertune.launch.shape import stage_shapes, warnings
 from clustertune.resolve.resolve import resolve
 from tests.conftest import REPO
 
-GIB = 1 << 30
 LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 131_072}
 SIZES = {
     "8B": ModelSize.of({**LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}, 16.06e9),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from clustertune.host.system import GIB
 from tests.nccl_check.log_maker import Job, text
 
-GIB = 2**30
 NVLINK_TOPOLOGY = "\tGPU0\tGPU1\nGPU0\t X \tNV18\t0-31\nGPU1\tNV18\t X \t0-31\n"
 PCIE_TOPOLOGY = "\tGPU0\tGPU1\nGPU0\t X \tPHB\t0-31\nGPU1\tPHB\t X \t0-31\n"
 

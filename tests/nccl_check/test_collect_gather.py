@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
+from clustertune.host.system import MIB
 from clustertune.nccl_check import check
 from clustertune.nccl_check import result as gather
 from clustertune.nccl_check.setup import CollectiveCase
 from tests.nccl_check.documents import Files, setup
-
-MIB = 1 << 20
 
 
 def measured(files: Files, name: str = "results") -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from clustertune.check.links import VERDICT, ranked
 from clustertune.check.log_read import Log, read
 from clustertune.check.report import machine_findings
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, exit_code, worst
+from clustertune.host.system import MIB
 from clustertune.nccl_check.judge import headline, judge, judge_log
 from tests.doctor.machine_cases import machine
 from tests.nccl_check.healthy import (
@@ -583,9 +584,6 @@ def test_a_log_alone_says_what_it_cannot_know() -> None:
     """TCP is right or wrong: that depends on the adapters, which a log does not show."""
     findings = judge({}, logs(ETHERNET_JOB))
     assert [item.rule for item in findings if item.status == UNKNOWN] == ["socket-fallback"]
-
-
-MIB = 2**20
 
 
 def shm(mib: int) -> dict[str, int]:

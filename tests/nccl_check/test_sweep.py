@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from clustertune.host.system import MIB
 from clustertune.nccl_check import rank as measure
 from clustertune.nccl_check import result as gather
 from clustertune.nccl_check import setup as schedule
@@ -23,8 +24,6 @@ from clustertune.nccl_check.result import COLLECTIVES, bus_factor
 from clustertune.nccl_check.setup import CaseSchedule, CollectiveCase, Setup, members, shapes, tournament
 from tests.command import REPO
 from tests.nccl_check.documents import setup
-
-MIB = 1 << 20
 
 
 def play(

@@ -12,13 +12,13 @@ import pytest
 
 from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
+from clustertune.host.system import GIB
 from clustertune.ops.storage import node as storage
 from clustertune.ops.storage import plan
 from clustertune.ops.storage.layout import StorageLayout, layout
 from tests.folders import fill
 from tests.ops.node import cluster_file, node
 
-GIB = 1 << 30
 RNO = ("rno-it-gpu0006-1", "rno-it-gpu0007-1", "rno-it-gpu0008-1")
 
 

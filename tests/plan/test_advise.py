@@ -14,6 +14,7 @@ import pytest
 
 from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Container
+from clustertune.host.system import GIB
 from clustertune.plan import advise as advisor
 from clustertune.plan.advise import Advice, Candidate, CostedCandidate, Goal, Remedy, advise, candidates, remedies
 from clustertune.plan.constants import Constants
@@ -317,9 +318,6 @@ def test_a_winner_says_what_it_saves(tmp_path: Path, where: Callable[[int], Plan
     assert program == "clustertune" and words[0] == "plan" and given in words
     again = run(*words, "--advise").out
     assert "as fast as the recipe" in again.splitlines()[0] and not re.search(r" 0\.\d+ x", shown + again)
-
-
-GIB = 2**30
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Cluster, Compute, Host, Network, Storage
 from clustertune.errors import UserError
+from clustertune.host.system import MIB
 from clustertune.plan.machine import machine
 from clustertune.plan.measured import MeasuredLinks, find_measured, read_measured
 from tests.recipe.conftest import check_form
@@ -167,9 +168,6 @@ def test_all_problems_come_at_once() -> None:
     wrong = cluster(gpu="h100", interconnect=None, network={"kind": "unknown", "gbit": None})
     text = refused(wrong, measured=replace(CHECK, cluster="d", intra_gb_s=None, inter_gb_s=None))
     assert [word in text for word in ("compute.gpu", "compute.interconnect", "network.gbit", "plan is for c")] == [True] * 4
-
-
-MIB = 2**20
 
 
 def gather(scope: str, mib: int, busbw: float, **change: Any) -> dict[str, Any]:

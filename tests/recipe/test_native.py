@@ -68,7 +68,7 @@ def test_every_rule_names_a_field_that_exists_or_is_gone() -> None:
         assert set(section.ranges) <= set(section.fields)
         assert not set(section.removed) & set(section.fields)
     assert set(native_rules.LORA_OWNED) | set(native_rules.LORA_UNSUPPORTED) <= set(lora_fields())
-    gone = set(native_rules.TRAIN_OWNED) - set(train_fields())
+    gone = set(train_section().owned) - set(train_fields())
     assert gone == {"logging_dir", "overwrite_output_dir", "no_cuda", "push_to_hub_model_id", "push_to_hub_organization"}
 
 
@@ -82,7 +82,7 @@ def test_each_rule_refuses_what_it_is_for() -> None:
     for key in native_rules.TRAIN_RANGES:
         assert keys(check_native(section, {key: -7})[1]) == [f"train.{key}"]
         assert check_native(dataclasses.replace(section, ranges={}), {key: -7})[1] == [], "it is the range that refuses"
-    for key, reason in native_rules.TRAIN_OWNED.items():
+    for key, reason in section.owned.items():
         assert reason in check_native(section, {key: "x"})[1][0][1]
     for key, fix in native_rules.TRAIN_REMOVED.items():
         assert check_native(section, {key: 1})[1][0][2] == fix

@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from clustertune.cluster.hardware import load_hardware
 from clustertune.cluster.schema import FOLDERS, Brick, Cluster, Host
 from clustertune.errors import Problem, UserError
+from clustertune.host.system import GIB, MIB
 from clustertune.ops.nodes import choose_node
 
 DATA = "data"
@@ -23,7 +24,6 @@ EXPORT_FILE = "/etc/exports.d/clustertune.exports"
 CLONING = "https://github.com/trapexit/mergerfs/issues/1218"
 """mergerfs needs root on its branches to make a folder there that another branch has."""
 NFS_PORT = 2049
-_GIB, _MIB = 1 << 30, 1 << 20
 _SHARD_BYTES = 5_000_000_000
 """Largest shard that the merge writes (``clustertune merge --shard-size``, transformers' own limit for ``save_pretrained``)."""
 
@@ -191,7 +191,7 @@ def _remote(cluster: Cluster, brick: Brick, owner: Host, host: Host) -> FstabMou
 def _pool(cluster: Cluster, free: int, ours: Collection[str]) -> FstabMount:
     pool = cluster.storage.pool
     assert pool
-    size = f"{free // _GIB}G" if free % _GIB == 0 else f"{free // _MIB}M"
+    size = f"{free // GIB}G" if free % GIB == 0 else f"{free // MIB}M"
     options = [
         "allow_other",
         f"category.create={pool.create}",
@@ -225,7 +225,7 @@ def minfreespace(cluster: Cluster) -> tuple[int, list[str]]:
     gpu = load_hardware()[compute.gpu] if compute.gpus and compute.gpu else None
     needed, what = _whole(_SHARD_BYTES), "the largest shard of a merged model"
     if gpu:
-        needed, what = _whole(gpu.memory_gb * _GIB), f"the memory of one {compute.gpu}, which bounds a rank's checkpoint file"
+        needed, what = _whole(gpu.memory_gb * GIB), f"the memory of one {compute.gpu}, which bounds a rank's checkpoint file"
     short = f"it falls short of {size_text(needed)}, {what}: a larger file than it fails where its brick fills up"
     if pool.min_free_gb:
         given = _whole(pool.min_free_gb * 1e9)
@@ -239,7 +239,7 @@ def minfreespace(cluster: Cluster) -> tuple[int, list[str]]:
 
 def size_text(size: int) -> str:
     """A size in GiB, MiB or bytes."""
-    for unit, name in ((_GIB, "GiB"), (_MIB, "MiB")):
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB")):
         if size >= unit:
             return f"{size / unit:.4g} {name}"
     return f"{size} bytes"
@@ -247,7 +247,7 @@ def size_text(size: int) -> str:
 
 def _whole(size: float) -> int:
     """Rounded up to GiB, below one to MiB: what the option counts in."""
-    unit = _GIB if size >= _GIB else _MIB
+    unit = GIB if size >= GIB else MIB
     return math.ceil(size / unit) * unit
 
 
