@@ -160,8 +160,7 @@ def answer(args: DoctorArguments) -> int:
         return show_rules(args.out, args.as_json)
     if problems := list(_contradictions(args)):
         raise UserError(problems)
-    ignore = args.ignore or []
-    preflight.check_rules(ignore, COMMAND_LINE, "--ignore")
+    ignore = preflight.check_rules(args.ignore or [], COMMAND_LINE, "--ignore")
     cluster = load.load_cluster(args.cluster)
     left_out = (*preflight.ignored(cluster), *ignore)
     if args.submit:

@@ -143,18 +143,23 @@ STOPS = frozenset(
 that may have been reset since, a name that nobody may ask for) is written to the log, and the job continues."""
 
 
+RENAMED = {"pool-without-mmap": "pool-mmap", "ifeval-data": "task-data"}
+"""Former ids of rules, which cluster files and scripts may still name."""
+
+
 def ignored(cluster: Cluster) -> tuple[str, ...]:
     """The rules that the cluster file leaves out. Raises UserError for names that are not rules."""
-    check_rules(cluster.doctor.ignore, cluster.source, "doctor.ignore")
-    return tuple(cluster.doctor.ignore)
+    return check_rules(cluster.doctor.ignore, cluster.source, "doctor.ignore")
 
 
-def check_rules(names: Sequence[str], file: str, key: str) -> None:
-    """Raises UserError with every name that is not a rule, and the nearest one."""
-    known = [rule.id for rule in recipe_findings.all_rules()] if names else []
-    fixes = {name: did_you_mean(name, known) or "clustertune doctor --list" for name in names if name not in known}
+def check_rules(names: Sequence[str], file: str, key: str) -> tuple[str, ...]:
+    """The ids of these rules, today's for former ones. Raises UserError with every name that is not a rule, and the nearest."""
+    ids = tuple(RENAMED.get(name, name) for name in names)
+    known = [rule.id for rule in recipe_findings.all_rules()] if ids else []
+    fixes = {name: did_you_mean(name, known) or "clustertune doctor --list" for name in ids if name not in known}
     if fixes:
         raise UserError([Problem(f"there is no rule {name!r}", file=file, key=key, fix=fix) for name, fix in fixes.items()])
+    return ids
 
 
 def check(

@@ -379,12 +379,12 @@ def test_damaged_facts_are_a_fault_of_the_node() -> None:
 
 
 def test_a_cluster_file_may_leave_rules_out(tmp_path: Path) -> None:
-    """Only rules that there are; a misspelt one is reported with the right one."""
+    """Only rules that there are, also by a former id; a misspelt one is reported with the right one."""
     text = (REPO / "ops" / "clusters" / "rno-rtxpro6000.yaml").read_text(encoding="utf-8")
     path = tmp_path / "mine.yaml"
-    path.write_text(text.replace("name: rno-rtxpro6000", "name: mine") + "\ndoctor: {ignore: [mtu, gpu-persistence]}\n")
-    assert preflight.ignored(load_cluster(str(path))) == ("mtu", "gpu-persistence")
-    path.write_text(path.read_text().replace("[mtu, gpu-persistence]", "[gpu-presistence, mtu, nonsense]"))
+    path.write_text(text.replace("name: rno-rtxpro6000", "name: mine") + "\ndoctor: {ignore: [mtu, pool-without-mmap]}\n")
+    assert preflight.ignored(load_cluster(str(path))) == ("mtu", "pool-mmap")
+    path.write_text(path.read_text().replace("[mtu, pool-without-mmap]", "[gpu-presistence, mtu, nonsense]"))
     first, second = problems(preflight.ignored, load_cluster(str(path)))
     assert "'gpu-presistence'" in first.message and "'nonsense'" in second.message
     assert (first.key, second.key) == ("doctor.ignore",) * 2 and "gpu-persistence" in first.fix and str(path) in first.file
