@@ -165,7 +165,7 @@ def punkt_data(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: NLTK's punkt_tab for the tasks that need it, where their scores are compared
 
     Why: lm-eval downloads it where it is missing and fails after the last prompt without a network; a splitter trained here
-      instead counts some sentences otherwise than the official one
+      instead counts some sentences differently
     See: https://github.com/EleutherAI/lm-evaluation-harness/issues/2266
     """
     places = [folder / punkt.FOLDER for folder in nltk_folders(context)] if needed(_compared(context), PUNKT) else []
