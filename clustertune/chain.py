@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,12 @@ def check_folder(resolved: Resolved, path: Path) -> None:
             raise UserError(_differences(run, resolved))
     elif run.foreign():
         raise UserError("is not empty and is not a run folder", file=str(path), fix="give a new or empty --run-dir")
+
+
+def require_training() -> None:
+    """Raises ModuleNotFoundError where this Python lacks what trains: before a folder is made that nothing would fill."""
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError(name="torch")
 
 
 def open_run(resolved: Resolved, path: Path, command: Sequence[str], *, take: bool = True) -> RunDir:

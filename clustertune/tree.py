@@ -29,5 +29,22 @@ def python_lines() -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs what an extra of the package has."""
-    return f"pip install 'clustertune[{extra}]'" if IS_INSTALLED else "run make setup"
+    """The command that installs what an extra of the package has.
+
+    It names the folder or address that the package came from: a public index may have another's package of this name.
+    """
+    if not IS_INSTALLED:
+        return "run make setup"
+    import json
+    from importlib import metadata
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
+    found = next(iter(metadata.distributions(name="clustertune")), None)
+    origin = json.loads((found and found.read_text("direct_url.json")) or "{}")  # PEP 610; what came from an index has none
+    named, url, vcs = f"clustertune[{extra}]", origin.get("url", ""), origin.get("vcs_info")
+    if url.startswith("file:") and not vcs:
+        named = f"{url2pathname(urlsplit(url).path)}[{extra}]"
+    elif url:
+        named += f" @ {vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else f" @ {url}"
+    return f"pip install {shlex.quote(named)}"

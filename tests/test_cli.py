@@ -374,6 +374,14 @@ def test_a_dry_run_of_submit_is_a_summary(call: Call) -> None:
     assert code == 0 and whole.count("--job-name=") == len(STAGES) and "$ srun" in whole
 
 
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_without_what_trains_nothing_is_made(call: Call, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """The light base has no torch: the refusal names it before there is a run folder."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, _, err = call(command, TINY, "--tiny")
+    assert code == ExitCode.CONFIG and "torch is not installed" in err and not list(Path().iterdir())
+
+
 # --- what a command imports --------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from email.parser import Parser
@@ -12,6 +13,7 @@ from zipfile import ZipFile
 
 import pytest
 
+from clustertune import tree as product_tree
 from tests import tree
 from tests.test_pins import PINS, normal, read_pins
 from tests.tree import REPO
@@ -71,6 +73,29 @@ def test_a_wheel_carries_every_file_that_commands_read(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in there) and any(name.endswith("licenses/NOTICE") for name in there)
 
 
+ORIGINS = {
+    "": "clustertune[train]",
+    '{"url": "file:///home/a%20b/clustertune", "dir_info": {}}': "/home/a b/clustertune[train]",
+    '{"url": "https://example.org/clustertune-0.1.0-py3-none-any.whl", "archive_info": {}}':
+        "clustertune[train] @ https://example.org/clustertune-0.1.0-py3-none-any.whl",
+    '{"url": "file:///srv/x.git", "vcs_info": {"vcs": "git", "commit_id": "12ab"}}':
+        "clustertune[train] @ git+file:///srv/x.git@12ab",
+}  # fmt: skip
+"""What installers write about the package's origin (PEP 610), and what pip is given to add an extra."""
+
+
+@pytest.mark.parametrize("origin", ORIGINS, ids=range(len(ORIGINS)))
+def test_an_extra_comes_from_where_the_package_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, origin: str) -> None:
+    """On a public index the name may be another's."""
+    (tmp_path / "clustertune-0.1.0.dist-info").mkdir()
+    (tmp_path / "clustertune-0.1.0.dist-info" / "METADATA").write_text("Name: clustertune\nVersion: 0.1.0\n")
+    if origin:
+        (tmp_path / "clustertune-0.1.0.dist-info" / "direct_url.json").write_text(origin)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(product_tree, "IS_INSTALLED", True)
+    assert shlex.split(product_tree.how_to_install("train")) == ["pip", "install", ORIGINS[origin]]
+
+
 COMMANDS = [
     ["--help"], ["--version"], ["doctor", "--list"], ["doctor", "sbatch", "job.sbatch"], ["show-cluster", "rno-rtxpro6000"],
     ["show", "tiny-oasst2"], ["show", "llama405b-oasst2", "--json"],
@@ -101,4 +126,5 @@ def test_the_base_alone_runs_from_an_empty_folder(wheel: Path, tmp_path: Path) -
         done = call(*words)
         assert done.returncode == 0, (words, done.stderr)
     scored = call("eval", ".")
-    assert scored.returncode == 2 and "Traceback" not in scored.stderr and "clustertune[eval]" in scored.stderr
+    assert scored.returncode == 2 and "Traceback" not in scored.stderr and f"'{wheel}[eval]'" in scored.stderr
+    assert call("run", "tiny-oasst2", "--tiny").returncode == 2 and [path.name for path in empty.iterdir()] == ["job.sbatch"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from clustertune.cluster.load import of_gpus
 from clustertune.data.measure import measure
 from clustertune.errors import UserError
 from clustertune.recipe.load import RECIPES
+from clustertune.resolve.models import find_model
 from clustertune.resolve.resolve import resolve
 from tests.command import run
 
@@ -46,6 +48,15 @@ def test_data_are_recognised_counted_and_measured(tmp_path: Path) -> None:
     file = rows(tmp_path / "chat.jsonl", {"talk": [{"by": "human", "said": "x"}], "id": "1"})
     with pytest.raises(UserError, match="id, talk are of no format"):
         measure(str(file))
+
+
+def test_without_its_client_nothing_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The light base has none: what is unknown is named, with a way that needs no download."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    for look, fix in ((find_model, "--model FILE"), (measure, "file or folder")):
+        with pytest.raises(UserError, match="needs huggingface_hub, which is not installed") as caught:
+            look("acme/unknown")
+        assert fix in (caught.value.problems[0].fix or "")
 
 
 def test_the_command_line_names_columns_and_settings(tmp_path: Path) -> None:

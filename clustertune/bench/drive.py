@@ -56,6 +56,8 @@ def measure(bench: Bench, command: list[str], cluster: Cluster | None = None, gi
     """
     path = bench.request.run_path
     chain.check_folder(bench.measured, path)
+    if given is None:  # in a job the image may have what trains
+        chain.require_training()
     keep_private(cluster)
     with RunDir(path).lock():
         made = _open(bench, command, cluster, given)

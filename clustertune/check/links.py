@@ -27,7 +27,7 @@ interface interface-subnet bond mtu nodes-network
 """The rules of interfaces, which gloo uses too."""
 VERDICT = f"""
 socket-fallback driver
-duplicate-gpu gpu-missing gpu-memory gpu-fault nvls imex
+duplicate-gpu gpu-missing nccl-memory gpu-fault nvls imex
 p2p-hang p2p-refused small-shm shm-lost low-memlock shm memlock
 {INTERFACES}
 roce-unused ib-disabled no-verbs rdma-port-down net-plugin mixed-plugins gdr-off adapters-unused
@@ -43,7 +43,7 @@ cuda rdma-link rdma-error peers-disagree descriptors collective-hung peer-lost u
 debug-variables
 """.split()
 """The rules of ``nccl-check``, for links, machines and nodes: the likeliest causes come first, what often follows from another
-fault comes last."""
+fault comes last. A new rule about links needs no place here."""
 ENOUGH = 0.8
 """Share of the expected bandwidth below which a rule warns: published figures of healthy clusters spread by a fifth
 (ops/hardware.yaml)."""
@@ -250,9 +250,9 @@ class LinkContext:
 
 
 def ranked() -> list[Check]:
-    """The rules of ``nccl-check`` in the order of :data:`VERDICT`; each about links has a place there."""
+    """The rules of ``nccl-check`` in the order of :data:`VERDICT`; those about links that it does not name come last."""
     asked = [one for one in checks(LINKS, MACHINE, NODES) if one.subject == LINKS or one.rule.id in VERDICT]
-    return sorted(asked, key=lambda one: VERDICT.index(one.rule.id))
+    return sorted(asked, key=lambda one: VERDICT.index(one.rule.id) if one.rule.id in VERDICT else len(VERDICT))
 
 
 def logged(*kinds: str, status: str = FAIL, name: str = "") -> Callable[[Callable[[], None]], Check]:

@@ -18,7 +18,7 @@ from clustertune.host.system import version
 
 # --- what NCCL reported ---------------------------------------------------------------------------------------------------
 
-_CUDA_KINDS = ("duplicate-gpu", "gpu-missing", "gpu-memory", "gpu-fault", "driver", "p2p-refused", "nvls")
+_CUDA_KINDS = ("duplicate-gpu", "gpu-missing", "nccl-memory", "gpu-fault", "driver", "p2p-refused", "nvls")
 """Errors of CUDA that have rules of their own."""
 
 
@@ -42,8 +42,8 @@ def gpu_missing() -> None:
     """
 
 
-@logged("gpu-memory")
-def gpu_memory() -> None:
+@logged("nccl-memory")
+def nccl_memory() -> None:
     """GPU memory for NCCL's buffers.
 
     Why: NCCL needs some hundred MB beside the model; another process may hold the rest.

@@ -212,7 +212,7 @@ _KINDS = (
     ("driver", r"driver version is insufficient|unsupported display driver|no kernel image|forward compatib"),
     ("driver", r"minor version mismatch|not supported in the installed cuda driver"),
     ("gpu-missing", r"invalid device ordinal|no cuda-capable device|busy or unavailable|devices are (busy|unavailable)"),
-    ("gpu-memory", r"out of memory"),
+    ("nccl-memory", r"out of memory"),
     ("gpu-fault", r"uncorrectable|illegal memory|launch failure|system not yet initialized|hardware stack|nvlink error"),
     ("gpu-fault", r"fallen off"),
     ("cuda", r"cuda failure|unhandled cuda error|unhandledcudaerror"),

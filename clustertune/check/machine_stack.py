@@ -66,7 +66,7 @@ def user_site(m: Machine) -> Iterator[Seen]:
     home = f.user_site.rstrip("/")
     local = sorted(p.name for p in f.packages if home and (p.location == home or "/.local/lib/python" in p.location))
     found = f"from {home or '~/.local'}: {', '.join(local)}" if local else ""
-    good = "not looked at" if f.user_site_used is False else "nothing of the stack in it"
+    good = "Python does not use it" if f.user_site_used is False else "nothing of the stack in it"
     if f.executable:
         yield from either(FAIL if m.in_container else WARN, found, good)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 
 from clustertune.check.machine import Machine, first_part, gigabytes
 from clustertune.check.rule import FAIL, PASS, WARN, Seen, either
@@ -95,6 +95,17 @@ def mount_read_only(m: Machine) -> Iterator[Seen]:
         yield Seen(PASS, "no file system that jobs write to is read-only")
 
 
+def nfs_fault(options: Sequence[str]) -> tuple[str, str]:
+    """How bad the options of an NFS mount are, and those that are bad, in words; pass and no words for all others.
+
+    A soft mount gives up on writes: nfs(5) warns of silent data corruption. A read-only one has none to lose. The other options
+    serve what is out of date (softreval), or hide locks from other nodes.
+    """
+    soft = [word for word in options if word in ("soft", "softerr")]
+    other = [word for word in options if word in ("softreval", "nolock", "local_lock=all", "local_lock=flock")]
+    return FAIL if soft and "ro" not in options else WARN if soft or other else PASS, ", ".join(soft + other)
+
+
 def nfs_options(m: Machine) -> Iterator[Seen]:
     """NFS is mounted hard, and with locks.
 
@@ -105,8 +116,8 @@ def nfs_options(m: Machine) -> Iterator[Seen]:
     """
     for mount in m.facts.mounts:
         if mount.kind.startswith("nfs"):
-            bad = [word for word in mount.options if word in ("soft", "softerr", "softreval", "nolock", "local_lock=all")]
-            yield from either(WARN, f"{mount.point}: {', '.join(bad)}" if bad else "", f"{mount.point}: hard")
+            status, bad = nfs_fault(mount.options)
+            yield from either(status, f"{mount.point}: {bad}" if bad else "", f"{mount.point}: hard")
 
 
 def pool_mmap(m: Machine) -> Iterator[Seen]:
@@ -114,7 +125,8 @@ def pool_mmap(m: Machine) -> Iterator[Seen]:
 
     Looks at: mapped files on a mergerfs pool
     Why: with page caching off files cannot be mapped shared: memory maps and SQLite end with 'no such device'
-    Fix: cache.files=auto-full (or partial) in the pool's fstab line: clustertune ops storage plan
+    Fix: cache.files=auto-full, partial or full in the pool's fstab line (mergerfs 2.40 and before: not off, no direct_io):
+      clustertune ops storage plan
     See: https://github.com/trapexit/mergerfs/issues/674
     """
     for mount in _pools(m):
@@ -154,26 +166,29 @@ def pool_branch(m: Machine) -> Iterator[Seen]:
         yield from either(FAIL, f"{pool.point}: {', '.join(bare)} on the root disk" if bare else "", good)
 
 
-def _tried(m: Machine, what: str, fix: str, *, worst: str = WARN, folders: Container[str] | None = None) -> Iterator[Seen]:
-    """What came of trying one thing in the folders of libraries; ``folders``: only in these."""
+def _tried(
+    m: Machine, what: str, fix: str, *, stops: Container[str] = (), folders: Container[str] | None = None
+) -> Iterator[Seen]:
+    """What came of trying one thing in folders; it fails where they are of ``stops``. ``folders``: only in these."""
     probes = [one for one in m.facts.probes if one.what == what and (folders is None or one.folder in folders)]
     for probe in probes:
         if probe.ok is False:
             mount = m.mount_of(probe.folder)
             on = f" ({mount.kind} at {mount.point})" if mount else ""
-            yield Seen(worst if m.computes else WARN, f"{probe.folder}{on}: {probe.message}", fix)
+            yield Seen(FAIL if m.computes and probe.folder in stops else WARN, f"{probe.folder}{on}: {probe.message}", fix)
     if done := sum(bool(probe.ok) for probe in probes):
         yield Seen(PASS, f"works in {done} folders")
 
 
 def mmap(m: Machine) -> Iterator[Seen]:
-    """Files can be mapped shared in the folders of libraries.
+    """Files can be mapped shared in the folders of runs and of libraries.
 
-    Looks at: shared mappings where caches and models lie
-    Why: datasets, memory maps and SQLite need them
+    Looks at: shared mappings where runs and caches lie
+    Why: memory maps and SQLite need them: ranks map the tokens of their run
     See: https://github.com/trapexit/mergerfs/issues/1290
     """
-    yield from _tried(m, "mmap", "cache.files=auto-full for a mergerfs pool, or move the folder to another file system")
+    fix = "cache.files=auto-full for a mergerfs pool, or move the folder to another file system"
+    yield from _tried(m, "mmap", fix, stops=_named(m))
 
 
 def flock(m: Machine) -> Iterator[Seen]:
@@ -184,7 +199,7 @@ def flock(m: Machine) -> Iterator[Seen]:
     See: https://github.com/huggingface/datasets/issues/6744
     """
     fix = "mount with locks (local_lock=none, lockd for NFSv3), or HF_HOME on a disk of the node"
-    yield from _tried(m, "flock", fix, worst=FAIL)
+    yield from _tried(m, "flock", fix, stops=[probe.folder for probe in m.facts.probes])
 
 
 def noexec(m: Machine) -> Iterator[Seen]:

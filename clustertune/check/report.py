@@ -90,7 +90,6 @@ class Report:
 SAME = {
     "env-file": ("secret-mode",),
     "weights-on-network": ("hub-cache",),
-    "pool-without-mmap": ("pool-mmap", "mmap"),
 }
 """A recipe's rule, and those of the machine that tell the same of the same file or folder."""
 

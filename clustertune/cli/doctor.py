@@ -48,7 +48,7 @@ class DoctorArguments:
     tiny: Tiny = False
     run_dir: Annotated[Path | None, path_option("Run folder. Default: as for submit.")] = None
     ignore: Annotated[list[str] | None, typer.Option("--ignore", metavar="RULE", help="Skip a rule; repeatable.")] = None
-    everything: Annotated[bool, typer.Option("--all", help="Also show checks that passed.")] = False
+    everything: Annotated[bool, typer.Option("--all", help="Also show what passed or could not be checked.")] = False
     place: Annotated[
         str | None, typer.Option(metavar="PLACE", help="Where: login, here, step, container, container+step; else detected.")
     ] = None

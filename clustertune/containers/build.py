@@ -481,6 +481,7 @@ def _publish(
 #
 # Our own in place of cyclonedx-bom 7.5: that lists a Python environment, without the distribution's packages and without the
 # hash of the wheel that was installed. Images are also built where no Python package is installed yet.
+# `uv export --format cyclonedx1.5` (uv 0.13.9) lists a project with a uv.lock; it takes no requirement locks with hashes.
 
 
 def bill_of(

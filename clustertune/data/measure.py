@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from clustertune.recipe.findings import read_model
 from clustertune.recipe.load import RECIPES
 from clustertune.recipe.schema import NAME, Data
 from clustertune.recipe.yamlfile import Document, parse_value, read_yaml
+from clustertune.tree import how_to_install
 
 BYTES_PER_TOKEN = 4.0
 """UTF-8 bytes of a token; assumed, a little below what English has with vocabularies of 100,000 tokens and more."""
@@ -79,13 +81,16 @@ def _of_recipes() -> Iterator[dict[str, Any]]:
 
 
 def _revision(name: str) -> str:
+    fix = "download it elsewhere and give the file or folder"
+    if find_spec("huggingface_hub") is None:
+        text = f"asking the Hub for {name} needs huggingface_hub, which is not installed"
+        raise UserError(text, file="command line", key="--data", fix=f"{fix}; or {how_to_install('train')}")
     import huggingface_hub
 
     try:
         return str(huggingface_hub.HfApi().dataset_info(name).sha)
     except Exception as error:  # the exceptions of the Hub's clients have no common base
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fix = "download it elsewhere and give the file or folder"
         raise UserError(f"{name} is not available from the Hub: {why}", file="command line", key="--data", fix=fix) from None
 
 

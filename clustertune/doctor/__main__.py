@@ -27,7 +27,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python3 -m clustertune.doctor", description="Look at this machine for what stops or slows a training."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
-    parser.add_argument("--all", action="store_true", help="also show checks that passed")
+    parser.add_argument("--all", action="store_true", help="also show what passed or could not be checked")
     parser.add_argument("--list", action="store_true", help="list the rules")
     parser.add_argument("--ignore", metavar="RULE", action="append", default=[], help="skip a rule; may be repeated")
     parser.add_argument("--place", choices=PLACES, help="where this is (default: detected)")

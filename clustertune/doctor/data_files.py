@@ -165,7 +165,7 @@ def punkt_data(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: NLTK's punkt_tab for the tasks that need it, where their scores are compared
 
     Why: lm-eval downloads it where it is missing and fails after the last prompt without a network; a splitter trained here
-      instead counts some sentences otherwise than the official one
+      instead counts some sentences differently
     See: https://github.com/EleutherAI/lm-evaluation-harness/issues/2266
     """
     places = [folder / punkt.FOLDER for folder in nltk_folders(context)] if needed(_compared(context), PUNKT) else []
@@ -410,12 +410,6 @@ def _weights_lie(context: RecipeContext) -> FolderFileSystem | None:
     return context.lies_on(_real(context)) if context.is_real and context.inputs_seen else None
 
 
-def _unmappable(lies: FolderFileSystem) -> bool:
-    """Whether mergerfs hands out files that cannot be mapped: its page cache is off, or its options bypass the page cache."""
-    options = {option.partition("=")[0]: option.partition("=")[2] for option in lies.options}
-    return lies.kind == "fuse.mergerfs" and (options.get("cache.files", "") == "off" or "direct_io" in options)
-
-
 def weights_on_network(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the disk that the weights are read from
 
@@ -426,7 +420,7 @@ def weights_on_network(context: RecipeContext) -> Iterator[Seen]:
     size, lies = weight_bytes(context.resolved.architecture), _weights_lie(context)
     # Each node copies the model to its own disk before its ranks start (clustertune/staging/node.py).
     copied = context.cluster.storage.staging is not None and context.recipe.slurm.staging is not False
-    if lies is None or _unmappable(lies) or not lies.remote or copied or not size:
+    if lies is None or not lies.remote or copied or not size:
         return
     planned = context.plan.machine.storage_read_bytes_per_s / 1e9 if context.plan else None
     text = f"{size / 1e9:,.0f} GB of weights are read from {lies}"
@@ -434,18 +428,6 @@ def weights_on_network(context: RecipeContext) -> Iterator[Seen]:
         first, low, high = (hours(times * size / 1e9 / speed) for times in (1, *MAPPED))
         text += f": {first} if read sequentially at {speed:g} GB/s, {low} to {high} through mmap"
     yield Seen(WARN, text)
-
-
-def pool_without_mmap(context: RecipeContext) -> Iterator[Seen]:
-    """Looks at: a mergerfs pool that lets files be mapped
-
-    Why: with its page cache off a file on it cannot be mapped: loading ends with 'No such device'
-    Fix: mount the pool with cache.files=auto-full, partial or full (mergerfs 2.40 and before: not off, no direct_io)
-    See: https://github.com/trapexit/mergerfs/issues/674
-    """
-    lies = _weights_lie(context)
-    if lies and _unmappable(lies):
-        yield Seen(FAIL, f"{_real(context)} is on {lies}, its page cache is off", where=lies.point)
 
 
 def cache_in_home(context: RecipeContext) -> Iterator[Seen]:

@@ -142,7 +142,7 @@ STOPS = frozenset(
 """Rules whose failure is sure to stop or spoil the job that is about to start. What else fails (a full brick, an error of a GPU
 that may have been reset since, a name that nobody may ask for) is written to the log, and the job continues."""
 
-RENAMED = {"warning-lead": "signal-margin"}
+RENAMED = {"warning-lead": "signal-margin", "pool-without-mmap": "pool-mmap"}
 """Former ids of rules, which cluster files and scripts may still name."""
 
 

@@ -69,7 +69,7 @@ def bottleneck(plan: Plan) -> str:
         slow = f", {link.bytes_per_s / link.nominal_bytes_per_s:.0%} of nominal" if link.nominal_bytes_per_s > 0 else ""
         return (
             f"The network {where}: {share:.0%} of the time the GPUs wait for the {wire.collective.name} "
-            f"({speed:.3g} GB/s{slow}, {link.source})."
+            f"({speed:.3g} GB/s{slow}{'' if slow.endswith(link.source) else f', {link.source}'})."
         )
     if name == "compute":
         return f"Computing: {share:.0%} of the time, {_kinds(plan)}."

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from clustertune.recipe.schema import NAME, HubCommit, HubName, Positive, Sectio
 from clustertune.recipe.values import Values, config_fields, model_facts
 from clustertune.recipe.yamlfile import parse_json, read_text, read_yaml
 from clustertune.resolve.resolved import Resolved
-from clustertune.tree import ROOT
+from clustertune.tree import ROOT, how_to_install
 
 MODELS = ROOT / "ops" / "models.yaml"
 CONFIG = "config.json"
@@ -136,6 +137,11 @@ def _of_recipe(recipe: str | Path) -> FoundModel:
 
 
 def _from_the_hub(name: str) -> Path:
+    near = difflib.get_close_matches(name, known_models(), n=3, cutoff=0.3)
+    fix = f"give its {CONFIG} as --model FILE, or a known model{': ' * bool(near)}{', '.join(near)}"
+    if find_spec("huggingface_hub") is None:
+        text = f"{name} is not a known model; asking the Hub for it needs huggingface_hub, which is not installed"
+        raise UserError(text, key="--model", fix=f"{fix}; or {how_to_install('train')}")
     import huggingface_hub
 
     try:
@@ -146,8 +152,6 @@ def _from_the_hub(name: str) -> Path:
         if isinstance(found := huggingface_hub.try_to_load_from_cache(name, CONFIG), str):
             return Path(found)
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        near = difflib.get_close_matches(name, known_models(), n=3, cutoff=0.3)
-        fix = f"give its {CONFIG} as --model FILE, or a known model{': ' * bool(near)}{', '.join(near)}"
         text = f"{name} was not found locally, and the Hub did not deliver it: {why}"
         raise UserError(text, key="--model", fix=fix) from None
 

@@ -382,9 +382,11 @@ def test_a_cluster_file_may_leave_rules_out(tmp_path: Path) -> None:
     """Only rules that there are, also by a former id; a misspelt one is reported with the right one."""
     text = (REPO / "ops" / "clusters" / "rno-rtxpro6000.yaml").read_text(encoding="utf-8")
     path = tmp_path / "mine.yaml"
-    path.write_text(text.replace("name: rno-rtxpro6000", "name: mine") + "\ndoctor: {ignore: [mtu, warning-lead]}\n")
-    assert preflight.ignored(load_cluster(str(path))) == ("mtu", "signal-margin")
-    path.write_text(path.read_text().replace("[mtu, warning-lead]", "[gpu-presistence, mtu, nonsense]"))
+    path.write_text(
+        text.replace("name: rno-rtxpro6000", "name: mine") + "\ndoctor: {ignore: [warning-lead, pool-without-mmap]}\n"
+    )
+    assert preflight.ignored(load_cluster(str(path))) == ("signal-margin", "pool-mmap")
+    path.write_text(path.read_text().replace("[warning-lead, pool-without-mmap]", "[gpu-presistence, mtu, nonsense]"))
     first, second = problems(preflight.ignored, load_cluster(str(path)))
     assert "'gpu-presistence'" in first.message and "'nonsense'" in second.message
     assert (first.key, second.key) == ("doctor.ignore",) * 2 and "gpu-persistence" in first.fix and str(path) in first.file

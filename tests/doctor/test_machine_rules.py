@@ -81,6 +81,12 @@ def test_every_rule_has_a_bad_case_and_a_good_one() -> None:
     assert {name for name, _ in faults(found)} <= {"cuda-visible-devices", "rdma-verbs"}
 
 
+def test_an_id_names_one_rule() -> None:
+    """``--ignore`` and cluster files leave rules out by the id alone."""
+    ids = [one.rule.id for one in checks()]
+    assert len(set(ids)) == len(ids) > 250
+
+
 def test_any_fact_may_be_missing() -> None:
     """What could not be seen is unknown: it must neither be taken for a fault nor break a rule."""
     empty: dict[type, Any] = {list: [], dict: {}, str: ""}

@@ -285,8 +285,6 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("tokenizer-mismatch", FAIL, edit("tokenizer.json", added_tokens=[{"id": 128256, "content": "<|extra|>"}])),
     ("weights-on-network", WARN, mount("nfs4", "hard")),
     ("weights-on-network", WARN, mount("fuse.mergerfs", "cache.files=auto-full")),
-    ("pool-without-mmap", FAIL, mount("fuse.mergerfs", "cache.files=off")),
-    ("pool-without-mmap", FAIL, mount("fuse.mergerfs", "direct_io")),
     ("dataset-absent", FAIL, lambda c: (c.folder / "chats.jsonl").unlink()),
     ("dataset-differs", WARN, expected),
     ("staged-inputs", FAIL, lambda c: c.recipe.update(staged=str(c.root / "nowhere"))),

@@ -150,7 +150,7 @@ FAULTS = {
     "nvls": "Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 801 'operation not supported'.",
     "driver": "Cuda failure 35 'CUDA driver version is insufficient for CUDA runtime version'",
     "gpu-missing": "Cuda failure 101 'invalid device ordinal'",
-    "gpu-memory": "Cuda failure 2 'out of memory'",
+    "nccl-memory": "Cuda failure 2 'out of memory'",
     "gpu-fault": "Cuda failure 214 'uncorrectable ECC error encountered'",
     "cuda": "Cuda failure 'invalid argument'",
     "no-transport": "No transport found for rank 0[1000] -> rank 1[2000]",

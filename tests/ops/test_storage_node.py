@@ -78,7 +78,7 @@ FAULTS = {
     "the pool has one brick and cannot be mapped": (
         "umount {b}/pool; mergerfs -o allow_other,cache.files=off,category.create=mfs,moveonenospc=true,minfreespace=39M "
         "-o fsname=pool {b}/b0/data {b}/pool", "umount {b}/pool; mount {b}/pool",
-        {"pool-bricks": "fail", "pool-mmap": "fail", "pool-options": "fail"},
+        {"pool-bricks": "fail", "pool-mappable": "fail", "pool-options": "warn"},
     ),
     "mergerfs has died": ("kill -9 $(pidof mergerfs)", "umount -l {b}/pool; mount {b}/pool", {"pool-answers": "fail"}),
     "the absent brick's folder exists below": (

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from clustertune.check.machine_storage import nfs_fault
 from clustertune.check.rule import FAIL, PASS, STORAGE, UNKNOWN, WARN, Finding, Seen, checks, finding, in_order
 from clustertune.cluster.schema import Brick
 from clustertune.ops.storage.layout import CACHE_FILES, DATA, StorageLayout, mode_of, size_text
@@ -79,7 +80,7 @@ def _unseen(name: str, facts: Facts, wanted: StorageLayout) -> str:
         places, written = [facts.bricks[brick.mount] for brick in bricks], name in ("brick-writable", "storage-clock")
         return ", ".join(state.path for state in places if not _seen(state, wanted, written=written))
     if name.startswith("pool-") and name != "pool-mounted" and facts.pool:
-        pool, wrote = facts.pool, name in ("pool-writable", "pool-mmap")
+        pool, wrote = facts.pool, name in ("pool-writable", "pool-mappable")
         seen = pool.fstype == "fuse.mergerfs" and not (wrote and (pool.silent or pool.errno or pool.written != "ok"))
         return "" if seen and (name != "pool-options" or facts.xattrs) else pool.path
     return "" if name != "nfs-server-answers" or facts.servers else "no server was asked"
@@ -265,16 +266,16 @@ def brick_source(s: StorageSubject) -> Iterator[Seen]:
 
 
 def brick_options(s: StorageSubject) -> Iterator[Seen]:
-    """Looks at: an NFS brick is mounted hard
+    """Looks at: an NFS brick is mounted hard, and with locks
 
     Why: soft mounts give up, and lose what was written
     See: https://man7.org/linux/man-pages/man5/nfs.5.html
     """
     for seen in _bricks(s, healthy=True):
-        soft = {"soft", "softerr"} & set(seen.state.options)
-        if seen.state.fstype and seen.state.fstype.startswith("nfs") and soft:
+        status, bad = nfs_fault(seen.state.options)
+        if seen.state.fstype and seen.state.fstype.startswith("nfs") and bad:
             fix = f"umount {seen.brick.mount} && mount {seen.brick.mount}"
-            yield Seen(FAIL, f"mounted {soft.pop()}", fix, seen.where)
+            yield Seen(status, f"mounted {bad}", fix, seen.where)
 
 
 def nfs_server_answers(s: StorageSubject) -> Iterator[Seen]:
@@ -395,8 +396,7 @@ def pool_options(s: StorageSubject) -> Iterator[Seen]:
     for key, same in _COMPARED.items():
         value = attributes.get(key) or attributes.get("func.create" if key == "category.create" else key)
         if value is not None and not same(meant[key], value):
-            status = FAIL if key == "cache.files" and value in ("off", "direct") else WARN
-            yield Seen(status, f"{key} is {value}, it should be {meant[key]}", _anew(pool), pool.path)
+            yield Seen(WARN, f"{key} is {value}, it should be {meant[key]}", _anew(pool), pool.path)
 
 
 def _size(text: str) -> int:
@@ -414,10 +414,10 @@ _COMPARED: dict[str, Callable[[str, str], bool]] = {
 }
 
 
-def pool_mmap(s: StorageSubject) -> Iterator[Seen]:
+def pool_mappable(s: StorageSubject) -> Iterator[Seen]:
     """Looks at: files of the pool can be mapped
 
-    Why: safetensors, arrow and sqlite read through mappings
+    Why: memory maps and SQLite need them: ranks map the tokens of their run
     See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
     """
     pool = _pool(s)
