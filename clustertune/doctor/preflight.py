@@ -143,7 +143,7 @@ STOPS = frozenset(
 that may have been reset since, a name that nobody may ask for) is written to the log, and the job continues."""
 
 
-RENAMED = {"pool-without-mmap": "pool-mmap", "ifeval-data": "task-data"}
+RENAMED = {"pool-without-mmap": "pool-mmap"}
 """Former ids of rules, which cluster files and scripts may still name."""
 
 
