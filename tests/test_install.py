@@ -75,7 +75,7 @@ def test_a_wheel_carries_every_file_that_commands_read(wheel: Path) -> None:
 
 ORIGINS = {
     "": "clustertune[train]",
-    '{"url": "file:///home/a%20b/clustertune", "dir_info": {}}': "/home/a b/clustertune[train]",
+    '{"url": "file:///data/a%20b/clustertune", "dir_info": {}}': "/data/a b/clustertune[train]",
     '{"url": "https://example.org/clustertune-0.1.0-py3-none-any.whl", "archive_info": {}}':
         "clustertune[train] @ https://example.org/clustertune-0.1.0-py3-none-any.whl",
     '{"url": "file:///srv/x.git", "vcs_info": {"vcs": "git", "commit_id": "12ab"}}':
