@@ -75,9 +75,9 @@ def check_folder(resolved: Resolved, path: Path) -> None:
         raise UserError("is not empty and is not a run folder", file=str(path), fix="give a new or empty --run-dir")
 
 
-def require_training() -> None:
-    """Raises ModuleNotFoundError where this Python lacks what trains: before a folder is made that nothing would fill."""
-    if find_spec("torch") is None:
+def require_training(run: RunDir | None = None) -> None:
+    """Raises ModuleNotFoundError if this Python lacks what trains and a stage needs it: before a folder is made for nothing."""
+    if find_spec("torch") is None and (run is None or None in map(run.stage, STAGES[:-1])):  # a report needs no torch
         raise ModuleNotFoundError(name="torch")
 
 

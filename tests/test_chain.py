@@ -17,7 +17,7 @@ from clustertune import manifest
 from clustertune.checkpoint import store
 from clustertune.errors import UserError
 from clustertune.launch import submit
-from clustertune.launch.plan import AttemptPlan
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.recipe.tasks import first_task
 from clustertune.report import compare, source
 from clustertune.report.metrics import read_metrics
@@ -76,6 +76,18 @@ def test_every_file_for_programs_has_a_schema(finished: tuple[Path, Done]) -> No
     assert [path for path, head in heads.items() if not head.keys() & {"schema", "format"}] == []
     assert {path.name for path in files} >= {"run.json", "metrics.jsonl", "plan.json", "rank-1.json", "train.json"}
     assert [event["schema"] for event in events(folder, "start")] == [1], "the first event of each attempt"
+
+
+def test_a_plan_of_a_release_before_names_its_launcher_alone(tmp_path: Path) -> None:
+    """What another signal means, and how nodes are counted, followed from the launcher's name."""
+    for launcher, expected in (("slurm", (False, False)), ("ray", (True, True)), ("torchrun", (True, False))):
+        AttemptPlan(attempt=1, nodes=(Node("a", "a"),), ranks_per_node=1, launcher=launcher).write(tmp_path)
+        body = json.loads((tmp_path / "plan.json").read_text())
+        for key in ("schema", "sigterm_asks", "node_per_rank"):
+            del body[key]
+        (tmp_path / "plan.json").write_text(json.dumps(body))
+        found = AttemptPlan.read(tmp_path)
+        assert (found.sigterm_asks, found.node_per_rank) == expected
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ def job(
     variables = cluster_paths.enter(machine, cluster_paths.parse(env or []))
     if recorded:
         resolved = recorded.resolved
-        evaluation = serving.Evaluation.of(recorded.evaluation) if recorded.evaluation else None
+        found = recorded.evaluation
+        evaluation = serving.Evaluation.of(found, RunDir(run_dir).run_json) if found and run_dir else None
     else:
         resolved = allocation.resolve_for(given, recipe, remaining, tiny=tiny)
         if (collected := _collected(resolved, machine)) is not None:

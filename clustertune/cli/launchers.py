@@ -79,10 +79,10 @@ def torchrun_node(
 @contextmanager
 def open_run(resolved: Resolved, path: Path) -> Iterator[RunDir]:
     """The run folder of a command on this machine, taken and locked while the context lasts."""
-    chain.require_training()
     for warning in resolved.warnings:
         say(f"warning: {warning}")
     chain.check_folder(resolved, path)  # before anything is written there: it may be no run folder at all
+    chain.require_training(RunDir(path))
     keep_private()
     with RunDir(path).lock():
         yield chain.open_run(resolved, path, chain.command_line())

@@ -95,7 +95,10 @@ class AttemptPlan:
             body: dict[str, Any] = json.loads((folder / PLAN).read_bytes())
             check_schema(body, folder / PLAN)
             body.pop("schema", None)
-            body.setdefault("begun", (folder / PLAN).stat().st_mtime)  # of releases before the key
+            # What releases before these keys did not write; they knew launchers by name.
+            body.setdefault("begun", (folder / PLAN).stat().st_mtime)
+            body.setdefault("sigterm_asks", body.get("launcher") != "slurm")
+            body.setdefault("node_per_rank", body.get("launcher") == "ray")
             body["nodes"] = tuple(Node(**node) for node in body["nodes"])
             body["numa_gpus"] = tuple(tuple(group) for group in body["numa_gpus"])
             body["numa_cpus"] = tuple(body["numa_cpus"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -171,13 +172,13 @@ class Evaluation:
     """What the estimate takes for granted; empty: nothing, all tasks are known."""
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Evaluation:
-        """What ``run.json`` recorded. Raises UserError where it was edited so that it cannot be read."""
+    def of(cls, record: Mapping[str, Any], file: Path) -> Evaluation:
+        """What the ``run.json`` at ``file`` recorded. Raises UserError where it was edited so that it cannot be read."""
         try:
             return TypeAdapter(cls).validate_python(record)
         except ValidationError as error:
             fix = "clustertune submit again: its jobs read what it writes"
-            raise UserError(f"cannot be read: {error.errors()[0]['msg']}", file="run.json", key="evaluation", fix=fix) from None
+            raise UserError(f"cannot be read: {error.errors()[0]['msg']}", file=str(file), key="evaluation", fix=fix) from None
 
     @property
     def gpu_hours(self) -> float | None:

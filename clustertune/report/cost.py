@@ -85,6 +85,8 @@ class AttemptCost:
     """None: no GPU reported energy or power."""
     lost_seconds: float = 0.0
     """Spent on steps that a later attempt had to do again."""
+    limit_minutes: float | None = None
+    """Of its job; None: no limit, or not recorded."""
 
     def seconds(self, now: float) -> float:
         """Until it ended, was seen last, or now."""
@@ -196,7 +198,8 @@ def of_attempts(
         seen, ended, code = _last_sign(folder, plan), outcome.get("time"), outcome.get("code")
         failed = code in (None, ExitCode.FAILED, ExitCode.STORAGE) or (code == ExitCode.AGAIN and bool(outcome.get("problems")))
         failed = failed and not outcome.get("port_taken")
-        found.append(AttemptCost(number, plan.begun, ended, seen, plan.world_size, code, len(plan.nodes), failed, kwh, lost))
+        sizes = plan.world_size, code, len(plan.nodes)
+        found.append(AttemptCost(number, plan.begun, ended, seen, *sizes, failed, kwh, lost, plan.limit_minutes))
     return found
 
 
@@ -342,7 +345,8 @@ def saves_as_dict(document: Mapping[str, Any], metrics: Metrics, attempts: Seque
     nodes = int(get(recipe, "slurm", "nodes") or 1)
     given = get(document, "cluster", "compute", "mtbf_hours")
     mtbf = given or met.mtbf_hours
-    between = seconds_between_ends(nodes, mtbf, get(document, "jobs", "train", "minutes"))
+    limit = (attempts[-1].limit_minutes if attempts else None) or get(document, "jobs", "train", "minutes")
+    between = seconds_between_ends(nodes, mtbf, limit)
     every = next((record.every for record in reversed(saves) if record.every is not None and record.status == "saved"), None)
     return {
         "every": get(recipe, "save", "every") or (f"{steps}" if (steps := get(recipe, "train", "save_steps")) else None),

@@ -309,8 +309,8 @@ class MetricsReader:
             for line in lines:
                 if not line.endswith(b"\n"):
                     return line
-                self._place += len(line)
                 self.take(line)
+                self._place += len(line)
         return b""
 
     def take(self, line: bytes) -> None:

@@ -97,10 +97,10 @@ def _result(sweep: Sweep, point: Point) -> PointResult:
     run = RunDir(point.run_dir)
     try:
         metrics = read_metrics(run.metrics)
-    except OSError as error:
-        problem = f"metrics.jsonl cannot be read: {error.strerror or error}"
+        status, reason = _status(sweep, point, metrics)
+    except (OSError, UserError) as error:
+        problem = f"metrics.jsonl cannot be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
         return PointResult(point.index, point.values, FAILED, problem, None, None, {}, str(point.run_dir))
-    status, reason = _status(sweep, point, metrics)
     seconds = [stage.seconds for stage in metrics.stages if stage.seconds is not None]
     return PointResult(
         index=point.index,

@@ -103,6 +103,10 @@ def test_the_report_shows_what_saves_took(tmp_path: Path) -> None:
     assert shown["saves"].startswith("2 on shared storage, 1 on the nodes' own disks, 1.00 GiB")
     assert shown["ends without a warning"].startswith("2 in ")
     quiet = cost.of_attempts(run_of(tmp_path / "quiet", ["finished"]).path)
+    limited = [replace(one, limit_minutes=30) for one in cost.of_attempts(run.path)]
+    found = cost.saves_as_dict({**document, "jobs": {"train": {"minutes": 600}}}, read_metrics(run.metrics), limited)
+    assert found is not None, "the attempt's own limit counts, as on its ranks"
+    assert found["auto_seconds"] == pytest.approx(best_seconds(0.3, 40.0, seconds_between_ends(2, found["mtbf_hours"], 30)))
     none = cost.saves_as_dict(document, read_metrics(run.metrics), quiet)
     assert "at least 2.00 node-hours" in dict(cost.saves_rows(none))["ends without a warning"]
     assert cost.saves_as_dict({}, Metrics(), ()) is None and cost.saves_rows(None) == []
