@@ -96,10 +96,10 @@ def mount_read_only(m: Machine) -> Iterator[Seen]:
 
 
 def nfs_fault(options: Sequence[str]) -> tuple[str, str]:
-    """How bad the options of an NFS mount are, and those that are bad, in words; pass and no words for all others.
+    """The status of an NFS mount's options, and the harmful ones as text; PASS and an empty text if there are none.
 
-    A soft mount gives up on writes: nfs(5) warns of silent data corruption. A read-only one has none to lose. The other options
-    serve what is out of date (softreval), or hide locks from other nodes.
+    A soft mount gives up on writes: nfs(5) warns of silent data corruption. A read-only soft mount loses no writes.
+    ``softreval`` serves outdated entries; ``nolock`` and ``local_lock`` hide locks from other nodes.
     """
     soft = [word for word in options if word in ("soft", "softerr")]
     other = [word for word in options if word in ("softreval", "nolock", "local_lock=all", "local_lock=flock")]
@@ -169,7 +169,10 @@ def pool_branch(m: Machine) -> Iterator[Seen]:
 def _tried(
     m: Machine, what: str, fix: str, *, stops: Container[str] = (), folders: Container[str] | None = None
 ) -> Iterator[Seen]:
-    """What came of trying one thing in folders; it fails where they are of ``stops``. ``folders``: only in these."""
+    """The results of one probe in several folders: an error is FAIL in a folder of ``stops``, WARN in others.
+
+    ``folders``: only in these.
+    """
     probes = [one for one in m.facts.probes if one.what == what and (folders is None or one.folder in folders)]
     for probe in probes:
         if probe.ok is False:

@@ -437,7 +437,7 @@ def _show(target: check.CheckTarget, options: setups.CheckOptions, args: NcclChe
         f"scopes {', '.join(setups.shapes(setup))}; collectives {', '.join(setup.collectives)}",
         f"sizes {setup.smallest} to {setup.largest} bytes, each {setup.factor} times the one before; "
         f"{setup.warmup} iterations to warm up, {setup.iterations} timed; "
-        f"{setup.seconds:g} s of measuring, it ends after at most {setup.seconds + setups.MARGIN_SECONDS:g} s",
+        f"{setup.seconds:g} s of measuring; the check ends after at most {setup.seconds + setups.MARGIN_SECONDS:g} s",
         "# environment of every rank",
         *(f"{name}={value}" for name, value in {**setup.environment, **debug}.items()),
         f"$ {shlex.join(command)}",

@@ -425,7 +425,7 @@ def test_a_file_system_whose_server_is_gone_may_answer(monkeypatch: pytest.Monke
 
 
 def test_facts_of_another_kind_are_refused() -> None:
-    """A null is what was not seen, ``said`` what ``message`` is now; a number where a list belongs is none of ours."""
+    """A number in place of a list is refused. A null is unknown. ``said``, the former name of ``message``, is accepted."""
     earlier = {"folder": "/x", "what": "flock", "ok": False, "said": "No locks available"}
     f = from_dict({"hostname": "x", "environment": None, "unread": None, "probes": [earlier]})
     assert f.environment == {} and f.probes[0].message == "No locks available"

@@ -133,7 +133,7 @@ def test_the_margin_is_told() -> None:
     assert text in " ".join(CliRunner().invoke(app, ["nccl-check", "--help"]).output.split())
     assert f"ends at most {text} after it" in (REPO / "docs" / "nccl-check.md").read_text()
     done = CliRunner().invoke(app, ["nccl-check", "--backend", "gloo", "--seconds", "20", "--dry-run"])
-    assert f"20 s of measuring, it ends after at most {20 + MARGIN_SECONDS:g} s" in done.output
+    assert f"20 s of measuring; the check ends after at most {20 + MARGIN_SECONDS:g} s" in done.output
 
 
 def test_recorded_logs_are_judged_alone() -> None:
