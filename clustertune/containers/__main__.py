@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from clustertune.containers import build, deflint, lock, wheelhouse
+from clustertune.containers import build, lock, wheelhouse
 from clustertune.errors import ExitCode, UserError, raise_if
 
 
@@ -35,10 +35,6 @@ def _lock_check(args: argparse.Namespace) -> None:
     say(f"known vulnerabilities: none but {len(accepted)} with a reason")
 
 
-def _lint(args: argparse.Namespace) -> None:
-    raise_if([problem for file in args.files for problem in deflint.lint(file)])
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m clustertune.containers", description=__doc__.partition(":")[0])
     commands = parser.add_subparsers(required=True)
@@ -47,9 +43,6 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--offline", action="store_true", help="only checks that need no package index")
     check.add_argument("--database", metavar="ADDRESS", default=lock.DATABASE, help="osv.dev, or a mirror of it")
     check.set_defaults(run=_lock_check)
-    linter = commands.add_parser("lint", help="definition files: sections, and shellcheck of each")
-    linter.add_argument("files", nargs="+", type=Path)
-    linter.set_defaults(run=_lint)
     for name, run, what in (
         ("build-sif", build.build_sif, "a SIF with apptainer or singularity"),
         ("build-image", build.build_image, "an OCI image with docker or podman"),

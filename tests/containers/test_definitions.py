@@ -1,4 +1,4 @@
-"""The definitions of the tree: linted, held to base.env and to each other, and free of versions and indexes of their own."""
+"""The definitions of the tree: shellchecked, held to base.env and to each other, without versions or indexes of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.containers import build, deflint, pins
+from clustertune.containers import build, pins
 from clustertune.containers import lock as locks
 from tests import tree
 from tests.folders import program
@@ -20,6 +20,20 @@ DEFINITIONS = sorted(name for name in TEXTS if name.endswith(".def"))
 BASES = pins.read_bases()
 
 
+SHELL = {"pre", "setup", "post", "test", "environment", "runscript", "startscript"}
+
+
+def sections(text: str) -> dict[str, str]:
+    """The lines below each ``%name`` of a definition; its header is the section without a name."""
+    name, *rest = re.split(r"^%(\w+)$", f"\n{text}", flags=re.MULTILINE)
+    return {"": name, **dict(zip(rest[::2], rest[1::2], strict=True))}
+
+
+def arguments(text: str) -> dict[str, str]:
+    """The build arguments of a definition with their defaults."""
+    return dict(re.findall(r"^ +(\w+)=(\S+)$", sections(text)["arguments"], re.MULTILINE))
+
+
 def test_there_are_three() -> None:
     """Each that make build-sif takes."""
     assert sorted(f"containers/{name}.def" for name in build.DEFINITIONS) == DEFINITIONS
@@ -27,8 +41,24 @@ def test_there_are_three() -> None:
 
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_a_definition_is_clean(name: str) -> None:
-    """Sections, build arguments, and each shell section by shellcheck."""
-    assert deflint.lint(tree.REPO / name) == []
+    """Each shell section by shellcheck; every build argument has a default; the base has a digest."""
+    text = TEXTS[name]
+    for section in SHELL & set(sections(text)):
+        script = re.sub(r"\{\{ (\w+) \}\}", r"ARGUMENT_\1", sections(text)[section])
+        command = [Path(sys.executable).with_name("shellcheck"), "--shell", "sh", "--exclude", "SC2148", "-"]
+        done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, f"%{section}: {done.stdout}"
+    assert set(re.findall(r"\{\{ (\w+) \}\}", text)) == set(arguments(text))
+    assert "From: {{ base }}" in text and re.search(r"@sha256:[0-9a-f]{64}$", arguments(text)["base"])
+
+
+@pytest.mark.parametrize("name", ["containers/install.sh", "containers/Dockerfile", *DEFINITIONS])
+def test_pip_installs_by_hash_and_nothing_else_is_fetched(name: str) -> None:
+    """A base by digest and a step that takes what is on an index today are two builds of one name."""
+    text = re.sub(r"^ *#.*$", "", TEXTS[name], flags=re.MULTILINE).replace("\\\n", " ")
+    for line in re.findall(r"^.*\bpip\b.* install\b.*$", text, re.MULTILINE):
+        assert "--no-index" in line and "--require-hashes" in line
+    assert not re.search(r"\b(curl|wget|git|conda|npm|add-apt-repository) ", text)
 
 
 def hadolint(file: Path) -> tuple[int, str]:
@@ -46,17 +76,10 @@ def test_the_dockerfile_is_clean(tmp_path: Path) -> None:
     assert code == 1 and "DL3007" in told
 
 
-def test_the_dockerfile_fetches_nothing_that_is_held_to_no_hash() -> None:
-    """hadolint asks for versions, not for hashes."""
-    assert list(deflint.unheld(TEXTS["containers/Dockerfile"].splitlines(), 1)) == []
-    loose = TEXTS["containers/Dockerfile"].replace("USER 10001", "RUN pip install x\nUSER 10001", 1)
-    assert list(deflint.unheld(loose.splitlines(), 1))
-
-
 def default(text: str) -> str:
     """The base that a definition or the Dockerfile starts from when nobody says otherwise."""
     found = re.search(r"^ARG BASE_IMAGE=(\S+)$", text, re.MULTILINE)
-    return found[1] if found else deflint.read(text).value("from")
+    return found[1] if found else arguments(text)["base"]
 
 
 @pytest.mark.parametrize("name", [*DEFINITIONS, "containers/Dockerfile"])
@@ -76,41 +99,37 @@ def test_no_digest_stands_elsewhere() -> None:
 
 def test_the_reference_is_built_like_the_training_image() -> None:
     """Another lock, nothing else: else the comparison with the source document compares builds."""
-    both = [deflint.read(TEXTS[f"containers/{name}.def"]) for name in ("train", "reference")]
-    one, other = ({section.name: section.body for section in definition.sections} for definition in both)
-    differ = {name for name in one if one[name] != other[name]}
+    both = [TEXTS[f"containers/{name}.def"] for name in ("train", "reference")]
+    one, other = map(sections, both)
+    differ = {name for name in one if name and one[name] != other[name]}
     assert set(one) == set(other) and differ == {"arguments", "help"}
-    assert both[0].arguments() == {**both[1].arguments(), "lock": "train"}
+    assert arguments(both[0]) == {**arguments(both[1]), "lock": "train"}
 
 
 def test_the_dockerfile_does_what_the_definition_does() -> None:
     """The same files in, the same installer, the same environment and labels: the same result."""
-    docker, definition = TEXTS["containers/Dockerfile"], deflint.read(TEXTS["containers/train.def"])
-    sections = {section.name: "\n".join(section.body) for section in definition.sections}
+    docker, parts = TEXTS["containers/Dockerfile"], sections(TEXTS["containers/train.def"])
     copied = re.search(r"^COPY (.+) /usr/local/share/clustertune/$", docker, re.MULTILINE)
-    assert copied and copied[1].split() == re.findall(r"^    (\S+) /usr", sections["files"], re.MULTILINE)
+    assert copied and copied[1].split() == re.findall(r"^    (\S+) /usr", parts["files"], re.MULTILINE)
     labels = re.findall(r'^(?:LABEL|     ) ([\w.]+)="', docker, re.MULTILINE)
-    assert labels == re.findall(r"^    ([\w.]+) ", sections["labels"], re.MULTILINE)
-    for name in re.findall(r"export (\w+)=", sections["environment"]):
+    assert labels == re.findall(r"^    ([\w.]+) ", parts["labels"], re.MULTILINE)
+    for name in re.findall(r"export (\w+)=", parts["environment"]):
         assert re.search(rf"^(ENV|   ) {name}=", docker, re.MULTILINE), name
     assert (
-        "install.sh" in sections["post"]
-        and "install.sh" in docker
-        and "selftest.py" in sections["test"]
-        and "selftest.py" in docker
+        "install.sh" in parts["post"] and "install.sh" in docker and "selftest.py" in parts["test"] and "selftest.py" in docker
     )
 
 
 def test_the_dockerfile_is_told_what_the_definition_is_told() -> None:
     """The same build arguments with the same defaults, and the Python of the lock that they name."""
-    docker, definition = TEXTS["containers/Dockerfile"], deflint.read(TEXTS["containers/train.def"])
+    docker, definition = TEXTS["containers/Dockerfile"], TEXTS["containers/train.def"]
     given = {name.lower(): value for name, value in re.findall(r"^ARG (\w+)=(\S+)$", docker, re.MULTILINE)}
-    wanted = {name: value for name, value in definition.arguments().items() if name != "bootstrap"}
+    wanted = {name: value for name, value in arguments(definition).items() if name != "bootstrap"}
     given["base"] = given.pop("base_image")
     assert given == wanted
     for name in ("train", "reference"):
-        arguments = deflint.read(TEXTS[f"containers/{name}.def"]).arguments()
-        assert locks.read(pins.FOLDER / f"{arguments['lock']}.lock").python == arguments["python"]
+        defaults = arguments(TEXTS[f"containers/{name}.def"])
+        assert locks.read(pins.FOLDER / f"{defaults['lock']}.lock").python == defaults["python"]
 
 
 def test_the_image_is_no_roots() -> None:
