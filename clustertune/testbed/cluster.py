@@ -113,11 +113,6 @@ class TemporaryCluster:
         """The first process, as this one sees it; nsenter(1) takes it."""
         return self._started().pid
 
-    @property
-    def running(self) -> bool:
-        """Whether its first process is there."""
-        return self._login is not None and self._login.process.poll() is None
-
     def _started(self) -> LoginProcess:
         if self._login is None:
             raise ClusterFailed("the cluster is not running")
