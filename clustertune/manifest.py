@@ -47,7 +47,6 @@ _BLOB = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _OTHER_WEIGHTS = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth"}
 """Weights in a Hub snapshot that nothing here loads. The publisher's own (``consolidated.safetensors``) are as large."""
 _FIXES = {
-    "archive": "archive the run again, to another place",
     "checkpoint": "remove the folder, then run the same command again: it resumes from the checkpoint before",
     "adapter": "move the folder away, then export it again",
     "dataset": "remove the folder, then run the same command again: it is prepared again",

@@ -320,7 +320,7 @@ def _summarise(summary: dict[str, Any], as_json: bool) -> None:
 
 
 _GROUPS = ("submit", "sweep", "new", "plan", "clusterfile", "rehearse", "doctor", "nccl_check", "ops", "stage")
-_MORE = ("launchers", "watch", "talk", "push", "bench", "compare", "job", "checkpoint", "archive")
+_MORE = ("launchers", "watch", "talk", "push", "bench", "compare", "job", "checkpoint")
 for name in (*_GROUPS, *_MORE):  # in the order of --help
     importlib.import_module(f"clustertune.cli.{name}").add(app)
 
