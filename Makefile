@@ -127,9 +127,6 @@ plan: setup ## predict whether it fits, its hours and cost: make plan RECIPE=NAM
 planner-grade: setup ## grade the planner against published runs, as a table and in docs/results/planner.md
 	@$(BIN)/python -m tools.planner_grade docs/results/planner.md
 
-mutations: setup ## check that the tests notice small faults, into docs/results (takes hours) [ONLY=merge-]
-	@nice $(BIN)/python -m tools.mutate $(if $(value ONLY),--only '$(value ONLY)')
-
 # Images are built before anything is installed: any Python 3.11 or newer will do.
 IMAGE = $(PYTHON) -m clustertune.containers
 image_options = $(if $(value VARIANT),--variant '$(value VARIANT)') $(if $(value BASE),--base '$(value BASE)') \
@@ -166,4 +163,4 @@ clean: ## remove caches; runs/ and .venv stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	@find clustertune tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup setup-base demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long campaign bench bench-merge gpu-check doctor nccl-check plan planner-grade mutations library-facts golden clean build-sif build-image lock lock-check test-containers
+.PHONY: help setup setup-base demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long campaign bench bench-merge gpu-check doctor nccl-check plan planner-grade library-facts golden clean build-sif build-image lock lock-check test-containers
