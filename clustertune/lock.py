@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from clustertune.errors import ExitCode, UserError
+from clustertune.manifest import open_plain
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 """flock(2) on file systems mounted without locks (Lustre without ``flock``, some NFS servers): better unlocked than not at

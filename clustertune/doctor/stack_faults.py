@@ -201,7 +201,7 @@ def accumulated(c: RecipeContext) -> bool:
     Fix: transformers 4.46 or later, or a batch without accumulation
     See: https://github.com/huggingface/transformers/pull/34191
     """
-    return c.args["gradient_accumulation_steps"] > 1
+    return int(c.args["gradient_accumulation_steps"]) > 1
 
 
 @fault("nccl-hang-arm", NCCL, "<2.29.3", WARN)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from clustertune.plan.constants import SECONDS, Constants, Term, total
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths
@@ -237,7 +238,7 @@ def steps_of(resolved: Resolved, found: PackedRows) -> tuple[int | None, str]:
     return None, found.why
 
 
-def times(args: dict[str, object], what: str, steps: int | None) -> int | None:
+def times(args: dict[str, Any], what: str, steps: int | None) -> int | None:
     """How often evaluation or saving comes, by transformers' rules: every so many steps, of all steps a share where the value
     is below 1, and once more after the last step (trainer_callback.py, DefaultFlowCallback.on_step_end)."""
     if steps is None:
@@ -250,7 +251,7 @@ def times(args: dict[str, object], what: str, steps: int | None) -> int | None:
     return math.ceil(steps / (every_steps(args, what, steps) or steps))
 
 
-def every_steps(args: dict[str, object], what: str, steps: int | None) -> int | None:
+def every_steps(args: dict[str, Any], what: str, steps: int | None) -> int | None:
     """Steps between two evaluations or saves; None for a share of steps whose number is not known."""
     value = float(args.get(f"{what}_steps") or args["logging_steps"])  # transformers' rule for eval_steps
     if value < 1:
@@ -259,7 +260,7 @@ def every_steps(args: dict[str, object], what: str, steps: int | None) -> int | 
 
 
 def _evaluation(
-    args: dict[str, object], shape: ModelShape, machine: PlanMachine, constants: Constants, found: PackedRows
+    args: dict[str, Any], shape: ModelShape, machine: PlanMachine, constants: Constants, found: PackedRows
 ) -> Term:
     """Forward passes over the eval split; each gathers the weights once."""
     plan = shape.strategy

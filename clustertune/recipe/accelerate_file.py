@@ -432,8 +432,8 @@ def merged(values: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     """``values`` with ``top`` laid over them, section by section; null takes a key out."""
     found = dict(values)
     for key, value in top.items():
-        below = found.get(key) if isinstance(found.get(key), dict) and not isinstance(value, Emptied) else {}
-        found[key] = merged(below, value) if isinstance(value, dict) else value
+        below: Any = {} if isinstance(value, Emptied) else found.get(key)
+        found[key] = merged(below if isinstance(below, dict) else {}, value) if isinstance(value, dict) else value
         if value is None:
             del found[key]
     return copy.deepcopy(found)

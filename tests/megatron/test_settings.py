@@ -155,7 +155,7 @@ def ours(case: dict[str, Any]) -> list[str]:
         "num_local_experts": model.get("num_moe_experts", 0),
     }  # fmt: skip
     section = Megatron.model_validate(case["section"])
-    return [f"{key}: {text}" for key, text, _ in find_problems(section, case["world"], architecture, {})]
+    return [f"{key}: {text}" for key, text, _ in find_problems(section, case["world"], architecture, {"max_length": 1 << 20})]
 
 
 def test_the_record_is_of_these_cases() -> None:
@@ -187,3 +187,15 @@ def test_sizes_are_judged_as_megatron_core_judges_them(case: dict[str, Any]) -> 
     assert case["data_parallel"] == data_parallel(Megatron.model_validate(case["section"]), case["world"])
     later = ("are not a multiple of", "Megatron-Core wants it for experts")
     assert all(any(reason in text for reason in later) for text in found), found
+
+
+def test_what_a_recipe_leaves_out_is_trls_own() -> None:
+    """A recipe without a micro batch trained with an eighth of its batch, one without a length ended in a traceback."""
+    keys = ("per_device_train_batch_size", "max_length", "logging_steps", "save_steps", "warmup_steps", "seed", "weight_decay")
+    words = [f"train.{key}=null" for key in (*keys, "num_train_epochs", "learning_rate", "lr_scheduler_type", "max_grad_norm")]
+    resolved = resolve("llama70b-megatron", [*words, "train.packing=false", "train.global_batch_size=128"])
+    found = settings.build(resolved, PATHS, settings.Counts(5000, 300))
+    assert found["train"]["global_batch_size"] == 128 and found["train"]["micro_batch_size"] == 8
+    assert (found["model"]["seq_length"], found["logger"]["log_interval"], found["rng"]["seed"]) == (1024, 10, 42)
+    assert (found["optimizer"]["lr"], found["checkpoint"]["save_interval"]) == (2e-5, 500)
+    assert settings.find_problems(resolved) == []
