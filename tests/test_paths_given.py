@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from clustertune import chain
+from clustertune.errors import UserError
+from clustertune.resolve.resolve import resolve
 from tests.command import run
 
 RECORDED = Path(__file__).parent / "report" / "recorded"
@@ -20,7 +24,6 @@ COMMANDS = {
 """Those that write a file; ``report`` also writes the same name with .json."""
 FOLDERS = {
     "prepare": ["prepare", "tiny-oasst2", "--input", str(Path("recipes/tiny-oasst2/conversations.jsonl").absolute()), "--out"],
-    "nccl-check": ["nccl-check", "--ranks", "2", "--out"],
     "stage": ["stage", "tiny-oasst2", "--to"],
     "new": ["new", "--model", "Qwen/Qwen2.5-7B-Instruct", "--out"],
     "sweep": ["sweep", "tiny-oasst2", "train.learning_rate=1e-4,2e-4", "--sweep-dir"],
@@ -71,13 +74,15 @@ def test_a_folder_of_something_else_is_left_alone(command: str, folder: Path) ->
 @pytest.mark.parametrize("mode", [0o777, 0o775])
 def test_a_run_folder_that_others_can_write_to_is_refused(part: str, mode: int, tmp_path: Path) -> None:
     path = tmp_path / "run"
-    assert run("run", "tiny-oasst2", "--run-dir", path, "--dry-run").code == 0
     path.mkdir(mode=0o755)
     if part == "telemetry":
         (path / part).mkdir()
     elif part:
         (path / part).write_text("")
+    resolved = resolve("tiny-oasst2")
+    (path / "run.json").write_text(json.dumps({"fingerprint": resolved.fingerprint(), "recipe": resolved.as_dict()}))
+    chain.check_folder(resolved, path)
     (path / part).chmod(mode)
-    done = run("run", "tiny-oasst2", "--run-dir", path, "--dry-run")
-    assert done.code != 0 and "others can write" in done.err and "chmod" in done.err
-    assert (path / part).stat().st_mode & 0o777 == mode
+    with pytest.raises(UserError, match="others can write") as refused:
+        chain.check_folder(resolved, path)
+    assert str(path / part).rstrip("/") in str(refused.value) and (path / part).stat().st_mode & 0o777 == mode
