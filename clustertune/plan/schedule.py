@@ -245,7 +245,7 @@ def times(args: dict[str, Any], what: str, steps: int | None) -> int | None:
         return None
     strategy = args[f"{what}_strategy"]
     if strategy == "epoch":
-        return max(1, math.ceil(float(args["num_train_epochs"])))  # type: ignore[arg-type]
+        return max(1, math.ceil(float(args["num_train_epochs"])))
     if strategy != "steps":
         return 0
     return math.ceil(steps / (every_steps(args, what, steps) or steps))
