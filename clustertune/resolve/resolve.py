@@ -126,7 +126,8 @@ class _Resolution:
     @property
     def args(self) -> dict[str, Any]:
         """The section ``train`` with TRL's defaults in it."""
-        return {**train_defaults(self.trainer), **{key: value for key, value in self.train.items() if value is not None}}
+        stated = {key: value for key, value in self.train.items() if value is not None}
+        return stated | {key: value for key, value in train_defaults(self.trainer).items() if key not in stated}
 
     @property
     def trainer(self) -> str:
