@@ -145,10 +145,10 @@ build-image: ## the same for docker or podman: [VARIANT=cpu] [EXTRAS=ray] [BASE=
 	@$(IMAGE) build-image $(image_options)
 
 lock: setup ## write containers/*.lock from containers/versions.env: every package with its hash
-	@$(BIN)/python -m clustertune.containers lock
+	@$(BIN)/python -P -m clustertune.containers lock
 
 lock-check: setup ## check that locks have hashes, match the pins, and have no known vulnerabilities [DATABASE=address]
-	@$(BIN)/python -m clustertune.containers lock-check $(if $(value DATABASE),--database '$(value DATABASE)')
+	@$(BIN)/python -P -m clustertune.containers lock-check $(if $(value DATABASE),--database '$(value DATABASE)')
 
 test-containers: setup ## a SIF and an OCI image of the CPU variant, built, run and searched [SIF=file built before]
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "containers and not long" --timeout 1800 tests/containers $(if $(value SIF),--sif '$(value SIF)') $(PYTEST_FLAGS)

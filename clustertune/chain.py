@@ -68,6 +68,9 @@ def check_folder(resolved: Resolved, path: Path) -> None:
     """Refuse a folder that holds a run of other settings, or files that are not a run's. Writes nothing. Raises UserError."""
     raise_if(bundle.find_problems(resolved))
     run = RunDir(path)
+    if path.is_dir():
+        parts = (part for part in path.iterdir() if not part.is_symlink())  # whose target is the user's own choice
+        raise_if(list(filter(None, map(manifest.find_shared, [path.resolve(), *sorted(parts)]))))
     if run.run_json.exists():
         if not run.is_of(resolved):
             raise UserError(_differences(run, resolved))
@@ -95,6 +98,7 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str], *, take: bo
         before = run.resolved()
         # The ranks read where inputs lie, how they divide the work, and what they may take.
         same = all(getattr(before.recipe, key) == getattr(resolved.recipe, key) for key in ("staged", "budget", "push", "save"))
+        same = same and before.train_args == resolved.train_args
         if not same or before.identities[1] != resolved.identities[1]:
             run.describe(resolved)
         return run
@@ -134,7 +138,8 @@ def keep_forecast(run: RunDir, resolved: Resolved, cluster: Cluster | None = Non
 
 def _differences(run: RunDir, resolved: Resolved) -> list[Problem]:
     before, now = (dict(content.flatten(found.as_dict())) for found in (run.resolved(), resolved))
-    may_change = ("recipe.save.", "recipe.train.save_", "train_args.save_")
+    free = [key for key in resolved.train_args | run.resolved().train_args if not resolved.counts(key)]
+    may_change = ("recipe.save.", *(f"{part}.{key}" for part in ("recipe.train", "train_args") for key in ("save_", *free)))
     ignored = ("origins.", "derived", "distribution.", "warnings", "folder", *may_change)
     changed = sorted(
         key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and not key.startswith(ignored)
@@ -303,7 +308,7 @@ class Chain:
 
         recipe = self.resolved.recipe
         folder = Path(self.resolved.folder)
-        seed = int(self.resolved.train_args.get("seed", 42))
+        seed = int(self.resolved.train_args["seed"])
         source = bundle.data_input(self.resolved)
         result = prepare(recipe.data, recipe_folder=folder, seed=seed, out=self.run.data, input_path=source)
         if recipe.model.weights == "random":

@@ -6,12 +6,12 @@ import contextlib
 import errno
 import fcntl
 import os
-import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from clustertune.errors import ExitCode, UserError
+from clustertune.manifest import open_plain
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 """flock(2) on file systems mounted without locks (Lustre without ``flock``, some NFS servers): better unlocked than not at
@@ -50,16 +50,9 @@ def in_turn(path: Path, wait: Callable[[], None]) -> Iterator[None]:
 def _open(path: Path) -> int:
     """Open the lock itself: where others can write to its folder, a link could name any file of the user, which is cut to 0."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise
-        fd = -1
-    if fd < 0 or not stat.S_ISREG(os.fstat(fd).st_mode):
-        if fd >= 0:
-            os.close(fd)
-        raise UserError("is not a plain file, so it cannot be a lock", file=str(path), fix=f"rm {path}")
-    return fd
+        return open_plain(path, os.O_RDWR | os.O_CREAT)
+    except UserError:
+        raise UserError("is not a plain file, so it cannot be a lock", file=str(path), fix=f"rm {path}") from None
 
 
 def _sign(fd: int) -> None:

@@ -12,10 +12,13 @@ may be pickles, where a forged file is foreign code: there any other digest than
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
+import secrets
 import stat
 import threading
 from collections.abc import Collection, Iterable, Mapping
@@ -139,23 +142,77 @@ def file_mode() -> int:
     return 0o644 & ~umask
 
 
-def write_durably(path: Path, data: bytes | str) -> None:
+def write_durably(path: Path, data: bytes | str, *, readable: bool = False) -> None:
     """Write ``path`` so that after a crash it holds all of ``data`` or what it held before (tmp, fsync, rename, fsync dir).
 
-    Others cannot write to the file, whatever the umask: a checkpoint whose manifest they can write is not resumed from.
+    Where others can write to its folder, nothing that they put there is opened: the temporary file has a name that nobody
+    knows ahead, and a link in the place of ``path`` is replaced, not followed. Others cannot write to the file, whatever the
+    umask: a checkpoint whose manifest they can write is not resumed from. ``readable``: others can read it, whatever the umask.
     """
-    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    tmp = path.with_name(f".{path.name}.{secrets.randbits(64)}.tmp")
     try:
-        with tmp.open("wb") as out:
-            os.fchmod(out.fileno(), os.fstat(out.fileno()).st_mode & 0o755)
+        with os.fdopen(os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "wb") as out:
+            if readable:
+                os.fchmod(out.fileno(), 0o644)
             out.write(data.encode() if isinstance(data, str) else data)
             out.flush()
             os.fsync(out.fileno())
         tmp.replace(path)
         fsync_path(path.parent)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            tmp.unlink(missing_ok=True)
         error.filename = str(path)  # the system names no file when a disk is full
         raise
+
+
+def require_replaceable(path: Path, mark: str, key: str = "--out") -> None:
+    """Raise UserError where something is at ``path`` that the same command did not write: what it writes begins with ``mark``,
+    within 4 KiB. ``key``: the option that named the path."""
+    fix = "give the path of a new file"
+    try:
+        fd = open_plain(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    except UserError:
+        raise UserError("is not a plain file", file=str(path), key=key, fix=fix) from None
+    with os.fdopen(fd, "rb") as before:
+        if mark.encode() not in before.read(4096):
+            raise UserError("is there, and this command did not write it", file=str(path), key=key, fix=fix)
+
+
+def open_plain(path: Path, flags: int, mode: int = 0o666) -> int:
+    """A descriptor of a file that is neither a link, which may lead to any file of the user, nor a pipe or a device.
+
+    Raises OSError, and UserError where it is something else.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+        fd = -1
+    if fd < 0 or not stat.S_ISREG(os.fstat(fd).st_mode):
+        if fd >= 0:
+            os.close(fd)
+        raise UserError("is not a plain file", file=str(path), fix=f"rm {path}")
+    return fd
+
+
+def find_shared(path: Path) -> Problem | None:
+    """Why another user could have written, or can write, a file or folder; None where nobody could."""
+    at = path.lstat()
+    if at.st_uid != os.getuid():
+        text = f"belongs to user {at.st_uid}, you are {os.getuid()}: what it holds could be made to run as you"
+        fix = "if you trust its owner: cp -r --no-preserve=mode,ownership, then chmod -R go-w the copy, and continue with it"
+    elif not (stat.S_ISDIR(at.st_mode) or stat.S_ISREG(at.st_mode)):
+        text, fix = "is neither a file nor a folder", "put what it links to in its place"
+    elif at.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        text = f"others can write to it (mode {stat.S_IMODE(at.st_mode):04o}): what it holds could be made to run as you"
+        fix = f"chmod -R go-w {path}, if you are sure that nobody else has changed it"
+    else:
+        return None
+    return Problem(text, file=str(path), fix=fix)
 
 
 def hash_file(path: Path, algorithm: str = SHA256, stop: threading.Event | None = None) -> FileRecord:

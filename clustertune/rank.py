@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from clustertune import secrets
+from clustertune import manifest, secrets
 from clustertune.checkpoint.cadence import Cadence
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
@@ -155,7 +155,7 @@ def _explain(error: BaseException, log: Path) -> UserError:
 def _redirect_output(log: Path, *, show: bool) -> TextIO:
     """Send all that libraries print to ``log``; return a stream to the launcher's stdout for what people should see."""
     seen = _Forgiving(os.fdopen(os.dup(1) if show else os.open(os.devnull, os.O_WRONLY), "wb", 0))
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    fd = manifest.open_plain(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)

@@ -350,7 +350,8 @@ def cluster(workers: int) -> Iterator[bool]:
             cpus = max(workers, os.cpu_count() or 1)
             settings |= {"num_cpus": cpus, "_temp_dir": folder, "include_dashboard": False, "object_store_memory": 100 << 20}
         try:
-            ray.init(address or "local", log_to_driver=False, logging_level="ERROR", **settings)
+            with contextlib.chdir(ROOT):  # Ray puts the working folder into the workers' sys.path
+                ray.init(address or "local", log_to_driver=False, logging_level="ERROR", **settings)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             text = (str(error).strip().splitlines() or [type(error).__name__])[0]
             fix = "start Ray there, or unset RAY_ADDRESS for one on this machine"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 def main() -> int:
     """The command line, as of ``clustertune``."""
-    # The checkout in place of this script's folder: it works where clustertune is not installed.
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    # The checkout: it works where clustertune is not installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     import typer
 
     from clustertune.cli.app import run_command

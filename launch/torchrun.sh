@@ -10,4 +10,4 @@ if [[ ! -x $python ]]; then
 fi
 # Relative paths of the caller stay his; a bare recipe name is looked up below recipes/ of the checkout.
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -m clustertune torchrun-node "$@"
+exec "$python" -P -m clustertune torchrun-node "$@"

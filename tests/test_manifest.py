@@ -12,6 +12,8 @@ import pytest
 
 from clustertune import manifest
 from clustertune.errors import Problem, UserError
+from clustertune.monitor.sampler import TelemetryWriter, append
+from clustertune.training.events import EventLog
 from tests.faults import CALLS, fault_at, sweep
 
 
@@ -228,3 +230,40 @@ def test_a_folder_without_digests_cannot_be_compared(tmp_path: Path) -> None:
     flip(folder / "config.json")
     assert found(folder) == []
     manifest.require_whole(folder)
+
+
+def test_nothing_that_others_put_there_is_opened(tmp_path: Path) -> None:
+    """A temporary name that can be known ahead, or the file's own, as a link to another file of the user."""
+    mine, folder = tmp_path / "mine", tmp_path / "open"
+    mine.write_text("mine")
+    folder.mkdir()
+    (folder / "run.json").symlink_to(mine)
+    (folder / f".run.json.{os.getpid()}.tmp").symlink_to(mine)
+    manifest.write_durably(folder / "run.json", "new")
+    assert mine.read_text() == "mine" and (folder / "run.json").read_text() == "new"
+    assert not (folder / "run.json").is_symlink() and len(list(folder.iterdir())) == 2, "nothing temporary is left"
+
+
+@pytest.mark.parametrize("what", ["link", "dangling link", "folder", "pipe"])
+def test_a_log_is_a_plain_file(what: str, tmp_path: Path) -> None:
+    path, mine = tmp_path / "metrics.jsonl", tmp_path / "mine"
+    mine.write_text("mine")
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(mine if what == "link" else tmp_path / "new")
+    with pytest.raises(UserError, match="plain file"):
+        EventLog(path, 1)
+    with pytest.raises(UserError, match="plain file"):
+        append(path, "x")
+    assert mine.read_text() == "mine" and not (tmp_path / "new").exists()
+
+
+def test_telemetry_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "telemetry").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="link"):
+        TelemetryWriter(tmp_path / "telemetry", "n0", {})
+    assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -88,7 +88,7 @@ def settings(resolved: Resolved, run: RunDir, model: str, schedule: BenchSchedul
         "lora": resolved.recipe.lora,
         "chat_template": resolved.chat_template,
         "bf16": resolved.distribution.mixed_precision == "bf16",
-        "seed": int(args.get("seed", 42)),
+        "seed": int(args["seed"]),
         "schedule": asdict(schedule),
     }
 

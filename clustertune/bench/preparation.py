@@ -12,7 +12,6 @@ from pathlib import Path
 from clustertune import chain
 from clustertune.errors import Problem, UserError
 from clustertune.plan.lengths import SIGMA, Lengths
-from clustertune.plan.strategy import DEFAULT_MAX_LENGTH
 from clustertune.recipe.schema import CHOOSING
 from clustertune.report.source import counted_share
 from clustertune.resolve.megatron import require_startable
@@ -135,7 +134,7 @@ def made_file(run_path: Path) -> Path:
 
 
 def _longest(whole: Resolved) -> int:
-    return int(whole.train_args.get("max_length") or DEFAULT_MAX_LENGTH)
+    return int(whole.train_args["max_length"])
 
 
 def _mean(whole: Resolved) -> float:
@@ -145,7 +144,7 @@ def _mean(whole: Resolved) -> float:
 
 
 def _seed(whole: Resolved) -> int:
-    return int(whole.train_args.get("seed", 42))
+    return int(whole.train_args["seed"])
 
 
 def _to_make(schedule: BenchSchedule, whole: Resolved) -> tuple[float, int]:

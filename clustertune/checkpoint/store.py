@@ -6,7 +6,6 @@ killed attempt left behind is never written into. A checkpoint exists when its m
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import stat
@@ -78,21 +77,7 @@ def find_open(path: Path) -> list[Problem]:
     The rule of :func:`clustertune.launch.environment.make_own_folder`. A digest does not help against who can seal again.
     """
     root = path.resolve()
-    problems = []
-    for path_ in [root, *sorted(root.rglob("*"))]:
-        found = path_.lstat()
-        if found.st_uid != os.getuid():
-            text = f"belongs to user {found.st_uid}, you are {os.getuid()}: what it holds could be made to run as you"
-            fix = "if you trust its owner: cp -r --no-preserve=mode,ownership, then chmod -R go-w the copy, and resume from it"
-        elif not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
-            text, fix = "is neither a file nor a folder", "put what it links to in its place"
-        elif found.st_mode & _OTHERS:
-            text = f"others can write to it (mode {stat.S_IMODE(found.st_mode):04o}): what it holds could be made to run as you"
-            fix = f"chmod -R go-w {path}, if you are sure that nobody else has changed it"
-        else:
-            continue
-        problems.append(Problem(text, file=str(path_), fix=fix))
-    return problems
+    return list(filter(None, map(manifest.find_shared, [root, *sorted(root.rglob("*"))])))
 
 
 def require_own(path: Path) -> None:

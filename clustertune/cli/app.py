@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clustertune import console, secrets
+from clustertune import close_working_folder, console, secrets
 from clustertune.arguments import (
     AsJson,
     Device,
@@ -345,6 +345,7 @@ INTERRUPTED = 130
 
 def run_command(app: typer.Typer) -> int:
     """Run the command of this process. Returns its exit code; nothing a user can cause leaves a traceback."""
+    close_working_folder()
     _open_standard_files()
     if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which accelerate imports, warns where it has to look

@@ -11,6 +11,7 @@ from clustertune import console
 from clustertune.arguments import AsJson, path_argument, path_option
 from clustertune.console import reply, say
 from clustertune.errors import storing
+from clustertune.manifest import require_replaceable, write_durably
 
 
 def add(app: typer.Typer) -> None:
@@ -41,6 +42,7 @@ def compare(
         say(f"note: {note}")
     if out is not None:
         with storing("cannot be written", out):
+            require_replaceable(out, room.PAGE_MARK if out.suffix == ".html" else room.MARK)
             out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(room.page(found) if out.suffix == ".html" else room.markdown(found), encoding="utf-8")
+            write_durably(out, room.page(found) if out.suffix == ".html" else room.markdown(found))
         say(f"in {out}")

@@ -23,6 +23,7 @@ from clustertune.cli.deferred import deferred
 from clustertune.console import emit_json, escape, reply, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error, storing
 from clustertune.host.facts import HostFacts
+from clustertune.manifest import require_replaceable, write_durably
 from clustertune.tree import ROOT
 
 with deferred():
@@ -143,7 +144,9 @@ def show_rules(out: Path | None, as_document: bool) -> int:
     rules = recipe_findings.all_rules()
     if out is not None:
         with storing("cannot be written", out):
-            out.write_text(recipe_findings.render(), encoding="utf-8")
+            text = recipe_findings.render()
+            require_replaceable(out, text.partition("\n")[0])
+            write_durably(out, text)
         say(f"wrote {out}")
     elif as_document:
         emit_json({"rules": [{key: getattr(rule, key) for key in ("id", "title", "why", "link")} for rule in rules]})

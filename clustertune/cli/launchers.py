@@ -193,7 +193,8 @@ def sky(
         return
     if out.is_dir():
         raise UserError("is a folder", file=str(out), key="--out", fix="give a file", code=ExitCode.CONFIG)
-    from clustertune.manifest import write_durably
+    from clustertune.manifest import require_replaceable, write_durably
 
+    require_replaceable(out, text.partition("\n")[0])
     write_durably(out, text)
     say(f"wrote {out}; sky jobs launch {out}")

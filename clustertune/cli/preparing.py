@@ -31,7 +31,7 @@ def prepare(resolved: Resolved, out: Path, input_path: Path | None, samples: int
 
     bundle.enter(resolved)
     input_path = input_path or bundle.data_input(resolved)
-    seed = int(resolved.train_args.get("seed", 42))
+    seed = int(resolved.train_args["seed"])
     with secrets.lent(secrets.of_the_hub()), contextlib.redirect_stdout(sys.stderr):
         found = conversations.prepare(
             resolved.recipe.data, recipe_folder=Path(resolved.folder), seed=seed, out=out, input_path=input_path

@@ -25,7 +25,6 @@ from clustertune.resolve.distribution import how_to_load
 TIGHT = 0.95
 """Share of a GPU's memory above which a plan is called tight: its activations are predicted within a few per cent
 (docs/results/planner.md)."""
-DDP_TIMEOUT_S = 1800.0
 """``TrainingArguments.ddp_timeout``'s own, seconds."""
 LOST_HOURS = 1.0
 """Work between two saves, hours, that is called much to lose."""
@@ -97,7 +96,7 @@ def load_timeout(context: RecipeContext) -> Iterator[Seen]:
     Why: ranks that wait for the one that loads end with 'wait timeout after ...ms', and part of an hour is lost
     See: https://github.com/axolotl-ai-cloud/axolotl/issues/3443
     """
-    plan, limit = context.real_plan, float(context.args.get("ddp_timeout") or DDP_TIMEOUT_S)
+    plan, limit = context.real_plan, float(context.args["ddp_timeout"])
     # Ranks that read their own rows end together: none of them waits for one that loads.
     if plan is None or context.resolved.world_size == 1 or context.resolved.distribution.reads_parts:
         return
@@ -281,7 +280,7 @@ def nothing_saved(context: RecipeContext) -> Iterator[Seen]:
     Fix: train.save_strategy=steps
     See: https://github.com/huggingface/transformers/issues/30491
     """
-    strategy = str(context.args.get("save_strategy", "steps"))
+    strategy = str(context.args["save_strategy"])
     if strategy in ("no", "best"):
         yield Seen(FAIL, f"train.save_strategy is {strategy}: no checkpoint of the last step is certain")
 
@@ -330,7 +329,7 @@ def long_warmup(context: RecipeContext) -> Iterator[Seen]:
     See: https://github.com/axolotl-ai-cloud/axolotl/pull/2897
     """
     steps = context.plan.schedule.steps if context.plan else None
-    warm = float(context.args.get("warmup_steps") or 0)
+    warm = float(context.args["warmup_steps"])
     if steps:
         count = math.ceil(warm * steps) if warm < 1 else warm
         if count > LONG_WARMUP * steps:
@@ -361,9 +360,9 @@ def compile_shapes(context: RecipeContext) -> Iterator[Seen]:
     args = context.args
     compiled = context.resolved.distribution.compiled
     # Packed rows differ in length too, unless they are cut to one: bfd fills them, the last one aside.
-    if compiled and not args.get("packing") and not args.get("pad_to_multiple_of"):
+    if compiled and not args.get("packing") and args.get("pad_to_multiple_of") in (None, "auto"):
         text = "the model is compiled, and batches as long as their longest conversation"
-        fix = f"train.packing=true, or train.pad_to_multiple_of={args.get('max_length') or 1024}"
+        fix = f"train.packing=true, or train.pad_to_multiple_of={args['max_length']}"
         yield Seen(WARN, text, fix)
 
 
@@ -435,7 +434,7 @@ def no_evaluation(context: RecipeContext) -> Iterator[Seen]:
     See: https://huggingface.co/docs/transformers/main_classes/trainer
     """
     expect = context.recipe.data.expect
-    wanted = str(context.args.get("eval_strategy", "no")) != "no"
+    wanted = str(context.args["eval_strategy"]) != "no"
     if wanted and expect is not None and expect.eval == 0:
         yield Seen(WARN, "data.expect.eval is 0, and train.eval_strategy asks for evaluations")
 

@@ -159,7 +159,7 @@ def checkpoint_holds_base(context: RecipeContext) -> Iterator[Seen]:
 
 def _adapter_size(context: RecipeContext) -> int | None:
     """Parameters of the adapter; None without one, or where they cannot be counted."""
-    lora = context.recipe.lora
+    lora = context.resolved.lora
     return None if lora is None else trained_count(context.resolved.architecture, lora)
 
 

@@ -201,7 +201,7 @@ def accumulated(c: RecipeContext) -> bool:
     Fix: transformers 4.46 or later, or a batch without accumulation
     See: https://github.com/huggingface/transformers/pull/34191
     """
-    return int(c.args.get("gradient_accumulation_steps") or 1) > 1
+    return int(c.args["gradient_accumulation_steps"]) > 1
 
 
 @fault("nccl-hang-arm", NCCL, "<2.29.3", WARN)
@@ -311,7 +311,7 @@ def _wanted(context: RecipeContext) -> Iterator[tuple[str, object, tuple[str, ..
     method = quantized_by(context)
     if method in packages:
         yield "train.model_init_kwargs.quantization_config", method, (packages[str(method)],)
-    optim = str(args.get("optim", ""))
+    optim = str(args["optim"])
     if "bnb" in optim or "8bit" in optim or "paged" in optim:
         yield "train.optim", optim, ("bitsandbytes",)
     elif "torchao" in optim or optim.endswith("4bit"):

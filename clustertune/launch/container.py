@@ -58,7 +58,7 @@ def wrap(
     """
     settings, storage = cluster.container, cluster.storage
     if settings.runtime == "none":
-        return ContainerCommand(tuple(command))
+        return ContainerCommand(tuple(command), added=("PYTHONSAFEPATH=1",))
     raise_if(unbindable([repo, *binds]))
     staging = [storage.staging.path] if storage.staging else []
     code = [f"{PACKAGE}:{CODE}/{PACKAGE.name}"] if IS_INSTALLED else []

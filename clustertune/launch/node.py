@@ -130,7 +130,7 @@ def accelerate_command(
     return [
         sys.executable,
         "-m",
-        "accelerate.commands.launch",
+        "clustertune.launch.accelerate",
         "--config_file",
         str(run.accelerate_file.absolute()),
         "--num_processes",

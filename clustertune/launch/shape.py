@@ -127,7 +127,7 @@ def stage_shapes(resolved: Resolved, cluster: Cluster) -> dict[str, JobShape]:
     """The shape of each stage's job."""
     limit = _limit(cluster)
     # The trained weights in float32, once as read and once as written, beside the process.
-    export_gb = PROCESS_GB + 2 * 4 * (trained_count(resolved.architecture, resolved.recipe.lora) or 0) / GIB
+    export_gb = PROCESS_GB + 2 * 4 * (trained_count(resolved.architecture, resolved.lora) or 0) / GIB
     # Half an hour beside the merge itself; rounded up to ten minutes. Memory does not grow with the model: 192 MiB of buffers,
     # and two shards of page cache for the device to keep up.
     merge_minutes = 10 * math.ceil((30 + merge_seconds(resolved) / 60) / 10)

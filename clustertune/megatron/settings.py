@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clustertune.errors import Problem
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.schema import Megatron
 from clustertune.resolve.megatron import experts
 from clustertune.resolve.resolved import Resolved
@@ -68,20 +69,22 @@ def find_problems(resolved: Resolved) -> list[Problem]:
     def add(key: str, message: str, fix: str) -> None:
         problems.append(Problem(message, file=resolved.name, key=key, fix=fix))
 
-    train = resolved.train_args
+    train, defaults = resolved.train_args, train_defaults()
     for key, value in sorted(train.items()):
+        if key in defaults and value == defaults[key]:
+            continue
         if key in WANTED and value not in (WANTED[key], None):
             add(f"train.{key}", f"{value!r}, and Megatron-Bridge runs with {WANTED[key]!r}", "leave it out")
         elif key not in (*CARRIED, *WITHOUT_EFFECT, *WANTED, "optim"):
             add(f"train.{key}", "is not carried to Megatron-Bridge", "leave it out")
-    if (optim := train.get("optim", ADAM[0])) not in ADAM:
+    if (optim := train["optim"]) not in ADAM:
         add("train.optim", f"{optim!r}: Megatron-Bridge has Adam", f"train.optim={ADAM[0]}")
-    if (decay := train.get("lr_scheduler_type", "linear")) not in DECAYS:
+    if (decay := train["lr_scheduler_type"]) not in DECAYS:
         add("train.lr_scheduler_type", f"{decay!r} is not carried to Megatron-Bridge", f"one of {', '.join(DECAYS)}")
-    if train.get("packing") and train.get("per_device_train_batch_size", 1) != 1:
+    if train.get("packing") and train["per_device_train_batch_size"] != 1:
         fix = "train.per_device_train_batch_size=1, and a longer train.max_length"
         add("train.per_device_train_batch_size", "with packing Megatron-Bridge takes one sequence at a time", fix)
-    m, micro = resolved.recipe.megatron, int(train.get("gradient_accumulation_steps", 1))
+    m, micro = resolved.recipe.megatron, int(train["gradient_accumulation_steps"])
     if m and (m.virtual_pipeline_model_parallel_size or 1) > 1 and micro % (stages := m.pipeline_model_parallel_size):
         # megatron/core/pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving
         text = f"{micro} micro batches a step, which are not a multiple of the {stages} interleaved stages"
@@ -115,17 +118,17 @@ def _lora_problems(resolved: Resolved) -> list[Problem]:
 
 def iterations(train: Mapping[str, Any], batch: int, rows: int | None) -> int | None:
     """Optimizer steps: ``max_steps``, else whole global batches of the epochs; None where the rows are not known yet."""
-    if (steps := train.get("max_steps", -1)) and steps > 0:
+    if (steps := train["max_steps"]) > 0:
         return int(steps)
     if rows is None:
         return None
-    return max(1, math.floor(rows * float(train.get("num_train_epochs", 3)) / batch))
+    return max(1, math.floor(rows * float(train["num_train_epochs"]) / batch))
 
 
 def global_batch(resolved: Resolved) -> int:
     """Sequences per optimizer step over all ranks."""
     train = resolved.train_args
-    each = int(train.get("per_device_train_batch_size", 1)) * int(train.get("gradient_accumulation_steps", 1))
+    each = int(train["per_device_train_batch_size"]) * int(train["gradient_accumulation_steps"])
     return each * resolved.data_parallel_size
 
 
@@ -150,14 +153,14 @@ def build(resolved: Resolved, paths: Mapping[str, str | None], counts: Counts | 
     each = evaluated_at_once(resolved, m, counts.eval) if counts else None
     wanted = train.get("eval_strategy") == "steps" and each != 0
     evaluated = share(train.get("eval_steps"), steps) if wanted else None
-    seed, length = int(train.get("seed", 42)), int(train["max_length"])
-    by_steps = train.get("save_strategy", "steps") == "steps"
+    seed, length = int(train["seed"]), int(train["max_length"])
+    by_steps = train["save_strategy"] == "steps"
     sections: dict[str, dict[str, Any]] = {
         "model": _model(m, length),
         "train": {
             "train_iters": steps,
             "global_batch_size": batch,
-            "micro_batch_size": int(train.get("per_device_train_batch_size", 1)),
+            "micro_batch_size": int(train["per_device_train_batch_size"]),
             "exit_signal_handler": True,
             "exit_signal": EXIT_SIGNAL,
             "manual_gc": True,
@@ -181,17 +184,17 @@ def build(resolved: Resolved, paths: Mapping[str, str | None], counts: Counts | 
             "pretrained_checkpoint": paths["base"],
             "save": paths["save"],
             "load": paths["load"],
-            "save_interval": share(train.get("save_steps", 500), steps) if by_steps else None,
+            "save_interval": share(train["save_steps"], steps) if by_steps else None,
             "ckpt_format": "torch_dist",
             "fully_parallel_save": True,
             "async_save": False,
         },
-        "logger": {"log_interval": max(1, int(train.get("logging_steps", 1))), "tensorboard_dir": None},
+        "logger": {"log_interval": max(1, int(train["logging_steps"])), "tensorboard_dir": None},
         "rng": {"seed": seed},
         "mixed_precision": {"recipe": "bf16_mixed", **({"fp8": m.fp8} if m.fp8 else {})},
     }
-    if resolved.recipe.lora is not None:
-        sections["peft"] = _lora(resolved.recipe.lora)
+    if resolved.lora is not None:
+        sections["peft"] = _lora(resolved.lora)
     return sections
 
 
@@ -200,7 +203,7 @@ def evaluated_at_once(resolved: Resolved, m: Megatron, rows: int) -> int:
     with interleaved stages, for every stage (schedules.py); 0 where there are too few for one.
     """
     stages = m.pipeline_model_parallel_size if (m.virtual_pipeline_model_parallel_size or 1) > 1 else 1
-    unit = int(resolved.train_args.get("per_device_train_batch_size", 1)) * resolved.data_parallel_size * stages
+    unit = int(resolved.train_args["per_device_train_batch_size"]) * resolved.data_parallel_size * stages
     return min(global_batch(resolved), rows) // unit * unit
 
 
@@ -224,25 +227,25 @@ def _model(m: Megatron, length: int) -> dict[str, Any]:
 
 
 def _optimization(train: Mapping[str, Any], m: Megatron, steps: int | None) -> dict[str, dict[str, Any]]:
-    decay = float(train.get("weight_decay", 0.0))
-    style = DECAYS[str(train.get("lr_scheduler_type", "linear"))]
+    decay = float(train["weight_decay"])
+    style = DECAYS[str(train["lr_scheduler_type"])]
     return {
         "optimizer": {
             "optimizer": "adam",
-            "lr": float(train.get("learning_rate", 2e-5)),
+            "lr": float(train["learning_rate"]),
             "min_lr": 0.0,
             "weight_decay": decay,
-            "adam_beta1": float(train.get("adam_beta1", 0.9)),
-            "adam_beta2": float(train.get("adam_beta2", 0.999)),
-            "adam_eps": float(train.get("adam_epsilon", 1e-8)),
-            "clip_grad": float(train.get("max_grad_norm", 1.0)),
+            "adam_beta1": float(train["adam_beta1"]),
+            "adam_beta2": float(train["adam_beta2"]),
+            "adam_eps": float(train["adam_epsilon"]),
+            "clip_grad": float(train["max_grad_norm"]),
             "bf16": True,
             "use_distributed_optimizer": m.use_distributed_optimizer,
         },
         "scheduler": {
             "lr_decay_style": style,
             "lr_decay_iters": steps,
-            "lr_warmup_iters": share(train.get("warmup_steps", 0), steps),
+            "lr_warmup_iters": share(train["warmup_steps"], steps),
             "start_weight_decay": decay,
             "end_weight_decay": decay,
             "override_opt_param_scheduler": True,
@@ -265,7 +268,7 @@ def _dataset(m: Megatron, train: Mapping[str, Any], paths: Mapping[str, str | No
         "dataset_kwargs": {
             "chat": True,
             "use_hf_tokenizer_chat_template": True,
-            "answer_only_loss": bool(train.get("assistant_only_loss", False)),
+            "answer_only_loss": bool(train["assistant_only_loss"]),
         },
     }
 
@@ -275,9 +278,9 @@ def _lora(lora: Mapping[str, Any]) -> dict[str, Any]:
     names = [targets] if isinstance(targets, str) else targets
     return {
         "target_modules": [own for name, own in TARGETS.items() if name in names],
-        "dim": int(lora.get("r", 8)),
-        "alpha": int(lora.get("lora_alpha", 8)),
-        "dropout": float(lora.get("lora_dropout", 0.0)),
+        "dim": int(lora["r"]),
+        "alpha": int(lora["lora_alpha"]),
+        "dropout": float(lora["lora_dropout"]),
         "lora_A_init_method": "kaiming",  # PEFT's own: kaiming_uniform with a = sqrt(5)
         "lora_B_init_method": "zero",
     }

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertune.manifest import write_durably
+from clustertune.manifest import require_replaceable, write_durably
 from clustertune.monitor.machine import COLUMNS, GPU_COLUMNS
 from clustertune.monitor.status import NodeStatus, RunStatus
 from clustertune.report.content import UNKNOWN, duration, moment, number, percent, size
@@ -212,6 +212,6 @@ def _escaped(text: str) -> str:
 
 
 def write_openmetrics(path: Path, status: RunStatus) -> None:
-    """Write the file whole, readable for the collector's user. Raises OSError."""
-    write_durably(path, openmetrics(status))
-    path.chmod(0o644)
+    """Write all of the file, readable for the collector's user. Raises OSError, and UserError where another file is there."""
+    require_replaceable(path, f"# HELP {PREFIX}_", "--openmetrics")
+    write_durably(path, openmetrics(status), readable=True)

@@ -14,6 +14,7 @@ place of the one before: nothing is ever rewritten, and 64 nodes of 8 GPUs need 
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import json
@@ -27,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from clustertune.manifest import open_plain
 from clustertune.monitor.machine import COLUMNS, GPU_COLUMNS, Gpus, NodeSampler
 from clustertune.process import die_with_parent
 from clustertune.report.telemetry import FOLDER, TelemetryRow, Values, read_rows
@@ -51,7 +53,8 @@ def is_over(seconds: float) -> bool:
 
 
 def main(run: Path, attempt: int, node: int) -> None:
-    """Sample until the parent ends or sends SIGTERM. Raises OSError where the run's storage fails: the ranks do not need us."""
+    """Sample until the parent ends or sends SIGTERM. Raises OSError where the run's storage fails, and UserError
+    where a link or a pipe is in the place of a file: the ranks do not need us."""
     listen_to_parent()
     every = float(os.environ.get("CLUSTERTUNE_SAMPLE_SECONDS", TIERS[0][0]))
     gpus, machine = Gpus(), NodeSampler(run)
@@ -124,6 +127,8 @@ class TelemetryWriter:
 
     def __init__(self, folder: Path, name: str, about: Mapping[str, Any]) -> None:
         folder.mkdir(exist_ok=True)
+        if folder.is_symlink():
+            raise NotADirectoryError(errno.ENOTDIR, "is a link", str(folder))
         self.folder, self.name = folder, re.sub(r"[^A-Za-z0-9_.-]", "-", name)
         head = {"schema": SCHEMA, **about, "node_columns": list(COLUMNS), "gpu_columns": list(GPU_COLUMNS)}
         self.head = json.dumps(head, separators=(",", ":")) + "\n"
@@ -138,10 +143,8 @@ class TelemetryWriter:
 
     def _begin(self, path: Path) -> int:
         """Write the head, which each start repeats; return how many lines there were."""
-        try:
-            before = path.read_bytes()
-        except FileNotFoundError:
-            before = b""
+        with os.fdopen(open_plain(path, os.O_RDONLY | os.O_CREAT), "rb") as file:
+            before = file.read()
         append(path, ("\n" if before and not before.endswith(b"\n") else "") + self.head)
         return before.count(b"\n")
 
@@ -185,7 +188,7 @@ def _old(path: Path) -> Path:
 
 def append(path: Path, text: str) -> None:
     """Add to a file, which is made where there is none; a link is not followed. Raises OSError."""
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    handle = open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         os.write(handle, text.encode())
     finally:

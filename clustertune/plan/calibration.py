@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError, storage_error
+from clustertune.manifest import write_durably
 from clustertune.plan.constants import Constants
 from clustertune.plan.explanation import as_json
 from clustertune.plan.machine import PlanMachine, machine
@@ -160,10 +161,8 @@ def store(path: Path, cluster: str, date: str, found: Fit) -> None:
     """Write the calibration; the whole file or nothing. Raises UserError (exit 73)."""
     factors = {"constants": found.values, "deviation": found.deviation}
     body = CalibrationFile(format=SCHEMA, cluster=cluster, date=date, **factors, runs=found.runs)
-    temporary = path.with_name(path.name + ".new")
     try:
-        temporary.write_text(body.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_durably(path, body.model_dump_json(indent=2) + "\n")
     except OSError as error:
         raise storage_error(error, "writing the calibration", path) from error
 

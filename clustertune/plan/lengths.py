@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import NormalDist
 
 from clustertune.errors import Problem, UserError, storage_error
-from clustertune.plan.strategy import DEFAULT_MAX_LENGTH
 from clustertune.resolve.resolved import Resolved
 
 PACKED_SHARE = 0.98
@@ -69,10 +68,10 @@ def known_lengths(resolved: Resolved) -> Lengths | None:
     if counts is not None and counts.mean_tokens:
         return Lengths((max(1, round(counts.mean_tokens)),), "data.expect.mean_tokens")
     steps, batch = resolved.recipe.expect.steps, int(resolved.recipe.train["global_batch_size"])
-    if counts is None or not counts.train or not steps or not args.get("packing") or int(args.get("max_steps") or -1) > 0:
+    if counts is None or not counts.train or not steps or not args.get("packing") or args["max_steps"] > 0:
         return None
-    epochs = float(args.get("num_train_epochs") or 3)
-    mean = steps * batch * int(args.get("max_length") or DEFAULT_MAX_LENGTH) * PACKED_SHARE / (counts.train * epochs)
+    epochs = args["num_train_epochs"]
+    mean = steps * batch * args["max_length"] * PACKED_SHARE / (counts.train * epochs)
     return Lengths((max(1, math.floor(mean)),), f"expect.steps {steps}")
 
 

@@ -15,7 +15,7 @@ from clustertune.plan.machine import PlanMachine
 from clustertune.plan.memory import COPY_SHARE, host_parts, save_copy
 from clustertune.plan.schedule import Schedule, schedule
 from clustertune.plan.step import Step, flops, step
-from clustertune.plan.strategy import DEFAULT_MAX_LENGTH, ModelShape, Strategy, strategy
+from clustertune.plan.strategy import ModelShape, Strategy, strategy
 from clustertune.recipe.parameters import KNOWN, adapted_experts, count, lora_parameter_count
 from clustertune.resolve.distribution import Distribution
 from clustertune.resolve.resolved import Resolved
@@ -85,7 +85,7 @@ class Plan(Footprint):
         """Share of the computed tokens that are tokens of a conversation."""
         if self.lengths is None or self.strategy.packing:
             return 1.0
-        longest = int(self.resolved.train_args.get("max_length") or DEFAULT_MAX_LENGTH)
+        longest = int(self.resolved.train_args["max_length"])
         return min(1.0, self.lengths.mean(longest) / self.strategy.sequence)
 
     def utilisation(self, *, hardware: bool) -> float:
@@ -217,7 +217,7 @@ def make_shape(resolved: Resolved, used: Strategy, *, cudnn: bool = False) -> Mo
         kind = resolved.architecture.get("model_type")
         text = f"parameters of {kind!r} cannot be counted"
         raise UserError(Problem(text, file=f"{resolved.name}/model.json", key="model_type", fix=f"known: {', '.join(KNOWN)}"))
-    lora = resolved.recipe.lora if used.lora else None
+    lora = resolved.lora if used.lora else None
     adapters = 0
     if lora is not None:
         found = lora_parameter_count(resolved.architecture, lora)
@@ -228,7 +228,7 @@ def make_shape(resolved: Resolved, used: Strategy, *, cudnn: bool = False) -> Mo
         adapters = found
     targets = (lora or {}).get("target_modules") or ()
     names = tuple(str(name).split(".")[-1] for name in targets) if not isinstance(targets, str) else _all_linear(counted)
-    rank, dropout = int((lora or {}).get("r", 8)), float((lora or {}).get("lora_dropout", 0.0))
+    rank, dropout = (lora["r"], lora["lora_dropout"]) if lora else (0, 0.0)
     wrapped = tuple(sorted({linear.name for _, linear in adapted_experts(resolved.architecture, lora or {})}))
     trained = adapters if lora is not None else counted.total
     return ModelShape(counted, used, trained, adapters, rank, names, wrapped, dropout, cudnn)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from clustertune.plan.constants import SECONDS, Constants, Term, total
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.step import micro_batch, traffic
-from clustertune.plan.strategy import DEFAULT_MAX_LENGTH, ModelShape
+from clustertune.plan.strategy import ModelShape
 from clustertune.recipe.schema import parse_minutes, seconds_of
 from clustertune.resolve.resolved import Resolved
 
@@ -22,12 +23,6 @@ START_S = 60.0
 """Interpreter, imports, NCCL's first connections, data set and trainer of one start, seconds. Assumed."""
 TOKENS_PER_CPU_S = 1.5e5
 """Tokens that ``prepare`` makes in a CPU second: the slowest measured (docs/results/data.md)."""
-DEFAULT_EVAL_BATCH = 8
-"""``TrainingArguments``' own ``per_device_eval_batch_size``."""
-DEFAULT_SAVE_STEPS, DEFAULT_LOGGING_STEPS = 500, 10
-"""``TrainingArguments``' own ``save_steps``; ``logging_steps`` of TRL's, which ``eval_steps`` follows where it is not given."""
-_STRATEGY = {"save": "steps", "eval": "no"}
-"""``TrainingArguments``' own ``save_strategy`` and ``eval_strategy``."""
 NODE_MTBF_HOURS = 1000 * 24 / 6.5
 """Hours between two failures of one node where the cluster file does not say: 6.5 failures in 1,000 days of a node (Kokolis et
 al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2024, RSC-1)."""
@@ -76,7 +71,7 @@ class PackedRows:
 
 def rows(resolved: Resolved, lengths: Lengths | None) -> PackedRows:
     """How many sequences training and one evaluation have."""
-    data, longest = resolved.recipe.data, int(resolved.train_args.get("max_length") or DEFAULT_MAX_LENGTH)
+    data, longest = resolved.recipe.data, resolved.train_args["max_length"]
     counts = data.expect
     if counts is None or counts.train is None:
         return PackedRows(
@@ -86,7 +81,7 @@ def rows(resolved: Resolved, lengths: Lengths | None) -> PackedRows:
     if held is None:
         held = round(train * data.eval_fraction / (1 - data.eval_fraction))
     packing = bool(resolved.train_args.get("packing"))
-    packs_eval = bool(resolved.train_args.get("eval_packing", packing))
+    packs_eval = packing if (stated := resolved.train_args.get("eval_packing")) is None else stated
     if not packing:
         return PackedRows(
             train, _packed(held, lengths, longest) if packs_eval else held, f"{counts.train:,} conversations, a sequence each"
@@ -110,7 +105,7 @@ def tokens_to_prepare(resolved: Resolved) -> float | None:
     found, lengths = resolved.recipe.data.expect, known_lengths(resolved)
     if found is None or found.train is None or resolved.recipe.megatron is not None:
         return None
-    longest = int(resolved.train_args.get("max_length") or DEFAULT_MAX_LENGTH)
+    longest = resolved.train_args["max_length"]
     each = 2 if resolved.is_dpo else 1
     return (found.train + (found.eval or 0)) * each * (lengths.mean(10**9) if lengths else float(longest))
 
@@ -140,7 +135,7 @@ def schedule(
     copied, write = cost.value, checkpoint.value
     interval, saves, milestones = None, times(args, "save", steps), section.milestones if section is not None else ()
     if section is None:
-        every = every_steps(args, "save", steps) if str(args.get("save_strategy") or "steps") == "steps" else None
+        every = every_steps(args, "save", steps) if args["save_strategy"] == "steps" else None
     elif isinstance(section.every, int):
         every = section.every
     else:
@@ -217,7 +212,7 @@ def check_schedule_end(resolved: Resolved, steps: int | None = None) -> list[str
     if resolved.tiny or steps is None:
         return []
     found, ends = [], f"the training has {steps:,} steps{why}"
-    if (warm := float(resolved.train_args.get("warmup_steps") or 0)) > steps:
+    if (warm := float(resolved.train_args["warmup_steps"])) > steps:
         text = f"train.warmup_steps {warm:g}, {ends}: the learning rate is never reached"
         found.append(f"{text}; write a share of all steps, such as 0.03")
     milestones = resolved.recipe.save.milestones if resolved.recipe.save is not None else ()
@@ -229,11 +224,11 @@ def check_schedule_end(resolved: Resolved, steps: int | None = None) -> list[str
 def steps_of(resolved: Resolved, found: PackedRows) -> tuple[int | None, str]:
     """Optimizer steps of a training, and how they are known."""
     args, batch = resolved.train_args, int(resolved.recipe.train["global_batch_size"])
-    most = int(args.get("max_steps") or -1)
+    most = args["max_steps"]
     if most > 0:
         return most, f"train.max_steps {most}"
     if found.train is not None:
-        epochs = float(args.get("num_train_epochs") or 3)
+        epochs = float(args["num_train_epochs"])
         # Trainer rounds up within an epoch: the last, smaller batch is a step as well.
         return max(
             1, math.ceil(epochs * math.ceil(found.train / batch))
@@ -243,34 +238,33 @@ def steps_of(resolved: Resolved, found: PackedRows) -> tuple[int | None, str]:
     return None, found.why
 
 
-def times(args: dict[str, object], what: str, steps: int | None) -> int | None:
+def times(args: dict[str, Any], what: str, steps: int | None) -> int | None:
     """How often evaluation or saving comes, by transformers' rules: every so many steps, of all steps a share where the value
     is below 1, and once more after the last step (trainer_callback.py, DefaultFlowCallback.on_step_end)."""
     if steps is None:
         return None
-    strategy = str(args.get(f"{what}_strategy") or _STRATEGY[what])
+    strategy = args[f"{what}_strategy"]
     if strategy == "epoch":
-        return max(1, math.ceil(float(args.get("num_train_epochs") or 3)))  # type: ignore[arg-type]
+        return max(1, math.ceil(float(args["num_train_epochs"])))
     if strategy != "steps":
         return 0
     return math.ceil(steps / (every_steps(args, what, steps) or steps))
 
 
-def every_steps(args: dict[str, object], what: str, steps: int | None) -> int | None:
+def every_steps(args: dict[str, Any], what: str, steps: int | None) -> int | None:
     """Steps between two evaluations or saves; None for a share of steps whose number is not known."""
-    default = args.get("logging_steps") or DEFAULT_LOGGING_STEPS if what == "eval" else DEFAULT_SAVE_STEPS
-    value = float(args.get(f"{what}_steps") or default)  # type: ignore[arg-type]
+    value = float(args.get(f"{what}_steps") or args["logging_steps"])  # transformers' rule for eval_steps
     if value < 1:
         return None if steps is None else max(1, math.ceil(value * steps))
     return max(1, int(value))
 
 
 def _evaluation(
-    args: dict[str, object], shape: ModelShape, machine: PlanMachine, constants: Constants, found: PackedRows
+    args: dict[str, Any], shape: ModelShape, machine: PlanMachine, constants: Constants, found: PackedRows
 ) -> Term:
     """Forward passes over the eval split; each gathers the weights once."""
     plan = shape.strategy
-    batch = int(args.get("per_device_eval_batch_size") or DEFAULT_EVAL_BATCH)  # type: ignore[call-overload]
+    batch = args["per_device_eval_batch_size"]
     if not found.eval:
         return Term("evaluation", 0.0, SECONDS, "no eval split known", {})
     passes = math.ceil(found.eval / (batch * plan.data_parallel_size))

@@ -15,7 +15,6 @@ from clustertune.errors import Problem, raise_if
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
 from clustertune.recipe.counted import LayerKind, ParameterCount
-from clustertune.recipe.native_rules import DEFAULT_MICRO_BATCH
 from clustertune.recipe.quantization import Quantized
 from clustertune.resolve import kernels
 from clustertune.resolve.distribution import Distribution
@@ -26,7 +25,6 @@ _SIZES = {"bfloat16": HALF, "float16": HALF, "float32": FULL}
 _NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 DEFAULT_DTYPE = "float32"
 """TRL loads a model in float32 by default (trl/trainer/utils.py:1332)."""
-_DEFAULT_OPTIM = "adamw_torch_fused"
 
 _BLOCK = 256
 """Numbers of an 8-bit optimizer state that share a float32 scale (bitsandbytes/optim/optimizer.py, block-wise; torchao's)."""
@@ -88,7 +86,7 @@ def read_sizes(resolved: Resolved, split: Distribution) -> Sizes:
     loaded, mixed = loaded_bytes(args), split.mixed_precision
     config = quantization.of(args)
     base = quantization.read(config, int(resolved.architecture["hidden_size"])) if config is not None else None
-    optim = str(args.get("optim", _DEFAULT_OPTIM))
+    optim = str(args["optim"])
     compute = _NAMES.get(dtype, "fp32") if mixed == "no" else mixed
     if (m := resolved.recipe.megatron) is not None:
         return _megatron("fp8" if m.fp8 is not None else "fp32" if mixed == "no" else mixed)
@@ -209,8 +207,6 @@ def _megatron(compute: str) -> Sizes:
 
 # --- the strategy of a recipe ---------------------------------------------------------------------------------------
 
-DEFAULT_MAX_LENGTH = 1024
-"""``SFTConfig``'s own ``max_length`` (trl/trainer/sft_config.py:202)."""
 FUSED_LOSS = (
     "TRL 1.16 computes the loss in tiles of the output head: logits are never whole (trl/trainer/utils.py:1548); other "
     "trainers and TRL before its fused head keep them"
@@ -295,7 +291,7 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
     sizes = read_sizes(resolved, split)
     args, stated, trl = resolved.train_args, resolved.recipe.plan, split.kind != "Megatron"
     # TRL computes a smoothed loss, and only that, from whole logits.
-    smoothed = trl and bool(args.get("label_smoothing_factor")) and args.get("loss_type", "nll") == "nll"
+    smoothed = trl and bool(args.get("label_smoothing_factor")) and args["loss_type"] == "nll"
     tiles = trl and not smoothed
     kernel = kernels.attention_of(args) if trl else "flash"
     notes = [*split.notes, *sizes.notes, *_recomputation_notes(resolved)]
@@ -315,8 +311,8 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
     }  # fmt: skip
     return Strategy(
         **found,
-        micro_batch=int(args.get("per_device_train_batch_size") or DEFAULT_MICRO_BATCH),
-        accumulation=int(args.get("gradient_accumulation_steps") or 1),
+        micro_batch=args["per_device_train_batch_size"],
+        accumulation=args["gradient_accumulation_steps"],
         sequence=_sequence(args),
         packing=bool(args.get("packing") or args.get("padding_free")),
         attention=kernel if kernel in ("eager", "sdpa") else "flash",
@@ -324,7 +320,7 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
         fused_loss=tiles and not stated.whole_logits,
         overlap_tp=stated.overlap_tp,
         reduce_each=stated.reduce_each,
-        fused_optimizer="fused" in str(args.get("optim", _DEFAULT_OPTIM)),
+        fused_optimizer="fused" in str(args["optim"]),
         # accelerate/utils/fsdp_utils.py, fsdp2_prepare_model. In TRL before 1.16 with its accelerate, and in loops like IDRIS's
         # (both hold all logits), the root keeps embedding and head gathered.
         ends_apart=split.kind == "FSDP2" and not stated.whole_logits,
@@ -341,7 +337,7 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
 
 def _sequence(args: Mapping[str, Any]) -> int:
     """Tokens of a row: packed rows have this length, padded ones at most."""
-    return int(args.get("max_length") or DEFAULT_MAX_LENGTH)
+    return int(args["max_length"])
 
 
 def _recomputation_notes(resolved: Resolved) -> list[str]:

@@ -18,7 +18,7 @@ from clustertune.recipe.library_facts import facts
 from clustertune.recipe.load import COMMAND_LINE, did_you_mean, nearest
 from clustertune.recipe.native_rules import is_whole, show_value
 from clustertune.recipe.values import model_facts
-from clustertune.recipe.yamlfile import Document, KeyPath, leaves, parse_json, read_text
+from clustertune.recipe.yamlfile import Document, Emptied, KeyPath, leaves, parse_json, read_text
 
 DISTRIBUTED_TYPES = ("FSDP", "MULTI_GPU", "DEEPSPEED", "NO")
 _NO_PRECISION = {
@@ -432,7 +432,8 @@ def merged(values: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     """``values`` with ``top`` laid over them, section by section; null takes a key out."""
     found = dict(values)
     for key, value in top.items():
-        found[key] = merged(found[key], value) if isinstance(value, dict) and isinstance(found.get(key), dict) else value
+        below: Any = {} if isinstance(value, Emptied) else found.get(key)
+        found[key] = merged(below if isinstance(below, dict) else {}, value) if isinstance(value, dict) else value
         if value is None:
             del found[key]
     return copy.deepcopy(found)

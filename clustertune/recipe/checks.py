@@ -206,18 +206,18 @@ def check_train(train: Mapping[str, Any]) -> Iterator[Found]:
         text = "true: its loss scale makes steps that are not finite and leaves them out, which ends a run here"
         fix = "leave it out: bf16 is the default; float32, where a GPU has no bf16, is train.bf16=false"
         yield ("train", "fp16"), text, fix
-    if train.get("lr_scheduler_type") in {"reduce_lr_on_plateau", "greedy"} and train.get("eval_strategy", "no") == "no":
+    if train.get("lr_scheduler_type") in {"reduce_lr_on_plateau", "greedy"} and train["eval_strategy"] == "no":
         text = f"{train['lr_scheduler_type']} needs an eval_strategy"
         yield ("train", "lr_scheduler_type"), text, "write eval_strategy: steps"
     if train.get("dataloader_prefetch_factor") is not None and not train.get("dataloader_num_workers"):
         yield ("train", "dataloader_prefetch_factor"), "needs dataloader_num_workers of at least 1", None
-    if train.get("packing") and "max_length" in train and train["max_length"] is None:
+    if train.get("packing") and train["max_length"] is None:
         yield ("train", "max_length"), "empty, while packing fills sequences to it", "write a number of tokens"
     if train.get("pad_token") is not None and train.get("pad_token") == train.get("eos_token"):
         yield ("train", "pad_token"), "is the eos_token: the model would never learn to stop", "name a token of its own"
     if train.get("save_only_model"):
         yield ("train", "save_only_model"), "true: a run could not be resumed", "leave it out"
-    steps, warm = train.get("max_steps", -1), train.get("warmup_steps") or 0
+    steps, warm = train["max_steps"], train["warmup_steps"]
     if 0 < steps < warm:
         text = f"{warm:g}, while max_steps is {steps}: the learning rate would never be reached"
         yield ("train", "warmup_steps"), text, "write a share of all steps, such as 0.03"
@@ -241,9 +241,7 @@ def check_train(train: Mapping[str, Any]) -> Iterator[Found]:
 
 def _check_arguments(train: Mapping[str, Any]) -> Iterator[Found]:
     """Arguments of the schedule and of the optimizer: transformers ignores a key of ``optim_args`` that it does not know."""
-    schedule, optimizer = (
-        str(train.get(key) or native_rules.train_fields()[key].default) for key in ("lr_scheduler_type", "optim")
-    )
+    schedule, optimizer = str(train["lr_scheduler_type"]), str(train["optim"])
     known = facts("trl")["schedulers"][schedule]
     for key in train.get("lr_scheduler_kwargs") or {}:
         if key not in known:
@@ -283,14 +281,14 @@ _DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust",
 def check_dpo(train: Mapping[str, Any], accelerate: Mapping[str, Any], *, megatron: bool) -> Iterator[Found]:
     """What TRL's ``DPOTrainer`` refuses in a rank, and what is not carried here with it. ``accelerate``: the file's mapping."""
     known, losses = facts("trl")["dpo"], [str(name) for name in train.get("loss_type") or ["sigmoid"]]
-    for key, choices in {"loss_type": losses, "f_divergence_type": [train.get("f_divergence_type", "reverse_kl")]}.items():
+    for key, choices in {"loss_type": losses, "f_divergence_type": [train["f_divergence_type"]]}.items():
         for word in choices:
             if word not in known[key]:
                 yield ("train", key), f"{show_value(word)}: it takes {', '.join(known[key])}", did_you_mean(word, known[key])
     weights = train.get("loss_weights")
     if weights is not None and len(weights) != len(losses):
         yield ("train", "loss_weights"), f"{len(weights)} weights of {len(losses)} losses", "write one for each in loss_type"
-    if train.get("f_divergence_type", "reverse_kl") != "reverse_kl" and (other := [n for n in losses if n not in _DIFFERENCES]):
+    if train["f_divergence_type"] != "reverse_kl" and (other := [n for n in losses if n not in _DIFFERENCES]):
         text = f"{train['f_divergence_type']}, which {', '.join(other)} has no form of"
         yield ("train", "f_divergence_type"), text, f"leave it out, or take {', '.join(_DIFFERENCES)}"
     if train.get("use_weighting") and (other := [name for name in losses if name.startswith("aot")]):
@@ -318,12 +316,12 @@ def check_lora(lora: Mapping[str, Any], architecture: Mapping[str, Any] | None) 
     for key, what in native_rules.LORA_UNSUPPORTED.items():
         if lora.get(key):
             yield ("lora", key), f"{what} cannot be exported and merged", "leave it out"
-    if lora.get("init_lora_weights", True) not in native_rules.LORA_PLAIN_INIT:
+    if lora.get("init_lora_weights") not in (None, *native_rules.LORA_PLAIN_INIT):
         text = f"{lora['init_lora_weights']} changes the base weights or trains otherwise"
         yield ("lora", "init_lora_weights"), text, "leave it out"
-    if lora.get("bias", "none") != "none":
+    if lora.get("bias") not in (None, "none"):
         yield ("lora", "bias"), f"{lora['bias']}: trained biases cannot be exported and merged", "write bias: none"
-    if lora.get("task_type", "CAUSAL_LM") != "CAUSAL_LM":
+    if lora.get("task_type") not in (None, "CAUSAL_LM"):
         yield ("lora", "task_type"), f"{lora['task_type']} is not what is trained here", "write CAUSAL_LM"
     target = lora.get("target_modules")
     if isinstance(target, str) and (lora.get("layers_to_transform") is not None or lora.get("layers_pattern") is not None):
@@ -580,7 +578,7 @@ def _context(size: int, train: Mapping[str, Any], architecture: Mapping[str, Any
             fix = f"train.{key}=false, or cp size 1" if "packing" in key else "leave it out, or use cp size 1"
             yield ("train", key), f"{show_value(train[key])}: {what}", fix
     if architecture is not None:
-        length = train.get("max_length", train_fields()["max_length"].default)
+        length = train["max_length"]
         yield from ((_mesh("cp"), text, fix) for text, fix in _split_attention(size, length, architecture))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from clustertune.errors import Problem, UserError, collect_problems
 from clustertune.recipe.schema import NAME, named_bases, without_old_keys
-from clustertune.recipe.yamlfile import Document, KeyPath, parse_value, read_yaml
+from clustertune.recipe.yamlfile import Document, Emptied, KeyPath, parse_value, read_yaml
 from clustertune.tree import ROOT
 
 RECIPES = ROOT / "recipes"
@@ -65,14 +65,16 @@ def _lay_over(
 ) -> None:
     for key, value in top.items():
         key_path = (*path, key)
-        if isinstance(value, dict) and value:
-            if not isinstance(values.get(key), dict):
-                values[key] = {}
+        if isinstance(value, dict) and value and not isinstance(value, Emptied) and isinstance(values.get(key), dict):
             owners.pop(key_path, None)
             _lay_over(values[key], owners, value, layer, key_path)
             continue
         for leaf in [leaf for leaf in owners if leaf[: len(key_path)] == key_path]:
             del owners[leaf]
+        if isinstance(value, dict) and value:
+            values[key] = {}
+            _lay_over(values[key], owners, value, layer, key_path)
+            continue
         values[key] = copy.deepcopy(value)
         owners[key_path] = layer
 
@@ -212,7 +214,10 @@ def _read_base(base: str, asking: Document, folder: Path, shown: str) -> Layer:
 
 
 def read_overrides(overrides: Sequence[str]) -> tuple[Document, dict[str, Document], list[Problem]]:
-    """``section.key=value`` arguments: the recipe's, and those of each file beside it; the last of two for one key holds."""
+    """``section.key=value`` arguments: the recipe's, and those of each file beside it; the last of two for one key holds.
+
+    After ``section=null`` a ``section.key=value`` begins with an empty section (:class:`Emptied`).
+    """
     data: dict[str, Any] = {}
     beside: dict[str, dict[str, Any]] = {name: {} for name in BESIDE}
     problems: list[Problem] = []
@@ -232,7 +237,9 @@ def read_overrides(overrides: Sequence[str]) -> tuple[Document, dict[str, Docume
         if path[0] in BESIDE and len(path) > 1:
             section, path = beside[path[0]], path[1:]
         for part in path[:-1]:
-            if not isinstance(section.get(part), dict):
+            if not section.get(part, True):
+                section[part] = Emptied()
+            elif not isinstance(section.get(part), dict):
                 section[part] = {}
             section = section[part]
         section[path[-1]] = parsed

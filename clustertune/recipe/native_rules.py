@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import types
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Annotated, Any, Literal, TypeGuard, Union
@@ -51,9 +53,6 @@ class NumberRange:
 
 
 _SHARE = NumberRange(0, 1, high_open=True)
-
-DEFAULT_MICRO_BATCH = 8
-"""``TrainingArguments``' own ``per_device_train_batch_size``."""
 
 TRAIN_RANGES = {
     **dict.fromkeys(("learning_rate", "adam_epsilon"), NumberRange(0, 1, low_open=True, high_open=True)),
@@ -280,6 +279,24 @@ def train_fields(trainer: str = "sft") -> dict[str, NativeField]:
 def lora_fields() -> dict[str, NativeField]:
     """The fields of PEFT's ``LoraConfig`` with those of its bases."""
     return _fields(facts("peft")["fields"])
+
+
+def train_defaults(trainer: str = "sft") -> dict[str, Any]:
+    """What TRL takes for each key of ``train`` that a recipe leaves out, but for those that it leaves out itself (None).
+
+    Without ``gradient_checkpointing``, the deprecated name of a key that is always derived.
+    """
+    return _defaults(train_fields(trainer), {*TRAIN_OWNED, *(DPO_OWNED if trainer == "dpo" else ()), "gradient_checkpointing"})
+
+
+def lora_defaults() -> dict[str, Any]:
+    """What PEFT takes for each key of ``lora`` that a recipe leaves out, but for those that it leaves out itself (None)."""
+    return _defaults(lora_fields(), set(LORA_OWNED))
+
+
+def _defaults(fields: Mapping[str, NativeField], owned: Collection[str]) -> dict[str, Any]:
+    plain = {name: field.default for name, field in fields.items() if field.default is not UNKNOWN and name not in owned}
+    return {name: copy.copy(value) for name, value in plain.items() if value is not None}
 
 
 def _fields(found: dict[str, Any]) -> dict[str, NativeField]:

@@ -428,16 +428,16 @@ def lora_parameter_count(architecture: Mapping[str, Any], lora: Mapping[str, Any
     matrix gets r (inputs + outputs), of ``target_parameters`` each expert's; for the fused experts see :func:`_converted`.
     """
     target = lora.get("target_modules") or []
-    if not is_counted(architecture) or any(lora.get(key) for key in _UNCOUNTED) or lora.get("bias", "none") != "none":
+    if not is_counted(architecture) or any(lora.get(key) for key in _UNCOUNTED) or lora.get("bias") not in (None, "none"):
         return None
     if chosen := lora.get("target_parameters"):
         rest = lora_parameter_count(architecture, {**lora, "target_parameters": None}) if target else 0
         found = adapted_experts(architecture, {"target_parameters": chosen})
         each = [linear.copies * (linear.inputs + linear.outputs) for _, linear in found]
-        return None if rest is None or not (each or target) else rest + int(lora.get("r", 8)) * sum(each)
+        return None if rest is None or not (each or target) else rest + int(lora["r"]) * sum(each)
     if not target:
         return None
-    kind, rank = str(architecture["model_type"]), int(lora.get("r", 8))
+    kind, rank = str(architecture["model_type"]), int(lora["r"])
     named = list(_named(architecture))
     if isinstance(target, str) and target.lower() == "all-linear":
         target = "all-linear"

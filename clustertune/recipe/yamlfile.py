@@ -44,6 +44,10 @@ class Document:
         return self.file
 
 
+class Emptied(dict[str, Any]):
+    """A section that the command line set to null before it gave keys of it: nothing below it counts any more."""
+
+
 class _Composer(Composer):
     """PyYAML's composer without aliases: what a person reads is what there is, and no file grows while it is read."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from clustertune import manifest
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, storing
 from clustertune.evaluate.scores import BETTER, SAME, WORSE, read_result, shown
@@ -23,6 +24,8 @@ from clustertune.report.cost import AttemptCost, Cost, Expense
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.rundir import RunDir
 
+MARK = '<meta name="generator" content="clustertune report">'
+"""In the head of each page."""
 SCHEMA_OF_JSON = "clustertune.report/1"
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 _OWN_STAGE = "report"
@@ -48,6 +51,9 @@ def build(run_dir: Path, out: Path | None = None) -> Path:
     with storing("writing the report", page):
         found = _ReportedRun(run, document)
         html = render(_TEMPLATE, found.page())
+        if out is not None:
+            manifest.require_replaceable(page, MARK)
+            manifest.require_replaceable(page.with_suffix(".json"), SCHEMA_OF_JSON)
         page.parent.mkdir(parents=True, exist_ok=True)
         write_durably(page.with_suffix(".json"), json.dumps(found.as_dict(), indent=1) + "\n")
         write_durably(page, html + "\n")

@@ -59,9 +59,9 @@ def tokens_per_step(resolved: Mapping[str, Any]) -> float:
     The world size times it is what all ranks get through; a group that shares its sequences shares their tokens.
     """
     args = get(resolved, "train_args") or {}
-    rows = int(args.get("per_device_train_batch_size") or 8) * int(args.get("gradient_accumulation_steps") or 1)
+    rows = int(args.get("per_device_train_batch_size") or 0) * int(args.get("gradient_accumulation_steps") or 0)
     share = counted_share(resolved.get("data_parallel_size"), resolved.get("world_size"))
-    return share * rows * int(args.get("max_length") or 1024)
+    return share * rows * int(args.get("max_length") or 0)
 
 
 def nodes_of(folder: Path, run: Mapping[str, Any]) -> int | None:

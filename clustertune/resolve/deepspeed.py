@@ -12,7 +12,7 @@ from clustertune.recipe.deepspeed_keys import OFFLOADS, ZERO, get
 from clustertune.recipe.findings import Found
 from clustertune.recipe.library_facts import facts
 from clustertune.recipe.load import COMMAND_LINE, did_you_mean
-from clustertune.recipe.native_rules import DEFAULT_MICRO_BATCH, is_number, show_value, train_fields
+from clustertune.recipe.native_rules import is_number, show_value
 from clustertune.recipe.parameters import count
 from clustertune.recipe.yamlfile import Document
 from clustertune.resolve.distribution import mixed_precision
@@ -70,7 +70,7 @@ class RecipeValues:
     """What the recipe says about the values that DeepSpeed's file says too."""
 
     train: Mapping[str, Any]
-    """The recipe's train section."""
+    """The recipe's train section with TRL's defaults in it."""
     global_batch: int
     accumulation: int
     world: int
@@ -79,6 +79,8 @@ class RecipeValues:
     architecture: Mapping[str, Any]
     lora: bool
     """The base is frozen."""
+    stated: Collection[str] = ()
+    """The keys of the train section that the recipe itself has."""
 
     def size(self, key: str) -> int:
         """A size of the model; 0 where the architecture does not say."""
@@ -92,28 +94,23 @@ class RecipeValues:
         guess = self.size("hidden_size") * max(self.size("vocab_size"), self.size("intermediate_size"))
         return -(-(counted.largest if counted else guess) // self.world)
 
-    def get(self, key: str) -> Any:
-        """A training argument, with the trainer's own default where the recipe is silent."""
-        given = self.train.get(key)
-        return given if given is not None else train_fields()[key].default
-
     def values(self) -> Iterator[tuple[str, Any, str]]:
         """DeepSpeed's key, the value that the recipe means, and where it stands."""
-        micro = int(self.train.get("per_device_train_batch_size") or DEFAULT_MICRO_BATCH)
+        micro = self.train["per_device_train_batch_size"]
         batch = f"micro batch {micro} x accumulation {self.accumulation} x {self.dp} data-parallel ranks"
         yield "train_batch_size", self.global_batch, f"train.global_batch_size: {batch}"
         yield "train_micro_batch_size_per_gpu", micro, "train.per_device_train_batch_size"
         yield "gradient_accumulation_steps", self.accumulation, "train.gradient_accumulation_steps"
-        yield "gradient_clipping", self.get("max_grad_norm"), "train.max_grad_norm"
+        yield "gradient_clipping", self.train["max_grad_norm"], "train.max_grad_norm"
         yield "bf16.enabled", mixed_precision(self.train) == "bf16", "train.bf16"
         yield "fp16.enabled", mixed_precision(self.train) == "fp16", "train.fp16"
-        yield "optimizer.params.lr", self.get("learning_rate"), "train.learning_rate"
-        betas = [self.get("adam_beta1"), self.get("adam_beta2")]
+        yield "optimizer.params.lr", self.train["learning_rate"], "train.learning_rate"
+        betas = [self.train["adam_beta1"], self.train["adam_beta2"]]
         yield "optimizer.params.betas", betas, "train.adam_beta1 and adam_beta2"
-        yield "optimizer.params.eps", self.get("adam_epsilon"), "train.adam_epsilon"
-        yield "optimizer.params.weight_decay", self.get("weight_decay"), "train.weight_decay"
+        yield "optimizer.params.eps", self.train["adam_epsilon"], "train.adam_epsilon"
+        yield "optimizer.params.weight_decay", self.train["weight_decay"], "train.weight_decay"
         yield "scheduler.params.warmup_min_lr", 0, "transformers' default"
-        yield "scheduler.params.warmup_max_lr", self.get("learning_rate"), "train.learning_rate"
+        yield "scheduler.params.warmup_max_lr", self.train["learning_rate"], "train.learning_rate"
 
     def sizes(self) -> Iterator[tuple[str, int, str]]:
         """What transformers makes of ``auto`` from the model's hidden size."""
@@ -245,7 +242,7 @@ def _check_meant(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
     missing = {
         "train_micro_batch_size_per_gpu": "DeepSpeed refuses a file without it",
         "gradient_accumulation_steps": "accelerate would take 1" if meant.accumulation != 1 else "",
-        "gradient_clipping": "DeepSpeed would not clip" if meant.get("max_grad_norm") else "",
+        "gradient_clipping": "DeepSpeed would not clip" if meant.train["max_grad_norm"] else "",
     }
     for key, value, where in meant.values():
         given = get(body, key)
@@ -263,13 +260,13 @@ def _check_meant(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
 
 
 def _check_optimizer(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
-    named = str(meant.get("optim"))
+    named = str(meant.train["optim"])
     kind = get(body, "optimizer.type")
     if body.get("optimizer") is not None:
         wanted = _OPTIMIZERS.get(str(kind).lower())
         if not isinstance(kind, str):
             yield "optimizer.type", "missing", 'write "AdamW", or leave the optimizer out: train.optim says it'
-        elif meant.train.get("optim") is not None and (wanted is None or not named.startswith(wanted)):
+        elif "optim" in meant.stated and (wanted is None or not named.startswith(wanted)):
             fix = "leave the optimizer out, or train.optim: two places that say it must agree"
             yield "optimizer.type", f"{show_value(kind)}, while train.optim is {named}", fix
         return
@@ -284,7 +281,7 @@ def _check_optimizer(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
 def _check_scheduler(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
     if body.get("scheduler") is None:
         return
-    kind, named = get(body, "scheduler.type"), str(meant.get("lr_scheduler_type"))
+    kind, named = get(body, "scheduler.type"), str(meant.train["lr_scheduler_type"])
     if _SCHEDULERS.get(str(kind)) != named:
         fix = "leave the scheduler out: train.lr_scheduler_type says it"
         yield "scheduler.type", f"{show_value(kind)}, while train.lr_scheduler_type is {named}", fix

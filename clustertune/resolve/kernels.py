@@ -125,15 +125,15 @@ def find_problems(
         yield ("train", key), text, "keep one of the two"
 
 
-def mask_warnings(train: Mapping[str, Any], architecture: Mapping[str, Any], micro_batch: int) -> Iterator[str]:
-    """What packing costs where a mask keeps conversations apart, and why it does. ``micro_batch`` in rows of ``max_length``."""
+def mask_warnings(train: Mapping[str, Any], architecture: Mapping[str, Any]) -> Iterator[str]:
+    """What packing costs where a mask keeps conversations apart, and why it does."""
     if not packs(train) or attention_of(train) not in ("sdpa", "eager"):
         return
     named, why = (train.get("model_init_kwargs") or {}).get("attn_implementation"), cannot_pack(architecture)
     because = [f"the recipe names {named}"] if named else []
     because += [f"{PACKED} cannot compute it: {why}"] if why else []
     fix = "train.packing=false avoids it" if why else f"remove train.{_KEY} to use {PACKED}, which attends per conversation"
-    row = micro_batch * int(train.get("max_length") or 1024)  # SFTConfig's own
+    row = train["per_device_train_batch_size"] * train["max_length"]
     yield (
         f"{attention_of(train)} with packing uses a full {row:,} x {row:,} attention mask per micro batch and head "
         f"({'; '.join(because)}): {fix}"

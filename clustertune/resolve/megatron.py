@@ -46,9 +46,9 @@ def find_problems(
         yield "virtual_pipeline_model_parallel_size", f"{chunks}, while there is no pipeline", "leave it out"
     if m.sequence_parallel and tp == 1:
         yield "sequence_parallel", "true, while tensor_model_parallel_size is 1", "leave it out"
-    length = train.get("max_length")
+    length = train["max_length"]
     parts = (2 * cp if cp > 1 else 1) * (tp if m.sequence_parallel else 1)
-    if isinstance(length, int) and length % parts:
+    if length % parts:
         fix = f"train.max_length={length // parts * parts}"
         yield "context_parallel_size", f"train.max_length {length} is not a multiple of {parts}", fix
     if architecture is not None:

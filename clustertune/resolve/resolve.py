@@ -16,7 +16,7 @@ from clustertune.recipe import architecture as arch
 from clustertune.recipe import checks, quantization
 from clustertune.recipe.findings import Found
 from clustertune.recipe.load import COMMAND_LINE, DESCRIPTION, Layer, Layers, base_folder, find_folder, read_layers, same_model
-from clustertune.recipe.native_rules import DEFAULT_MICRO_BATCH, show_value, usable
+from clustertune.recipe.native_rules import show_value, train_defaults, usable
 from clustertune.recipe.parameters import adapted_experts, expert_parameters, parameter_count
 from clustertune.recipe.schema import NAME, ActivationCheckpointing, Megatron, Recipe, read_section
 from clustertune.recipe.yamlfile import Document, KeyPath, leaves, read_text, read_yaml
@@ -78,7 +78,7 @@ def accumulation(train: Mapping[str, Any], world: int, dp: int) -> tuple[Derived
     if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= 10**7:
         text = f"{show_value(batch)} is not a whole number from 1"
         return None, [(path, text, "write how many sequences one step takes")]
-    micro = int(train.get("per_device_train_batch_size") or DEFAULT_MICRO_BATCH)
+    micro = int(train["per_device_train_batch_size"])
     per_pass = micro * dp
     if batch % per_pass == 0:
         reason = f"global batch {batch} / (micro batch {micro} x {dp} data-parallel ranks)"
@@ -115,12 +115,19 @@ class _Resolution:
     architecture: dict[str, Any] | None = None
     chat_template: str | None = None
     train: dict[str, Any] = field(default_factory=dict)
+    """The section as it is stated, in TRL's types."""
     lora: dict[str, Any] | None = None
     world: int = 1
     dp: int = 1
     derived: list[Derived] = field(default_factory=list)
     complete: bool = True
     """Whether all layers could be read: what is missing from the values is then really missing."""
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """The section ``train`` with TRL's defaults in it."""
+        stated = {key: value for key, value in self.train.items() if value is not None}
+        return stated | {key: value for key, value in train_defaults(self.trainer).items() if key not in stated}
 
     @property
     def trainer(self) -> str:
@@ -294,33 +301,33 @@ class _Resolution:
             self.report(checks.check_local_saves(self.values["save"], distribution, megatron=self.megatron is not None))
             given = {key: value for key, value in given.items() if key not in _SAVING}
         self.train, found = checks.check_native(checks.train_section(self.trainer), given)
-        self.report([*found, *checks.check_train(self.train)])
+        self.report([*found, *checks.check_train(train_defaults(self.trainer) | self.train)])
         if not isinstance(self.train.get("model_init_kwargs"), dict | None):
             del self.train["model_init_kwargs"]  # reported; what is checked below reads keys of it
         if self.trainer == "dpo":
-            self.report(checks.check_dpo(self.train, distribution, megatron=self.megatron is not None))
+            self.report(checks.check_dpo(self.args, distribution, megatron=self.megatron is not None))
         positions = (self.architecture or {}).get("max_position_embeddings")
-        length = self.train.get("max_length")
-        if positions and length and length > positions:
+        length = self.args["max_length"]
+        if positions and length > positions:
             text = f"{length} tokens, the model has {positions} positions (max_position_embeddings)"
             self.report([(("train", "max_length"), text, None)])
         batch = {"global_batch_size": given.get("global_batch_size")}
-        accumulated, more = accumulation(batch | self.train, self.world, self.dp)
+        accumulated, more = accumulation(batch | self.args, self.world, self.dp)
         if self.complete and ("per_device_train_batch_size" in self.train or "per_device_train_batch_size" not in given):
             self.report(more)
         self.derived += [accumulated] if accumulated is not None else []
         self._recomputation(distribution)
         lora, deep = self.values.get("lora"), self.deepspeed
-        named, wanted = acc.mixed_precision(distribution), mixed_precision(self.train)
+        named, wanted = acc.mixed_precision(distribution), mixed_precision(self.args)
         if named not in (None, wanted):
             text = f"{named}, while the recipe's train section means {wanted} (TRL's default is bf16)"
             self.report([(("accelerate", acc.PRECISION), text, "leave it out, or change train.bf16")])
-        self.report(kernels.find_problems(self.train, self.architecture, distribution, accelerate_shown))
-        self.report(checks.check_quantization(self.train, lora))
+        self.report(kernels.find_problems(self.args, self.architecture, distribution, accelerate_shown))
+        self.report(checks.check_quantization(self.args, lora))
         if self.megatron is None:
             zeros = acc.distributed_type(distribution) == "DEEPSPEED"
             zero = acc.zero_stage(distribution, deep.data if deep else None) if zeros else None
-            self.report(checks.check_strategy(self.train, lora, distribution, self.architecture, zero=zero))
+            self.report(checks.check_strategy(self.args, lora, distribution, self.architecture, zero=zero))
         stated = self.values.get("reduce_dtype")
         if acc.distributed_type(distribution) == "FSDP" and wanted != "no":
             # accelerate 1.15 takes bfloat16 for all (utils/dataclasses.py:2137).
@@ -331,7 +338,7 @@ class _Resolution:
             text = f"{stated}, which only FSDP under mixed precision reads: elsewhere gradients are summed in the type that "
             fix = "leave it out; under DeepSpeed write communication_data_type in its own file"
             self.report([(("reduce_dtype",), f"{text}they have", fix)])
-        if self.megatron is None and (attention := kernels.attention(self.train, self.architecture)):
+        if self.megatron is None and (attention := kernels.attention(self.args, self.architecture)):
             self.derived.append(attention)
         if deep is not None and accumulated is not None:
             self._fill_deepspeed(deep, batch["global_batch_size"], accumulated.value, lora=lora is not None)
@@ -348,9 +355,9 @@ class _Resolution:
     def _fill_deepspeed(self, document: Document, batch: Any, accumulation: int, *, lora: bool) -> None:
         """DeepSpeed's file against the train section, and what stands in the place of its ``auto``."""
         known, world, dp = self.architecture or {}, self.world, self.dp
-        described = deepspeed.RecipeValues(self.train, int(batch), accumulation, world, dp, known, lora)
+        described = deepspeed.RecipeValues(self.args, int(batch), accumulation, world, dp, known, lora, frozenset(self.train))
         self.report(deepspeed.find_problems(document, described))
-        if lora and mixed_precision(self.train) != "no" and document.data.get(deepspeed.REDUCED_IN) is None:
+        if lora and mixed_precision(self.args) != "no" and document.data.get(deepspeed.REDUCED_IN) is None:
             self.deepspeed = document = replace(document, data={**document.data, deepspeed.REDUCED_IN: "fp32"})
             self.deepspeed_overrides = {deepspeed.REDUCED_IN: "fp32", **self.deepspeed_overrides}
             self.derived.append(Derived(f"deepspeed.{deepspeed.REDUCED_IN}", "fp32", _FEW))
@@ -430,7 +437,7 @@ class _Resolution:
             fix = "submit --dry-run shows command and configuration without a GPU"
             yield ("megatron", "tensor_model_parallel_size"), text, fix
         else:
-            found = megatron.find_problems(section, self.world, self.architecture, self.train)
+            found = megatron.find_problems(section, self.world, self.architecture, self.args)
             yield from ((("megatron", key), text, fix) for key, text, fix in found)
         for key, value in {
             "activation_checkpointing": ratio,
@@ -466,7 +473,7 @@ class _Resolution:
         if self.lora is not None:
             body["lora"] = self.lora
         recipe = Recipe.model_validate(body)
-        train_args = {key: value for key, value in self.train.items() if value is not None}
+        train_args = self.args
         train_args.pop("gradient_checkpointing", None)  # the deprecated alias of the derived key
         for item in self.derived:
             section, _, key = item.key.partition(".")
@@ -524,10 +531,10 @@ def _warnings(resolved: Resolved) -> list[str]:
             found.append(f"{key} {path} is not there on this machine")
     if resolved.distribution.kind == "DDP" and resolved.world_size > 1:
         found.append(f"{resolved.accelerate_file}: {acc.TYPE} MULTI_GPU keeps the whole model on every rank")
-    dropout = (resolved.recipe.lora or {}).get("lora_dropout") or 0
+    dropout = resolved.lora["lora_dropout"] if resolved.lora else 0
     if dropout > 0.5:
         found.append(f"lora.lora_dropout {dropout:g} hides most of what an adapter reads; 0 to 0.1 is usual")
-    elif dropout and resolved.is_dpo and resolved.train_args.get("disable_dropout", True):
+    elif dropout and resolved.is_dpo and resolved.train_args["disable_dropout"]:
         found.append(f"lora.lora_dropout {dropout:g} has no effect: train.disable_dropout is true, DPOConfig's own")
     experts = expert_parameters(resolved.architecture)
     if experts and resolved.recipe.lora is not None and not adapted_experts(resolved.architecture, resolved.recipe.lora):
@@ -538,6 +545,5 @@ def _warnings(resolved: Resolved) -> list[str]:
         )
     found += kernels.warnings(resolved.distribution)
     if resolved.recipe.megatron is None:
-        micro_batch = int(resolved.train_args.get("per_device_train_batch_size") or DEFAULT_MICRO_BATCH)
-        found += kernels.mask_warnings(resolved.train_args, resolved.architecture, micro_batch)
+        found += kernels.mask_warnings(resolved.train_args, resolved.architecture)
     return found

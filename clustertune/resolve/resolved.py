@@ -11,12 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.recipe import accelerate_file as acc
+from clustertune.recipe.native_rules import lora_defaults
 from clustertune.recipe.schema import CHOOSING, Recipe, is_address
 from clustertune.resolve import distribution as distributions
 from clustertune.resolve.distribution import Distribution
 
-_WITHOUT_EFFECT = ("report_to", "disable_tqdm", "log_level", "log_level_replica", "save_total_limit")
-"""Training arguments that change what is shown or kept, not what is computed."""
+_WITHOUT_EFFECT = {
+    "report_to", "run_name", "project", "disable_tqdm", "include_num_input_tokens_seen", "include_for_metrics",
+    "per_device_eval_batch_size", "prediction_loss_only", "batch_eval_metrics", "metric_for_best_model", "greater_is_better",
+    "save_total_limit", "save_on_each_node", "enable_jit_checkpoint", "torch_empty_cache_steps", "skip_memory_metrics", "debug",
+    "do_train", "do_eval", "do_predict", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context", "ddp_timeout", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph",
+}  # fmt: skip
+_FAMILIES_WITHOUT_EFFECT = ("log_", "logging_", "eval_", "hub_", "trackio_")
+"""Training arguments that change what is shown, kept, waited for or evaluated, not what is trained: an evaluation leaves the
+random state as it was (training/trainer.py). Others of their families count: ``dataloader_drop_last``, ``dataloader_in_order``
+and ``dataloader_persistent_workers`` change which rows a step has, ``eval_packing`` the rows that are prepared, and
+``bf16_full_eval`` and ``fp16_full_eval`` the precision that DeepSpeed trains in."""
+_MEASURED = ("reduce_lr_on_plateau", "greedy")
+"""Schedules that read the evaluations: with them it counts when one is, of what, and what it is judged by."""
+_OF_EVALUATIONS = ("eval_", "logging_", "per_device_eval_batch_size", "metric_for_best_model", "greater_is_better")
 
 _SAVES = ("save_strategy", "save_steps")
 """Training arguments of when to save: the section ``save`` takes their place, also in a run that is there."""
@@ -65,7 +79,7 @@ class Resolved:
     origins: dict[str, str]
     """For each key path of the recipe: ``base NAME``, ``recipe``, ``tiny``, ``override`` or ``default``."""
     train_args: dict[str, Any]
-    """Keyword arguments of TRL's ``SFTConfig`` or ``DPOConfig``, after derivation."""
+    """Keyword arguments of TRL's ``SFTConfig`` or ``DPOConfig``, after derivation, with TRL's defaults; None is left out."""
     world_size: int
     """Ranks."""
     data_parallel_size: int
@@ -100,6 +114,11 @@ class Resolved:
             layers=int(self.architecture.get("num_hidden_layers", 1)),
             reduce_dtype=self.reduce_dtype,
         )
+
+    @property
+    def lora(self) -> dict[str, Any] | None:
+        """The section ``lora`` with PEFT's own defaults filled in: a key that is missing is None."""
+        return None if self.recipe.lora is None else {**lora_defaults(), **self.recipe.lora}
 
     @property
     def is_dpo(self) -> bool:
@@ -165,7 +184,7 @@ class Resolved:
                 for key, value in recipe["data"].items()
                 if key not in ("expect", "max_rejected") and (key not in CHOOSING or value is not None)
             },
-            "train": {key: value for key, value in self.train_args.items() if key not in _WITHOUT_EFFECT},
+            "train": {key: value for key, value in self.train_args.items() if self.counts(key)},
             "lora": recipe["lora"],
             "world_size": self.world_size,
             "architecture": self.architecture,
@@ -187,6 +206,13 @@ class Resolved:
         extra["trainer"] = "dpo" if self.is_dpo else None
         body |= {key: value for key, value in extra.items() if value is not None}
         return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def counts(self, key: str) -> bool:
+        """Whether a training argument decides the trained weights, so that a run with another value is another run."""
+        measured = self.train_args["lr_scheduler_type"] in _MEASURED and key.startswith(_OF_EVALUATIONS)
+        if measured or key == "eval_packing":
+            return True
+        return key not in _WITHOUT_EFFECT and not key.startswith(_FAMILIES_WITHOUT_EFFECT)
 
     @property
     def identities(self) -> tuple[str, str, str]:

@@ -32,6 +32,7 @@ LONGEST_KEY = 48
 def as_json(resolved: Resolved) -> dict[str, Any]:
     """The document of ``show --json``: every set value with its origin, what was derived, and the resolved sections."""
     values = {key: {"value": value, "origin": origin} for key, value, origin in _rows(resolved)}
+    stated = {".".join(key.split(".")[:2]) for key in values}  # TRL's own defaults aside
     return {
         "recipe": resolved.name,
         "folder": resolved.folder,
@@ -40,10 +41,10 @@ def as_json(resolved: Resolved) -> dict[str, Any]:
         "derived": [vars(item) for item in resolved.derived],
         "world_size": resolved.world_size,
         "data_parallel_size": resolved.data_parallel_size,
-        "train_args": resolved.train_args,
+        "train_args": {key: value for key, value in resolved.train_args.items() if f"train.{key}" in stated},
         "architecture": resolved.architecture,
         "parameters": parameter_count(resolved.architecture),
-        "trainable_parameters": trained_count(resolved.architecture, resolved.recipe.lora),
+        "trainable_parameters": trained_count(resolved.architecture, resolved.lora),
         "accelerate_file": resolved.accelerate_file,
         "accelerate": resolved.accelerate,
         **({"deepspeed": resolved.deepspeed} if resolved.deepspeed is not None else {}),
@@ -133,7 +134,7 @@ def _style(origin: str) -> str:
 
 
 def _notes(resolved: Resolved) -> Iterator[str]:
-    total, trainable = parameter_count(resolved.architecture), trained_count(resolved.architecture, resolved.recipe.lora)
+    total, trainable = parameter_count(resolved.architecture), trained_count(resolved.architecture, resolved.lora)
     counted = f", {total:,} parameters" if total else f" ({uncounted(resolved.architecture)})"
     if total and trainable:
         counted += f", {trainable:,} trained ({Decimal(f'{100 * trainable / total:.2g}'):f} %)"

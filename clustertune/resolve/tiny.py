@@ -11,7 +11,7 @@ from typing import Any
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import deepspeed_keys as ds
 from clustertune.recipe.load import RECIPES
-from clustertune.recipe.native_rules import usable
+from clustertune.recipe.native_rules import train_defaults, usable
 from clustertune.recipe.schema import CHOOSING, FIRST_TASK
 from clustertune.recipe.yamlfile import Document
 from clustertune.resolve.resolved import Derived
@@ -116,7 +116,7 @@ def tiny_layer(values: dict[str, Any], folder: Path, data_parallel_size: int) ->
 
 
 def _train(train: dict[str, Any], data_parallel_size: int) -> dict[str, Any]:
-    micro_batch = usable(train.get("per_device_train_batch_size"), 8)
+    micro_batch = usable(train.get("per_device_train_batch_size"), train_defaults()["per_device_train_batch_size"])
     stated = usable(train.get("global_batch_size"), 0)
     per_pass = micro_batch * data_parallel_size
     result: dict[str, Any] = {

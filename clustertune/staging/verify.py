@@ -290,7 +290,7 @@ class Rehearsal:
         result = prepare(
             recipe.data,
             recipe_folder=Path(self.resolved.folder),
-            seed=int(self.resolved.train_args.get("seed", 42)),
+            seed=int(self.resolved.train_args["seed"]),
             out=out,
             input_path=bundle.data_input(self.resolved),
         )
@@ -338,7 +338,7 @@ class Rehearsal:
             return "the run makes it itself; too large to make here"
         name = self.resolved.recipe.model.name.rsplit("/", 1)[-1]
         texts = conversation_texts(self._scratch / "data")
-        seed = int(self.resolved.train_args.get("seed", 42))
+        seed = int(self.resolved.train_args["seed"])
         self._model = make_local_model(self.resolved.architecture, texts, self._scratch / "model" / name, seed)
         return f"made here, {count:,} parameters"
 

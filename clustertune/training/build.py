@@ -12,6 +12,7 @@ from typing import Any
 
 from clustertune.errors import Problem, UserError
 from clustertune.recipe import quantization
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.resolve import kernels
 from clustertune.resolve.resolved import Resolved
 
@@ -75,8 +76,11 @@ _OLDER = {
 
 
 def spelt(values: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """The arguments by the names that the installed ``SFTConfig`` has (``known``)."""
-    return {_OLDER[key] if key not in known and _OLDER.get(key) in known else key: value for key, value in values.items()}
+    """The arguments by the names that the installed ``SFTConfig`` has (``known``), without those that it lacks and that have
+    the pinned TRL's default."""
+    defaults = train_defaults("dpo") | train_defaults()
+    kept = {key: value for key, value in values.items() if key in known or key in _OLDER or value != defaults.get(key)}
+    return {_OLDER[key] if key not in known and _OLDER.get(key) in known else key: value for key, value in kept.items()}
 
 
 def check_packages(train_args: Mapping[str, Any], *, cuda: bool = False) -> None:

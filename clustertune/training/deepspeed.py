@@ -105,7 +105,7 @@ def swap_bytes(resolved: Resolved, part: str) -> int:
 
     if part == "offload_param":
         return HALF * (parameter_count(resolved.architecture) or 0)
-    return ADAM_BYTES * (trained_count(resolved.architecture, resolved.recipe.lora) or 0)
+    return ADAM_BYTES * (trained_count(resolved.architecture, resolved.lora) or 0)
 
 
 def prepare(resolved: Resolved) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from clustertune.events import SCHEMA
+from clustertune.manifest import open_plain
 
 
 class EventLog:
@@ -26,7 +27,7 @@ class EventLog:
         self._first = {"schema": SCHEMA}
         fence()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b")
+        self._file = os.fdopen(open_plain(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b")
         if self._file.tell():
             self._file.seek(-1, os.SEEK_END)
             if self._file.read(1) != b"\n":  # a killed writer's torn line: keep it, start a new one

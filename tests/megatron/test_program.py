@@ -287,7 +287,7 @@ def test_a_node_starts_the_ranks_by_torchrun(planned: RunDir, monkeypatch: pytes
     other = replace(resolved, recipe=resolved.recipe.model_copy(update={"megatron": None}))
     planned.update(recipe=other.as_dict(), fingerprint=other.fingerprint())
     assert node.main(planned.path, 1, 0, quiet=True) == 0
-    assert [command[2] for command in commands] == ["torch.distributed.run", "accelerate.commands.launch"]
+    assert [command[2] for command in commands] == ["torch.distributed.run", "clustertune.launch.accelerate"]
     assert commands[0][commands[0].index("--nproc_per_node") + 1] == "4"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from clustertune.recipe.schema import Megatron
 from clustertune.resolve.megatron import EXPERTS, data_parallel, find_problems
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
+from tests.command import REPO
 from tests.megatron import record_verdicts
 from tests.megatron.record_verdicts import CASES, MODELS, verdict
 from tests.megatron.standin import NAMES
@@ -155,7 +157,7 @@ def ours(case: dict[str, Any]) -> list[str]:
         "num_local_experts": model.get("num_moe_experts", 0),
     }  # fmt: skip
     section = Megatron.model_validate(case["section"])
-    return [f"{key}: {text}" for key, text, _ in find_problems(section, case["world"], architecture, {})]
+    return [f"{key}: {text}" for key, text, _ in find_problems(section, case["world"], architecture, {"max_length": 1 << 20})]
 
 
 def test_the_record_is_of_these_cases() -> None:
@@ -187,3 +189,26 @@ def test_sizes_are_judged_as_megatron_core_judges_them(case: dict[str, Any]) -> 
     assert case["data_parallel"] == data_parallel(Megatron.model_validate(case["section"]), case["world"])
     later = ("are not a multiple of", "Megatron-Core wants it for experts")
     assert all(any(reason in text for reason in later) for text in found), found
+
+
+def test_what_a_recipe_leaves_out_is_trls_own(tmp_path: Path) -> None:
+    """A recipe without a micro batch trained with an eighth of its batch, one without a length ended in a traceback."""
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    shutil.copy(REPO / "recipes" / "llama8b-lima" / "model.json", folder)
+    (folder / "recipe.yaml").write_text(f"""
+model: {{name: meta-llama/Llama-3.1-8B, revision: "{"0" * 40}"}}
+data: {{name: OpenAssistant/oasst2, revision: "{"0" * 40}", format: oasst-tree, language: en}}
+train: {{global_batch_size: 128, assistant_only_loss: true}}
+megatron: {{tensor_model_parallel_size: 8}}
+slurm: {{nodes: 1, gpus_per_node: 8, time: "04:00:00"}}
+""")
+    resolved = resolve(folder)
+    found = settings.build(resolved, PATHS, settings.Counts(5000, 300))
+    assert found["train"]["global_batch_size"] == 128 and found["train"]["micro_batch_size"] == 8
+    assert found["train"]["train_iters"] == 5000 * 3 // 128
+    assert (found["model"]["seq_length"], found["logger"]["log_interval"], found["rng"]["seed"]) == (1024, 10, 42)
+    assert (found["optimizer"]["lr"], found["checkpoint"]["save_interval"]) == (2e-5, 500)
+    assert settings.find_problems(resolved) == []
+    lora = resolve(folder, ["lora.target_modules=[q_proj]"])
+    assert settings.build(lora, PATHS)["peft"]["dim"] == 8 and settings.find_problems(lora) == []

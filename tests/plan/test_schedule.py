@@ -14,6 +14,7 @@ from clustertune.errors import UserError
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths, read_lengths
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.plan.schedule import START_S, check_schedule_end, times
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.resolve.resolve import resolve
 from tests.plan.world import LORA_SECTION, constants, machine, write_recipe
 
@@ -156,7 +157,7 @@ def test_padding_costs_and_tokens_count_once(tmp_path: Path) -> None:
 )
 def test_counts_follow_training_arguments(what: str, args: dict[str, Any], steps: int | None, expected: int | None) -> None:
     """transformers' rules: a number from 1 is an interval, below 1 a share of all steps; the last step always counts."""
-    assert times(args, what, steps) == expected
+    assert times(train_defaults() | args, what, steps) == expected
 
 
 def test_an_evaluation_gathers_and_computes(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_each_rule_refuses_what_it_is_for() -> None:
     ],
 )  # fmt: skip
 def test_values_that_do_not_go_together(train: dict[str, Any], key: str) -> None:
-    assert keys(check_train(train)) == [f"train.{key}"]
+    assert keys(check_train(native_rules.train_defaults() | train)) == [f"train.{key}"]
 
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4}

@@ -16,6 +16,7 @@ from clustertune.cli.app import app
 from clustertune.errors import UserError
 from clustertune.recipe import checks
 from clustertune.recipe.library_facts import facts
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.values import model_facts
 from clustertune.resolve import kernels, show
 from clustertune.resolve.distribution import recomputed_layers
@@ -207,7 +208,7 @@ def look(architecture: dict[str, Any], *, length: Any = 64, **sizes: int) -> lis
     accelerate = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "parallelism_config": {}}
     for axis, size in sizes.items():
         accelerate["parallelism_config"][f"parallelism_config_{axis}_size"] = size  # type: ignore[index]
-    train = {} if length is ... else {"max_length": length}
+    train = train_defaults() | ({} if length is ... else {"max_length": length})
     return [message for _, message, _ in checks.check_strategy(train, {}, accelerate, architecture)]
 
 

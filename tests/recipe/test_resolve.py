@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clustertune.errors import UserError
+from clustertune.resolve import show
 from clustertune.resolve.resolve import accumulation, resolve
 from clustertune.resolve.resolved import Resolved
 from tests.recipe.conftest import Refuse
@@ -141,12 +143,72 @@ def test_the_chat_template_is_read_and_counts(recipes: Path, refused: Refuse) ->
         ("train.weight_decay=0.3", True),
         ("accelerate=accelerate-fsdp1.yaml", True), ("lora=null", True),
         ("train.report_to=none", False), ("expect.eval_loss=1.0", False), ("slurm.time=01:00:00", False),
-        ("eval.limit=3", False), ("train.save_total_limit=9", False),
+        ("eval.limit=3", False), ("train.save_total_limit=9", False), ("train.ddp_timeout=7200", False),
+        ("train.logging_steps=3", False), ("train.logging_first_step=false", False), ("train.eval_steps=3", False),
+        ("train.eval_strategy=no", False), ("train.eval_on_start=true", False), ("train.per_device_eval_batch_size=3", False),
+        ("train.dataloader_num_workers=2", False), ("train.dataloader_pin_memory=false", False),
+        ("train.skip_memory_metrics=false", False), ("train.include_num_input_tokens_seen=all", False),
+        ("train.log_level=debug", False), ("train.torch_empty_cache_steps=5", False),
+        ("train.dataloader_drop_last=true", True), ("train.dataloader_in_order=false", True),
+        ("train.eval_packing=false", True),
+        ("train.max_length=128", True), ("train.optim=adafactor", True), ("train.neftune_noise_alpha=5", True),
     ],
 )  # fmt: skip
 def test_the_fingerprint_follows_what_decides_the_weights(override: str, changes: bool, recipes: Path) -> None:
     """And not the place of the recipe."""
     assert (resolve("tiny-oasst2", [override]).fingerprint() != resolve(recipes / "tiny-oasst2").fingerprint()) is changes
+
+
+def test_when_the_schedule_reads_the_evaluations_they_count() -> None:
+    words = ["train.lr_scheduler_type=reduce_lr_on_plateau"]
+    own = resolve("tiny-oasst2", words).fingerprint()
+    for other in ("train.eval_steps=3", "train.per_device_eval_batch_size=3", "train.metric_for_best_model=loss"):
+        assert resolve("tiny-oasst2", [*words, other]).fingerprint() != own
+    assert resolve("tiny-oasst2", [*words, "train.ddp_timeout=7200"]).fingerprint() == own
+
+
+def test_a_default_that_is_stated_is_the_same_run(recipes: Path) -> None:
+    """TRL's own values stand in what a run reads, wherever they come from; show still prints only what is stated."""
+    words = ["train.adam_beta2=0.999", "train.label_smoothing_factor=0.0"]
+    plain, stated = resolve("tiny-oasst2"), resolve("tiny-oasst2", words)
+    assert plain.fingerprint() == stated.fingerprint()
+    assert plain.train_args["adam_beta2"] == 0.999 and plain.lora is not None and plain.lora["bias"] == "none"
+    assert "train.adam_beta2" not in show.as_json(plain)["values"] and "adam_beta2" not in show.as_json(plain)["train_args"]
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "expected"),
+    [
+        ("lora=null lora.r=4 lora.target_modules=all-linear", "lora", {"r": 4, "target_modules": "all-linear"}),
+        ("lora={} lora.r=4 lora.target_modules=all-linear", "lora", {"r": 4, "target_modules": "all-linear"}),
+        ("expect=null expect.steps=3", "expect", {"steps": 3}),
+        ("train.model_init_kwargs=null train.model_init_kwargs.dtype=bfloat16",
+         "train.model_init_kwargs", {"dtype": "bfloat16"}),
+        ("data.expect=null data.expect.train=7", "data.expect", {"train": 7}),
+    ],
+)  # fmt: skip
+def test_what_the_command_line_set_to_null_stays_away(words: str, section: str, expected: dict[str, Any]) -> None:
+    """Also where it then gives a key of it: NF4 that was switched off would come back with the dtype."""
+    origins = resolve("llama70b-qlora", words.split()).origins
+    body: Any = resolve("llama70b-qlora", words.split()).recipe.model_dump(mode="json", exclude_defaults=True)
+    for key in section.split("."):
+        body = body[key]
+    assert {key: value for key, value in body.items() if key != "task_type"} == expected
+    below = {key for key, origin in origins.items() if key.startswith(f"{section}.") and origin not in ("default", "derived")}
+    assert below == {f"{section}.{key}" for key in expected}
+
+
+def test_a_null_of_the_files_beside_stays_too() -> None:
+    words = ["accelerate.fsdp_config=null", "accelerate.fsdp_config.fsdp_version=2"]
+    assert resolve("tiny-oasst2", words).accelerate["fsdp_config"] == {"fsdp_version": 2}
+
+
+def test_a_null_of_a_recipe_holds_against_its_base_and_under_an_override(recipes: Path) -> None:
+    folder = recipes / "tiny-oasst2"
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(re.sub(r"\nlora:\n(  .*\n)+", "\nlora: null\n", recipe.read_text()))
+    resolved = resolve(folder, ["lora.r=4", "lora.target_modules=[q_proj]"])
+    assert resolved.recipe.lora is not None and "lora_alpha" not in resolved.recipe.lora
 
 
 @pytest.mark.parametrize(
