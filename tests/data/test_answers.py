@@ -23,7 +23,8 @@ from tests.command import REPO
 TRL = Path(trl.__file__).parent / "chat_templates"
 MARKED = [path for path in [*sorted(TRL.glob("*.jinja")), CHAT_TEMPLATE] if has_generation_markers(path.read_text())]
 BEGIN_EARLIER = (
-    "deepseek", "diffusion", "gemma4", "gptoss", "muse", "nemotron", "qwen2_5_training", "qwen3_5", "qwen3_6", "qwen3_8", "glm4moe",
+    "deepseek", "diffusion", "gemma4", "gptoss", "muse", "nemotron", "qwen2_5_training", "qwen3_5", "qwen3_6", "qwen3_8",
+    "glm4moe",
 )  # fmt: skip
 """TRL's marks in these begin within the generation prompt (``<|start|>assistant``, ``<think>``, a line's end), which the model
 is given and does not say."""
@@ -32,14 +33,17 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}"
-    "{% endif %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else ' ' + m.content + eos_token }}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
+    "{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else ' ' + m.content + eos_token }}{% endfor %}"
 )
 FORGETS_THOUGHTS = CHATML.replace("m.content", "(m.content if loop.last else m.content.split('</think>')[-1])")
 COUNTS_MESSAGES = "{{ messages | length }} messages\n" + CHATML
 
 CALL = {"type": "function", "id": "call12345", "function": {"name": "f", "arguments": {"x": 1}}}
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}}
+]
 
 
 def user(text: str) -> dict[str, Any]:
@@ -53,14 +57,17 @@ def assistant(text: str, **more: Any) -> dict[str, Any]:
 SYSTEM = {"role": "system", "content": "Be brief."}
 MULTI = [user("one"), assistant("two words"), user("three"), assistant("four!"), user("five"), assistant("six")]
 TOOL = {"role": "tool", "content": "42", "name": "f", "tool_call_id": "call12345"}
+ASKS_TOOL = [user("call"), assistant("", tool_calls=[CALL]), TOOL, assistant("it is 42"), user("again"), assistant("no")]
+THINKS = [user("one"), assistant("<think>\nhm\n</think>\n\ntwo"), user("three"), assistant("<think>\nso\n</think>\n\nfour")]
+REASONS = [user("one"), assistant("two", reasoning_content="hm"), user("three"), assistant("four", reasoning_content="so")]
 CHATS: dict[str, tuple[list[dict[str, Any]], Any]] = {
-    "one answer": ([user("hi there"), assistant("hello you")], None),
+    "one answer": (MULTI[:2], None),
     "several": (MULTI, None),
     "a system prompt": ([SYSTEM, *MULTI], None),
-    "tools": ([user("call"), assistant("", tool_calls=[CALL]), TOOL, assistant("it is 42"), user("again"), assistant("no")], TOOLS),
-    "thoughts": ([user("one"), assistant("<think>\nhm\n</think>\n\ntwo"), user("three"), assistant("<think>\nso\n</think>\n\nfour")], None),
-    "reasoning": ([user("one"), assistant("two", reasoning_content="hm"), user("three"), assistant("four", reasoning_content="so")], None),
-}  # fmt: skip
+    "tools": (ASKS_TOOL, TOOLS),
+    "thoughts": (THINKS, None),
+    "reasoning": (REASONS, None),
+}
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +97,8 @@ def test_the_tokens_are_those_between_marks(path: Path, tokenizer: Any) -> None:
             )
             ids, mask = computed(tokenizer, template, name)
         except (TemplateError, TypeError, NotPrefixPreserving):
+            continue
+        if "gemma" in path.stem and name == "tools":  # no generation prompt behind a tool's answer, and a header all the same
             continue
         compared += 1
         theirs = [bool(bit) for bit in marked["assistant_masks"]]
