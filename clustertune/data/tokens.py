@@ -27,11 +27,11 @@ import shutil
 import signal
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from itertools import groupby, islice
@@ -46,9 +46,10 @@ from clustertune.console import byte_progress, say
 from clustertune.data.answers import MARKS_OR_ALL, NotPrefixPreserving, answer_spans, tokens_within
 from clustertune.data.prepare import KIND as DATASET
 from clustertune.data.prepare import SPLITS, locked
-from clustertune.data.tokenizer import has_generation_markers, identity, training_template
+from clustertune.data.tokenizer import TEMPLATE_SECONDS, has_generation_markers, identity, training_template
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import MANIFEST, FileRecord, find_problems, new_hasher, read_manifest, record_files, seal
+from clustertune.process import time_limit
 from clustertune.recipe.native_rules import train_fields
 
 KIND = "tokens"
@@ -302,8 +303,8 @@ def _join(shards: list[Path], out: Path, split: str) -> tuple[dict[str, Any], tu
                     raise UserError("was damaged meanwhile", file=str(path), fix="run the same command again")
                 heads, tokens = found
                 record = np.empty(len(heads), INDEX)
-                for field in RECORD.names or ():
-                    record[field] = heads[field]
+                for name_ in RECORD.names or ():
+                    record[name_] = heads[name_]
                 ends = at + np.cumsum(heads["length"], dtype=np.int64)
                 record["offset"] = ends - heads["length"]
                 index.append(record)
@@ -674,6 +675,49 @@ def look(example: Mapping[str, Any], tokenizer: Any, train_args: Mapping[str, An
     """Tokens of one example, and how many of them carry a label. Raises UserError."""
     found = [head for _, head in Encoder.of(tokenizer, train_args).encode([example])]
     return sum(head[0] for head in found), sum(head[3] for head in found)
+
+
+@dataclass
+class Tried:
+    """What came of examples with a tokenizer and its chat template."""
+
+    refused: list[str] = field(default_factory=list)
+    """Why the template takes an example not, one text each."""
+    indistinct: str | None = None
+    """Why the assistant's words cannot be told apart; all tokens were taken then."""
+    stop: str | None = None
+    """The special token that answers end with, where none of them holds EOS."""
+
+
+def try_examples(tokenizer: Any, examples: Iterable[Mapping[str, Any]], train_args: Mapping[str, Any]) -> Tried:
+    """Tokenise examples as :class:`Encoder` does for ``train_args``, whose ``assistant_only_loss`` is true where it is not
+    given. Raises UserError where a chat template takes longer than :data:`~clustertune.data.tokenizer.TEMPLATE_SECONDS`."""
+    from jinja2 import TemplateError
+
+    found, ends, stops = Tried(), Counter[int](), False
+    encoder = Encoder.of(tokenizer, {"assistant_only_loss": True, **train_args})
+    special = {*tokenizer.all_special_ids, *(n for n, one in tokenizer.added_tokens_decoder.items() if one.special)}
+    for example in examples:
+        try:
+            with time_limit(TEMPLATE_SECONDS):
+                try:
+                    made = list(encoder.encode([example]))
+                except NotPrefixPreserving as error:
+                    found.indistinct = str(error)
+                    encoder = Encoder.of(tokenizer, {**train_args, "assistant_only_loss": False})
+                    made = list(encoder.encode([example]))
+        except TimeoutError as error:
+            raise UserError(f"the chat template {error} for one conversation", key="model.chat_template") from None
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            found.refused.append(str(error))
+            continue
+        for ids, _ in made:
+            learnt = (ids[ids >= LABEL] & ~LABEL).tolist()
+            stops = stops or tokenizer.eos_token_id in learnt
+            ends.update([one for one in learnt if one in special][-1:])
+    if not stops and ends:
+        found.stop = str(tokenizer.convert_ids_to_tokens(ends.most_common(1)[0][0]))
+    return found
 
 
 def make_shard(job: Job, encoder: Encoder) -> float:
