@@ -45,7 +45,8 @@ PLAIN_TEMPLATE = "mistral.jinja"
 ANY_GPUS = "1x8xh100-sxm"
 """What is planned on where neither GPUs nor a cluster are named."""
 _KINDS = ("NO", "DDP", "FSDP2")
-"""What is chosen from: torch's own strategies, which need no compiler on the node and no folder on an NVMe."""
+"""What is chosen from: torch's own strategies, which need no compiler on the node and no folder on an NVMe; without context
+parallelism, which a sequence of :data:`MAX_LENGTH` tokens does not need, and which takes more ranks than one to run."""
 ROOM = 0.93
 """Of a GPU's memory that a new recipe takes at most: other conversations and the allocator's gaps need the rest. Assumed."""
 _NO_DATA = {"name": "not-given", "input": "not-given", "format": "messages"}
@@ -273,7 +274,7 @@ def choose(made: Draft, folder: Path, calibrated: CalibratedCluster, method: str
     def allowed(option: CostedCandidate) -> bool:
         used = option.strategy
         quantised = used.weight_bytes < 1
-        return used.kind in _KINDS and quantised == (method == "qlora")
+        return used.kind in _KINDS and quantised == (method == "qlora") and used.cp == used.tp == 1
 
     fitting = sorted(filter(allowed, advice.fitting), key=lambda option: option.burdens)
     found = next(iter(fitting), None)

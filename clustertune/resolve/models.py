@@ -213,8 +213,8 @@ _SAYS_NOTHING = re.compile(
 
 
 def _name_of(folder: Path, config: Mapping[str, Any], architecture: Mapping[str, Any]) -> str:
-    """What a model in a folder is called: as the folder, if that says it; as the Hub's cache or its configuration has it; as the
-    folder above, if that names a size; else by its type and size."""
+    """What a model in a folder is called: as the folder, if that says it; as the Hub's cache or its configuration has it; as
+    the folder above, if that names a size; else by its type and size."""
 
     def plain(name: str) -> str:
         return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-_")[:64]
