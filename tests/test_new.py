@@ -186,7 +186,7 @@ def test_what_new_writes_for_a_local_model_is_what_prepare_takes(case: str, tmp_
     for key, value in settings.items():
         setattr(tokenizer, key, value)
     tokenizer.save_pretrained(model)
-    small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
+    small = {"num_hidden_layers": 2, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     (model / "config.json").write_text(json.dumps({**find_model("Qwen/Qwen3-8B").architecture, **small}))
     data = rows(tmp_path / "mine.jsonl", ROWS["messages"], 300)
     done = run("new", tmp_path / "mine", "--model", model, "--data", data, "--gpus", "1x2xh100-sxm", "--json")
