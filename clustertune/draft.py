@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -17,25 +19,34 @@ from clustertune.errors import Problem, UserError, raise_if, storage_error
 from clustertune.host.system import GIB
 from clustertune.plan.advise import CostedCandidate, advise
 from clustertune.plan.calibration import CalibratedCluster, find_calibrated
-from clustertune.plan.lengths import Lengths, of_counts
+from clustertune.plan.lengths import PACKED_SHARE, Lengths, of_counts
 from clustertune.plan.predict import fewest_nodes
 from clustertune.recipe.accelerate_file import ALONE, SHARDED, merged
-from clustertune.recipe.load import read_overrides
+from clustertune.recipe.load import RECIPES, read_overrides
 from clustertune.recipe.parameters import count
 from clustertune.resolve.models import FoundModel, size_of
 from clustertune.resolve.overrides import RecipeSource, loading
 from clustertune.resolve.resolve import resolve
+from clustertune.tree import how_to_install
 
 if TYPE_CHECKING:
     from clustertune.data.measure import MeasuredData
 
 METHODS = ("lora", "qlora", "full")
-BATCH = 32
-"""Sequences of an optimizer step at least, as the recipes here have; more where there are more ranks."""
+BATCH, SMALL_BATCH = 32, 8
+"""Sequences of an optimizer step, as the recipes here have, and of little data; more where there are more ranks."""
+STEPS, EPOCHS = 30, 3
+"""Optimizer steps that a training should have, and the most epochs that are taken for it: below, warm-up and decay are most of
+it; above three epochs small data are learnt by heart. Assumed."""
+MAX_LENGTH = 2048
+"""Of the base recipes."""
+PLAIN_TEMPLATE = "mistral.jinja"
+"""A chat template of ``recipes/_base`` that needs no tokens of its own."""
 ANY_GPUS = "1x8xh100-sxm"
 """What is planned on where neither GPUs nor a cluster are named."""
 _KINDS = ("NO", "DDP", "FSDP2")
-"""What is chosen from: torch's own strategies, which need no compiler on the node and no folder on an NVMe."""
+"""What is chosen from: torch's own strategies, which need no compiler on the node and no folder on an NVMe; without context
+parallelism, which a sequence of :data:`MAX_LENGTH` tokens does not need, and which takes more ranks than one to run."""
 ROOM = 0.93
 """Of a GPU's memory that a new recipe takes at most: other conversations and the allocator's gaps need the rest. Assumed."""
 _NO_DATA = {"name": "not-given", "input": "not-given", "format": "messages"}
@@ -140,15 +151,14 @@ class NothingFits(UserError):
 def draft(model: FoundModel, method: str, data: MeasuredData | None, nodes: int, gpus: int) -> Draft:
     """A recipe before its distribution is chosen: FSDP2 over all GPUs, every layer recomputed."""
     world = nodes * gpus
-    batch = world * -(-BATCH // world)
     assumed = [*model.notes, *(data.notes if data else ())]
-    train: dict[str, Any] = {"global_batch_size": batch}
+    train: dict[str, Any] = {"global_batch_size": _batch(BATCH, world)}
     pairs = data is not None and data.section["format"] == "preference"
     base = ["sft-full" if method == "full" else "sft-lora", *(["dpo"] if pairs else [])]
     recipe: dict[str, Any] = {"base": base if pairs else base[0], "model": dict(model.section)}
     recipe |= {"data": dict(data.section) if data else _NO_DATA, "train": train}
     longest = model.architecture.get("max_position_embeddings")
-    if isinstance(longest, int) and longest < 2048:
+    if isinstance(longest, int) and longest < MAX_LENGTH:
         train["max_length"] = longest
     if model.pad_token:
         train["pad_token"] = model.pad_token
@@ -162,13 +172,91 @@ def draft(model: FoundModel, method: str, data: MeasuredData | None, nodes: int,
         recipe["activation_checkpointing"] = {"ratio": 1}
     else:
         train["activation_checkpointing"] = True
-    rates = "learning rate, epochs" + ("" if method == "full" else " and LoRA rank")
-    rates += f" come from the base recipe {' and '.join(base)}"
-    kind = f"{'pairs of answers' if pairs else 'sequences'} of {train.get('max_length', 2048)} tokens"
-    assumed.append(f"{batch} {kind} per step{'' if pairs else ', packed'}; {rates}")
-    assumed.append("the tokenizer has a chat template, as instruct models do; for a base model set model.chat_template")
+    longest = train.get("max_length", MAX_LENGTH)
+    enough = _enough_steps(data, world, longest, pairs=pairs) if data and data.tokens else None
+    train |= enough[0] if enough else {}
+    packed = not pairs and train.get("packing", True)
+    kind = f"{'pairs of answers' if pairs else 'sequences'} of {longest} tokens"
+    rates = f"learning rate{'' if method == 'full' else ' and LoRA rank'} from the base recipe {' and '.join(base)}"
+    assumed.append(f"{train['global_batch_size']} {kind} per step{', packed' if packed else ''}; {rates}")
+    assumed += [enough[1]] if enough else []
     lengths = of_counts(list(data.tokens.items()), data.source) if data and data.tokens else None
     return Draft(recipe, SHARDED if world > 1 else ALONE, model.architecture, assumed, lengths)
+
+
+def _batch(least: int, world: int) -> int:
+    """The smallest global batch of at least so many sequences that the ranks share out."""
+    return world * -(-least // world)
+
+
+def _enough_steps(data: MeasuredData, world: int, longest: int, *, pairs: bool) -> tuple[dict[str, Any], str]:
+    """Batch, packing and epochs with which the data give :data:`STEPS` optimizer steps, or as many as they can; and a sentence.
+
+    What changes the training least is taken first: a smaller batch, then more epochs, then rows that are not packed.
+    """
+    count = sum(data.tokens.values())
+    filled = sum(min(length, longest) * number for length, number in data.tokens.items()) / (longest * PACKED_SHARE)
+    sequences = {True: math.ceil(filled), False: count}
+    small = (_batch(BATCH // 2, world), _batch(SMALL_BATCH, world))
+    tries = [(_batch(BATCH, world), not pairs, 1), *((batch, not pairs, 1) for batch in small)]
+    tries += [(small[1], not pairs, epochs) for epochs in range(2, EPOCHS + 1)] + [(small[1], False, EPOCHS)]
+
+    def steps(one: tuple[int, bool, int]) -> int:
+        batch, packed, epochs = one
+        return epochs * math.ceil(sequences[packed] / batch)
+
+    chosen = next((one for one in tries if steps(one) >= STEPS), tries[-1])
+    batch, packed, epochs = chosen
+    keys: dict[str, Any] = {"global_batch_size": batch}
+    keys |= {"num_train_epochs": epochs} if epochs > 1 else {}
+    keys |= {"packing": False} if not packed and not pairs else {}
+    text = f"{steps(chosen):,} optimizer steps: {sequences[packed]:,} sequences / {batch} x {epochs} epoch{'s' * (epochs > 1)}"
+    if chosen != tries[0]:
+        text += f", where {tries[0][0]} a step would make {steps(tries[0])}"
+    return keys, text + ("; more data, or fewer GPUs, would make more" if steps(chosen) < STEPS else "")
+
+
+def look_at_tokenizer(model: FoundModel, data: MeasuredData, stated: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What a recipe must say so that ``prepare`` accepts these conversations with the tokenizer of a local model, and sentences
+    on it. ``stated``: keys of the recipe that hold whatever is found.
+
+    Tried with the first conversations: whether there is a chat template and it takes them, whether the assistant's words can be
+    told apart, and whether an answer ends with the token that stops the model.
+    """
+    folder, chats = model.section.get("path"), data.section["format"] != "text"
+    if not folder or not data.examples or (stated.get("model") or {}).get("chat_template"):
+        return {}, [
+            "the tokenizer has a chat template, as instruct models do; for a base model set model.chat_template"
+        ] * chats
+    if find_spec("transformers") is None:
+        return {}, [f"the tokenizer was not looked at: transformers is not installed ({how_to_install('train')})"]
+    from clustertune.data.tokenizer import load_tokenizer
+    from clustertune.data.tokens import try_examples
+
+    train = dict(stated.get("train") or {})
+    keys: dict[str, Any] = {}
+    notes: list[str] = []
+    try:
+        tokenizer = load_tokenizer(str(folder), None, None, train, chats=False)
+    except UserError as error:
+        return {}, [f"{error.problems[0].message}: clustertune prepare will refuse it"]
+    if chats and not tokenizer.chat_template:
+        tokenizer.chat_template = (RECIPES / "_base" / PLAIN_TEMPLATE).read_text(encoding="utf-8")
+        keys["model"] = {"chat_template": PLAIN_TEMPLATE}
+        notes.append(
+            f"the tokenizer has no chat template: recipes/_base/{PLAIN_TEMPLATE} is taken, which needs no tokens of its own"
+        )
+    found = try_examples(tokenizer, data.examples, train)
+    if found.indistinct:
+        keys.setdefault("train", {})["assistant_only_loss"] = False
+        notes.append(f"all tokens are learnt, not the assistant's alone (train.assistant_only_loss=false): {found.indistinct}")
+    if found.stop is not None:
+        keys.setdefault("train", {})["eos_token"] = found.stop
+        notes.append(f"answers end with {found.stop} in the chat template and not with {tokenizer.eos_token}: train.eos_token")
+    if found.refused:
+        many = f"{len(found.refused)} of the first {len(data.examples)} conversations"
+        notes.append(f"the chat template refuses {many}: {found.refused[0]}")
+    return keys, notes
 
 
 def choose(made: Draft, folder: Path, calibrated: CalibratedCluster, method: str) -> tuple[Draft, int]:
@@ -186,7 +274,7 @@ def choose(made: Draft, folder: Path, calibrated: CalibratedCluster, method: str
     def allowed(option: CostedCandidate) -> bool:
         used = option.strategy
         quantised = used.weight_bytes < 1
-        return used.kind in _KINDS and quantised == (method == "qlora")
+        return used.kind in _KINDS and quantised == (method == "qlora") and used.cp == used.tp == 1
 
     fitting = sorted(filter(allowed, advice.fitting), key=lambda option: option.burdens)
     found = next(iter(fitting), None)

@@ -21,7 +21,7 @@ from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import Setting, environment
 from clustertune.launch.plan import newest_attempt
 from clustertune.megatron import settings, shown
-from clustertune.plan.schedule import check_schedule_end
+from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
 from clustertune.resolve.models import find_obstacles
 from clustertune.resolve.resolved import Resolved, expand_home, is_there
 from clustertune.rundir import STAGES, RunDir, keep_private, require_stage
@@ -115,6 +115,7 @@ class Submission:
         if self.resolved.recipe.megatron is not None:
             problems += settings.find_problems(self.resolved)
         problems += find_obstacles(self.resolved) + self._base_problems()
+        problems += find_idle_schedule(self.resolved) if self.trains else []
         wrong = bundle.find_problems(self.resolved)
         problems += wrong
         if self.trains and self.machine.container.runtime == "none" and self.resolved.recipe.megatron is None:

@@ -156,3 +156,73 @@ def test_the_node_around_the_gpus() -> None:
     assert (found.compute.interconnect, found.network.ports, len(found.compute_nodes)) == ("nvlink4", 8, 4)
     assert plain.compute.interconnect == "pcie4" and plain.network.kind == "ethernet" and one.compute.interconnect is None
     assert all("is assumed" in cluster.notes[0] for cluster in (found, plain, one))
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""As SmolLM2's: without generation marks."""
+LOCAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "its own template, padding is EOS": ({"chat_template": CHATML, "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}, {}),
+    "no padding token": ({"chat_template": CHATML, "eos_token": "<|im_end|>", "pad_token": None}, {}),
+    "answers end with another token": ({"chat_template": CHATML}, {"train": {"eos_token": "<|im_end|>"}}),
+    "a base model": ({"chat_template": None}, {"model": {"chat_template": "mistral.jinja"}}),
+    "answers that cannot be told apart": (
+        {"chat_template": "{{ messages | length }}" + CHATML, "eos_token": "<|im_end|>"},
+        {"train": {"assistant_only_loss": False}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LOCAL)
+def test_what_new_writes_for_a_local_model_is_what_prepare_takes(case: str, tmp_path: Path) -> None:
+    from clustertune.data.local_model import train_tokenizer
+
+    settings, written = LOCAL[case]
+    model = tmp_path / "hf"
+    tokenizer = train_tokenizer(["user assistant words"] * 9, 400, 4096)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    for key, value in settings.items():
+        setattr(tokenizer, key, value)
+    tokenizer.save_pretrained(model)
+    small = {"num_hidden_layers": 2, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    (model / "config.json").write_text(json.dumps({**find_model("Qwen/Qwen3-8B").architecture, **small}))
+    data = rows(tmp_path / "mine.jsonl", ROWS["messages"], 300)
+    done = run("new", tmp_path / "mine", "--model", model, "--data", data, "--gpus", "1x2xh100-sxm", "--json")
+    assert done.code == 0, done.err
+    recipe = yaml.safe_load((tmp_path / "mine" / "recipe.yaml").read_text())
+    for section, keys in written.items():
+        assert recipe[section].items() >= keys.items()
+    assert {"eos_token", "assistant_only_loss"} & recipe["train"].keys() == set(written.get("train", {}))
+    assert recipe["model"]["name"] != "hf" and ("chat_template" in recipe["model"]) is ("model" in written)
+    made = run("prepare", tmp_path / "mine", "--out", tmp_path / "data", "--json")
+    assert made.code == 0 and made.json["tokens"] and 0 < made.json["labelled_share"] <= 1, made.err
+
+
+@pytest.mark.parametrize(
+    ("count", "gpus"), [(300, "1x8xh100-sxm"), (300, "1x1xh100-sxm"), (60, "1x2xh100-sxm"), (20_000, "2x8xh100-sxm")]
+)
+def test_few_rows_make_enough_steps(count: int, gpus: str, tmp_path: Path) -> None:
+    """Batch, epochs and packing follow from the data, and it is said; large data keep the recipes' own."""
+    data = rows(tmp_path / "mine.jsonl", ROWS["messages"], count)
+    done = run("new", tmp_path / "mine", "--model", "Qwen/Qwen3-8B", "--data", data, "--gpus", gpus, "--json")
+    assert done.code == 0, done.err
+    train = yaml.safe_load((tmp_path / "mine" / "recipe.yaml").read_text())["train"]
+    plan = run("plan", tmp_path / "mine", "--gpus", gpus, "--json").json
+    steps = plan["steps"] if "steps" in plan else plan["schedule"]["steps"]
+    assert steps >= (20 if count == 60 else 30) and any(f"{steps:,} optimizer steps" in line for line in done.json["assumed"])
+    assert (train["global_batch_size"] == 32 and "num_train_epochs" not in train) is (count == 20_000)
+    assert not any("learns little" in line for line in plan["assumptions"])
+
+
+def test_few_steps_are_warned_of_and_one_without_a_rate_is_refused(tmp_path: Path) -> None:
+    """By show, plan and submit alike; a warm-up of none is a way out."""
+    commands = {"show": ["show"], "plan": ["plan"], "submit": ["submit"]}
+    more = {"show": [], "plan": ["--cluster", "dgx-h100"], "submit": ["--cluster", "dgx-h100", "--dry-run"]}
+    for name, words in commands.items():
+        few = run(*words, "llama8b-lima", *more[name], "train.max_steps=5")
+        assert few.code == 0 and "5 steps" in " ".join((few.out + few.err).split()), few.err
+        idle = run(*words, "llama8b-lima", *more[name], "train.max_steps=1", "train.warmup_steps=0.1")
+        assert idle.code == 2 and "train.warmup_steps" in idle.err
+        assert run(*words, "llama8b-lima", *more[name], "train.max_steps=1", "train.warmup_steps=0").code == 0

@@ -53,6 +53,7 @@ with deferred():
     from clustertune.evaluate import scores
     from clustertune.export import whole
     from clustertune.launch import cluster_paths, node
+    from clustertune.plan import schedule
     from clustertune.report import page
     from clustertune.resolve import megatron, resolve
     from clustertune.resolve import show as view
@@ -126,6 +127,8 @@ def show(
     Each value is shown with its origin: base, recipe, override, derived (and from what), or default.
     """
     resolved = _resolve(recipe, overrides, tiny=tiny, ranks=ranks, local=False)
+    raise_if(schedule.find_idle_schedule(resolved))
+    resolved.warnings.extend(schedule.check_schedule_end(resolved))
     reply(as_json, view.as_json(resolved), lambda: view.render(resolved, console.stdout))
 
 

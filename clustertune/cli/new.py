@@ -21,7 +21,7 @@ with deferred():
     from clustertune.cluster import hardware
     from clustertune.data import measure
     from clustertune.plan import explanation, predict
-    from clustertune.recipe import load, schema
+    from clustertune.recipe import accelerate_file, load, schema
     from clustertune.resolve import models, resolve
 
 ModelOption = Annotated[
@@ -66,7 +66,12 @@ def new(
     folder = _target(name)
     stated = draft.stated(overrides or ())
     made_of, found, at = read(model, data, method, gpus, cluster, needs_data=True, of_data=stated.get("data"))
+    if not (stated.get("model") or {}).keys() & {"revision", "path"}:
+        made_of = models.pinned(made_of)
+    keys, notes = draft.look_at_tokenizer(made_of, found, stated)
+    stated = accelerate_file.merged(keys, stated)
     with draft.drafted(folder.name, made_of, method, found, at, stated) as (made, written):
+        made.assumed.extend(notes)
         machine = at.calibrated.machine(int(made.recipe["slurm"]["nodes"]))
         plan = predict.make_plan(resolve.resolve(written), machine, at.calibrated.constants, lengths=made.lengths)
         (written / "README.md").write_text(draft.page(made, folder.name, made_of, at.options), encoding="utf-8")

@@ -35,7 +35,7 @@ with deferred():
     from clustertune.data import measure
     from clustertune.launch import serving, shape
     from clustertune.plan import advise as advisor
-    from clustertune.plan import calibration, explanation, strategy, tables
+    from clustertune.plan import calibration, explanation, schedule, strategy, tables
     from clustertune.plan import lengths as known_lengths
     from clustertune.plan import predict as prediction
     from clustertune.recipe import load as recipe_load
@@ -134,7 +134,9 @@ def _answer_model(args: PlanArguments, known: Lengths | None) -> None:
     of_data = draft.stated(args.overrides).get("data")
     model, data, at = new.read(args.model, args.data, args.method, args.gpus, args.cluster, of_data=of_data)
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", str(model.section["name"]).rpartition("/")[2]).lower()[:50] + f"-{args.method}"
-    with draft.drafted(name, model, args.method, data, at) as (made, folder):
+    known_source = model.section.keys() & {"revision", "path", "weights"}
+    stated = {} if known_source else {"model": {"weights": "random"}}  # a plan needs no commit of the Hub
+    with draft.drafted(name, model, args.method, data, at, stated) as (made, folder):
         plan = _plan(at.calibrated, str(folder), args.overrides, args.tiny, known or made.lengths)
         plan.notes.extend(made.assumed)
         _answer(args, args.overrides, at.calibrated, [plan])
@@ -193,9 +195,11 @@ def _check_usage(args: PlanArguments) -> None:
 
 def _plan(calibrated: CalibratedCluster, recipe: str, changes: list[str], tiny: bool, lengths: Lengths | None) -> Plan:
     resolved = resolve.resolve(recipe, changes, tiny=tiny)
-    return prediction.make_plan(
-        resolved, calibrated.machine(resolved.recipe.slurm.nodes), calibrated.constants, lengths=lengths
-    )
+    raise_if(schedule.find_idle_schedule(resolved, lengths=lengths))
+    machine = calibrated.machine(resolved.recipe.slurm.nodes)
+    plan = prediction.make_plan(resolved, machine, calibrated.constants, lengths=lengths)
+    plan.notes.extend(schedule.check_schedule_end(resolved, lengths=lengths))
+    return plan
 
 
 def _show(

@@ -31,6 +31,8 @@ TURN_TOKENS = 5
 """Tokens that a chat template puts around a message: Llama 3 five, Qwen's ChatML five."""
 LOOKED_AT = 200
 """Rows of which the format is recognised, at most."""
+EXAMPLES = 64
+"""Training conversations with which a model's tokenizer and chat template are tried."""
 SEED = 42
 """SFTConfig's, with which a recipe's eval split is chosen."""
 
@@ -43,6 +45,8 @@ class MeasuredData:
     tokens: Mapping[int, int] = field(default_factory=dict)
     """Training conversations by their estimated number of tokens; empty: they were not counted."""
     notes: tuple[str, ...] = ()
+    examples: tuple[Mapping[str, Any], ...] = ()
+    """The first of the training conversations, as ``prepare`` makes them."""
 
     @property
     def source(self) -> str:
@@ -105,6 +109,8 @@ def _count(section: dict[str, Any]) -> MeasuredData:
             found = prepare.prepare(data, recipe_folder=Path(), seed=SEED, out=Path(folder, "data"))
         with Path(folder, "data", "train.jsonl").open(encoding="utf-8") as lines:
             tokens.update(_tokens(json.loads(line)) for line in lines)
+            lines.seek(0)
+            examples = tuple(map(json.loads, islice(lines, EXAMPLES)))
     counts = {name: found[name]["conversations"] for name in prepare.SPLITS}
     mean = sum(length * count for length, count in tokens.items()) / max(1, counts["train"])
     notes = [
@@ -113,7 +119,8 @@ def _count(section: dict[str, Any]) -> MeasuredData:
     ]
     if rejected := sum(found["rejected"].values()):
         notes.append(f"{rejected:,} rows are left out: clustertune prepare names each")
-    return MeasuredData(section | {"expect": {**counts, "mean_tokens": round(mean)}}, dict(tokens), tuple(notes))
+    section |= {"expect": {**counts, "mean_tokens": round(mean)}}
+    return MeasuredData(section, dict(tokens), tuple(notes), examples)
 
 
 def _tokens(example: Mapping[str, Any]) -> int:

@@ -1,9 +1,10 @@
-"""The tokenizer as training needs it: a chat template, a padding token that is not EOS, and EOS among the labels."""
+"""The tokenizer as training needs it: a chat template, a padding token, and EOS among the labels."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,32 +12,33 @@ from clustertune.errors import UserError
 from clustertune.process import time_limit
 
 PADS = ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|vision_pad|>", "<unk>")
-"""Tokens that may serve as padding where a tokenizer names none of its own (Llama 3.1, Llama 2, Qwen2.5, ...)."""
+"""Tokens that no text uses, which serve as padding where a tokenizer names none but EOS (Llama 3.1, Llama 2, Qwen2.5, ...)."""
 TEMPLATE_SECONDS = 20.0
 """For one turn, which takes a millisecond: nested loops in a template can take years."""
 
 
 def choose_pad_token(tokenizer: Any, wanted: str | None) -> str:
-    """The padding token: ``wanted``, else the tokenizer's own, else a known one in its vocabulary; never EOS.
+    """The padding token: ``wanted``, else the tokenizer's own, else a known one that no text uses, else EOS, as TRL has it.
 
-    TRL falls back to EOS. Labels at padding are masked, so a model trained that way never learns to stop (trl #1623).
+    That it may be EOS does not keep EOS from being learnt. TRL 1.16 pads labels with -100 by position and compares no token
+    with the padding's: ``DataCollatorForLanguageModeling.torch_call`` (trl/trainer/sft_trainer.py:201) and
+    ``DataCollatorForPreference.torch_call`` (trl/trainer/dpo_trainer.py), whose masks come from lengths. transformers' collator
+    of the same name does (``labels[labels == pad_token_id] = -100``); it is not used here. Where a tokenizer has another token
+    that no text uses, that is chosen: programs that read the model afterwards may be of the second kind.
+
+    Raises UserError where it is not in the vocabulary, or there is neither a padding token nor EOS.
     """
     vocabulary = tokenizer.get_vocab()
     if wanted is not None:
         if wanted not in vocabulary:
             raise UserError(f"{wanted!r} is not in the tokenizer's vocabulary", key="train.pad_token")
-        if wanted == tokenizer.eos_token:
-            raise UserError(
-                f"{wanted!r} is also EOS: the model would never learn to stop",
-                key="train.pad_token",
-                fix=f"one of {', '.join(p for p in PADS if p in vocabulary) or 'a token that the tokenizer reserves'}",
-            )
         return wanted
-    for candidate in (tokenizer.pad_token, *PADS):
-        if candidate is not None and candidate != tokenizer.eos_token and candidate in vocabulary:
+    own, eos = tokenizer.pad_token, tokenizer.eos_token
+    for candidate in (own if own != eos else None, *PADS, eos):
+        if candidate is not None and candidate in vocabulary:
             return str(candidate)
     raise UserError(
-        "the tokenizer has no padding token but EOS, and the model would never learn to stop",
+        "the tokenizer has neither a padding token nor EOS",
         key="train.pad_token",
         fix="name a token of the vocabulary that no text uses, such as a reserved special token",
     )
@@ -96,23 +98,23 @@ def render_turn(tokenizer: Any, text: str) -> str:
         raise UserError(f"the chat template {error} for one turn", key="model.chat_template", fix=fix) from None
 
 
+def has_generation_markers(template: str) -> bool:
+    """Whether a chat template marks the assistant's words with ``{% generation %}``."""
+    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None  # as trl/chat_template_utils.py
+
+
 def training_template(tokenizer: Any, *, marked: bool) -> str:
     """The chat template that training renders with: the tokenizer's own, or where ``marked`` is asked for and it has no
-    ``{% generation %}`` marks, the one that TRL puts in its place (sft_trainer.py of 1.16).
-
-    Raises UserError where TRL knows none.
-    """
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+    ``{% generation %}`` marks, the one that TRL puts in its place (sft_trainer.py of 1.16), if TRL knows it."""
+    from trl.chat_template_utils import get_training_chat_template
 
     own = str(tokenizer.get_chat_template())
     if not marked or has_generation_markers(own):
         return own
     try:
         return str(get_training_chat_template(tokenizer) or own)
-    except ValueError as error:
-        fix = "put the template with {% generation %} around what the assistant says beside the recipe, and name it there"
-        text = f"the chat template does not mark what the assistant says: {str(error).splitlines()[0][:200]}"
-        raise UserError(text, key="model.chat_template", fix=fix) from None
+    except Exception:  # TRL renders examples of its own, which a template may refuse; it knows only some templates
+        return own
 
 
 def identity(tokenizer: Any) -> str:

@@ -27,11 +27,12 @@ import shutil
 import signal
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from itertools import groupby, islice
 from pathlib import Path
@@ -42,17 +43,19 @@ import numpy.typing as npt
 
 from clustertune import secrets
 from clustertune.console import byte_progress, say
+from clustertune.data.answers import MARKS_OR_ALL, NotPrefixPreserving, answer_spans, tokens_within
 from clustertune.data.prepare import KIND as DATASET
 from clustertune.data.prepare import SPLITS, locked
-from clustertune.data.tokenizer import identity, training_template
+from clustertune.data.tokenizer import TEMPLATE_SECONDS, has_generation_markers, identity, training_template
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import MANIFEST, FileRecord, find_problems, new_hasher, read_manifest, record_files, seal
+from clustertune.process import time_limit
 from clustertune.recipe.native_rules import train_fields
 
 KIND = "tokens"
 FOLDER = "tokens"
 """Below the folder of the conversations."""
-FORMAT = 1
+FORMAT = 2
 """Version of what this code makes out of the same input. Raise it with any change of a rule: older tokens are recreated."""
 CHUNK = 8 << 20
 """Bytes of a JSON Lines file for one shard: cut by the file alone, never by the number of processes."""
@@ -63,7 +66,7 @@ SUMMARY = ("tokens", "sequences", "labelled_share", "tokens_per_s")
 
 
 def made_from(dataset: Path, tokenizer: Any, train_args: Mapping[str, Any]) -> dict[str, Any]:
-    """All that decides tokens, labels and rows. Raises UserError: no dataset, or a template that marks no answer."""
+    """All that decides tokens, labels and rows. Raises UserError where there is no dataset."""
     manifest = read_manifest(dataset, DATASET)
     digests = manifest.files
     encoder = Encoder.of(tokenizer, train_args)
@@ -217,8 +220,7 @@ def _tokenise(
         with secrets.withheld():  # the tokenizer is loaded: no process of the pool asks the Hub
             cpu = _run(missing, encoder, processes)
     except RefusedConversation as refused:
-        number, text = refused.args
-        raise _refusal(missing, number, text) from None
+        raise _refusal(missing, *refused.args) from None
     finally:
         tokenizer.model_max_length = longest
     seconds = time.perf_counter() - began
@@ -248,12 +250,11 @@ def _check_fields(fields: Mapping[str, int], template: str, dataset: Path) -> No
         say(f"warning: {text}")
 
 
-def _refusal(jobs: list[Job], index: int, text: str) -> UserError:
+def _refusal(jobs: list[Job], index: int, text: str, fix: str) -> UserError:
     """With the line's number, counted only now."""
     path = next((path for path, start, end, _ in jobs if start <= index < end), jobs[0][0])
     with path.open("rb") as file:
         number = 1 + sum(file.read(min(1 << 20, index - at)).count(b"\n") for at in range(0, index, 1 << 20))
-    fix = "leave this conversation out of the input, or give a template that takes it: model.chat_template"
     return UserError(text, file=f"{path}:{number}", fix=fix)
 
 
@@ -302,8 +303,8 @@ def _join(shards: list[Path], out: Path, split: str) -> tuple[dict[str, Any], tu
                     raise UserError("was damaged meanwhile", file=str(path), fix="run the same command again")
                 heads, tokens = found
                 record = np.empty(len(heads), INDEX)
-                for field in RECORD.names or ():
-                    record[field] = heads[field]
+                for name_ in RECORD.names or ():
+                    record[name_] = heads[name_]
                 ends = at + np.cumsum(heads["length"], dtype=np.int64)
                 record["offset"] = ends - heads["length"]
                 index.append(record)
@@ -329,18 +330,20 @@ def _write_rows(out: Path, meta: dict[str, Any], settings: dict[str, Any], recor
     names = []
     for split in SPLITS:
         index = np.load(out / f"{split}.index.npy", mmap_mode="r")
-        pieces, begins = make_rows(index, split, settings)
+        count = partial(count_labels, [out / f"{split}-{n:05}.u32" for n in range(len(meta["splits"][split]["parts"]))])
+        pieces, begins = make_rows(index, split, settings, count)
         for name, array in zip(row_files(split, settings), (pieces, begins), strict=True):
             np.save(out / name, array)
             names.append(name)
         size = settings["max_length"]
-        lone, each = settings["packing"][split] is None, 2 if settings.get("pairs") else 1
+        each = 2 if settings.get("pairs") else 1
         splits[split] = {
             "conversations": meta["splits"][split]["conversations"] // each,
-            **{key: meta["splits"][split][key] for key in ("tokens", "labelled")},
+            "tokens": meta["splits"][split]["tokens"],
+            "labelled": int(count(pieces).sum()),
             "sequences": (len(begins) - 1) * each,
             "cut": int((index["length"] > size).sum()) if size is not None else 0,
-            "dropped": (len(index) - len(pieces)) // each if lone else 0,
+            "dropped": int((~_trained(index, pieces).reshape(-1, each).all(axis=1)).sum()),
         }
     records |= record_files(out, names)
     tokens, labelled, sequences = (sum(s[key] for s in splits.values()) for key in ("tokens", "labelled", "sequences"))
@@ -395,10 +398,35 @@ def row_settings(train_args: Mapping[str, Any], *, pairs: bool = False) -> dict[
     }
 
 
-def make_rows(index: npt.NDArray[Any], split: str, settings: Mapping[str, Any]) -> tuple[Pieces, npt.NDArray[np.int64]]:
+def count_labels(parts: Sequence[Path], pieces: Pieces) -> npt.NDArray[np.int64]:
+    """How many tokens of each piece carry a label. ``parts``: the files of tokens, one behind the other."""
+    counts, start = np.zeros(len(pieces), np.int64), 0
+    for path in parts:
+        labels = np.memmap(path, "<u4", "r") >= LABEL if path.stat().st_size else np.empty(0, bool)
+        mine = np.flatnonzero((pieces["offset"] >= start) & (pieces["offset"] < start + len(labels)) & (pieces["length"] > 0))
+        begins = pieces["offset"][mine] - start
+        edges = np.stack([begins, begins + pieces["length"][mine]], axis=1).ravel()
+        counts[mine] = np.add.reduceat(np.append(labels, False), edges, dtype=np.int64)[::2]
+        start += len(labels)
+    return counts
+
+
+def _trained(index: npt.NDArray[Any], pieces: Pieces) -> npt.NDArray[np.bool_]:
+    """Whether any token of a conversation is in a row."""
+    owners = np.searchsorted(index["offset"], pieces["offset"], side="right") - 1
+    return np.bincount(owners, minlength=len(index)) > 0
+
+
+def make_rows(
+    index: npt.NDArray[Any], split: str, settings: Mapping[str, Any], count: Callable[[Pieces], npt.NDArray[np.int64]]
+) -> tuple[Pieces, npt.NDArray[np.int64]]:
     """The pieces of all rows in their order, and the number of the piece that each row begins with (one more at the end).
 
-    ``index``: conversations of dtype :data:`INDEX`; ``settings``: of :func:`settings`.
+    No row is without a label: its loss would be no number, or a step of 0. TRL leaves such conversations out where it does not
+    pack (sft_trainer.py:1456 of 1.16); here it is the same with each strategy, for what a row keeps of a conversation.
+
+    ``index``: conversations of dtype :data:`INDEX`, in the order of their offsets; ``settings``: of :func:`row_settings`;
+    ``count``: :func:`count_labels` of these tokens.
     """
     strategy, size, rng = settings["packing"][split], settings["max_length"], np.random.default_rng
     if strategy is None:
@@ -406,12 +434,24 @@ def make_rows(index: npt.NDArray[Any], split: str, settings: Mapping[str, Any]) 
         pieces = _truncate(index, size, settings["truncation_mode"], each)
         counts = np.full(len(pieces) // each, each, np.int64)
     else:
+        if strategy == "bfd":
+            index = index[index["first_label"] < size]
         if settings["shuffle_dataset"]:
             index = index[rng(settings["seed"]).permutation(len(index))]
         groups = [index[start : start + GROUP] for start in range(0, len(index), GROUP)]
-        made = [(_wrap if strategy == "wrapped" else _best_fit)(group, size, strategy) for group in groups]
+        if strategy == "wrapped":
+            made = [_wrap(group, size) for group in groups]
+        else:
+            cut = [_cut(group, size, strategy) for group in groups]
+            if strategy == "bfd_split" and cut:
+                labelled, ends = count(np.concatenate(cut)) > 0, np.cumsum([len(part) for part in cut])
+                cut = [part[kept] for part, kept in zip(cut, np.split(labelled, ends[:-1]), strict=True)]
+            made = [_best_fit(part, size) for part in cut]
         pieces = np.concatenate([part for part, _ in made]) if made else np.empty(0, PIECE)
-        counts = np.array([count for _, rows in made for count in rows], np.int64)
+        counts = np.array([number for _, rows in made for number in rows], np.int64)
+        if strategy == "wrapped" and len(counts):
+            rows = np.add.reduceat(count(pieces), np.cumsum(counts) - counts) > 0
+            pieces, counts = pieces[np.repeat(rows, counts)], counts[rows]
     begins = np.concatenate(([0], np.cumsum(counts)))
     if not settings["shuffle_dataset"]:
         return pieces, begins
@@ -440,16 +480,19 @@ def _truncate(index: npt.NDArray[Any], size: int | None, mode: str, each: int) -
     return made
 
 
-def _best_fit(index: npt.NDArray[Any], size: int, strategy: str) -> tuple[Pieces, list[int]]:
-    """Best fit decreasing in TRL 1.16's order (data_utils._pack_bfd). ``bfd`` cuts at ``size``, ``bfd_split`` continues."""
+def _cut(index: npt.NDArray[Any], size: int, strategy: str) -> Pieces:
+    """The pieces of conversations: ``bfd`` cuts each at ``size``, ``bfd_split`` continues in another piece."""
     index = index[index["length"] > 0]
     if strategy == "bfd":
-        pieces = _pieces(index["offset"], np.minimum(index["length"], size))
-    else:
-        parts = -(-index["length"] // size)
-        number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
-        rest = np.repeat(index["length"], parts) - number * size
-        pieces = _pieces(np.repeat(index["offset"], parts) + number * size, np.minimum(rest, size))
+        return _pieces(index["offset"], np.minimum(index["length"], size))
+    parts = -(-index["length"] // size)
+    number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+    rest = np.repeat(index["length"], parts) - number * size
+    return _pieces(np.repeat(index["offset"], parts) + number * size, np.minimum(rest, size))
+
+
+def _best_fit(pieces: Pieces, size: int) -> tuple[Pieces, list[int]]:
+    """Best fit decreasing in TRL 1.16's order (data_utils._pack_bfd)."""
     rows: list[list[int]] = []
     by_space: dict[int, deque[list[int]]] = defaultdict(deque)
     spaces = 1 << size
@@ -471,7 +514,7 @@ def _best_fit(index: npt.NDArray[Any], size: int, strategy: str) -> tuple[Pieces
     return pieces[[position for row in rows for position in row]], [len(row) for row in rows]
 
 
-def _wrap(index: npt.NDArray[Any], size: int, _strategy: str) -> tuple[Pieces, list[int]]:
+def _wrap(index: npt.NDArray[Any], size: int) -> tuple[Pieces, list[int]]:
     """All tokens of a group one behind the other, cut every ``size``: rows, and conversations, begin and end anywhere."""
     ends = np.cumsum(index["length"], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
@@ -501,7 +544,13 @@ Job = tuple[Path, int, int, Path]
 
 
 class RefusedConversation(Exception):
-    """A conversation that cannot be trained on: the byte that its line begins with, and why."""
+    """A conversation that cannot be trained on: the byte that its line begins with, why, and what to do."""
+
+    def __init__(self, location: int, why: str, fix: str | None = None) -> None:
+        super().__init__(location, why, fix or OTHER_TEMPLATE)
+
+
+OTHER_TEMPLATE = "leave this conversation out of the input, or name a template that takes it: model.chat_template"
 
 
 @dataclass
@@ -517,7 +566,7 @@ class Encoder:
 
     @classmethod
     def of(cls, tokenizer: Any, train_args: Mapping[str, Any]) -> Encoder:
-        """As a recipe's ``train`` section asks. Raises UserError where the template marks no answers."""
+        """As a recipe's ``train`` section asks."""
         assistant_only = bool(train_args.get("assistant_only_loss", train_fields()["assistant_only_loss"].default))
         template = training_template(tokenizer, marked=assistant_only) if tokenizer.chat_template else ""
         return cls(tokenizer, template, assistant_only, train_args.get("completion_only_loss") is not False)
@@ -534,8 +583,7 @@ class Encoder:
             if "text" in row:
                 end = self.tokenizer.eos_token or ""
                 text = row["text"] if row["text"].endswith(end) else row["text"] + end
-                ids = np.asarray(self.tokenizer(text)["input_ids"], np.uint32)
-                yield _head(ids, np.ones(len(ids), bool))
+                yield _head(*self._one_bos(self.tokenizer(text)["input_ids"]))
                 continue
             found = [next(whole) for _ in _whole(row)]
             if "prompt" in row:
@@ -547,31 +595,49 @@ class Encoder:
 
     def _render(self, chats: list[tuple[Any, Any]], *, whole: bool) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
         """Tokens of chats with their tools, and which of them may carry a label. Not ``whole``: up to the answer."""
-        marked = self.answers and whole
+        marked = self.answers and whole and has_generation_markers(self.template)
         arguments = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": marked}
         for tools, group in groupby(chats, key=lambda chat: chat[1]):  # one call takes chats of the same tools
-            made = self.tokenizer.apply_chat_template(
-                [turns for turns, _ in group],
-                tools=tools,
-                chat_template=self.template,
-                add_generation_prompt=not whole,
-                **arguments,
-            )
+            turns = [chat for chat, _ in group]
+            common = {"tools": tools, "chat_template": self.template}
+            if self.answers and whole and not marked:
+                for chat in turns:
+                    render = partial(self.tokenizer.apply_chat_template, tokenize=False, **common)
+                    text, spans = answer_spans(chat, render)
+                    yield self._one_bos(*tokens_within(self.tokenizer, text, spans))
+                continue
+            made = self.tokenizer.apply_chat_template(turns, add_generation_prompt=not whole, **common, **arguments)
             for number, found in enumerate(made["input_ids"]):
-                ids = np.asarray(found, np.uint32)
-                yield ids, np.asarray(made["assistant_masks"][number], bool) if marked else np.ones(len(ids), bool)
+                yield self._one_bos(found, made["assistant_masks"][number] if marked else None)
+
+    def _one_bos(self, ids: Any, mask: Any = None) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Token ids with one BOS at most at their begin, and the mask that belongs to them (None: all).
+
+        A text that was rendered before begins with BOS, and the tokenizer, or the template around it, puts another before it:
+        no prompt begins like this when the model is served (lm-eval's ``has_bos_prefix``, vLLM's chat with
+        ``add_special_tokens`` false).
+        """
+        ids = np.asarray(ids, np.uint32)
+        mask = np.ones(len(ids), bool) if mask is None else np.asarray(mask, bool)
+        bos, extra = self.tokenizer.bos_token_id, 0
+        while bos is not None and extra + 1 < len(ids) and ids[extra] == ids[extra + 1] == bos:
+            extra += 1
+        return ids[extra:], mask[extra:]
 
     def encode_lines(self, lines: list[tuple[int, bytes]]) -> Iterator[tuple[npt.NDArray[Any], tuple[int, ...]]]:
-        """The same of lines, each with the place of its first byte. Raises Refused."""
+        """The same of lines, each with the place of its first byte. Raises RefusedConversation."""
         from jinja2 import TemplateError
 
         examples = [json.loads(line) for _, line in lines]
         try:
             found = list(self.encode(examples))
-        except (TemplateError, TypeError, KeyError, ValueError) as error:  # a template's filter meets what it does not take
+        # A template's filter meets what it does not take.
+        except (NotPrefixPreserving, TemplateError, TypeError, KeyError, ValueError) as error:
             for (location, _), example in zip(lines, examples, strict=True):
                 try:
                     list(self.encode([example]))
+                except NotPrefixPreserving as own:
+                    raise RefusedConversation(location, str(own), MARKS_OR_ALL) from None
                 except (TemplateError, TypeError, KeyError, ValueError) as own:
                     raise RefusedConversation(location, f"the chat template refuses it: {own}") from None
             raise RefusedConversation(lines[0][0], f"the chat template refuses it: {error}") from None
@@ -609,6 +675,49 @@ def look(example: Mapping[str, Any], tokenizer: Any, train_args: Mapping[str, An
     """Tokens of one example, and how many of them carry a label. Raises UserError."""
     found = [head for _, head in Encoder.of(tokenizer, train_args).encode([example])]
     return sum(head[0] for head in found), sum(head[3] for head in found)
+
+
+@dataclass
+class Tried:
+    """What came of examples with a tokenizer and its chat template."""
+
+    refused: list[str] = field(default_factory=list)
+    """Why the template takes an example not, one text each."""
+    indistinct: str | None = None
+    """Why the assistant's words cannot be told apart; all tokens were taken then."""
+    stop: str | None = None
+    """The special token that answers end with, where none of them holds EOS."""
+
+
+def try_examples(tokenizer: Any, examples: Iterable[Mapping[str, Any]], train_args: Mapping[str, Any]) -> Tried:
+    """Tokenise examples as :class:`Encoder` does for ``train_args``, whose ``assistant_only_loss`` is true where it is not
+    given. Raises UserError where a chat template takes longer than :data:`~clustertune.data.tokenizer.TEMPLATE_SECONDS`."""
+    from jinja2 import TemplateError
+
+    found, ends, stops = Tried(), Counter[int](), False
+    encoder = Encoder.of(tokenizer, {"assistant_only_loss": True, **train_args})
+    special = {*tokenizer.all_special_ids, *(n for n, one in tokenizer.added_tokens_decoder.items() if one.special)}
+    for example in examples:
+        try:
+            with time_limit(TEMPLATE_SECONDS):
+                try:
+                    made = list(encoder.encode([example]))
+                except NotPrefixPreserving as error:
+                    found.indistinct = str(error)
+                    encoder = Encoder.of(tokenizer, {**train_args, "assistant_only_loss": False})
+                    made = list(encoder.encode([example]))
+        except TimeoutError as error:
+            raise UserError(f"the chat template {error} for one conversation", key="model.chat_template") from None
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            found.refused.append(str(error))
+            continue
+        for ids, _ in made:
+            learnt = (ids[ids >= LABEL] & ~LABEL).tolist()
+            stops = stops or tokenizer.eos_token_id in learnt
+            ends.update([one for one in learnt if one in special][-1:])
+    if not stops and ends:
+        found.stop = str(tokenizer.convert_ids_to_tokens(ends.most_common(1)[0][0]))
+    return found
 
 
 def make_shard(job: Job, encoder: Encoder) -> float:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from clustertune import manifest
 from clustertune.check.rule import FAIL, UNKNOWN, WARN, Seen, listed
-from clustertune.data.tokenizer import PADS
-from clustertune.doctor.recipe_context import FolderFileSystem, RecipeContext, has_generation_marks, snapshot
+from clustertune.doctor.recipe_context import FolderFileSystem, RecipeContext, snapshot
 from clustertune.doctor.recipe_plan import hours
 from clustertune.doctor.stack_faults import trackers
 from clustertune.errors import UserError
@@ -338,20 +337,6 @@ def no_chat_template(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(FAIL, "the tokenizer has no chat template", where=str(context.model.path))
 
 
-def template_without_marks(context: RecipeContext) -> Iterator[Seen]:
-    """Looks at: generation marks in the chat template, for a loss on the assistant's turns
-
-    Why: no token carries a label and nothing is learnt, or the ranks end at their start
-    Fix: a template with {% generation %} around the assistant's turns, as model.chat_template; else the ranks refuse it
-    See: https://github.com/huggingface/trl/issues/4879
-    """
-    template = _template(context)
-    if context.model and template and context.args.get("assistant_only_loss") and not has_generation_marks(template):
-        # TRL 1.16 puts its own training template in for the ones that it knows letter by letter, and refuses all others.
-        text = "train.assistant_only_loss, and the template has no {% generation %}: TRL knows a few such templates by heart"
-        yield Seen(WARN, text, where=str(context.model.path))
-
-
 def eos_not_in_template(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: the chat template ends turns with the tokenizer's EOS
 
@@ -363,28 +348,6 @@ def eos_not_in_template(context: RecipeContext) -> Iterator[Seen]:
     eos = model.special("eos_token") if model and template and not context.args.get("eos_token") else None
     if model and template and eos is not None and eos not in template and not re.search(r"\beos_token\b", template):
         yield Seen(WARN, f"EOS is {show_value(eos)}, which the chat template never writes", where=str(model.path))
-
-
-def pad_is_eos(context: RecipeContext) -> Iterator[Seen]:
-    """Looks at: a padding token that is not EOS
-
-    Why: labels at padding are masked, and EOS with them: the model never learns to stop
-    See: https://github.com/huggingface/trl/issues/1623
-    """
-    model = context.model
-    if model is None or model.vocabulary is None or not context.is_real:
-        return
-    eos, own, known = model.special("eos_token"), model.special("pad_token"), model.vocabulary
-    given = context.args.get("pad_token")
-    others = [name for name in PADS if name in known and name != eos]
-    fix = f"train.pad_token={others[0] if others else 'a token of the vocabulary that no text uses'}"
-    if given is not None and given not in known:
-        yield Seen(FAIL, f"train.pad_token {show_value(given)} is not in the vocabulary", fix)
-    elif given is not None and given == eos:
-        yield Seen(FAIL, f"train.pad_token {show_value(given)} is also EOS", fix)
-    elif given is None and (own is None or own == eos) and not others:
-        what = f"is EOS ({show_value(eos)})" if own else "is missing"
-        yield Seen(FAIL, f"the tokenizer's pad_token {what}", fix, str(model.path))
 
 
 def tokenizer_mismatch(context: RecipeContext) -> Iterator[Seen]:

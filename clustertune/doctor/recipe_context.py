@@ -172,11 +172,6 @@ def _size(path: Path) -> int:
         return 0
 
 
-def has_generation_marks(template: str) -> bool:
-    """Whether a chat template marks the assistant's turns (trl/chat_template_utils.py, has_generation_markers)."""
-    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
-
-
 # --- the recipe -----------------------------------------------------------------------------------------------------------
 
 SECONDS = 5.0

@@ -325,7 +325,6 @@ def long_warmup(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: warm-up against the number of steps
 
     Why: most of the run is spent below the learning rate that was asked for
-    Fix: a share of all steps, such as train.warmup_steps=0.03
     See: https://github.com/axolotl-ai-cloud/axolotl/pull/2897
     """
     steps = context.plan.schedule.steps if context.plan else None
@@ -333,7 +332,10 @@ def long_warmup(context: RecipeContext) -> Iterator[Seen]:
     if steps:
         count = math.ceil(warm * steps) if warm < 1 else warm
         if count > LONG_WARMUP * steps:
-            yield Seen(WARN, f"train.warmup_steps {warm:g} are {count:g} of {steps} steps")
+            few = count <= 1  # a share of so few steps that its one step is most of them
+            fix = "more steps: a smaller train.global_batch_size or more epochs; or train.warmup_steps=0"
+            fix = fix if few else "a share of all steps, such as train.warmup_steps=0.03"
+            yield Seen(WARN, f"train.warmup_steps {warm:g} are {count:g} of {steps} steps", fix)
 
 
 def loss_on_all_tokens(context: RecipeContext) -> Iterator[Seen]:

@@ -75,10 +75,13 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _write_tokenizer(resolved: Resolved, source: tuple[str, str | None], out: Path) -> None:
-    from clustertune.data.tokenizer import load_tokenizer, training_template
+    from clustertune.data.tokenizer import has_generation_markers, load_tokenizer, training_template
 
     tokenizer = load_tokenizer(*source, resolved.chat_template, resolved.train_args)
     tokenizer.chat_template = training_template(tokenizer, marked=True)
+    if not has_generation_markers(tokenizer.chat_template):  # Megatron-Bridge finds the answers by them
+        fix = "put the template with {% generation %} around what the assistant says beside the recipe, and name it there"
+        raise UserError("the chat template does not mark what the assistant says", key="model.chat_template", fix=fix)
     shutil.rmtree(out, ignore_errors=True)
     tokenizer.save_pretrained(out)
     manifest.seal(out, TOKENIZER_KIND, {"source": resolved.recipe.model.name, "revision": source[1]})

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from clustertune.errors import Problem
 from clustertune.plan.constants import SECONDS, Constants, Term, total
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths
 from clustertune.plan.machine import PlanMachine
@@ -203,22 +204,53 @@ def local_bytes(resolved: Resolved, checkpoint: float) -> float:
     return (LOCAL_KEPT + 1) * checkpoint / nodes * (2 if local.neighbour and nodes > 1 else 1)
 
 
-def check_schedule_end(resolved: Resolved, steps: int | None = None) -> list[str]:
-    """What a recipe names by a step that its training does not have. ``steps``: as far as they are known before, if None."""
-    why = ""
+FEW_STEPS = 10
+"""Optimizer steps below which a training teaches little: warm-up and decay take most of them."""
+_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
+"""Schedules of transformers that begin with the full learning rate."""
+
+
+def _known_steps(resolved: Resolved, steps: int | None, lengths: Lengths | None) -> tuple[int | None, str]:
+    """Steps of a real training, and in brackets how they are known; None where they are not, and of a tiny one."""
+    if resolved.tiny or steps is not None:
+        return (None if resolved.tiny else steps), ""
+    steps, why = steps_of(resolved, rows(resolved, lengths or known_lengths(resolved)))
+    return steps, f" ({why})"
+
+
+def check_schedule_end(resolved: Resolved, steps: int | None = None, lengths: Lengths | None = None) -> list[str]:
+    """What a recipe names by a step that its training does not have, and that it has few. ``steps``: as far as they are known
+    before, if None."""
+    steps, why = _known_steps(resolved, steps, lengths)
     if steps is None:
-        steps, known = steps_of(resolved, rows(resolved, known_lengths(resolved)))
-        why = f" ({known})"
-    if resolved.tiny or steps is None:
         return []
-    found, ends = [], f"the training has {steps:,} steps{why}"
+    found, ends = [], f"the training has {steps:,} step{'s' * (steps != 1)}{why}"
+    if steps < FEW_STEPS:
+        fix = "a smaller train.global_batch_size, more epochs (train.num_train_epochs) or train.packing=false makes more"
+        found.append(f"{ends}, and learns little in fewer than {FEW_STEPS}: {fix}")
     if (warm := float(resolved.train_args["warmup_steps"])) > steps:
         text = f"train.warmup_steps {warm:g}, {ends}: the learning rate is never reached"
-        found.append(f"{text}; write a share of all steps, such as 0.03")
+        found.append(f"{text}; write a share of all steps, such as 0.03, or 0 where they are few")
     milestones = resolved.recipe.save.milestones if resolved.recipe.save is not None else ()
     if late := ", ".join(f"{step}" for step in milestones if step > steps):
         found.append(f"save.milestones {late}, {ends}: these are never saved")
     return found
+
+
+def find_idle_schedule(resolved: Resolved, steps: int | None = None, lengths: Lengths | None = None) -> list[Problem]:
+    """A schedule whose learning rate is 0 in every step, which trains nothing.
+
+    Step number n takes the rate of the schedule at n - 1 (the Trainer steps the scheduler behind the optimizer), and a linear
+    warm-up begins with 0 (transformers/optimization.py, ``current_step / num_warmup_steps``): with a warm-up, one step has
+    the rate 0, and no other number has it in all.
+    """
+    steps, why = _known_steps(resolved, steps, lengths)
+    args = resolved.train_args
+    if steps != 1 or not args.get("warmup_steps") or str(args.get("lr_scheduler_type")) in _WITHOUT_WARMUP:
+        return []
+    text = f"{float(args['warmup_steps']):g}: the training has 1 step{why}, which is the warm-up's first, with the learning "
+    fix = "a smaller train.global_batch_size, or more epochs; train.warmup_steps=0 makes the one step train"
+    return [Problem(f"{text}rate 0: nothing would be trained", file=resolved.name, key="train.warmup_steps", fix=fix)]
 
 
 def steps_of(resolved: Resolved, found: PackedRows) -> tuple[int | None, str]:

@@ -213,8 +213,6 @@ def check_train(train: Mapping[str, Any]) -> Iterator[Found]:
         yield ("train", "dataloader_prefetch_factor"), "needs dataloader_num_workers of at least 1", None
     if train.get("packing") and train["max_length"] is None:
         yield ("train", "max_length"), "empty, while packing fills sequences to it", "write a number of tokens"
-    if train.get("pad_token") is not None and train.get("pad_token") == train.get("eos_token"):
-        yield ("train", "pad_token"), "is the eos_token: the model would never learn to stop", "name a token of its own"
     if train.get("save_only_model"):
         yield ("train", "save_only_model"), "true: a run could not be resumed", "leave it out"
     steps, warm = train["max_steps"], train["warmup_steps"]

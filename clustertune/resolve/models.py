@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,10 +88,21 @@ def known_models() -> list[str]:
     return sorted(found)
 
 
+_TRAINED_AS = re.compile(r"-(?:instruct|it|pt|base|chat|sft|dpo|hf)(?=-|$)", re.IGNORECASE)
+"""Words of a Hub id that say how a model was trained, and nothing of its shape."""
+
+
+def shape_name(name: str) -> str:
+    """A Hub id without the words that say how it was trained: base and instruct models of one family share it."""
+    owner, _, model = name.lower().partition("/")
+    return f"{owner}/{_TRAINED_AS.sub('', model.removeprefix('meta-'))}"
+
+
 def find_model(given: str) -> FoundModel:
     """The model of a recipe's name or folder, of a ``config.json`` (or its folder), or of a Hub id.
 
-    A Hub id that is neither a recipe's nor in the list is asked of the Hub, or of its cache. Raises UserError.
+    A Hub id that is neither a recipe's nor in the list, nor the base or instruct model of one that is, is asked of the Hub, or
+    of its cache. Of such a base or instruct model no commit is known: :func:`pinned`. Raises UserError.
     """
     path = Path(given)
     file = path / CONFIG if path.is_dir() and not (path / "recipe.yaml").is_file() else path
@@ -103,8 +114,29 @@ def find_model(given: str) -> FoundModel:
     if (folder := same_model(RECIPES / "_", {"name": given})) is not None:
         return _of_recipe(folder)
     if re.fullmatch(f"{NAME}/{NAME}", given):
+        if (known := _same_shape(given)) is not None:
+            found = find_model(known)
+            note = f"{given} has the shape of {known}, whose row is taken"
+            return replace(found, section={"name": given}, notes=(*found.notes, note))
         return _of_config(_from_the_hub(given), given)
     return _of_recipe(given)
+
+
+def _same_shape(name: str) -> str | None:
+    return next((known for known in known_models() if shape_name(known) == shape_name(name)), None)
+
+
+def pinned(model: FoundModel) -> FoundModel:
+    """The model with its commit on the Hub, which is asked for it where it is not known. Raises UserError."""
+    name = str(model.section["name"])
+    if "/" not in name or model.section.keys() & {"revision", "path", "weights"}:
+        return model
+    try:
+        return replace(model, section={**model.section, "revision": _from_the_hub(name).parent.name})
+    except UserError as error:
+        fix = "state it behind the options: model.revision=COMMIT (hf models info shows it), or model.path=FOLDER"
+        text = f"the commit of {name} is not known here: {error.problems[0].message}"
+        raise UserError(text, file="command line", key="model.revision", fix=fix) from None
 
 
 def _obstacles(name: str, entry: KnownModel) -> Iterator[str]:
@@ -121,7 +153,9 @@ def _obstacles(name: str, entry: KnownModel) -> Iterator[str]:
 def find_obstacles(resolved: Resolved) -> list[Problem]:
     """What keeps a recipe's published weights from being trained, as far as it is known before they are read."""
     model = resolved.recipe.model
-    entry = read_models().get(model.name) if model.weights == "hub" and not model.path and not resolved.recipe.staged else None
+    entry = None
+    if model.weights == "hub" and not model.path and not resolved.recipe.staged:
+        entry = read_models().get(model.name) or read_models().get(_same_shape(model.name) or "")
     found = _obstacles(model.name, entry) if entry is not None else ()
     return [Problem(text, file=resolved.name, key="model", fix="write model.path") for text in found]
 
@@ -166,8 +200,33 @@ def _of_config(file: Path, name: str | None = None) -> FoundModel:
     if name is not None:
         return FoundModel({"name": name, "revision": file.parent.name}, lifted, notes=tuple(notes))
     notes.append(f"the weights are next to {file}; of the Hub write model.name and model.revision: hf models info OWNER/NAME")
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", file.parent.name).strip(".-_")[:64] or "model"
-    return FoundModel({"name": plain, "path": str(file.parent)}, lifted, notes=tuple(notes))
+    return FoundModel({"name": _name_of(file.parent, body, lifted), "path": str(file.parent)}, lifted, notes=tuple(notes))
+
+
+_SAYS_NOTHING = re.compile(
+    r"(hf|huggingface|models?|weights|base|checkpoints?|final|last|best|latest|merged|output|out|tmp|temp|data|home|root|main|"
+    r"snapshots?|downloads?|cache|hub|files?|new|test|full|bf16|fp16|safetensors|transformers|export(ed)?|local|"
+    r"checkpoint-\d+|v?\d+|[0-9a-f]{40})",
+    re.IGNORECASE,
+)
+"""Names of folders that hold a model and do not say which."""
+
+
+def _name_of(folder: Path, config: Mapping[str, Any], architecture: Mapping[str, Any]) -> str:
+    """What a model in a folder is called: as the folder, if that says it; as the Hub's cache or its configuration has it; as
+    the folder above, if that names a size; else by its type and size."""
+
+    def plain(name: str) -> str:
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-_")[:64]
+
+    cached = [part.removeprefix("models--").split("--")[-1] for part in folder.parts if part.startswith("models--")]
+    # transformers writes the second key for what it reads from GGUF.
+    origin = str(config.get("_name_or_path") or config.get("_model_name_or_path") or "").rstrip("/").rpartition("/")[2]
+    above = folder.parent.name if re.search(r"\d[bm](\b|_)", folder.parent.name, re.IGNORECASE) else ""
+    for name in (folder.name, *cached, origin, above):
+        if plain(name) and not _SAYS_NOTHING.fullmatch(plain(name)):
+            return plain(name)
+    return plain(f"{architecture.get('model_type', 'model')}-{size_of(architecture).removeprefix('of ').replace(' ', '-')}")
 
 
 def lift(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -207,6 +266,8 @@ def lift(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def size_of(architecture: Mapping[str, Any]) -> str:
-    """Parameters for people: 8.2B."""
+    """Parameters for people: 8.2B, 135M."""
     count = parameter_count(architecture)
-    return "of unknown size" if count is None else f"{count / 1e9:.3g}B"
+    if count is None:
+        return "of unknown size"
+    return f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"

@@ -19,7 +19,7 @@ from clustertune.checkpoint.store import CheckpointStore
 from clustertune.data import sequences
 from clustertune.data.tokenizer import check_labels, load_tokenizer
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.plan.schedule import check_schedule_end
+from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
 from clustertune.recipe.architecture import scale_down
 from clustertune.resolve.kernels import attention_of
 from clustertune.training import base_model, build, deepspeed, figures, kernels, packing, recompute, sharding, tracker
@@ -312,6 +312,8 @@ class Session:
         facts["recomputed_layers"] = str(recompute.apply(trainer.model, resolved))
         figures.attach(trainer, resolved, recompute.layers_of, facts["gpu0"])
         steps = trainer.state.max_steps
+        if idle := find_idle_schedule(resolved, steps):
+            raise UserError(idle, ExitCode.STOP)
         if self.group.rank == 0:
             for text in check_schedule_end(resolved, steps):
                 self.tell(f"warning: {text}")

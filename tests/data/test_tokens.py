@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from clustertune.data import sequences, tokens
-from clustertune.data.local_model import CHAT_TEMPLATE, train_tokenizer
+from clustertune.data.local_model import train_tokenizer
 from clustertune.data.prepare import prepare
-from clustertune.data.tokenizer import choose_pad_token, training_template
+from clustertune.data.tokenizer import choose_pad_token
 from clustertune.errors import ExitCode, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest
 from clustertune.recipe.schema import Data
@@ -128,7 +128,7 @@ CAUSES: dict[str, tuple[str, Any]] = {
     ),
     "labels": ("assistant_only_loss", lambda dataset, tokenizer, patch: {**SETTINGS, "assistant_only_loss": False}),
     "a special token": ("tokenizer", lambda dataset, tokenizer, patch: setattr(tokenizer, "bos_token", "<|end_of_text|>")),
-    "the code": ("format", lambda dataset, tokenizer, patch: patch.setattr(tokens, "FORMAT", 2)),
+    "the code": ("format", lambda dataset, tokenizer, patch: patch.setattr(tokens, "FORMAT", tokens.FORMAT + 1)),
     "a package": ("versions", lambda dataset, tokenizer, patch: patch.setattr(tokens, "version", lambda name: "9.9")),
 }
 
@@ -273,24 +273,6 @@ def test_what_cannot_be_trained_on_is_named_by_file_and_line(dataset: Path, toke
         assert caught.value.problems[0].file == f"{dataset / 'train.jsonl'}:{line}"
     finally:
         tokenizer.chat_template = own
-
-
-def test_a_template_without_marks_is_replaced_as_trl_does_or_refused(dataset: Path) -> None:
-    from trl import chat_template_utils
-
-    tokenizer = learnt()
-    marked = training_template(tokenizer, marked=True)
-    assert marked == CHAT_TEMPLATE.read_text()
-    tokenizer.chat_template = chat_template_utils.llama3_chat_template
-    made = training_template(tokenizer, marked=True)
-    assert made == chat_template_utils.get_training_chat_template(tokenizer) != tokenizer.chat_template
-    assert training_template(tokenizer, marked=False) == tokenizer.chat_template
-    assert 0 < tokens.make(dataset, tokenizer, SETTINGS)["labelled_share"] < 1
-    tokenizer.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(UserError, match="does not mark what the assistant says") as caught:
-        tokens.make(dataset, tokenizer, SETTINGS)
-    assert caught.value.problems[0].key == "model.chat_template"
-    assert tokens.make(dataset, tokenizer, {**SETTINGS, "assistant_only_loss": False})["labelled_share"] == 1
 
 
 def test_samples_show_what_is_trained(dataset: Path, tokenizer: Any) -> None:

@@ -23,7 +23,7 @@ from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, checks, exit_cod
 from clustertune.cluster.load import load_cluster
 from clustertune.containers import pins
 from clustertune.doctor import recipe_context, recipe_findings, recipe_plan, run_folder
-from clustertune.doctor.recipe_context import ModelFolder, has_generation_marks
+from clustertune.doctor.recipe_context import ModelFolder
 from clustertune.doctor.recipe_findings import recipe_rules
 from clustertune.doctor.run_folder import needed
 from clustertune.doctor.stack_faults import FAULTS, holds
@@ -166,10 +166,6 @@ def slow_storage(gb_s: float) -> Spoil:
     return cluster(storage__read_gb_s=gb_s)
 
 
-def no_spare_token(case: Case) -> None:
-    case.edit("tokenizer.json", model={"vocab": {"a": 0, "<|eot_id|>": 2}}, added_tokens=[])
-
-
 def elsewhere(case: Case) -> None:
     """A laptop on which somebody looks at another cluster's recipe; nothing says where its cache is."""
     hub(case)
@@ -276,11 +272,6 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("model-json", FAIL, edit("config.json", num_hidden_layers=33)),
     ("model-code", WARN, edit("config.json", auto_map={"AutoModelForCausalLM": "modeling_x.X"})),
     ("no-chat-template", FAIL, edit("tokenizer_config.json", chat_template=None)),
-    ("template-without-marks", WARN, edit("tokenizer_config.json", chat_template="{{ messages }}{{ eos_token }}")),
-    ("pad-is-eos", FAIL, override("train.pad_token=<|nowhere|>")),
-    ("pad-is-eos", FAIL, train(**{"pad_token": "<|eot_id|>"})),
-    ("pad-is-eos", FAIL, both(no_spare_token, edit("tokenizer_config.json", pad_token=None))),
-    ("pad-is-eos", FAIL, both(no_spare_token, edit("tokenizer_config.json", pad_token="<|eot_id|>"))),  # noqa: S106
     ("eos-not-in-template", WARN, edit("tokenizer_config.json", chat_template="{% generation %}{% endgeneration %}<|im_end|>")),
     ("tokenizer-mismatch", FAIL, edit("tokenizer.json", added_tokens=[{"id": 128256, "content": "<|extra|>"}])),
     ("weights-on-network", WARN, mount("nfs4", "hard")),
@@ -410,8 +401,6 @@ NEAR: list[tuple[str, str | None, Spoil]] = [
     ("single-checkpoint", None, override("train.save_total_limit=1")),
     ("checkpoint-of-another-world", None, checkpoint(world=16)),  # FSDP loads it
     ("load-timeout", None, slow_storage(0.005)),  # ranks that read their own rows wait for nobody
-    ("pad-is-eos", None, edit("tokenizer_config.json", pad_token=None)),  # the ranks choose Llama's own right pad
-    ("pad-is-eos", None, edit("tokenizer_config.json", pad_token="<|eot_id|>")),  # noqa: S106
     ("punkt-format", None, both(versions(nltk="3.8.1"), override("eval.tasks=[gsm8k]"))),
     ("every-rank-loads-all", None, versions(transformers="5.22.0")),  # 8 x 16 GB fit into 3.9 TB
     ("checkpoint-holds-base", None, checkpoint(size=1_500_000_000)),
@@ -830,9 +819,3 @@ def test_a_model_with_pictures_is_judged_by_its_text_part(case: Case) -> None:
     """Its vocabulary and layers stand one level deeper."""
     case.edit("config.json", text_config={"vocab_size": 3})
     assert {"tokenizer-mismatch", "model-json"} & case.rules()
-
-
-def test_generation_marks_are_told_from_words_alike() -> None:
-    """add_generation_prompt is in every template."""
-    assert all(map(has_generation_marks, ("{% generation %}x{% endgeneration %}", "{%- generation -%}x")))
-    assert not any(map(has_generation_marks, ("{{ add_generation_prompt }}", "{% endgeneration %}", "")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from clustertune.errors import UserError
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths, read_lengths
 from clustertune.plan.predict import Plan, make_plan
-from clustertune.plan.schedule import START_S, check_schedule_end, times
+from clustertune.plan.schedule import START_S, check_schedule_end, find_idle_schedule, times
 from clustertune.recipe.native_rules import train_defaults
 from clustertune.resolve.resolve import resolve
 from tests.plan.world import LORA_SECTION, constants, machine, write_recipe
@@ -217,9 +218,40 @@ def test_what_saves_take_is_the_copy_and_the_wait_for_the_one_before(tmp_path: P
 def test_what_is_named_by_a_step_that_never_comes_is_known(tmp_path: Path) -> None:
     at_end = resolve(write_recipe(tmp_path / "a", train={"max_steps": 10, "warmup_steps": 10}, save={"milestones": [5, 10]}))
     assert check_schedule_end(at_end) == []
-    assert ["warmup" in text for text in check_schedule_end(at_end, 7)] == [True, False]
-    late = resolve(write_recipe(tmp_path / "b", train={"max_steps": 10}, save={"milestones": [5, 11, 10**9]}))
-    assert "save.milestones 11, 1000000000, the training has 10 steps" in check_schedule_end(late)[0]
+    few, warm, late = check_schedule_end(at_end, 7)
+    assert "7 steps" in few and "warmup" in warm and "milestones" in late
+    at_end = resolve(write_recipe(tmp_path / "b", train={"max_steps": 10}, save={"milestones": [5, 11, 10**9]}))
+    assert "save.milestones 11, 1000000000, the training has 10 steps" in check_schedule_end(at_end)[0]
+
+
+@pytest.mark.parametrize(
+    ("train", "idle"),
+    [
+        ({"max_steps": 1, "warmup_steps": 0.03}, True),
+        ({"max_steps": 1, "warmup_steps": 1, "lr_scheduler_type": "linear"}, True),
+        ({"max_steps": 1, "warmup_steps": 0}, False),
+        ({"max_steps": 1, "warmup_steps": 1, "lr_scheduler_type": "constant"}, False),
+        ({"max_steps": 2, "warmup_steps": 2}, False),
+    ],
+)
+def test_a_rate_of_0_in_every_step_is_known_as_the_trainer_has_it(train: dict[str, Any], idle: bool, tmp_path: Path) -> None:
+    """Against transformers' own schedule: step n takes its rate at n - 1."""
+    import torch
+    from transformers import get_scheduler
+
+    resolved = resolve(write_recipe(tmp_path / "a", train=train))
+    assert bool(find_idle_schedule(resolved)) is idle and check_schedule_end(resolved)
+    steps, warm = train["max_steps"], train["warmup_steps"]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    kind = str(resolved.train_args.get("lr_scheduler_type") or "linear")
+    scheduler = get_scheduler(kind, optimizer, math.ceil(warm * steps) if warm < 1 else int(warm), steps)
+    rates = []
+    for _ in range(steps):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert (max(rates) == 0) is idle
+    assert find_idle_schedule(resolve(write_recipe(tmp_path / "b", train=train), tiny=True)) == []
 
 
 def test_a_section_for_saves_is_planned(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from clustertune.launch.serving import evaluation
 from clustertune.recipe.load import RECIPES
 from clustertune.recipe.parameters import adapter_modules, matches, parameter_count
 from clustertune.resolve import show
-from clustertune.resolve.models import find_model, find_obstacles, known_models, lift, read_models
+from clustertune.resolve.models import find_model, find_obstacles, known_models, lift, read_models, shape_name
 from clustertune.resolve.resolve import resolve
 from tests.command import events, run
 from tests.recipe_runs import WORDS
@@ -164,3 +164,40 @@ def test_a_listed_model_runs_tiny(name: str, tmp_path: Path) -> None:
     done = run("run", folder, "--tiny", "--to", "export", "--run-dir", run_dir, *WORDS, network=False)
     assert done.code == 0, done.err
     assert len(events(run_dir, "step")) == 2 and (run_dir / "adapter" / "adapter_model.safetensors").is_file()
+
+
+SIBLINGS = [
+    "Qwen/Qwen2.5-72B", "Qwen/Qwen2.5-14B", "Qwen/Qwen3-8B-Base", "Qwen/Qwen3-30B-A3B-Base", "meta-llama/Llama-3.1-405B",
+    "meta-llama/Meta-Llama-3.1-8B", "meta-llama/Llama-3.2-1B", "mistralai/Mistral-7B-Instruct-v0.1",
+    "mistralai/Mixtral-8x7B-Instruct-v0.1", "mistralai/Mistral-Small-24B-Base-2501", "google/gemma-3-12b-pt",
+    "allenai/OLMo-2-1124-7B", "allenai/OLMo-2-1124-7B-SFT", "zai-org/GLM-4.5-Air-Base", "deepseek-ai/DeepSeek-V3-Base",
+]  # fmt: skip
+
+
+def test_base_and_instruct_names_share_a_row() -> None:
+    """Of every family; no two rows are of one shape's name, so that none is taken for another."""
+    listed = [name for name in known_models() if "/" in name]
+    assert len({shape_name(name) for name in listed}) == len(listed)
+    for name in SIBLINGS:
+        found = find_model(name)
+        [row] = [known for known in listed if shape_name(known) == shape_name(name)]
+        assert found.architecture == find_model(row).architecture and found.section == {"name": name}
+
+
+@pytest.mark.parametrize(
+    ("folder", "config", "name"),
+    [
+        ("Tiny-Chat-30M", {}, "Tiny-Chat-30M"),
+        ("hf", {"_name_or_path": "acme/Tiny-30M-Instruct"}, "Tiny-30M-Instruct"),
+        ("Tiny-7b/hf", {}, "Tiny-7b"),
+        (f"models--acme--Tiny/snapshots/{'a' * 40}", {}, "Tiny"),
+        ("somewhere/checkpoint-500", {}, "qwen3-"),
+        ("hf", {"_name_or_path": "/tmp/hf"}, "qwen3-"),
+    ],
+)
+def test_a_model_is_named_by_what_it_is(folder: str, config: dict[str, Any], name: str, tmp_path: Path) -> None:
+    """A folder that says nothing is no name."""
+    own = tmp_path / folder
+    own.mkdir(parents=True)
+    (own / "config.json").write_text(json.dumps({**find_model("Qwen/Qwen3-8B").architecture, **config}))
+    assert str(find_model(str(own)).section["name"]).startswith(name)

@@ -94,7 +94,6 @@ def test_each_rule_refuses_what_it_is_for() -> None:
         ({"fp16": True, "bf16": True}, "fp16"), ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
         ({"dataloader_prefetch_factor": 2}, "dataloader_prefetch_factor"), ({"save_only_model": True}, "save_only_model"),
         ({"packing": True, "max_length": None}, "max_length"), ({"report_to": ["wandb", "wand"]}, "report_to"),
-        ({"pad_token": "<|e|>", "eos_token": "<|e|>"}, "pad_token"),
         ({"gradient_checkpointing": True, "activation_checkpointing": False}, "gradient_checkpointing"),
     ],
 )  # fmt: skip

@@ -38,12 +38,13 @@ class FakeTokenizer:
         (FakeTokenizer(None, "<|finetune_right_pad_id|>"), None, "<|finetune_right_pad_id|>"),
         (FakeTokenizer("</s>", "<unk>"), None, "<unk>"),
         (FakeTokenizer("<own>", "<two>"), "<two>", "<two>"),
-        (FakeTokenizer("<own>"), "</s>", r"!train\.pad_token"),
+        (FakeTokenizer("<own>"), "</s>", "</s>"),
         (FakeTokenizer("<own>"), "<absent>", r"!train\.pad_token"),
-        (FakeTokenizer("</s>"), None, "!never learn to stop"),
+        (FakeTokenizer("</s>"), None, "</s>"),
+        (FakeTokenizer(None), None, "</s>"),
     ],
 )
-def test_padding_is_never_eos(tokenizer: FakeTokenizer, wanted: str | None, chosen: str) -> None:
+def test_padding_is_eos_where_there_is_no_other_token(tokenizer: FakeTokenizer, wanted: str | None, chosen: str) -> None:
     """The token that is chosen, or behind ``!`` why none is."""
     if not chosen.startswith("!"):
         assert tokens.choose_pad_token(tokenizer, wanted) == chosen
