@@ -42,6 +42,7 @@ import numpy.typing as npt
 
 from clustertune import secrets
 from clustertune.console import byte_progress, say
+from clustertune.data.chats import TOOL_MESSAGES
 from clustertune.data.prepare import KIND as DATASET
 from clustertune.data.prepare import SPLITS, locked
 from clustertune.data.tokenizer import identity, training_template
@@ -209,7 +210,7 @@ def _tokenise(
     if len(missing) < len(everything):
         say(f"tokens: {len(everything) - len(missing)} of {len(everything)} shards existed already")
     encoder = Encoder.of(tokenizer, {key: what.get(key) for key in ("assistant_only_loss", "completion_only_loss")})
-    _check_fields(read_manifest(dataset, DATASET).meta.get("fields", {}), encoder.template, dataset)
+    _check_fields(read_manifest(dataset, DATASET).meta.get("fields", {}), encoder, dataset)
     processes = max(1, min(len(os.sched_getaffinity(0)), len(missing)))
     began, longest = time.perf_counter(), tokenizer.model_max_length
     tokenizer.model_max_length = int(1e30)  # no warning for each long conversation
@@ -236,13 +237,13 @@ def _tokenise(
     return {"splits": splits, "rates": rates}, records
 
 
-def _check_fields(fields: Mapping[str, int], template: str, dataset: Path) -> None:
+def _check_fields(fields: Mapping[str, int], encoder: Encoder, dataset: Path) -> None:
     """Raise UserError where the chat template knows no tools and the data have some; reasoning may be left out on purpose."""
     for name, count in fields.items():
-        if name in template:
+        if encoder.shows_answers_of_tools() if name == TOOL_MESSAGES else name in encoder.template:
             continue
         text = f"{count:,} examples hold {name}, which the chat template does not name: it would leave them out"
-        if name in ("tools", "tool_calls"):
+        if name in ("tools", "tool_calls", TOOL_MESSAGES):
             fix = "name a template that renders them, or leave these examples out of the input"
             raise UserError(text, file=str(dataset), key="model.chat_template", fix=fix)
         say(f"warning: {text}")
@@ -522,14 +523,23 @@ class Encoder:
         template = training_template(tokenizer, marked=assistant_only) if tokenizer.chat_template else ""
         return cls(tokenizer, template, assistant_only, train_args.get("completion_only_loss") is not False)
 
+    def shows_answers_of_tools(self) -> bool:
+        """Whether the template renders a message of the role tool; one that raises an error refuses the row by itself."""
+        turns = [{"role": role, "content": f"{role}-7f3a"} for role in ("user", "assistant", "tool", "assistant")]
+        try:
+            text = self.tokenizer.apply_chat_template(turns, tokenize=False, chat_template=self.template)
+        except Exception:  # whatever a template raises
+            return True
+        return "tool-7f3a" in str(text)
+
     def encode(self, examples: list[Mapping[str, Any]]) -> Iterator[tuple[npt.NDArray[Any], tuple[int, ...]]]:
         """Tokens with their label bits, and length, first and last label and count of labels, of each conversation.
 
         An example gives one; a preference gives two, prompt with chosen and prompt with rejected. As TRL 1.16 does it
         (``tokenize_fn`` of sft_trainer.py and of dpo_trainer.py).
         """
-        prompts = iter(self._render([(row["prompt"], row.get("tools")) for row in examples if "prompt" in row], whole=False))
-        whole = iter(self._render([(turns, row.get("tools")) for row in examples for turns in _whole(row)], whole=True))
+        prompts = iter(self._render([(row["prompt"], _of_the_row(row)) for row in examples if "prompt" in row], whole=False))
+        whole = iter(self._render([(turns, _of_the_row(row)) for row in examples for turns in _whole(row)], whole=True))
         for row in examples:
             if "text" in row:
                 end = self.tokenizer.eos_token or ""
@@ -546,13 +556,14 @@ class Encoder:
             yield from (_head(ids, mask) for ids, mask in found)
 
     def _render(self, chats: list[tuple[Any, Any]], *, whole: bool) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-        """Tokens of chats with their tools, and which of them may carry a label. Not ``whole``: up to the answer."""
+        """Tokens of chats with what their rows give the template, and which of them may carry a label. Not ``whole``: up to the
+        answer."""
         marked = self.answers and whole
         arguments = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": marked}
-        for tools, group in groupby(chats, key=lambda chat: chat[1]):  # one call takes chats of the same tools
+        for own, group in groupby(chats, key=lambda chat: chat[1]):  # one call takes chats with the same arguments
             made = self.tokenizer.apply_chat_template(
                 [turns for turns, _ in group],
-                tools=tools,
+                **own,
                 chat_template=self.template,
                 add_generation_prompt=not whole,
                 **arguments,
@@ -590,6 +601,11 @@ def _whole(row: Mapping[str, Any]) -> list[Any]:
     if "messages" in row:
         return [row["messages"]]
     return [row["prompt"] + row[key] for key in ("completion", "chosen", "rejected") if key in row]
+
+
+def _of_the_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row itself gives its chat template, as TRL has it."""
+    return {"tools": row.get("tools"), **row.get("chat_template_kwargs", {})}
 
 
 def _common(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
