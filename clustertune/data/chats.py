@@ -45,9 +45,11 @@ _ROLES = {
 WEIGHTS = ("weight", "train", "training", "loss", "loss_weight", "train_detail", "training_detail")
 """Fields by which other frameworks say whether a message is trained on (OpenAI, mistral-finetune, axolotl, ms-swift)."""
 TAKEN = frozenset(
-    ("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
-    + ("sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict")
-    + ("return_assistant_tokens_mask", "tokenizer_kwargs")
+    (
+        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+        *("sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
 )
 """Arguments of transformers' ``apply_chat_template`` that are no variables of a template: no row sets them."""
 
@@ -149,7 +151,7 @@ class _ConversationReader:
             if row.get(column) and (found := _value(row[column], column, kind)):
                 example[column] = found
         if taken := sorted(TAKEN & example.get("chat_template_kwargs", {}).keys()):
-            text = f"chat_template_kwargs holds {', '.join(taken)}: only variables that the chat template itself reads can be set"
+            text = f"chat_template_kwargs holds {', '.join(taken)}: a row sets only variables that the chat template reads"
             raise BadRow("template-setting", text)
         return example
 

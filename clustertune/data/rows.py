@@ -268,6 +268,8 @@ def _wrong(text: str, at: int, message: str, *, cut: bool = False) -> JsonError:
 MAX_RECORD_BYTES = 256 * 1024 * 1024
 """A longer line is skipped without being held: a record is a message, or a tree of them, and no text nears this."""
 KINDS = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".feather")
+MAX_EMPTY_LINES = 100_000
+"""A gzip of 1 MB may hold a billion."""
 _BINARY = (".parquet", ".arrow", ".feather")
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 """Compressions, behind any ending but those of Parquet, Arrow and Feather."""
@@ -350,10 +352,14 @@ def _at(location: RowLocation, line: int, row: int) -> RowLocation:
     return RowLocation(location.file, line, location.split, row)
 
 
-def _lines(stream: Any, location: RowLocation, *_: Any) -> Iterator[Record]:
-    number = row = 0
+def _lines(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[Record]:
+    number = row = empty = 0
     while line := stream.readline(MAX_RECORD_BYTES):
         number += 1
+        empty = empty + 1 if line.isspace() else 0
+        if empty > MAX_EMPTY_LINES:
+            text = f"more than {MAX_EMPTY_LINES:,} empty lines, one behind the other: this is no file of rows"
+            raise UserError(text, file=f"{shown}:{number}", fix="give the file that holds the rows")
         at = _at(location, number, row + 1)
         if len(line) == MAX_RECORD_BYTES and not line.endswith(b"\n"):
             while (rest := stream.readline(1 << 20)) and not rest.endswith(b"\n"):
@@ -558,7 +564,8 @@ def _types(schema: Any) -> list[Any]:
         said = datasets.Features.from_dict(json.loads(own)["info"]["features"]).arrow_schema
     except (ValueError, KeyError, TypeError):  # of another version, or not its own
         return list(schema.types)
-    return [said.field(name).type if name in said.names else kind for name, kind in zip(schema.names, schema.types, strict=True)]
+    columns = zip(schema.names, schema.types, strict=True)
+    return [said.field(name).type if name in said.names else kind for name, kind in columns]
 
 
 Decode = Callable[[Any], Any]

@@ -352,6 +352,10 @@ def _find(part: DataSource, recipe_folder: Path, key: str) -> RecordSource:
 def _existing(candidates: list[Path], key: str) -> Path:
     for path in candidates:
         if is_there(path):
+            if not (path.is_file() or path.is_dir()):
+                fix = "write the rows to a file first: they are read twice, once for their digest"
+                text = "is neither a file nor a folder but a pipe, a socket or a device"
+                raise UserError(text, file=str(path), key=key, fix=fix)
             return path
     tried = ", ".join(dict.fromkeys(str(path.absolute()) for path in candidates))
     raise UserError(f"no such file or folder (looked for {tried})", key=key)

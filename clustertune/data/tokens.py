@@ -18,8 +18,11 @@ until all are there: a killed ``prepare`` continues behind them.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import math
+import mmap
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -27,11 +30,13 @@ import shutil
 import signal
 import threading
 import time
+import traceback
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import groupby, islice
 from pathlib import Path
@@ -45,9 +50,10 @@ from clustertune.console import byte_progress, say
 from clustertune.data.chats import TOOL_MESSAGES
 from clustertune.data.prepare import KIND as DATASET
 from clustertune.data.prepare import SPLITS, locked
-from clustertune.data.tokenizer import identity, training_template
+from clustertune.data.tokenizer import MEMORY, identity, training_template, within_limits
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import MANIFEST, FileRecord, find_problems, new_hasher, read_manifest, record_files, seal
+from clustertune.ops import bounded
 from clustertune.recipe.native_rules import train_fields
 
 KIND = "tokens"
@@ -110,7 +116,7 @@ def _end_with_parent() -> None:
 
 def _work(job: Job) -> float:
     assert _ENCODER is not None
-    return make_shard(job, _ENCODER)
+    return bounded_shard(job, _ENCODER)
 
 
 # --- all of them -------------------------------------------------------------------------------------------------------
@@ -265,7 +271,7 @@ def _run(jobs: list[Job], encoder: Encoder, processes: int) -> float:
         if processes == 1:
             cpu = 0.0
             for job in jobs:
-                cpu += make_shard(job, encoder)
+                cpu += bounded_shard(job, encoder)
                 bar.advance(task, job[2] - job[1])
             return cpu
         # Not fork: the tokenizer's threads may hold a lock. The server imports transformers once, which takes 4 s.
@@ -491,6 +497,9 @@ def _wrap(index: npt.NDArray[Any], size: int, _strategy: str) -> tuple[Pieces, l
 
 BATCH = 256
 """Conversations per call of the tokenizer: 20 % faster than one by one."""
+BATCH_SECONDS = 30.0
+RENDERED_PER_S = 1e6
+"""Bytes, once for each message of their conversation."""
 LABEL = np.uint32(1 << 31)
 """The bit of a token that carries a label. Vocabularies stay far below."""
 _HEAD = 40
@@ -526,11 +535,11 @@ class Encoder:
     def shows_answers_of_tools(self) -> bool:
         """Whether the template renders a message of the role tool; one that raises an error refuses the row by itself."""
         turns = [{"role": role, "content": f"{role}-7f3a"} for role in ("user", "assistant", "tool", "assistant")]
+        render = partial(self.tokenizer.apply_chat_template, turns, tokenize=False, chat_template=self.template)
         try:
-            text = self.tokenizer.apply_chat_template(turns, tokenize=False, chat_template=self.template)
-        except Exception:  # whatever a template raises
+            return "tool-7f3a" in str(within_limits(render))
+        except ValueError:
             return True
-        return "tool-7f3a" in str(text)
 
     def encode(self, examples: list[Mapping[str, Any]]) -> Iterator[tuple[npt.NDArray[Any], tuple[int, ...]]]:
         """Tokens with their label bits, and length, first and last label and count of labels, of each conversation.
@@ -576,14 +585,15 @@ class Encoder:
         """The same of lines, each with the place of its first byte. Raises Refused."""
         from jinja2 import TemplateError
 
+        faults = (TemplateError, TypeError, KeyError, ValueError, ArithmeticError, MemoryError, RecursionError)
         examples = [json.loads(line) for _, line in lines]
         try:
             found = list(self.encode(examples))
-        except (TemplateError, TypeError, KeyError, ValueError) as error:  # a template's filter meets what it does not take
+        except faults as error:  # a template's filter meets what it does not take
             for (location, _), example in zip(lines, examples, strict=True):
                 try:
                     list(self.encode([example]))
-                except (TemplateError, TypeError, KeyError, ValueError) as own:
+                except faults as own:
                     raise RefusedConversation(location, f"the chat template refuses it: {own}") from None
             raise RefusedConversation(lines[0][0], f"the chat template refuses it: {error}") from None
         made = iter(found)
@@ -627,17 +637,63 @@ def look(example: Mapping[str, Any], tokenizer: Any, train_args: Mapping[str, An
     return sum(head[0] for head in found), sum(head[3] for head in found)
 
 
-def make_shard(job: Job, encoder: Encoder) -> float:
-    """Write one shard, whole or not at all. Returns the CPU seconds that it took. Raises Refused, OSError."""
+def bounded_shard(job: Job, encoder: Encoder) -> float:
+    """:func:`make_shard` in a child with limits of computing time and memory: template and tokenizer are foreign files.
+
+    Raises RefusedConversation, OSError.
+    """
+    at = mmap.mmap(-1, 8)
+    """The place of the first line that the child works at."""
+
+    def work() -> Mapping[str, Any]:
+        try:
+            return {"cpu": make_shard(job, encoder, at)}
+        except RefusedConversation as refused:
+            return {"refused": refused.args}
+        except OSError:
+            raise
+        except Exception:  # a fault of this program: its traceback is the parent's to show
+            return {"failed": traceback.format_exc()}
+
+    answer = bounded.ask(work, math.inf, MEMORY)
+    if answer.found is None:
+        if answer.errno not in (None, errno.ECHILD):
+            raise OSError(answer.errno, os.strerror(answer.errno), str(job[3]))
+        place = int.from_bytes(at[:8], "little")
+        text = f"this conversation, or one of the {BATCH - 1} behind it, takes too long to render and tokenise, or more than "
+        text += f"{MEMORY >> 30} GiB of memory: the chat template or the tokenizer's normalisation does not end"
+        raise RefusedConversation(place, text)
+    if "failed" in answer.found:
+        raise RuntimeError(answer.found["failed"])
+    if "refused" in answer.found:
+        raise RefusedConversation(*answer.found["refused"])
+    return float(answer.found["cpu"])
+
+
+def _seconds(lines: list[tuple[int, bytes]]) -> float:
+    """Computing time that rendering and tokenising some conversations may take, ten times what they need on a slow machine.
+
+    Answers without marks are found by rendering a conversation up to each of them: its bytes count once for each message.
+    """
+    return BATCH_SECONDS + sum(len(line) * (1 + line.count(b'"role"')) for _, line in lines) / RENDERED_PER_S
+
+
+def make_shard(job: Job, encoder: Encoder, at: mmap.mmap) -> float:
+    """Write one shard, whole or not at all; ``at`` gets the place of the first line of each batch. Ends this process where a
+    batch takes longer than it may. Returns the CPU seconds that it took. Raises RefusedConversation, OSError.
+    """
     began = time.process_time()
     path, start, end, out = job
     heads: list[tuple[int, ...]] = []
     parts: list[npt.NDArray[Any]] = []
     lines = _lines(path, start, end)
     while batch := list(islice(lines, BATCH)):
+        at[:8] = batch[0][0].to_bytes(8, "little")
+        bounded.allow(_seconds(batch))
         for ids, head in encoder.encode_lines(batch):
             parts.append(ids)
             heads.append(head)
+    bounded.allow(0)
     records = np.array(heads, RECORD)
     content = hashlib.sha256(records.tobytes())
     for part in parts:

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from clustertune.host.credentials import holds_secret, may_name_secret
+from clustertune.ops.bounded import PATTERN_SECONDS, patterns_end
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import native_rules, quantization
 from clustertune.recipe.findings import SECRET_FIX, Found, schema_findings
@@ -345,6 +346,13 @@ def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> 
     if not is_pattern(target):
         yield ("lora", "target_modules"), f"{show_value(target)} is not a regular expression", None
         return
+    for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
+        value = lora.get(key)
+        for pattern in [value] if isinstance(value, str) else value if isinstance(value, dict) else ():
+            if is_pattern(pattern) and not patterns_end(re.compile(rf"(.*\.)?({pattern})$").match, modules):
+                text = f"{show_value(pattern)} takes more than {PATTERN_SECONDS:g} s to match the model's modules"
+                yield ("lora", key), text, "write it without nested repetitions, or list the names"
+                return
     yield from _check_head(lora, architecture)
     if not modules:
         return

@@ -1,4 +1,4 @@
-"""Keys that only some rows have: the same from tables as from JSON Lines; a row's own arguments and weights; answers of tools."""
+"""Keys that only some rows have, from tables as from JSON Lines; a row's own arguments and weights; answers of tools."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def called(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 WALK = {"x": 0, "y": 1, "path": [{"via": "a"}, {"via": "b", "slow": True}]}
-CALLS = [("walk", WALK), ("say", {"words": "hello", "options": {"loud": True}}), ("say", {"words": "no", "options": {"to": "b"}})]
+SAY = [{"words": "hello", "options": {"loud": True}}, {"words": "no", "options": {"to": "b"}}]
+CALLS = [("walk", WALK), ("say", SAY[0]), ("say", SAY[1])]
 TOOLS = [
     tool("walk", {"x": {"type": "integer"}, "y": {"type": "integer", "enum": [0, 1]}}),
     tool("say", {"words": {"type": "string", "default": "hi"}}),
@@ -88,7 +89,7 @@ WRITERS: dict[str, tuple[str, Callable[[pa.Table, Path], Any]]] = {
 
 
 def plain(outcome: Any) -> list[Any]:
-    return sorted((json.dumps({k: v for k, v in one.items() if k != "source"}) for one in outcome.conversations))
+    return sorted(json.dumps({k: v for k, v in one.items() if k != "source"}) for one in outcome.conversations)
 
 
 def same_keys(found: list[Any]) -> list[Any]:
