@@ -43,8 +43,7 @@ def test_a_template_without_end_is_refused_as_it_is_loaded(tmp_path: Path, part:
     assert caught.value.problems[0].key == "model.chat_template"
 
 
-@pytest.mark.parametrize("part", [POWER, FOREVER, LARGE])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("part", "processes"), [(POWER, 1), (FOREVER, 1), (LARGE, 1), (LARGE, 2)])
 def test_a_conversation_that_a_template_does_not_end_with_is_named(
     run: Any, part: str, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
