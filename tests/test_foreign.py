@@ -22,7 +22,8 @@ from tests.data.conftest import run as run  # noqa: PLC0414 - the fixture
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-    "vocab_size": 300, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "vocab_size": 300, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
 }  # fmt: skip
 
 
