@@ -266,6 +266,15 @@ def _refusal(jobs: list[Job], index: int, text: str) -> UserError:
 
 def _run(jobs: list[Job], encoder: Encoder, processes: int) -> float:
     """Make shards, at most ``processes`` at a time. Returns the CPU seconds of all."""
+    try:
+        return _run_all(jobs, encoder, processes)
+    except BrokenProcessPool:
+        fix = "a job with more memory, or fewer CPUs, then the same command again: finished shards are kept"
+        text = f"a process that tokenises was ended from outside, of {processes}: out of memory, most likely"
+        raise UserError(text, file=str(jobs[0][0]), fix=fix, code=ExitCode.AGAIN) from None
+
+
+def _run_all(jobs: list[Job], encoder: Encoder, processes: int) -> float:
     with byte_progress() as bar:
         task = bar.add_task("tokenising", total=sum(end - start for _, start, end, _ in jobs))
         if processes == 1:
@@ -285,10 +294,6 @@ def _run(jobs: list[Job], encoder: Encoder, processes: int) -> float:
                 cpu += done.result()
                 bar.advance(task, pending[done][2] - pending[done][1])
             return cpu
-        except BrokenProcessPool:
-            fix = "a job with more memory, or fewer CPUs, then the same command again: finished shards are kept"
-            text = f"a process that tokenises was ended from outside, of {processes}: out of memory, most likely"
-            raise UserError(text, file=str(jobs[0][0]), fix=fix, code=ExitCode.AGAIN) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -640,7 +645,7 @@ def look(example: Mapping[str, Any], tokenizer: Any, train_args: Mapping[str, An
 def bounded_shard(job: Job, encoder: Encoder) -> float:
     """:func:`make_shard` in a child with limits of computing time and memory: template and tokenizer are foreign files.
 
-    Raises RefusedConversation, OSError.
+    Raises RefusedConversation, OSError, BrokenProcessPool where something else ended it.
     """
     at = mmap.mmap(-1, 8)
     """The place of the first line that the child works at."""
@@ -659,6 +664,8 @@ def bounded_shard(job: Job, encoder: Encoder) -> float:
     if answer.found is None:
         if answer.errno not in (None, errno.ECHILD):
             raise OSError(answer.errno, os.strerror(answer.errno), str(job[3]))
+        if answer.signal == signal.SIGKILL:
+            raise BrokenProcessPool
         place = int.from_bytes(at[:8], "little")
         text = f"this conversation, or one of the {BATCH - 1} behind it, takes too long to render and tokenise, or more than "
         text += f"{MEMORY >> 30} GiB of memory: the chat template or the tokenizer's normalisation does not end"

@@ -38,6 +38,8 @@ class Answer:
     """The system's error instead."""
     left: int | None = None
     """The child that did not answer in time and could not be ended."""
+    signal: int | None = None
+    """What ended the child before it answered; SIGKILL is the kernel's for want of memory, or a person's."""
     silent: bool = False
     """It did not answer in time."""
 
@@ -125,25 +127,26 @@ def _start(work: Work, memory: int | None = None) -> tuple[int, int]:
 
 def _end(pid: int, fd: int, text: bytes, done: bool, gone_by: float) -> Answer:
     os.close(fd)
-    gone = _reap(pid, gone_by)
+    status = _reap(pid, gone_by + 10.0 if done else gone_by)  # what has closed its pipe is at its end
     if done and text:
         return Answer(**json.loads(text))
     if done:  # it died, of want of memory or by a hand: nothing is known
-        return Answer(errno=errno.ECHILD)
-    return Answer(silent=True, left=None if gone else pid)
+        return Answer(errno=errno.ECHILD, signal=os.WTERMSIG(status) if status and os.WIFSIGNALED(status) else None)
+    return Answer(silent=True, left=pid if status is None else None)
 
 
-def _reap(pid: int, deadline: float) -> bool:
-    """Whether the child has ended; a killed one takes a moment, one in ``D`` for ever."""
+def _reap(pid: int, deadline: float) -> int | None:
+    """How the child has ended, None where it has not; a killed one takes a moment, one in ``D`` for ever."""
     while True:
         with contextlib.suppress(ChildProcessError):
-            if os.waitpid(pid, os.WNOHANG)[0] == pid:
-                return True
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended == pid:
+                return status
             if time.monotonic() < deadline:
                 time.sleep(0.01)
                 continue
-            return False
-        return True
+            return None
+        return 0
 
 
 def below(points: list[str], work: Work) -> Work:

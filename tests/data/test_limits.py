@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -74,4 +75,5 @@ def test_a_child_has_its_own_limits_and_its_caller_none() -> None:
     assert bounded.ask(lambda: {"size": len(b"x" * (64 << 20))}, 20, 1 << 20).found is None
     assert bounded.ask(lambda: {"size": len(b"x" * (64 << 20))}, 20, 1 << 30).found == {"size": 64 << 20}
     assert len(b"x" * (64 << 20)) == 64 << 20
+    assert bounded.ask(lambda: os.kill(os.getpid(), signal.SIGKILL) or {}, 20).signal == signal.SIGKILL
     assert bounded.ask(lambda: {"text": "x" * 300_000}, 20).found == {"text": "x" * 300_000}
