@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import unicodedata
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from clustertune.host.credentials import mask
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
+    from rich.segment import Segment
     from rich.table import Table
 
     stderr: Console
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 def _console(name: str) -> Console:
     """Made when the first message comes: rich takes 70 ms to import, and many commands say nothing."""
     from rich.console import Console
+    from rich.segment import Segment
     from rich.table import Table
 
     class Whole(Console):
@@ -43,6 +45,11 @@ def _console(name: str) -> Console:
                 super().print(*objects, **options)
             finally:
                 self._width = before
+
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            """Names of runs, files and rows reach the terminal through here only: nothing of them steers it."""
+            for part in super().render(renderable, options):
+                yield part if part.control else Segment(escape(part.text), part.style)
 
     stream = Whole(stderr=name == "stderr", highlight=False, soft_wrap=True)
     if not stream.is_terminal:

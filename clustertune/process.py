@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -88,25 +87,6 @@ def process_age() -> float:
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError, AttributeError):
         return 0.0
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in what runs inside for longer. Only Python code of the main thread is ended; elsewhere nothing is."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(*_: object) -> None:
-        raise TimeoutError(f"took longer than {seconds:g} s")
-
-    handler = signal.signal(signal.SIGALRM, end)
-    left, every = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, left, every)
-        signal.signal(signal.SIGALRM, handler)
 
 
 def die_with_parent(number: signal.Signals) -> None:

@@ -102,6 +102,8 @@ def read_header(path: Path) -> TensorHeader:
 
     Raises ValueError with a message for whatever is not a whole safetensors file, and OSError where it cannot be read.
     """
+    if path.exists() and not path.is_file():
+        raise ValueError("is not a plain file")
     with path.open("rb") as src:
         size = os.fstat(src.fileno()).st_size
         prefix = src.read(8)

@@ -60,6 +60,9 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
 def verify(path: Path, *, hashes: bool = True) -> list[Problem]:
     """Everything that keeps a checkpoint from being whole; an empty list means whole. Reads no pickle."""
     problems = manifest.find_problems(path, KIND, hashes=hashes)
+    links = [] if problems else [item for item in sorted(path.rglob("*")) if item.is_symlink()]
+    fix = "copy what it leads to in its place: what a link leads to can change, and neither resuming nor the export follow it"
+    problems += [Problem("is a link, not a plain file", file=str(item), fix=fix) for item in links]
     named = parse(path)
     if not problems and named is not None and (step := manifest.read_manifest(path).meta.get("step")) != named.step:
         problems.append(Problem(f"holds step {step}, its name says {named.step}", file=str(path)))

@@ -350,6 +350,7 @@ def run_command(app: typer.Typer) -> int:
     """Run the command of this process. Returns its exit code; nothing a user can cause leaves a traceback."""
     close_working_folder()
     _open_standard_files()
+    os.umask(os.umask(0o077) | 0o002)  # what is written here is loaded and run again: not every user may write to it
     if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which accelerate imports, warns where it has to look
         logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)  # PEFT imports it; it wants kernels of the Hub

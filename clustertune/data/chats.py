@@ -1,7 +1,8 @@
 """Rows that hold one training example each, of any format but Open-Assistant's trees.
 
 What is read has one of TRL's forms: ``{"messages"}``, ``{"prompt", "completion"}``, ``{"text"}`` or
-``{"prompt", "chosen", "rejected"}``, the first three parts lists of messages, and ``tools`` beside them where the row has some.
+``{"prompt", "chosen", "rejected"}``, the first three parts lists of messages, and beside them what the row has for its chat
+template: ``tools`` and ``chat_template_kwargs``.
 """
 
 from __future__ import annotations
@@ -24,15 +25,33 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which chat templates take what the assistant thought before it answered."""
 SPECIAL = ("tools", "tool_calls", *REASONING)
 """What a chat template must know by name, or it leaves it out without a message."""
+TOOL_MESSAGES = "tool messages"
+"""What examples with messages of the role ``tool`` are counted as, beside those with :data:`SPECIAL`."""
 PARTS = ("messages", "prompt", "completion", "chosen", "rejected")
 """Keys of an example under which messages stand."""
 _SHAREGPT = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bing", "bard"), "assistant"),
-    **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
+    **dict.fromkeys(("observation", "tool", "function_response", "tool_response"), "tool"),
     "system": "system",
-    "function_call": "function_call",
+    **dict.fromkeys(("function_call", "tool_call"), "function_call"),
 }
+_ROLES = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+    "developer": "system",
+    **dict.fromkeys(("function", "ipython", "observation", "tool_response", "function_response"), "tool"),
+}
+"""Roles by what other frameworks and older interfaces call them."""
+WEIGHTS = ("weight", "train", "training", "loss", "loss_weight", "train_detail", "training_detail")
+"""Fields by which other frameworks say whether a message is trained on (OpenAI, mistral-finetune, axolotl, ms-swift)."""
+TAKEN = frozenset(
+    (
+        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+        *("sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
+"""Arguments of transformers' ``apply_chat_template`` that are no variables of a template: no row sets them."""
 
 Message = dict[str, Any]
 Example = dict[str, Any]
@@ -126,8 +145,15 @@ class _ConversationReader:
 
     def read(self, format_name: str, row: Mapping[str, Any]) -> Example:
         example = _READ[format_name](self, row)
-        tools = row.get("tools") if "tools" in COLUMNS[format_name] else None
-        return example | ({"tools": found} if tools and (found := _value(tools, "tools", list)) else {})
+        if "tools" not in COLUMNS[format_name]:
+            return example
+        for column, kind in (("tools", list), ("chat_template_kwargs", dict)):
+            if row.get(column) and (found := _value(row[column], column, kind)):
+                example[column] = found
+        if taken := sorted(TAKEN & example.get("chat_template_kwargs", {}).keys()):
+            text = f"chat_template_kwargs holds {', '.join(taken)}: a row sets only variables that the chat template reads"
+            raise BadRow("template-setting", text)
+        return example
 
     def messages(self, row: Mapping[str, Any]) -> Example:
         return {"messages": _answered(self._turns(_list(row, "messages"), "messages", []), "messages")}
@@ -228,10 +254,9 @@ class _ConversationReader:
             name = f"{column}[{index}]"
             if not isinstance(entry, dict):
                 raise BadRow("wrong-column", f"{name} is {excerpt(entry)}, not an object")
-            role = require(entry, "role", str, name=f"{name}.role")
-            role = "system" if role == "developer" else role
-            if role not in ("system", "user", "assistant", "tool"):
-                raise BadRow("unknown-role", f"{name}.role {excerpt(role)}, known are system, user, assistant and tool")
+            said = require(entry, "role", str, name=f"{name}.role")
+            if (role := _ROLES.get(said)) is None:
+                raise BadRow("unknown-role", f"{name}.role {excerpt(said)}, known are system, user, assistant and tool")
             expected = _next(found[-1] if found else before[-1] if before else None)
             if role not in expected:
                 raise BadRow("wrong-turn", f"{name} is a {role} message where a {expected[0]} message must come")
@@ -245,9 +270,14 @@ class _ConversationReader:
             if entry.get("tool_calls"):
                 calls = _value(entry["tool_calls"], f"{name}.tool_calls", list)
                 more["tool_calls"] = [_call(call, f"{name}.tool_calls[{at}]") for at, call in enumerate(calls)]
+            elif entry.get("function_call"):  # OpenAI's form before tools
+                call = _value(entry["function_call"], f"{name}.function_call", dict)
+                more["tool_calls"] = [_call(call, f"{name}.function_call")]
+            _check_weight(entry, name)
         if role == "tool":
             more |= {key: require(entry, key, str) for key in ("name", "tool_call_id") if entry.get(key) is not None}
-        self._leave_out(f"messages[].{key}" for key in entry.keys() - {"role", "content", *more} if entry[key] is not None)
+        read = {"role", "content", *more, *(("function_call",) if "tool_calls" in more else ())}
+        self._leave_out(f"messages[].{key}" for key in entry.keys() - read if entry[key] is not None)
         content = entry.get("content")
         if isinstance(content, list):
             content = "".join(_part(part, f"{name}.{label}[{at}]") for at, part in enumerate(content))
@@ -278,8 +308,17 @@ def _next(last: Message | None) -> tuple[str, ...]:
     if last is None:
         return ("user", "system")
     if last["role"] == "assistant":
-        return ("tool",) if last.get("tool_calls") else ("user",)
+        return ("tool",) if last.get("tool_calls") else ("user", "tool")  # a call may be in the text: Hermes
     return {"system": ("user",), "user": ("assistant",), "tool": ("assistant", "tool")}[last["role"]]
+
+
+def _check_weight(entry: Mapping[str, Any], name: str) -> None:
+    """Raise BadRow where an answer is to be trained on otherwise than the rest: TRL has no such field, it would be learnt."""
+    for key in WEIGHTS:
+        value = entry.get(key)
+        if value not in (None, 1) and not (isinstance(value, str | list | dict) and not value):
+            text = "all answers of a row are trained on alike; data.format=prompt-completion trains on the completion alone"
+            raise BadRow("weighted-message", f"{name}.{key} is {excerpt(value)}: {text}")
 
 
 def _part(part: Any, name: str) -> str:

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from clustertune.console import say
-from clustertune.data.chats import SPECIAL, Trees, conversations, messages_of
+from clustertune.data.chats import SPECIAL, TOOL_MESSAGES, Trees, conversations, messages_of
 from clustertune.data.rows import Reject, Rejects, count_words
 from clustertune.data.sources import RecordSource, find_sources
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import MANIFEST, find_problems, fsync_path, list_files, read_manifest, record_files, seal
 from clustertune.recipe.schema import COLUMNS, Data, DataSource
 
-FORMAT = 2
+FORMAT = 3
 """Version of what this code makes out of the same input. Raise it with any change of a rule: older datasets are recreated."""
 
 SPLITS = ("train", "eval")
@@ -112,7 +112,7 @@ class _Read:
     lengths: array[int] = field(default_factory=lambda: array("I"))
     """Messages."""
     fields: Counter[str] = field(default_factory=Counter)
-    """Examples by what a chat template must know beside role and content: tools, their calls, reasoning."""
+    """Examples by what a chat template must know beside role and content: tools, their calls, reasoning, own arguments."""
 
 
 def _make(data: Data, sources: list[tuple[DataSource, RecordSource]], seed: int, out: Path) -> dict[str, Any]:
@@ -170,6 +170,8 @@ def _read_part(
         messages = messages_of(conversation.example)
         read.lengths.append(len(messages) or 1)
         read.fields.update({key for part in (conversation.example, *messages) for key in SPECIAL if key in part})
+        read.fields.update(list(conversation.example.get("chat_template_kwargs", ())))
+        read.fields.update({TOOL_MESSAGES for message in messages if message["role"] == "tool"})
     total = rejects.total_faults
     if total and (data.bad_rows == "stop" or (rejects.share > data.max_rejected and len(read.keys) > before)):
         what = f"{total:,} bad row{'s' if total > 1 else ''} of {rejects.rows:,} ({count_words(rejects.counts)})"

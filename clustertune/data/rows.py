@@ -267,9 +267,12 @@ def _wrong(text: str, at: int, message: str, *, cut: bool = False) -> JsonError:
 
 MAX_RECORD_BYTES = 256 * 1024 * 1024
 """A longer line is skipped without being held: a record is a message, or a tree of them, and no text nears this."""
-KINDS = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
+KINDS = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".feather")
+MAX_EMPTY_LINES = 100_000
+"""A gzip of 1 MB may hold a billion."""
+_BINARY = (".parquet", ".arrow", ".feather")
 PACKED = (".gz", ".bz2", ".xz", ".zst")
-"""Compressions, behind any ending but those of Parquet and Arrow."""
+"""Compressions, behind any ending but those of Parquet, Arrow and Feather."""
 
 Record = tuple[RowLocation, dict[str, Any] | BadRow]
 Progress = Callable[[int], None]
@@ -289,7 +292,7 @@ def kind_of(name: str) -> tuple[str, str]:
     path = PurePath(name.lower())
     packed = path.suffix if path.suffix in PACKED else ""
     kind = PurePath(path.stem).suffix if packed else path.suffix
-    plain = kind in KINDS and not (packed and kind in (".parquet", ".arrow"))
+    plain = kind in KINDS and not (packed and kind in _BINARY)
     return (kind, packed) if plain else ("", "")
 
 
@@ -307,7 +310,8 @@ def read_file(
     tables only the columns ``wanted`` are read, the names of the others join ``unused``.
     """
     kind, packed = kind_of(location.file)
-    reader = {".parquet": _parquet, ".arrow": _arrow, ".csv": _table, ".tsv": _table, ".txt": _document}.get(kind, _lines)
+    readers = {".parquet": _parquet, ".arrow": _arrow, ".feather": _arrow, ".csv": _table, ".tsv": _table, ".txt": _document}
+    reader = readers.get(kind, _lines)
     try:
         with opened() as raw:
             stream: Any = raw
@@ -348,10 +352,14 @@ def _at(location: RowLocation, line: int, row: int) -> RowLocation:
     return RowLocation(location.file, line, location.split, row)
 
 
-def _lines(stream: Any, location: RowLocation, *_: Any) -> Iterator[Record]:
-    number = row = 0
+def _lines(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[Record]:
+    number = row = empty = 0
     while line := stream.readline(MAX_RECORD_BYTES):
         number += 1
+        empty = empty + 1 if line.isspace() else 0
+        if empty > MAX_EMPTY_LINES:
+            text = f"more than {MAX_EMPTY_LINES:,} empty lines, one behind the other: this is no file of rows"
+            raise UserError(text, file=f"{shown}:{number}", fix="give the file that holds the rows")
         at = _at(location, number, row + 1)
         if len(line) == MAX_RECORD_BYTES and not line.endswith(b"\n"):
             while (rest := stream.readline(1 << 20)) and not rest.endswith(b"\n"):
@@ -480,13 +488,13 @@ def _parquet(stream: Any, location: RowLocation, shown: str, wanted: frozenset[s
     try:
         with pq.ParquetFile(stream) as table:
             columns = _known(table.schema_arrow.names, wanted, unused)
-            yield from _batches(table.iter_batches(batch_size=256, columns=columns), location)
+            yield from _batches(table.iter_batches(batch_size=BATCH_ROWS, columns=columns), location)
     except pa.ArrowException as error:
         raise UserError(f"damaged Parquet file: {error}", file=shown, fix="fetch the file again") from None
 
 
 def _arrow(stream: Any, location: RowLocation, shown: str, wanted: frozenset[str], unused: set[str]) -> Iterator[Record]:
-    """Arrow's stream, as ``Dataset.save_to_disk`` writes it, or Arrow's file."""
+    """Arrow's stream, as ``Dataset.save_to_disk`` writes it, or Arrow's file, which is Feather's second version."""
     import pyarrow as pa
 
     try:
@@ -509,19 +517,86 @@ def _known(names: list[str], wanted: frozenset[str], unused: set[str]) -> list[s
 def _batches(batches: Any, location: RowLocation) -> Iterator[Record]:
     row = 0
     for batch in batches:
-        for value in _batch_rows(batch):
+        for value in arrow_rows(batch):
             yield _at(location, row + 1, row := row + 1), value
 
 
-def _batch_rows(batch: Any) -> Iterator[dict[str, Any] | BadRow]:
-    """The rows of an Arrow batch; one that holds a string which is not UTF-8 is bad."""
+BATCH_ROWS = 256
+"""Rows of a table that are held as Python objects at once."""
+
+
+def arrow_rows(batch: Any) -> Iterator[dict[str, Any] | BadRow]:
+    """The rows of an Arrow batch or table as JSON Lines would hold them; one with a string that is not UTF-8 is bad.
+
+    An Arrow struct has every key that any row has, null where a row lacks it: below the columns such keys are left out, as
+    TRL's ``remove_none_values`` (trl/trainer/utils.py of 1.16) does it. What the ``Json`` type of ``datasets`` and the entries
+    of an Arrow map hold as null was written there, and stays.
+    """
+    decoders = {name: _decoder(kind) for name, kind in zip(batch.schema.names, _types(batch.schema), strict=True)}
+    changed = {name: decode for name, decode in decoders.items() if decode is not None}
+
+    def decoded(row: dict[str, Any]) -> dict[str, Any] | BadRow:
+        try:
+            return row | {name: decode(row[name]) for name, decode in changed.items() if row[name] is not None}
+        except JsonError as error:
+            return BadRow("invalid-json", f"{error.message} at column {error.position + 1} of a value of the type Json")
+
     try:
         rows: list[dict[str, Any]] = batch.to_pylist()
     except UnicodeDecodeError:
         for index in range(batch.num_rows):
             try:
-                yield batch.slice(index, 1).to_pylist()[0]
+                yield decoded(batch.slice(index, 1).to_pylist()[0])
             except UnicodeDecodeError as error:
                 yield BadRow("not-utf8", f"byte 0x{error.object[error.start]:02x} in the row")
     else:
-        yield from rows
+        yield from map(decoded, rows)
+
+
+def _types(schema: Any) -> list[Any]:
+    """The columns' Arrow types; of a file of ``datasets`` those that it says itself, as a writer may lose the type ``Json``."""
+    own = (schema.metadata or {}).get(b"huggingface", b"")
+    if b'"Json"' not in own:
+        return list(schema.types)
+    import datasets
+
+    try:
+        said = datasets.Features.from_dict(json.loads(own)["info"]["features"]).arrow_schema
+    except (ValueError, KeyError, TypeError):  # of another version, or not its own
+        return list(schema.types)
+    columns = zip(schema.names, schema.types, strict=True)
+    return [said.field(name).type if name in said.names else kind for name, kind in columns]
+
+
+Decode = Callable[[Any], Any]
+
+
+def _decoder(kind: Any) -> Decode | None:
+    """What turns a Python value of an Arrow type, other than None, into a value of JSON; None where it is one already."""
+    import pyarrow as pa
+
+    if isinstance(kind, pa.JsonType):
+        return _json_value
+    if isinstance(kind, pa.BaseExtensionType):
+        return _decoder(kind.storage_type)
+    if pa.types.is_struct(kind):
+        parts = {kind.field(at).name: _decoder(kind.field(at).type) for at in range(kind.num_fields)}
+        return lambda value: {
+            key: inner if (decode := parts.get(key)) is None else decode(inner)
+            for key, inner in value.items()
+            if inner is not None
+        }
+    if pa.types.is_map(kind):
+        item = _decoder(kind.item_type)
+        return lambda value: {key: inner if item is None or inner is None else item(inner) for key, inner in value}
+    if hasattr(kind, "value_type") and not pa.types.is_dictionary(kind):  # lists of every sort
+        inner = _decoder(kind.value_type)
+        return inner and (lambda value: [item if item is None else inner(item) for item in value])
+    return None
+
+
+def _json_value(text: Any) -> Any:
+    value, end = parse(text)
+    if skip_space(text, end) != len(text):
+        raise JsonError("more text after the value", end, truncated=False)
+    return value

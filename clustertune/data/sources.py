@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from clustertune.console import byte_progress
-from clustertune.data.rows import KINDS, KNOWN, PACKED, Record, RowLocation, kind_of, read_file
+from clustertune.data.rows import BATCH_ROWS, KINDS, KNOWN, PACKED, Record, RowLocation, arrow_rows, kind_of, read_file
 from clustertune.errors import UserError
 from clustertune.manifest import MANIFEST, hash_file, require_whole
 from clustertune.recipe.schema import Data, DataSource, is_address
@@ -30,7 +31,7 @@ def split_of(name: str) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-_READABLE = f"{', '.join(KINDS)}, all but the last two also with {', '.join(PACKED)} behind"
+_READABLE = f"{', '.join(KINDS)}, all but the last three also with {', '.join(PACKED)} behind"
 _MARKS = ("ETag", "etag", "md5Hash", "content_md5", "last_modified", "LastModified", "mtime", "created")
 """What object stores say about a file that changes with its content."""
 
@@ -318,8 +319,9 @@ class HubDataset:
         for name, split, rows in self._splits:
             self.unused |= set(rows.column_names) - wanted
             known = rows.select_columns([column for column in rows.column_names if column in wanted] or rows.column_names)
-            for number, row in enumerate(known, 1):
-                yield RowLocation(f"{self.name}/{name}", number, split, number), dict(row)
+            tables = known.with_format("arrow").iter(BATCH_ROWS)
+            for number, row in enumerate(chain.from_iterable(map(arrow_rows, tables)), 1):
+                yield RowLocation(f"{self.name}/{name}", number, split, number), row
 
 
 def _has_splits(splits: set[str | None], shown: str) -> bool:
@@ -350,6 +352,10 @@ def _find(part: DataSource, recipe_folder: Path, key: str) -> RecordSource:
 def _existing(candidates: list[Path], key: str) -> Path:
     for path in candidates:
         if is_there(path):
+            if not (path.is_file() or path.is_dir()):
+                fix = "write the rows to a file first: they are read twice, once for their digest"
+                text = "is neither a file nor a folder but a pipe, a socket or a device"
+                raise UserError(text, file=str(path), key=key, fix=fix)
             return path
     tried = ", ".join(dict.fromkeys(str(path.absolute()) for path in candidates))
     raise UserError(f"no such file or folder (looked for {tried})", key=key)

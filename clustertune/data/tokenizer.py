@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from clustertune.errors import UserError
-from clustertune.process import time_limit
+from clustertune.ops import bounded
 
 PADS = ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|vision_pad|>", "<unk>")
 """Tokens that no text uses, which serve as padding where a tokenizer names none but EOS (Llama 3.1, Llama 2, Qwen2.5, ...)."""
 TEMPLATE_SECONDS = 20.0
 """For one turn, which takes a millisecond: nested loops in a template can take years."""
+MEMORY = 8 << 30
+"""Bytes that a template, or a tokenizer's normalisation, may take: a shard's text has 8 MiB."""
 
 
 def choose_pad_token(tokenizer: Any, wanted: str | None) -> str:
@@ -85,17 +88,41 @@ def load_tokenizer(
 
 
 def render_turn(tokenizer: Any, text: str) -> str:
-    """One user's turn in the tokenizer's chat template, which may loop for ever.
+    """One user's turn in the tokenizer's chat template, which may loop for ever; a longer conversation is tried as well.
 
-    Raises UserError after :data:`TEMPLATE_SECONDS`, and whatever the template raises.
+    Raises UserError where it takes more than :data:`TEMPLATE_SECONDS` or :data:`MEMORY`, ValueError where the template does.
     """
-    turn = [{"role": "user", "content": text}]
-    try:
-        with time_limit(TEMPLATE_SECONDS):
-            return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
-    except TimeoutError as error:
+    turns = [{"role": role, "content": text} for role in ("user", "assistant", "user", "assistant")]
+
+    def render() -> str:
+        with contextlib.suppress(Exception):  # a template may refuse it; of the conversations that is counted
+            tokenizer.apply_chat_template(turns, tokenize=False)
+        return str(tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True))
+
+    return str(within_limits(render))
+
+
+def within_limits(work: Callable[[], Any]) -> Any:
+    """What ``work``, which renders a foreign chat template, returns; it runs in a child with limits.
+
+    Raises UserError where it takes more than :data:`TEMPLATE_SECONDS` or :data:`MEMORY`, ValueError with the words of what it
+    raises.
+    """
+
+    def answer() -> Mapping[str, Any]:
+        try:
+            return {"value": work()}
+        except Exception as error:  # whatever a template raises; MemoryError is one of them
+            return {"raised": str(error) or type(error).__name__}
+
+    found = bounded.ask(answer, TEMPLATE_SECONDS, MEMORY).found
+    if found is None:
+        text = f"the chat template takes more than {TEMPLATE_SECONDS:g} s or {MEMORY >> 30} GiB for a short conversation"
         fix = "use the template that the model's makers publish, or name another in model.chat_template"
-        raise UserError(f"the chat template {error} for one turn", key="model.chat_template", fix=fix) from None
+        raise UserError(text, key="model.chat_template", fix=fix)
+    if "raised" in found:
+        raise ValueError(found["raised"])
+    return found["value"]
 
 
 def has_generation_markers(template: str) -> bool:
@@ -112,8 +139,8 @@ def training_template(tokenizer: Any, *, marked: bool) -> str:
     if not marked or has_generation_markers(own):
         return own
     try:
-        return str(get_training_chat_template(tokenizer) or own)
-    except Exception:  # TRL renders examples of its own, which a template may refuse; it knows only some templates
+        return str(within_limits(lambda: get_training_chat_template(tokenizer)) or own)
+    except ValueError:  # TRL renders examples of its own, which a template may refuse; it knows only some templates
         return own
 
 

@@ -18,8 +18,11 @@ until all are there: a killed ``prepare`` continues behind them.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import math
+import mmap
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -27,11 +30,12 @@ import shutil
 import signal
 import threading
 import time
+import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
 from itertools import groupby, islice
@@ -44,12 +48,13 @@ import numpy.typing as npt
 from clustertune import secrets
 from clustertune.console import byte_progress, say
 from clustertune.data.answers import MARKS_OR_ALL, NotPrefixPreserving, answer_spans, tokens_within
+from clustertune.data.chats import TOOL_MESSAGES
 from clustertune.data.prepare import KIND as DATASET
 from clustertune.data.prepare import SPLITS, locked
-from clustertune.data.tokenizer import TEMPLATE_SECONDS, has_generation_markers, identity, training_template
+from clustertune.data.tokenizer import MEMORY, has_generation_markers, identity, training_template, within_limits
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import MANIFEST, FileRecord, find_problems, new_hasher, read_manifest, record_files, seal
-from clustertune.process import time_limit
+from clustertune.ops import bounded
 from clustertune.recipe.native_rules import train_fields
 
 KIND = "tokens"
@@ -112,7 +117,7 @@ def _end_with_parent() -> None:
 
 def _work(job: Job) -> float:
     assert _ENCODER is not None
-    return make_shard(job, _ENCODER)
+    return bounded_shard(job, _ENCODER)
 
 
 # --- all of them -------------------------------------------------------------------------------------------------------
@@ -212,7 +217,7 @@ def _tokenise(
     if len(missing) < len(everything):
         say(f"tokens: {len(everything) - len(missing)} of {len(everything)} shards existed already")
     encoder = Encoder.of(tokenizer, {key: what.get(key) for key in ("assistant_only_loss", "completion_only_loss")})
-    _check_fields(read_manifest(dataset, DATASET).meta.get("fields", {}), encoder.template, dataset)
+    _check_fields(read_manifest(dataset, DATASET).meta.get("fields", {}), encoder, dataset)
     processes = max(1, min(len(os.sched_getaffinity(0)), len(missing)))
     began, longest = time.perf_counter(), tokenizer.model_max_length
     tokenizer.model_max_length = int(1e30)  # no warning for each long conversation
@@ -238,13 +243,13 @@ def _tokenise(
     return {"splits": splits, "rates": rates}, records
 
 
-def _check_fields(fields: Mapping[str, int], template: str, dataset: Path) -> None:
+def _check_fields(fields: Mapping[str, int], encoder: Encoder, dataset: Path) -> None:
     """Raise UserError where the chat template knows no tools and the data have some; reasoning may be left out on purpose."""
     for name, count in fields.items():
-        if name in template:
+        if encoder.shows_answers_of_tools() if name == TOOL_MESSAGES else name in encoder.template:
             continue
         text = f"{count:,} examples hold {name}, which the chat template does not name: it would leave them out"
-        if name in ("tools", "tool_calls"):
+        if name in ("tools", "tool_calls", TOOL_MESSAGES):
             fix = "name a template that renders them, or leave these examples out of the input"
             raise UserError(text, file=str(dataset), key="model.chat_template", fix=fix)
         say(f"warning: {text}")
@@ -260,12 +265,21 @@ def _refusal(jobs: list[Job], index: int, text: str, fix: str) -> UserError:
 
 def _run(jobs: list[Job], encoder: Encoder, processes: int) -> float:
     """Make shards, at most ``processes`` at a time. Returns the CPU seconds of all."""
+    try:
+        return _run_all(jobs, encoder, processes)
+    except BrokenProcessPool:
+        fix = "a job with more memory, or fewer CPUs, then the same command again: finished shards are kept"
+        text = f"a process that tokenises was ended from outside, of {processes}: out of memory, most likely"
+        raise UserError(text, file=str(jobs[0][0]), fix=fix, code=ExitCode.AGAIN) from None
+
+
+def _run_all(jobs: list[Job], encoder: Encoder, processes: int) -> float:
     with byte_progress() as bar:
         task = bar.add_task("tokenising", total=sum(end - start for _, start, end, _ in jobs))
         if processes == 1:
             cpu = 0.0
             for job in jobs:
-                cpu += make_shard(job, encoder)
+                cpu += bounded_shard(job, encoder)
                 bar.advance(task, job[2] - job[1])
             return cpu
         # Not fork: the tokenizer's threads may hold a lock. The server imports transformers once, which takes 4 s.
@@ -279,10 +293,6 @@ def _run(jobs: list[Job], encoder: Encoder, processes: int) -> float:
                 cpu += done.result()
                 bar.advance(task, pending[done][2] - pending[done][1])
             return cpu
-        except BrokenProcessPool:
-            fix = "a job with more memory, or fewer CPUs, then the same command again: finished shards are kept"
-            text = f"a process that tokenises was ended from outside, of {processes}: out of memory, most likely"
-            raise UserError(text, file=str(jobs[0][0]), fix=fix, code=ExitCode.AGAIN) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -533,6 +543,9 @@ def _wrap(index: npt.NDArray[Any], size: int) -> tuple[Pieces, list[int]]:
 
 BATCH = 256
 """Conversations per call of the tokenizer: 20 % faster than one by one."""
+BATCH_SECONDS = 30.0
+RENDERED_PER_S = 1e6
+"""Bytes, once for each message of their conversation."""
 LABEL = np.uint32(1 << 31)
 """The bit of a token that carries a label. Vocabularies stay far below."""
 _HEAD = 40
@@ -571,14 +584,23 @@ class Encoder:
         template = training_template(tokenizer, marked=assistant_only) if tokenizer.chat_template else ""
         return cls(tokenizer, template, assistant_only, train_args.get("completion_only_loss") is not False)
 
+    def shows_answers_of_tools(self) -> bool:
+        """Whether the template renders a message of the role tool; one that raises an error refuses the row by itself."""
+        turns = [{"role": role, "content": f"{role}-7f3a"} for role in ("user", "assistant", "tool", "assistant")]
+        render = partial(self.tokenizer.apply_chat_template, turns, tokenize=False, chat_template=self.template)
+        try:
+            return "tool-7f3a" in str(within_limits(render))
+        except ValueError:
+            return True
+
     def encode(self, examples: list[Mapping[str, Any]]) -> Iterator[tuple[npt.NDArray[Any], tuple[int, ...]]]:
         """Tokens with their label bits, and length, first and last label and count of labels, of each conversation.
 
         An example gives one; a preference gives two, prompt with chosen and prompt with rejected. As TRL 1.16 does it
         (``tokenize_fn`` of sft_trainer.py and of dpo_trainer.py).
         """
-        prompts = iter(self._render([(row["prompt"], row.get("tools")) for row in examples if "prompt" in row], whole=False))
-        whole = iter(self._render([(turns, row.get("tools")) for row in examples for turns in _whole(row)], whole=True))
+        prompts = iter(self._render([(row["prompt"], _of_the_row(row)) for row in examples if "prompt" in row], whole=False))
+        whole = iter(self._render([(turns, _of_the_row(row)) for row in examples for turns in _whole(row)], whole=True))
         for row in examples:
             if "text" in row:
                 end = self.tokenizer.eos_token or ""
@@ -594,12 +616,13 @@ class Encoder:
             yield from (_head(ids, mask) for ids, mask in found)
 
     def _render(self, chats: list[tuple[Any, Any]], *, whole: bool) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-        """Tokens of chats with their tools, and which of them may carry a label. Not ``whole``: up to the answer."""
+        """Tokens of chats with what their rows give the template, and which of them may carry a label. Not ``whole``: up to the
+        answer."""
         marked = self.answers and whole and has_generation_markers(self.template)
         arguments = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": marked}
-        for tools, group in groupby(chats, key=lambda chat: chat[1]):  # one call takes chats of the same tools
+        for own, group in groupby(chats, key=lambda chat: chat[1]):  # one call takes chats with the same arguments
             turns = [chat for chat, _ in group]
-            common = {"tools": tools, "chat_template": self.template}
+            common = {**own, "chat_template": self.template}
             if self.answers and whole and not marked:
                 for chat in turns:
                     render = partial(self.tokenizer.apply_chat_template, tokenize=False, **common)
@@ -628,17 +651,17 @@ class Encoder:
         """The same of lines, each with the place of its first byte. Raises RefusedConversation."""
         from jinja2 import TemplateError
 
+        faults = (TemplateError, TypeError, KeyError, ValueError, ArithmeticError, MemoryError, RecursionError)
         examples = [json.loads(line) for _, line in lines]
         try:
             found = list(self.encode(examples))
-        # A template's filter meets what it does not take.
-        except (NotPrefixPreserving, TemplateError, TypeError, KeyError, ValueError) as error:
+        except (NotPrefixPreserving, *faults) as error:  # a template's filter meets what it does not take
             for (location, _), example in zip(lines, examples, strict=True):
                 try:
                     list(self.encode([example]))
                 except NotPrefixPreserving as own:
                     raise RefusedConversation(location, str(own), MARKS_OR_ALL) from None
-                except (TemplateError, TypeError, KeyError, ValueError) as own:
+                except faults as own:
                     raise RefusedConversation(location, f"the chat template refuses it: {own}") from None
             raise RefusedConversation(lines[0][0], f"the chat template refuses it: {error}") from None
         made = iter(found)
@@ -656,6 +679,11 @@ def _whole(row: Mapping[str, Any]) -> list[Any]:
     if "messages" in row:
         return [row["messages"]]
     return [row["prompt"] + row[key] for key in ("completion", "chosen", "rejected") if key in row]
+
+
+def _of_the_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row itself gives its chat template, as TRL has it."""
+    return {"tools": row.get("tools"), **row.get("chat_template_kwargs", {})}
 
 
 def _common(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
@@ -691,46 +719,96 @@ class Tried:
 
 def try_examples(tokenizer: Any, examples: Iterable[Mapping[str, Any]], train_args: Mapping[str, Any]) -> Tried:
     """Tokenise examples as :class:`Encoder` does for ``train_args``, whose ``assistant_only_loss`` is true where it is not
-    given. Raises UserError where a chat template takes longer than :data:`~clustertune.data.tokenizer.TEMPLATE_SECONDS`."""
+    given. Raises UserError where they take longer than :data:`~clustertune.data.tokenizer.TEMPLATE_SECONDS`."""
     from jinja2 import TemplateError
 
-    found, ends, stops = Tried(), Counter[int](), False
-    encoder = Encoder.of(tokenizer, {"assistant_only_loss": True, **train_args})
+    faults = (TemplateError, TypeError, KeyError, ValueError, ArithmeticError, MemoryError, RecursionError)
     special = {*tokenizer.all_special_ids, *(n for n, one in tokenizer.added_tokens_decoder.items() if one.special)}
-    for example in examples:
-        try:
-            with time_limit(TEMPLATE_SECONDS):
+
+    def work() -> Mapping[str, Any]:
+        tried, ends, stops = Tried(), Counter[int](), False
+        encoder = Encoder.of(tokenizer, {"assistant_only_loss": True, **train_args})
+        for example in examples:
+            try:
                 try:
                     made = list(encoder.encode([example]))
                 except NotPrefixPreserving as error:
-                    found.indistinct = str(error)
+                    tried.indistinct = str(error)
                     encoder = Encoder.of(tokenizer, {**train_args, "assistant_only_loss": False})
                     made = list(encoder.encode([example]))
-        except TimeoutError as error:
-            raise UserError(f"the chat template {error} for one conversation", key="model.chat_template") from None
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            found.refused.append(str(error))
-            continue
-        for ids, _ in made:
-            learnt = (ids[ids >= LABEL] & ~LABEL).tolist()
-            stops = stops or tokenizer.eos_token_id in learnt
-            ends.update([one for one in learnt if one in special][-1:])
-    if not stops and ends:
-        found.stop = str(tokenizer.convert_ids_to_tokens(ends.most_common(1)[0][0]))
-    return found
+            except faults as error:
+                tried.refused.append(str(error))
+                continue
+            for ids, _ in made:
+                learnt = (ids[ids >= LABEL] & ~LABEL).tolist()
+                stops = stops or tokenizer.eos_token_id in learnt
+                ends.update([one for one in learnt if one in special][-1:])
+        if not stops and ends:
+            tried.stop = str(tokenizer.convert_ids_to_tokens(ends.most_common(1)[0][0]))
+        return asdict(tried)
+
+    return Tried(**within_limits(work))
 
 
-def make_shard(job: Job, encoder: Encoder) -> float:
-    """Write one shard, whole or not at all. Returns the CPU seconds that it took. Raises Refused, OSError."""
+def bounded_shard(job: Job, encoder: Encoder) -> float:
+    """:func:`make_shard` in a child with limits of computing time and memory: template and tokenizer are foreign files.
+
+    Raises RefusedConversation, OSError, BrokenProcessPool where something else ended it.
+    """
+    at = mmap.mmap(-1, 8)
+    """The place of the first line that the child works at."""
+
+    def work() -> Mapping[str, Any]:
+        try:
+            return {"cpu": make_shard(job, encoder, at)}
+        except RefusedConversation as refused:
+            return {"refused": refused.args}
+        except OSError:
+            raise
+        except Exception:  # a fault of this program: its traceback is the parent's to show
+            return {"failed": traceback.format_exc()}
+
+    answer = bounded.ask(work, math.inf, MEMORY)
+    if answer.found is None:
+        if answer.errno not in (None, errno.ECHILD):
+            raise OSError(answer.errno, os.strerror(answer.errno), str(job[3]))
+        if answer.signal == signal.SIGKILL:
+            raise BrokenProcessPool
+        place = int.from_bytes(at[:8], "little")
+        text = f"this conversation, or one of the {BATCH - 1} behind it, takes too long to render and tokenise, or more than "
+        text += f"{MEMORY >> 30} GiB of memory: the chat template or the tokenizer's normalisation does not end"
+        raise RefusedConversation(place, text)
+    if "failed" in answer.found:
+        raise RuntimeError(answer.found["failed"])
+    if "refused" in answer.found:
+        raise RefusedConversation(*answer.found["refused"])
+    return float(answer.found["cpu"])
+
+
+def _seconds(lines: list[tuple[int, bytes]]) -> float:
+    """Computing time that rendering and tokenising some conversations may take, ten times what they need on a slow machine.
+
+    Answers without marks are found by rendering a conversation up to each of them: its bytes count once for each message.
+    """
+    return BATCH_SECONDS + sum(len(line) * (1 + line.count(b'"role"')) for _, line in lines) / RENDERED_PER_S
+
+
+def make_shard(job: Job, encoder: Encoder, at: mmap.mmap) -> float:
+    """Write one shard, whole or not at all; ``at`` gets the place of the first line of each batch. Ends this process where a
+    batch takes longer than it may. Returns the CPU seconds that it took. Raises RefusedConversation, OSError.
+    """
     began = time.process_time()
     path, start, end, out = job
     heads: list[tuple[int, ...]] = []
     parts: list[npt.NDArray[Any]] = []
     lines = _lines(path, start, end)
     while batch := list(islice(lines, BATCH)):
+        at[:8] = batch[0][0].to_bytes(8, "little")
+        bounded.allow(_seconds(batch))
         for ids, head in encoder.encode_lines(batch):
             parts.append(ids)
             heads.append(head)
+    bounded.allow(0)
     records = np.array(heads, RECORD)
     content = hashlib.sha256(records.tobytes())
     for part in parts:

@@ -16,6 +16,7 @@ from clustertune.data.tokenizer import render_turn
 from clustertune.errors import Problem, UserError, collect_problems
 from clustertune.merge.base import find_shards, read_base, read_json, read_weights
 from clustertune.recipe import quantization
+from clustertune.recipe.architecture import implausible
 
 SHOWN = 5
 """Tensors that the errors name."""
@@ -144,6 +145,8 @@ def _check_config(folder: Path) -> list[Problem]:
         return [replace(problem, fix=fix) for problem in error.problems]
     if not isinstance(config.get("model_type"), str):
         return [Problem("does not say the architecture", file=str(path), key="model_type")]
+    if problem := implausible(config):
+        return [Problem(problem[1], file=str(path), key=problem[0], fix="take the file of the model's makers")]
     if "auto_map" in config:
         return [Problem("needs code from the model folder, which is never run", file=str(path), key="auto_map")]
     return []

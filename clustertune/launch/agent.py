@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from clustertune import secrets
 from clustertune.errors import ExitCode, Problem
 from clustertune.events import SCHEMA, read_object, read_text
 from clustertune.launch.plan import AttemptPlan, newest_attempt
@@ -225,10 +226,11 @@ def measured(run_path: Path) -> contextlib.AbstractContextManager[None]:
 def _beside(programs: Sequence[Sequence[str]], log_path: Path) -> Iterator[None]:
     """Programs of the monitor as processes of their own: where one cannot start or ends, the work continues."""
     children = []
+    environment = {name: value for name, value in os.environ.items() if name not in secrets.SECRET}
     for name, *more in programs:
         command = [sys.executable, "-m", f"clustertune.monitor.{name}", *more]
         with contextlib.suppress(OSError), log_path.open("ab") as log:
-            children.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+            children.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment))
     try:
         yield
     finally:

@@ -44,9 +44,17 @@ class Base:
         return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(self.headers)}
 
 
+MAX_JSON_BYTES = 64 << 20
+"""The index of a model of 400,000 tensors has 40 MB."""
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises UserError with the file in it."""
     try:
+        if path.exists() and not path.is_file():
+            raise UserError("is not a plain file", file=str(path))
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise UserError(f"more than {MAX_JSON_BYTES >> 20} MiB: this is no configuration", file=str(path))
         body = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError("missing", file=str(path)) from None

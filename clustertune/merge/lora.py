@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from clustertune.errors import Problem, UserError, collect_problems, raise_if
 from clustertune.manifest import MANIFEST, find_problems, hash_file
 from clustertune.merge.base import EMBEDDINGS, Base, read_json
+from clustertune.ops import bounded
 from clustertune.recipe.findings import Found, as_problems, schema_findings
 from clustertune.recipe.native_rules import LORA_VARIANTS
 from clustertune.recipe.schema import Number, Positive
@@ -336,6 +337,11 @@ def read_adapter(folder: Path, base: Base | None) -> Adapter:
     settings, tensors = _read_files(folder)
     fit = _Fit(settings, tensors, folder)
     if base is not None:
+        modules = {name.rpartition(".")[0] for name in (*base.tensors, *(tensor.name for tensor in tensors))}
+        if not bounded.patterns_end(lambda name: (settings.selects(name), settings.scaling(name)), modules | set(fit.factors)):
+            text = f"matching the model's modules with its patterns takes more than {bounded.PATTERN_SECONDS:g} s"
+            fix = "write target_modules, rank_pattern and alpha_pattern without nested repetitions, or list the names"
+            raise UserError(text, file=str(folder / CONFIG), key="target_modules", fix=fix)
         if settings.target_parameters:
             fit.find_experts(base)
         fit.find_updates(base)

@@ -11,12 +11,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from clustertune.host.credentials import holds_secret, may_name_secret
+from clustertune.ops.bounded import PATTERN_SECONDS, patterns_end
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import native_rules, quantization
 from clustertune.recipe.findings import SECRET_FIX, Found, schema_findings
 from clustertune.recipe.library_facts import facts
 from clustertune.recipe.load import did_you_mean, nearest
-from clustertune.recipe.native_rules import NativeField, NumberRange, show_value, train_fields
+from clustertune.recipe.native_rules import NativeField, NumberRange, is_number, show_value, train_fields
 from clustertune.recipe.parameters import (
     adapted_experts,
     adapter_modules,
@@ -237,14 +238,26 @@ def check_train(train: Mapping[str, Any]) -> Iterator[Found]:
         yield ("train", "gradient_checkpointing"), text, "keep the second"
 
 
+_EVALUATED = ("loss", "runtime", "samples_per_second", "steps_per_second")
+"""What ``Trainer.evaluate`` returns here, each behind ``eval_`` (transformers 5, ``evaluation_loop`` and ``speed_metrics``)."""
+
+
 def _check_arguments(train: Mapping[str, Any]) -> Iterator[Found]:
-    """Arguments of the schedule and of the optimizer: transformers ignores a key of ``optim_args`` that it does not know."""
+    """Arguments of saving, schedule and optimizer: transformers ignores a key of ``optim_args`` that it does not know."""
     schedule, optimizer = str(train["lr_scheduler_type"]), str(train["optim"])
     known = facts("trl")["schedulers"][schedule]
-    for key in train.get("lr_scheduler_kwargs") or {}:
+    for key, value in (train.get("lr_scheduler_kwargs") or {}).items():
+        if key == "num_cycles" and key in known and not (is_number(value) and value > 0):
+            text = f"num_cycles is {show_value(value)}: a rate that falls needs a number greater than 0"
+            yield ("train", "lr_scheduler_kwargs"), text, "leave it out: the schedule has a default"
         if key not in known:
             text = f"{show_value(key)} is not an argument of the {schedule} schedule; it takes {', '.join(known) or 'none'}"
             yield ("train", "lr_scheduler_kwargs"), text, did_you_mean(key, known) if known else "leave it out"
+    metric = str(train.get("metric_for_best_model") or "loss").removeprefix("eval_")
+    if train.get("save_strategy") == "best" and metric not in _EVALUATED:
+        # Trainer looks for it after the first evaluation only.
+        text = f"{show_value(train['metric_for_best_model'])} is no figure of an evaluation, and save_strategy is best"
+        yield ("train", "metric_for_best_model"), text, f"one of {', '.join(_EVALUATED)}"
     taken, path = facts("trl")["optimizers"].get(optimizer), ("train", "optim_args")
     for item in filter(None, str(train.get("optim_args") or "").replace(" ", "").split(",")):
         key, equals, value = item.partition("=")
@@ -341,6 +354,9 @@ def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> 
     if not is_pattern(target):
         yield ("lora", "target_modules"), f"{show_value(target)} is not a regular expression", None
         return
+    if endless := list(_check_ends(lora, modules)):
+        yield from endless
+        return
     yield from _check_head(lora, architecture)
     if not modules:
         return
@@ -361,6 +377,22 @@ def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> 
         if not 0 <= index < layers:
             text = f"{index} is not a layer: the model has {layers}, counted from 0"
             yield ("lora", "layers_to_transform"), text, None
+
+
+def _check_ends(lora: Mapping[str, Any], modules: list[str]) -> Iterator[Found]:
+    """Patterns that go back again and again on the names of the model's modules."""
+    for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
+        value = lora.get(key)
+        for pattern in [value] if isinstance(value, str) else value if isinstance(value, dict) else ():
+            if _PLAIN_NAME.fullmatch(pattern) or not is_pattern(pattern):
+                continue
+            if not patterns_end(re.compile(rf"(.*\.)?({pattern})$").match, modules):
+                text = f"{show_value(pattern)} takes more than {PATTERN_SECONDS:g} s to match the model's modules"
+                yield ("lora", key), text, "write it without nested repetitions, or list the names"
+
+
+_PLAIN_NAME = re.compile(r"[\w.-]*")
+"""Names, which always end: the child is for the rest."""
 
 
 def _check_parameters(lora: Mapping[str, Any], architecture: Mapping[str, Any] | None) -> Iterator[Found]:

@@ -58,8 +58,10 @@ TRAIN_RANGES = {
     **dict.fromkeys(("learning_rate", "adam_epsilon"), NumberRange(0, 1, low_open=True, high_open=True)),
     **dict.fromkeys(("weight_decay", "adam_beta1", "adam_beta2", "label_smoothing_factor"), _SHARE),
     **dict.fromkeys(("logging_steps", "eval_steps", "save_steps"), NumberRange(0, low_open=True, whole_from_one=True)),
-    **dict.fromkeys(("neftune_noise_alpha", "num_train_epochs"), NumberRange(0, low_open=True)),
-    **dict.fromkeys(("max_grad_norm", "eval_delay", "dataloader_num_workers"), NumberRange(0)),
+    "neftune_noise_alpha": NumberRange(0, low_open=True),
+    "num_train_epochs": NumberRange(0, 10_000, low_open=True),  # no rate ever falls in a schedule of a billion
+    **dict.fromkeys(("max_grad_norm", "eval_delay"), NumberRange(0)),
+    "dataloader_num_workers": NumberRange(0, 512),  # each is a process on a node that others may share
     **dict.fromkeys(
         (
             *("per_device_train_batch_size", "per_device_eval_batch_size", "eval_accumulation_steps", "save_total_limit"),

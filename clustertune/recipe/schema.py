@@ -139,17 +139,19 @@ class ExpectedSplits(Section):
     """Tokens of a train conversation on average, chat template included and cut at ``train.max_length``: for ``plan``."""
 
 
+OF_THE_TEMPLATE = ("tools", "chat_template_kwargs")
+"""Columns that TRL hands to the chat template, row by row."""
 COLUMNS: dict[str, tuple[str, ...]] = {
-    "messages": ("messages", "tools"),
-    "sharegpt": ("conversations", "system", "tools"),
-    "prompt-completion": ("prompt", "completion", "tools"),
-    "preference": ("prompt", "chosen", "rejected", "tools"),
-    "alpaca": ("instruction", "input", "output", "system", "history"),
+    "messages": ("messages", *OF_THE_TEMPLATE),
+    "sharegpt": ("conversations", "system", *OF_THE_TEMPLATE),
+    "prompt-completion": ("prompt", "completion", *OF_THE_TEMPLATE),
+    "preference": ("prompt", "chosen", "rejected", *OF_THE_TEMPLATE),
+    "alpaca": ("instruction", "input", "output", "system", "history", *OF_THE_TEMPLATE),
     "oasst-tree": (
         *("message_id", "parent_id", "message_tree_id", "text", "role", "lang", "rank", "deleted", "review_result"),
         *("prompt", "replies"),
     ),
-    "lima": ("conversations",),
+    "lima": ("conversations", *OF_THE_TEMPLATE),
     "text": ("text",),
 }
 """The columns that each format reads; ``data.columns`` gives them other names."""

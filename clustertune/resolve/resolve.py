@@ -292,6 +292,17 @@ class _Resolution:
             self.architecture = arch.scale_down(self.architecture, acc.parallel_sizes(distribution).get("tp", 1))
             self.derived.append(Derived("architecture", arch.summary(self.architecture), "model.json scaled down for --tiny"))
 
+    def _check_lengths(self) -> None:
+        positions = (self.architecture or {}).get("max_position_embeddings")
+        length, evaluation = self.args["max_length"], self.values.get("eval")
+        if positions and length and length > positions:
+            text = f"{length} tokens, the model has {positions} positions (max_position_embeddings)"
+            self.report([(("train", "max_length"), text, None)])
+        answer = evaluation.get("max_gen_toks") if isinstance(evaluation, dict) else None
+        if positions and isinstance(answer, int | float) and answer >= positions:
+            text = f"{answer:.0f} tokens of answer leave no room for a prompt in this model's {positions} positions"
+            self.report([(("eval", "max_gen_toks"), text, "lower it")])
+
     def _check_train(self, distribution: dict[str, Any], accelerate_shown: str) -> None:
         given = self.values.get("train")
         if not isinstance(given, dict):
@@ -306,11 +317,7 @@ class _Resolution:
             del self.train["model_init_kwargs"]  # reported; what is checked below reads keys of it
         if self.trainer == "dpo":
             self.report(checks.check_dpo(self.args, distribution, megatron=self.megatron is not None))
-        positions = (self.architecture or {}).get("max_position_embeddings")
-        length = self.args["max_length"]
-        if positions and length > positions:
-            text = f"{length} tokens, the model has {positions} positions (max_position_embeddings)"
-            self.report([(("train", "max_length"), text, None)])
+        self._check_lengths()
         batch = {"global_batch_size": given.get("global_batch_size")}
         accumulated, more = accumulation(batch | self.args, self.world, self.dp)
         if self.complete and ("per_device_train_batch_size" in self.train or "per_device_train_batch_size" not in given):

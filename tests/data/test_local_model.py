@@ -96,9 +96,9 @@ def test_a_template_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pyte
     made = local_model.local_tokenizer({"vocab_size": 300, "max_position_embeddings": 64}, ["some words"] * 9)
     made.chat_template = LOOPS
     made.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"took longer than 0\.5 s for one turn"):
+    with pytest.raises(UserError, match=r"takes more than 0\.5 s"):
         tokenizers.load_tokenizer(str(tmp_path), None, None, {})
-    assert "took longer" in str(_load_tokenizer(tmp_path, True)[1][0])
+    assert "takes more than" in str(_load_tokenizer(tmp_path, True)[1][0])
     made.chat_template = "{{ raise_exception('a system turn first') }}"
     made.save_pretrained(tmp_path)
     monkeypatch.undo()

@@ -1,0 +1,79 @@
+"""Foreign templates and tokenizers that take for ever or all memory: an error that names the place, never a hanging command."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.data import tokenizer as tokenizers
+from clustertune.data import tokens
+from clustertune.data.local_model import train_tokenizer
+from clustertune.errors import UserError
+from clustertune.ops import bounded
+
+PAIR = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+FOREVER = "".join(f"{{%- for {name} in range(99999) %}}" for name in "abc") + "{%- endfor %}" * 3
+POWER = "{%- set x = 9 ** (9 ** 9) %}"
+LARGE = "{%- set x = 'word' * (10 ** 12) %}"
+SETTINGS = {"packing": False, "max_length": None, "assistant_only_loss": False}
+BODY = "{%- for m in messages %}{{ m.role + m.content }}{%- endfor %}"
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizers, "TEMPLATE_SECONDS", 1.0)
+    monkeypatch.setattr(tokens, "BATCH_SECONDS", 1.0)
+
+
+def learnt() -> Any:
+    return train_tokenizer(["question answer"] * 9, 300, 512)
+
+
+@pytest.mark.parametrize("part", [POWER, FOREVER])
+@pytest.mark.parametrize("when", ["true", "messages|length > 1", "messages|length > 3"])
+def test_a_template_without_end_is_refused_as_it_is_loaded(tmp_path: Path, part: str, when: str) -> None:
+    made = learnt()
+    made.chat_template = f"{{%- if {when} %}}{part}{{%- endif %}}{BODY}"
+    made.save_pretrained(tmp_path)
+    with pytest.raises(UserError) as caught:
+        tokenizers.load_tokenizer(str(tmp_path), None, None, {})
+    assert caught.value.problems[0].key == "model.chat_template"
+
+
+@pytest.mark.parametrize(("part", "processes"), [(POWER, 1), (FOREVER, 1), (LARGE, 1), (LARGE, 2)])
+def test_a_conversation_that_a_template_does_not_end_with_is_named(
+    run: Any, part: str, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(processes)))
+    rows = [{"messages": [{"role": "user", "content": f"question {n}"}, PAIR[1]]} for n in range(600)]
+    got = run(rows, format="messages", eval_fraction=0.01)
+    made = learnt()
+    made.chat_template = f"{{%- if messages[0].content == 'question 300' %}}{part}{{%- endif %}}{BODY}"
+    with pytest.raises(UserError) as caught:
+        tokens.make(got.out, made, SETTINGS, chunk=1 << 30 if processes == 1 else 40_000)
+    assert ".jsonl:" in str(caught.value.problems[0].file)
+
+
+def test_a_normalizer_that_grows_its_text_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizers import normalizers
+
+    monkeypatch.setattr(tokens, "MEMORY", 256 << 20)
+    made = learnt()
+    made.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("e", "e" * 2000)] * 3)
+    made.chat_template = BODY
+    got = run([{"messages": PAIR}] * 3, format="messages")
+    with pytest.raises(UserError) as caught:
+        tokens.make(got.out, made, SETTINGS)
+    assert ".jsonl:" in str(caught.value.problems[0].file)
+
+
+def test_a_child_has_its_own_limits_and_its_caller_none() -> None:
+    assert bounded.ask(lambda: {"size": len(b"x" * (64 << 20))}, 20, 1 << 20).found is None
+    assert bounded.ask(lambda: {"size": len(b"x" * (64 << 20))}, 20, 1 << 30).found == {"size": 64 << 20}
+    assert len(b"x" * (64 << 20)) == 64 << 20
+    assert bounded.ask(lambda: os.kill(os.getpid(), signal.SIGKILL) or {}, 20).signal == signal.SIGKILL
+    assert bounded.ask(lambda: {"text": "x" * 300_000}, 20).found == {"text": "x" * 300_000}

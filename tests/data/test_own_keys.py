@@ -1,0 +1,259 @@
+"""Keys that only some rows have, from tables as from JSON Lines; a row's own arguments and weights; answers of tools."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from clustertune.data import tokens
+from clustertune.data.chats import TAKEN, WEIGHTS, read
+from clustertune.data.local_model import train_tokenizer
+from clustertune.data.prepare import prepare
+from clustertune.data.rows import BadRow
+from clustertune.data.sequences import Sequences
+from clustertune.errors import UserError
+from clustertune.recipe.schema import Data
+
+
+def said(role: str, text: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": text, **more}
+
+
+def tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": [*properties][:1]}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def called(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return said("assistant", "", tool_calls=[{"type": "function", "function": {"name": name, "arguments": arguments}}])
+
+
+WALK = {"x": 0, "y": 1, "path": [{"via": "a"}, {"via": "b", "slow": True}]}
+SAY = [{"words": "hello", "options": {"loud": True}}, {"words": "no", "options": {"to": "b"}}]
+CALLS = [("walk", WALK), ("say", SAY[0]), ("say", SAY[1])]
+TOOLS = [
+    tool("walk", {"x": {"type": "integer"}, "y": {"type": "integer", "enum": [0, 1]}}),
+    tool("say", {"words": {"type": "string", "default": "hi"}}),
+]
+
+
+def turns(number: int) -> list[dict[str, Any]]:
+    name, arguments = CALLS[number % 3]
+    return [said("user", f"ask {number}"), called(name, arguments), said("tool", "done", name=name), said("assistant", "Yes.")]
+
+
+def as_sharegpt(number: int) -> list[dict[str, Any]]:
+    name, arguments = CALLS[number % 3]
+    call = {"function": {"name": name, "arguments": arguments}}
+    texts = [("human", f"ask {number}"), ("gpt", "I do."), ("human", "go"), ("gpt", "Yes.")]
+    entries: list[dict[str, Any]] = [{"from": speaker, "value": text} for speaker, text in texts]
+    entries[1]["tool_calls"] = [call]
+    return [*entries[:2], {"from": "tool", "value": "done"}, {"from": "gpt", "value": "Done."}, *entries[2:]]
+
+
+ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "messages": lambda n: {"messages": turns(n), "tools": TOOLS, "chat_template_kwargs": [{"a": 1}, {"b": {"c": 2}}][n % 2]},
+    "sharegpt": lambda n: {"conversations": as_sharegpt(n), "tools": TOOLS},
+    "prompt-completion": lambda n: {"prompt": turns(n)[:1], "completion": turns(n)[1:2], "tools": TOOLS},
+    "preference": lambda n: {"prompt": turns(n)[:3], "chosen": turns(n)[3:], "rejected": turns(n + 1)[1:2], "tools": TOOLS},
+    "alpaca": lambda n: {"instruction": f"q {n}", "output": "a", "tools": TOOLS, "chat_template_kwargs": [{"a": 1}, {}][n % 2]},
+}
+
+
+def write_stream(table: pa.Table, path: Path) -> None:
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_file(table: pa.Table, path: Path) -> None:
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
+WRITERS: dict[str, tuple[str, Callable[[pa.Table, Path], Any]]] = {
+    "parquet": (".parquet", pq.write_table),
+    "stream": (".arrow", write_stream),
+    "file": (".arrow", write_file),
+    "feather": (".feather", pyarrow.feather.write_feather),
+}
+
+
+def plain(outcome: Any) -> list[Any]:
+    return sorted(json.dumps({k: v for k, v in one.items() if k != "source"}) for one in outcome.conversations)
+
+
+def same_keys(found: list[Any]) -> list[Any]:
+    """Arrow has one order of keys for all rows."""
+    return sorted(json.dumps(json.loads(one), sort_keys=True) for one in found)
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_table_gives_what_the_same_rows_give_as_json_lines(run, tmp_path, kind, name):
+    rows = [ROWS[name](number) for number in range(6)]
+    suffix, write = WRITERS[kind]
+    write(pa.Table.from_pylist(rows), tmp_path / f"rows{suffix}")
+    got, expected = run(path=tmp_path / f"rows{suffix}", format=name), run(rows, format=name)
+    assert not got.rejected
+    assert same_keys(plain(got)) == same_keys(plain(expected))
+    assert "null" not in "".join(plain(got))
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("kind", ["parquet", "disk", "untyped", "hub"])
+def test_the_json_type_of_datasets_is_decoded_and_keeps_the_nulls_that_were_written(run, tmp_path, monkeypatch, kind, name):
+    rows = [ROWS[name](number) for number in range(6)]
+    rows[0]["tools"] = [tool("walk", {"x": {"type": "integer", "default": None}})]
+    table = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    settings: dict[str, Any] = {"format": name, "max_rejected": 0}
+    if kind == "hub":
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_a, **_k: datasets.DatasetDict({"train": table}))
+        out = tmp_path / "out"
+        prepare(Data(name="org/set", revision="a" * 40, **settings), recipe_folder=tmp_path, seed=42, out=out)
+        found = [json.loads(line) for split in ("train", "eval") for line in (out / f"{split}.jsonl").open()]
+        got = type("Outcome", (), {"conversations": found})()
+    elif kind == "disk":
+        table.save_to_disk(tmp_path / "set")
+        got = run(path=tmp_path / "set", **settings)
+    else:
+        path = tmp_path / "rows.parquet"
+        table.to_parquet(path)
+        if kind == "untyped":  # a program that knows no extension types wrote it again
+            held = pq.ParquetFile(path, arrow_extensions_enabled=False).read()
+            pq.write_table(held.cast(pa.schema([bare(one) for one in held.schema], held.schema.metadata)), path)
+        got = run(path=path, **settings)
+    assert same_keys(plain(got)) == same_keys(plain(run(rows, **settings)))
+    assert '"default": null' in "".join(plain(got))
+
+
+def bare(field: pa.Field) -> pa.Field:
+    return pa.field(field.name, without_json(field.type))
+
+
+def without_json(kind: pa.DataType) -> pa.DataType:
+    if isinstance(kind, pa.BaseExtensionType):
+        return kind.storage_type
+    if pa.types.is_struct(kind):
+        return pa.struct([bare(kind.field(at)) for at in range(kind.num_fields)])
+    return pa.list_(without_json(kind.value_type)) if pa.types.is_list(kind) else kind
+
+
+def test_a_map_is_an_object_and_nulls_of_json_lines_stay(run, tmp_path):
+    arguments = pa.map_(pa.string(), pa.int64())
+    call = pa.struct([("name", pa.string()), ("arguments", arguments)])
+    kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(call))]))
+    row = [said("user", "q"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": [("x", 1), ("y", None)]}]}]
+    pq.write_table(pa.table({"messages": pa.array([row], kind)}), tmp_path / "rows.parquet")
+    json_row = [row[0], called("f", {"x": 1, "y": None})]
+    got, expected = run(path=tmp_path / "rows.parquet", format="messages"), run([{"messages": json_row}], format="messages")
+    assert plain(got) == plain(expected)
+    assert '"y": null' in plain(got)[0]
+
+
+# --- a row's own keys ---
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    found = train_tokenizer((f"question {n} answer {n} mood" for n in range(50)), 400, 512)
+    template = found.chat_template
+    found.chat_template = "{#- tools tool_calls #}{%- if mood is defined %}mood {{ mood }}{% endif %}" + template
+    return found
+
+
+PAIR = [said("user", "question 1"), said("assistant", "answer 1")]
+OWN = {"chat_template_kwargs": {"mood": 7}}
+WITH_OWN = {
+    "messages": {"messages": PAIR},
+    "sharegpt": {"conversations": [{"from": "human", "value": "question 1"}, {"from": "gpt", "value": "answer 1"}]},
+    "prompt-completion": {"prompt": "question 1", "completion": "answer 1"},
+    "preference": {"prompt": "question 1", "chosen": "answer 1", "rejected": "answer 2"},
+    "alpaca": {"instruction": "question 1", "output": "answer 1"},
+    "lima": {"conversations": ["question 1", "answer 1"]},
+}
+
+
+@pytest.mark.parametrize("name", WITH_OWN)
+def test_a_rows_own_arguments_reach_the_template(run, tokenizer, name):
+    rows = [WITH_OWN[name] | own for own in (OWN, {}, {"chat_template_kwargs": json.dumps(OWN["chat_template_kwargs"])})]
+    got = run(rows, format=name, eval_fraction=0.01)
+    assert "chat_template_kwargs" not in got.result["unused"]
+    tokens.make(got.out, tokenizer, {"packing": False, "max_length": None})
+    sequences = [Sequences(got.out / "tokens", split) for split in ("train", "eval")]
+    key = "prompt_ids" if name == "preference" else "input_ids"
+    texts = [tokenizer.decode(found[n][key]) for found in sequences for n in range(len(found))]
+    assert sum(text.startswith("mood 7") for text in texts) == 2
+    assert len(texts) == 3
+
+
+def test_a_row_sets_no_argument_of_the_renderer():
+    known = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"self", "kwargs", "documents"}
+    assert known <= TAKEN
+    for key in ("chat_template", "tokenize", "tools"):
+        with pytest.raises(BadRow, match=key):
+            read("messages", {"messages": PAIR, "chat_template_kwargs": {key: "x"}})
+
+
+@pytest.mark.parametrize("value", [0, 0.5, False, "no"])
+@pytest.mark.parametrize("key", WEIGHTS)
+def test_an_answer_that_is_not_to_be_learnt_like_the_rest_refuses_its_row(run, key, value):
+    kinds = {
+        "messages": [PAIR[0], PAIR[1] | {key: value}],
+        "sharegpt": [WITH_OWN["sharegpt"]["conversations"][0], WITH_OWN["sharegpt"]["conversations"][1] | {key: value}],
+    }
+    for name, column in (("messages", "messages"), ("sharegpt", "conversations")):
+        with pytest.raises(BadRow, match=key):
+            read(name, {column: kinds[name]})
+    with pytest.raises(BadRow, match=key):
+        read("prompt-completion", {"prompt": "q", "completion": [PAIR[1] | {key: value}]})
+    for plain_value in (1, 1.0, True, None):
+        assert read("messages", {"messages": [PAIR[0], PAIR[1] | {key: plain_value}]}) == {"messages": PAIR}
+
+
+# --- answers of tools ---
+
+HERMES = [
+    said("system", "Call functions within <tool_call>."),
+    said("user", "question 1"),
+    said("assistant", '<tool_call>\n{"arguments": {"a": 1}, "name": "f"}\n</tool_call>'),
+    said("tool", '<tool_response>\n{"b": 2}\n</tool_response>'),
+    said("assistant", "answer 2"),
+]
+SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt"}
+
+
+@pytest.mark.parametrize("speaker", ["tool", "function_response", "observation", "tool_response"])
+def test_a_tools_answer_follows_a_call_within_the_text(speaker):
+    assert read("messages", {"messages": HERMES}) == {"messages": HERMES}
+    named = [one | ({"role": speaker} if one["role"] == "tool" else {}) for one in HERMES]
+    assert read("messages", {"messages": named}) == {"messages": HERMES}
+    entries = [{"from": SPEAKERS.get(one["role"], speaker), "value": one["content"]} for one in HERMES]
+    assert read("sharegpt", {"conversations": entries}) == {"messages": HERMES}
+
+
+def test_openais_older_calls_are_read():
+    call = {"name": "f", "arguments": '{"x": 1}'}
+    row = [said("user", "q"), {"role": "assistant", "content": None, "function_call": call},
+           {"role": "function", "name": "f", "content": "1"}, said("assistant", "a")]  # fmt: skip
+    assert read("messages", {"messages": row})["messages"] == [
+        row[0], called("f", {"x": 1}), said("tool", "1", name="f"), row[3]
+    ]  # fmt: skip
+
+
+def test_a_template_that_leaves_answers_of_tools_out_is_refused(run, tokenizer):
+    got = run([{"messages": HERMES}] * 2, format="messages")
+    tokens.make(got.out, tokenizer, {"packing": False, "max_length": None})
+    deaf = train_tokenizer(["question"], 300, 512)
+    deaf.chat_template = "{% for m in messages if m.role != 'tool' %}{{ m.role + m.content }}{% endfor %}"
+    with pytest.raises(UserError, match="tool messages"):
+        tokens.make(got.out, deaf, {"packing": False, "max_length": None, "assistant_only_loss": False})
