@@ -37,13 +37,7 @@ def add(app: typer.Typer) -> None:
 
 def sweep(
     recipe: OptionalRecipe = None,
-    settings: Annotated[
-        list[str] | None, typer.Argument(metavar="section.key=a,b", help="Values to vary; log:, uniform: and int:LOW..HIGH.")
-    ] = None,
-    draws: Annotated[
-        int | None, typer.Option("--random", metavar="N", help="Try N random points instead of the whole grid.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed for --random.")] = 0,
+    settings: Annotated[list[str] | None, typer.Argument(metavar="section.key=a,b", help="Values to vary.")] = None,
     at_once: Annotated[int | None, typer.Option("--max-parallel", min=1, help="Most jobs that run at the same time.")] = None,
     tiny: Tiny = False,
     cluster: ClusterOption = None,
@@ -60,7 +54,7 @@ def sweep(
 ) -> None:
     """Run a recipe under varied settings and compare.
 
-    Runs a grid or random points as one job array. Each point is a separate run; finished ones are not run again.
+    Runs the grid of all values as one job array. Each point is a separate run; finished ones are not run again.
     """
     outcome.check_metric(metric)
     if results is not None:
@@ -71,7 +65,7 @@ def sweep(
     if last is not None:
         require_stage(last, "--to")
     last = last or ("train" if metric in ("eval_loss", "loss", "eval_token_accuracy") else "eval")
-    options: dict[str, Any] = {"tiny": tiny, "last": last, "draws": draws, "seed": seed, "path": sweep_dir}
+    options: dict[str, Any] = {"tiny": tiny, "last": last, "path": sweep_dir}
     if here:
         made, resolved = _locally(recipe, settings or [], at_once, cluster, options)
     else:
@@ -155,7 +149,7 @@ def _show_plan(made: Sweep, job: Any, as_json: bool) -> None:
 
 def _run_here(made: Sweep, metric: str, as_json: bool) -> None:
     failed = array.run_all(made)
-    _show_results(sweep_points.read_sweep(made.path), metric, as_json)  # which knows when the sweep was made
+    _show_results(made, metric, as_json)
     if failed:
         raise typer.Exit(int(ExitCode.FAILED))
 
@@ -169,6 +163,4 @@ def _submit(made: Sweep, resolved: list[Resolved], machine: Cluster, job: Any, a
 
 def _show_results(made: Sweep, metric: str, as_json: bool) -> None:
     found = outcome.collect(made, metric)
-    report = outcome.build(made, metric, found)
-    lines = [*outcome.lines(made, metric, found), f"report: {report}"]
-    reply(as_json, {**outcome.as_json(made, metric, found), "report": str(report)}, *lines)
+    reply(as_json, outcome.as_json(made, metric, found), *outcome.lines(made, metric, found))

@@ -200,27 +200,6 @@ def bars(
     return Plot(title, svg, heads, rows)
 
 
-def draw_dots(name: str, labels: Sequence[str], values: Sequence[float], notes: Sequence[str]) -> str:
-    """A dot a line, first on top, with a note behind each: for values that differ by less than they are."""
-    if not values:
-        return ""
-    with _figure(0.42 + 0.26 * len(values)) as (figure, axes):
-        places = list(range(len(values)))
-        low, high = min(values), max(values)
-        width = (high - low) or abs(high) or 1.0
-        axes.hlines(places, low - width * 0.06, values, color=FAINT, linewidth=1.2)
-        axes.plot(values, places, linestyle="none", marker="o", markersize=5, color=FIRST)
-        axes.set_yticks(places, labels)
-        axes.set_ylim(len(values) - 0.4, -0.6)
-        axes.grid(visible=False)
-        axes.spines[["bottom"]].set_visible(False)
-        axes.set_xticks([])
-        axes.set_xlim(low - width * 0.06, high + width * 0.22)
-        for position, note in enumerate(notes):
-            axes.text(values[position] + width * 0.025, position, note, va="center", fontsize=9)
-        return _to_svg(figure, name)
-
-
 def draw_sizes(
     name: str,
     series: Sequence[tuple[str, Sequence[tuple[int, float]]]],

@@ -10,9 +10,7 @@ import hashlib
 import itertools
 import json
 import math
-import random
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,9 +61,6 @@ class Sweep:
     keys: tuple[str, ...]
     """The settings that are varied."""
     points: tuple[Point, ...]
-    draws: int | None = None
-    seed: int | None = None
-    created: float = 0.0
 
     def left(self) -> list[Point]:
         """The points that are not finished."""
@@ -74,8 +69,8 @@ class Sweep:
     def write(self) -> None:
         """Write ``sweep.json``, durably. Raises UserError where the folder holds another sweep or something else."""
         points = [{key: getattr(one, key) for key in ("recipe", "overrides", "tiny", "values")} for one in self.points]
-        known = {key: getattr(self, key) for key in ("name", "last", "keys", "draws", "seed")}
-        body = {"format": FORMAT, **known, "created": round(time.time(), 3), "points": points}
+        known = {key: getattr(self, key) for key in ("name", "last", "keys")}
+        body = {"format": FORMAT, **known, "points": points}
         if (self.path / SWEEP).exists():
             before = read_sweep(self.path)
             if before.points != self.points:
@@ -108,9 +103,7 @@ def read_sweep(path: Path) -> Sweep:
             for index, entry in enumerate(body["points"])
         )
         keys = tuple(map(str, body["keys"]))
-        return Sweep(
-            path, str(body["name"]), str(body["last"]), keys, points, body["draws"], body["seed"], float(body["created"])
-        )
+        return Sweep(path, str(body["name"]), str(body["last"]), keys, points)
     except FileNotFoundError:
         fix = "clustertune sweep RECIPE section.key=value,value makes one"
         raise UserError(f"is not a sweep: it has no {SWEEP}", file=str(path), fix=fix) from None
@@ -137,8 +130,6 @@ def make_sweep(
     *,
     tiny: bool,
     last: str,
-    draws: int | None = None,
-    seed: int = 0,
     more: Sequence[str] = (),
     path: Path | None = None,
     runs: Path = Path("runs"),
@@ -150,8 +141,8 @@ def make_sweep(
     """
     folder, _ = find_folder(recipe)
     axes = parse_axes(arguments)
-    values = combinations(axes, draws, seed)
-    varied = [axis.key for axis in axes if axis.size > 1]
+    values = combinations(axes)
+    varied = [axis.key for axis in axes if len(axis.values) > 1]
     resolved: list[Resolved] = []
     problems: dict[Problem, None] = {}
     chosen: list[tuple[str, ...]] = []
@@ -176,12 +167,11 @@ def make_sweep(
         )
         for index, overrides in enumerate(chosen)
     )
-    sweep = Sweep(where, folder.name, last, tuple(varied), points, draws, seed if draws is not None else None)
-    return sweep, resolved
+    return Sweep(where, folder.name, last, tuple(varied), points), resolved
 
 
 def _identity(chosen: Sequence[Sequence[str]], resolved: Sequence[Resolved], tiny: bool) -> str:
-    body = [tiny, [list(point) for point in chosen], [item.fingerprint(former=True) for item in resolved]]
+    body = [tiny, [list(point) for point in chosen], [item.fingerprint() for item in resolved]]
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()[:12]
 
 
@@ -208,11 +198,10 @@ def missing_inputs(sweep: Sweep, resolved: Sequence[Resolved]) -> list[Problem]:
 
 # --- space ----------------------------------------------------------------------------------------------------------------
 
-# What is varied: ``key=a,b`` arguments as axes, their grid, and random draws from them.
+# What is varied: ``key=a,b`` arguments as axes, and their grid.
 
 MAX_POINTS = 1000
 """Slurm's own MaxArraySize of 1001 allows the indices 0 to 1000."""
-_RANGE = re.compile(r"(log|uniform|int):([^.]*(?:\.\d[^.]*)?)\.\.(.+)")
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
 
 
@@ -223,37 +212,6 @@ class Axis:
     key: str
     values: tuple[str, ...]
     """As they stand on the command line: YAML."""
-
-    @property
-    def size(self) -> float:
-        return len(self.values)
-
-    def pick(self, share: float) -> str:
-        """The value at ``share`` (0 to below 1) of the axis."""
-        return self.values[int(share * len(self.values))]
-
-
-@dataclass(frozen=True)
-class SettingRange:
-    """One setting whose values are drawn from an interval."""
-
-    key: str
-    kind: str
-    """``log`` (uniform in the exponent), ``uniform`` or ``int`` (both ends can be drawn)."""
-    low: float
-    high: float
-
-    @property
-    def size(self) -> float:
-        return self.high - self.low + 1 if self.kind == "int" else math.inf
-
-    def pick(self, share: float) -> str:
-        """The value at ``share`` (0 to below 1), with six digits: what a person can type again."""
-        if self.kind == "int":
-            return str(int(self.low + share * self.size))
-        if self.kind == "log":
-            return f"{math.exp(math.log(self.low) + share * math.log(self.high / self.low)):.6g}"
-        return f"{self.low + share * (self.high - self.low):.6g}"
 
 
 def split_values(text: str) -> list[str]:
@@ -277,9 +235,9 @@ def split_values(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def parse_axes(arguments: Sequence[str]) -> list[Axis | SettingRange]:
-    """The axes of ``key=value,value`` and ``key=log:1e-6..1e-4`` arguments. Raises UserError with everything that is wrong."""
-    axes: list[Axis | SettingRange] = []
+def parse_axes(arguments: Sequence[str]) -> list[Axis]:
+    """The axes of ``key=value,value`` arguments. Raises UserError with everything that is wrong."""
+    axes: list[Axis] = []
     problems: list[Problem] = []
     for word in arguments:
         key, equals, text = word.partition("=")
@@ -297,16 +255,13 @@ def parse_axes(arguments: Sequence[str]) -> list[Axis | SettingRange]:
     problems += [
         Problem("cannot be varied: one job array has one shape", file=COMMAND_LINE, key=axis.key, fix="a sweep for each")
         for axis in axes
-        if axis.key.startswith("slurm.") and axis.size > 1
+        if axis.key.startswith("slurm.") and len(axis.values) > 1
     ]
     raise_if(problems)
     return axes
 
 
-def _axis(key: str, text: str) -> Axis | SettingRange:
-    found = _RANGE.fullmatch(text.strip())
-    if found:
-        return _range(key, found)
+def _axis(key: str, text: str) -> Axis:
     values = split_values(text)
     if "" in values and len(values) > 1:
         raise ValueError("an empty value between commas")
@@ -319,52 +274,11 @@ def _axis(key: str, text: str) -> Axis | SettingRange:
     return Axis(key, tuple(values))
 
 
-def _range(key: str, found: re.Match[str]) -> SettingRange:
-    kind = found[1]
-    try:
-        low, high = float(found[2]), float(found[3])
-    except ValueError:
-        raise ValueError(f"{found[0]!r} is not a range; write {kind}:LOW..HIGH") from None
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ValueError(f"{found[0]!r}: the low end must lie below the high one")
-    if kind == "log" and low <= 0:
-        raise ValueError(f"{found[0]!r}: both ends must be above 0")
-    if kind == "int" and not (low.is_integer() and high.is_integer()):
-        raise ValueError(f"{found[0]!r}: the ends must be whole numbers")
-    return SettingRange(key, kind, low, high)
-
-
-def combinations(axes: Sequence[Axis | SettingRange], draws: int | None = None, seed: int = 0) -> list[tuple[str, ...]]:
-    """The values of every point, in the order of ``axes``: the whole grid, or ``draws`` different ones drawn with ``seed``.
-
-    The first N of more draws are the same as N draws. Raises UserError where there are too many points, too few different
-    ones, or none at all.
-    """
-    if draws is not None:
-        return _draw(axes, draws, seed)
-    ranges = [axis.key for axis in axes if isinstance(axis, SettingRange)]
-    if ranges:
-        problem = "a range has no grid"
-        raise UserError([Problem(problem, file=COMMAND_LINE, key=key, fix="--random N draws from it") for key in ranges])
-    size = math.prod(int(axis.size) for axis in axes)
+def combinations(axes: Sequence[Axis]) -> list[tuple[str, ...]]:
+    """The values of every point of the grid, in the order of ``axes``. Raises UserError where it is empty or too large."""
+    size = math.prod(len(axis.values) for axis in axes)
     if size < 2:
         raise UserError("nothing is varied", file=COMMAND_LINE, fix="give several values: train.learning_rate=1e-5,5e-5")
     if size > MAX_POINTS:
-        fix = f"fewer values, or --random N draws some of them; {MAX_POINTS} at most"
-        raise UserError(f"a grid of {size:,} points", file=COMMAND_LINE, fix=fix)
-    return list(itertools.product(*(axis.values for axis in axes if isinstance(axis, Axis))))
-
-
-def _draw(axes: Sequence[Axis | SettingRange], draws: int, seed: int) -> list[tuple[str, ...]]:
-    size = math.prod(axis.size for axis in axes)
-    if not 1 <= draws <= MAX_POINTS:
-        raise UserError(f"{draws} draws: 1 to {MAX_POINTS} are possible", file=COMMAND_LINE, key="--random")
-    if draws > size:
-        raise UserError(f"{draws} draws from {size:.0f} different points", file=COMMAND_LINE, key="--random")
-    generator = random.Random(seed)  # noqa: S311 (what is drawn must come again, not be a secret)
-    found: dict[tuple[str, ...], None] = {}
-    for _ in range(100 * draws + 10_000):
-        found[tuple(axis.pick(generator.random()) for axis in axes)] = None
-        if len(found) == draws:
-            return list(found)
-    raise UserError(f"only {len(found)} of {draws} draws differ", file=COMMAND_LINE, key="--random", fix="widen the ranges")
+        raise UserError(f"a grid of {size:,} points", file=COMMAND_LINE, fix=f"fewer values: {MAX_POINTS} points at most")
+    return list(itertools.product(*(axis.values for axis in axes)))

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.console import aligned
-from clustertune.errors import ExitCode, UserError, storage_error
+from clustertune.errors import ExitCode, UserError
 from clustertune.evaluate.scores import metrics as scores_of
 from clustertune.evaluate.scores import read_result, shown
 from clustertune.events import read_object
-from clustertune.manifest import write_durably
 from clustertune.recipe.schema import FIRST_TASK
 from clustertune.recipe.tasks import first_task
-from clustertune.report import page, plots
-from clustertune.report.content import UNKNOWN, duration, moment, number
+from clustertune.report.content import UNKNOWN, duration, number
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.rundir import RunDir
 from clustertune.sweep.points import Point, Sweep
@@ -166,17 +164,6 @@ def _last_error(sweep: Sweep, point: Point) -> str:
 
 # A sweep as a table for people, and as one self-contained page.
 
-_TEMPLATE = Path(__file__).with_name("page.html.jinja")
-_MAX_SHOWN = 60
-"""Dots and curves on the page; the table has all points."""
-
-
-def columns(metric: str, results: Sequence[PointResult]) -> list[str]:
-    """The metrics to show: the one that sorts, then those that any point has."""
-    there = dict.fromkeys(name for result in results for name in result.metrics)
-    order = [*(name for name in LOWER if name in there), *(name for name in there if name not in LOWER)]
-    return [metric, *(name for name in order if name not in (metric, f"{FIRST_TASK}.{metric}"))]
-
 
 def rows(sweep: Sweep, names: Sequence[str], results: Sequence[PointResult]) -> list[list[str]]:
     """One row a point: rank, number, settings, metrics, step, time, state."""
@@ -194,7 +181,7 @@ def rows(sweep: Sweep, names: Sequence[str], results: Sequence[PointResult]) -> 
 
 
 def heads(sweep: Sweep, names: Sequence[str]) -> list[str]:
-    """The columns' names; ``#`` in front of those with numbers, as the page's tables take them."""
+    """The columns' names; ``#`` in front of those with numbers."""
     return ["", "#point", *(f"#{key}" for key in sweep.keys), *(f"#{name}" for name in names), "#step", "#time", "state"]
 
 
@@ -204,75 +191,3 @@ def lines(sweep: Sweep, metric: str, results: Sequence[PointResult]) -> list[str
     right = [at for at, head in enumerate(table[0]) if head.startswith("#")]
     table[0] = [head.lstrip("#").rpartition(".")[2] for head in table[0]]
     return aligned(table, right)
-
-
-def build(sweep: Sweep, metric: str, results: Sequence[PointResult], out: Path | None = None) -> Path:
-    """Write the page to ``out`` (the sweep's ``report.html`` by default) and return the path; the same results, the same bytes.
-
-    Raises UserError (exit 73) where it cannot be written.
-    """
-    target = out or sweep.path / "report.html"
-    try:
-        text = page.render(_TEMPLATE, _page_values(sweep, metric, results))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(target, text + "\n")
-    except OSError as error:
-        raise storage_error(error, "writing the report", target) from error
-    return target
-
-
-def _page_values(sweep: Sweep, metric: str, results: Sequence[PointResult]) -> dict[str, Any]:
-    names = columns(metric, results)
-    ranked = [result for result in results if result.status == DONE and result.value(metric) is not None]
-    counts = {status: sum(r.status == status for r in results) for status in (DONE, OPEN, WAITING, FAILED)}
-    by_index = {point.index: point for point in sweep.points}
-    shown = ranked[:_MAX_SHOWN]
-    values = [result.value(metric) or 0.0 for result in shown]
-    drawn = "random draws, seed " + str(sweep.seed) if sweep.draws is not None else "grid"
-    return {
-        "title": f"{sweep.name}: sweep over {', '.join(key.rpartition('.')[2] for key in sweep.keys)}",
-        "subtitle": f"{len(results)} points ({drawn}), made {moment(sweep.created)}",
-        "tiles": [{"name": name, "value": str(count)} for name, count in counts.items() if count or name == DONE],
-        "metric": metric,
-        "better": "less is better" if LOWER.get(metric) else "more is better",
-        "best": by_index[ranked[0].index].settings if ranked else "",
-        "best_value": number(ranked[0].value(metric)) if ranked else UNKNOWN,
-        "dots": plots.draw_dots(
-            f"{metric} of each point", [by_index[r.index].settings for r in shown], values, [number(value) for value in values]
-        ),
-        "left_out": len(ranked) - len(shown),
-        "curves": _curves(sweep, ranked),
-        "means": _means(sweep, metric, ranked),
-        "columns": heads(sweep, names),
-        "rows": rows(sweep, names, results),
-        "fixed": [word for word in sweep.points[0].overrides if word.partition("=")[0] not in sweep.keys],
-    }
-
-
-def _means(sweep: Sweep, metric: str, ranked: Sequence[PointResult]) -> list[list[str]]:
-    """For each value of each setting the mean of the metric over the finished points that have it, where several share it."""
-    found = []
-    for key in sweep.keys:
-        groups: dict[str, list[float]] = {}
-        for result in ranked:
-            groups.setdefault(result.values[key], []).append(result.value(metric) or 0.0)
-        if 1 < len(groups) < len(ranked):
-            for value, numbers in groups.items():
-                mean, low, high = sum(numbers) / len(numbers), min(numbers), max(numbers)
-                found.append([key, value, number(mean), number(low), number(high), str(len(numbers))])
-    return found
-
-
-def _curves(sweep: Sweep, ranked: Sequence[PointResult]) -> plots.Plot | None:
-    """The eval loss over steps: the best point in colour, the others behind it."""
-    lines: list[plots.Line] = []
-    for position, result in enumerate(ranked[:_MAX_SHOWN]):
-        evals = read_metrics(RunDir(sweep.points[result.index].run_dir).metrics).evals
-        steps, losses = [record.step for record in evals], [record.eval_loss for record in evals]
-        if len(steps) > 1 and any(loss is not None for loss in losses):
-            colour = plots.FIRST if position == 0 else plots.INK
-            name = (
-                "best" if position == 0 else "the others" if len(lines) == 1 else f"_{position}"
-            )  # matplotlib hides names with _
-            lines.append(plots.Line(name, steps, losses, colour))
-    return plots.lines("eval loss", lines[::-1], unit="nats per token")

@@ -20,7 +20,7 @@ def make(path: Path | None = None, words: list[str] = WORDS, runs: Path = Path("
 
 
 def test_the_same_command_finds_the_same_sweep(tmp_path: Path) -> None:
-    """And another one never does: values, order, draws and --tiny decide."""
+    """And another one never does: values, order and --tiny decide."""
     first = make(runs=tmp_path)
     assert first.path.parent == tmp_path / "tiny-oasst2" and make(runs=tmp_path).path == first.path
     assert make(runs=tmp_path, words=[*WORDS[:2], "train.max_steps=9"]).path != first.path
