@@ -97,7 +97,7 @@ def _group() -> None:
 def check(args: DoctorArguments) -> None:
     """Check this machine, or all nodes of this job, and a recipe.
 
-    Exit 0: nothing found; 1: warnings; 2: what would stop or spoil a job. python3 -m clustertune.doctor needs no installation.
+    Exit 0: nothing found; 1: warnings; 2: what would stop or spoil a job. python3 -m clustertune.doctor needs only PyYAML.
     """
     raise typer.Exit(answer(args))
 
