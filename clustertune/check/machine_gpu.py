@@ -207,6 +207,7 @@ DAY_S = 86_400.0
 SURE_S = 40
 """Seconds from which a driver that does not answer hangs: eight GPUs without persistence mode take up to half a minute."""
 
+
 @cache
 def xid_tables() -> tuple[dict[int, list[str]], dict[str, str]]:
     """``xid.yaml``: of each Xid its status, meaning and remedy; of each recovery action of the driver what to do."""
@@ -413,7 +414,7 @@ def read_xid(line: str) -> tuple[str, int, float | None] | None:
 
 
 RECOVERY_XID = 154
-"""The driver recommends another recovery action: ``154, GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)``."""
+"""The driver recommends another action: ``154, GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)``."""
 _NONFATAL = re.compile(r"\bnon-?fatal\b", re.IGNORECASE)
 
 

@@ -27,7 +27,7 @@ from clustertune.tree import ROOT
 
 with deferred():
     from clustertune import chain
-    from clustertune.cluster import load, schema
+    from clustertune.cluster import ignoring, load, schema
     from clustertune.doctor import preflight, recipe_context
     from clustertune.doctor import sbatch as linter
     from clustertune.host import collect
@@ -158,9 +158,9 @@ def answer(args: DoctorArguments) -> int:
     if args.listing:
         return show_rules(args.out, args.as_json)
     raise_if(list(_contradictions(args)))
-    ignore = preflight.check_rules(args.ignore or [], COMMAND_LINE, "--ignore")
+    ignore = ignoring.check_rules(args.ignore or [], COMMAND_LINE, "--ignore")
     cluster = load.load_cluster(args.cluster)
-    left_out = (*preflight.ignored(cluster), *ignore)
+    left_out = (*ignoring.ignored(cluster), *ignore)
     if args.submit:
         return _submit(args, cluster)
     # The Slurm job in which this is called, whose nodes are looked at; none outside of one, and inside of a step.

@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +21,9 @@ from clustertune.errors import ExitCode, Problem, UserError
 
 with deferred():
     from clustertune.check import rule
+    from clustertune.check.report import Report
     from clustertune.cluster import load, schema
+    from clustertune.cluster.ignoring import ignored
     from clustertune.ops import files, nodes
     from clustertune.ops.slurm import planning as slurm
     from clustertune.ops.storage import node as node_storage
@@ -168,7 +170,7 @@ def storage_check(
     wanted, by_hand = storage.look(found, name, where)
     facts = node_storage.collect(wanted, where, seconds, found.source)
     facts.by_hand = by_hand
-    findings = judge(facts, wanted)
+    findings = Report(judge(facts, wanted), ignored(found)).counted
     if as_json:
         verdict = rule.worst(findings)
         emit_json({"node": name, "verdict": verdict, "findings": rule.as_json(findings), "facts": asdict(facts)})
@@ -241,9 +243,11 @@ def _slurm_plan(
     found = load.load_cluster(cluster)
     slurm.require_slurm(found)
     tree = existing_folder(root, "a machine's tree").resolve()
-    return slurm.checked(
+    left_out = ignored(found)
+    made = slurm.checked(
         slurm.make_plan(found, nodes.choose_node(found, node), root=tree, accounting=accounting, adopt=adopt, force=force)
     )
+    return replace(made, findings=tuple(Report(list(made.findings), left_out).counted))
 
 
 def _show(made: slurm.SlurmPlan, as_json: bool, more: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ class Gpu:
     """Lanes in use."""
     pcie_width_max: int | None = None
     recovery_action: str = ""
-    """What the driver recommends: ``None``, ``Reset``, ``Reboot``, ``Drain P2P``, ``Drain and Reset``; empty: it does not say."""
+    """What the driver recommends: ``None``, ``Reset``, ``Reboot``, ``Drain P2P``, ``Drain and Reset``; empty: not known."""
     throttle: list[str] = field(default_factory=list)
     """Reasons why clocks are held down now, ``gpu_idle`` left out."""
 
