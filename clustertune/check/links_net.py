@@ -590,9 +590,7 @@ def gdr_off(context: LinkContext) -> Iterator[Seen]:
         fix = "update NCCL: before 2.23 it looks for nv_peer_mem only, and not for the driver's nvidia_peermem"
         yield Seen(WARN, "GPUDirect RDMA is off although nvidia_peermem is loaded", fix, names(off))
     elif any("OFI" in context.log.gdr_off[host] for host in off):
-        fix = (
-            "update libfabric, aws-ofi-nccl and the adapter's driver together (EFA: its installer), and load nvidia_peermem"
-        )
+        fix = "update libfabric, aws-ofi-nccl and the adapter's driver together (EFA: its installer), and load nvidia_peermem"
         fix += " or use a kernel and driver with DMA-BUF; an instance type may not have it"
         yield Seen(WARN, "GPUDirect RDMA is off: the network plugin says that it disables it", fix, names(off))
     elif off:

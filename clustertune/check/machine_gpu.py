@@ -467,6 +467,7 @@ def gpu_recovery(m: Machine) -> Iterator[Seen]:
     """
     known = [gpu for gpu in m.facts.gpus if gpu.recovery_action]
     for action in dict.fromkeys(gpu.recovery_action for gpu in known if gpu.recovery_action != "None"):
-        yield Seen(FAIL, _of(known, lambda gpu, action=action: gpu.recovery_action == action, action), recovery_remedy(action))
+        these = [gpu for gpu in known if gpu.recovery_action == action]
+        yield Seen(FAIL, _of(these, lambda gpu: gpu.recovery_action, action), recovery_remedy(action))
     if known and all(gpu.recovery_action == "None" for gpu in known):
         yield Seen(PASS, "none")

@@ -727,11 +727,9 @@ def _launches(words: list[str]) -> str:
         words = " ".join(words[1:]).split()
     words = _here(words)
     program = base_name(words[0]) if words and not {"--help", "-h", "--version"} & set(words) else ""
-    if "--standalone" in words:  # one node is what is meant
-        return ""
+    if "--standalone" in words or (_WRAPPERS.get(program) and not set(_WRAPPERS[program]) & set(words[1:4])):
+        return ""  # one node is what is meant; it runs nothing
     if program in _WRAPPERS:
-        if _WRAPPERS[program] and not set(_WRAPPERS[program]) & set(words[1:4]):
-            return ""
         inner = next(
             (at for at, word in enumerate(words[1:], 1) if base_name(word) in (*_ALONE, "bash", "sh") or _python(word)), 0
         )
