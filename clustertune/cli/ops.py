@@ -202,6 +202,7 @@ def slurm_plan(
     Exit 0: nothing to do; 1: something differs; 2: something prevents apply.
     """
     made = _slurm_plan(cluster, node, root, accounting, adopt, force)
+    made = replace(made, findings=tuple(Report(list(made.findings), ignored(made.cluster)).counted))
     more: dict[str, Any] = {}
     if try_it:
         more["tried"] = rehearsal.try_out(made.cluster, slurm.all_texts(made))
@@ -243,11 +244,10 @@ def _slurm_plan(
     found = load.load_cluster(cluster)
     slurm.require_slurm(found)
     tree = existing_folder(root, "a machine's tree").resolve()
-    left_out = ignored(found)
-    made = slurm.checked(
+    ignored(found)  # a name that is no rule is refused
+    return slurm.checked(
         slurm.make_plan(found, nodes.choose_node(found, node), root=tree, accounting=accounting, adopt=adopt, force=force)
     )
-    return replace(made, findings=tuple(Report(list(made.findings), left_out).counted))
 
 
 def _show(made: slurm.SlurmPlan, as_json: bool, more: dict[str, Any]) -> None:
