@@ -12,7 +12,7 @@ docstring holds the texts that people read, and it yields what it saw:
         \"\"\"
 
 It yields nothing where it does not apply, ``pass`` where it looked and found nothing, and ``unknown`` where it could not look.
-Standard library only, Python 3.8 or later: ``doctor`` and the reader of NCCL's log run on bare login nodes.
+Standard library only, Python 3.8 or later: ``doctor.sbatch`` and ``doctor --facts`` run on bare nodes.
 """
 
 from __future__ import annotations
