@@ -770,8 +770,9 @@ def _several_nodes(batch: Batch) -> int:
 def _by_hostfile(words: list[str]) -> bool:
     """Whether DeepSpeed reaches the other nodes itself, by ssh."""
     names = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in words if word.startswith("-")}
-    standard = "deepspeed_multinode_launcher=standard" in "=".join(words).replace("-", "_")
-    return bool(names & {"hostfile", "H", "deepspeed_hostfile"}) and "no_ssh" not in names and not standard
+    standard = "multinode_launcher=standard" in "=".join(words).replace("-", "_")
+    given = any(name == "H" or name.endswith("hostfile") for name in names)
+    return given and "no_ssh" not in names and not standard
 
 
 def launcher_without_srun(batch: Batch) -> Iterator[Seen]:
