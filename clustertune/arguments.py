@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, raise_if
 
 if TYPE_CHECKING:
     from clustertune.recipe.schema import Eval
@@ -146,12 +146,19 @@ def eval_settings(values: Mapping[str, Any]) -> Eval:
     """The settings of an evaluation as the command line gives them. Raises UserError."""
     from pydantic import ValidationError
 
+    from clustertune.recipe.load import did_you_mean
     from clustertune.recipe.schema import Eval
+    from clustertune.recipe.tasks import unknown_tasks
 
     try:
-        return Eval.model_validate(values)
+        found = Eval.model_validate(values)
     except ValidationError as error:
         raise UserError(
             Problem(f"{item['input']!r}: {item['msg']}", file="command line", key=f"--{str(item['loc'][0]).replace('_', '-')}")
             for item in error.errors()
         ) from None
+    raise_if(
+        Problem(f"lm-eval has no task {task!r}", file="command line", key="--tasks", fix=did_you_mean(task, known))
+        for task, known in unknown_tasks(found.tasks).items()
+    )
+    return found

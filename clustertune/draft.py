@@ -96,9 +96,11 @@ def where(gpus: str | None, cluster: str | None, nccl_check: Path | None = None)
     found, options = (of_gpus(gpus), ("--gpus", gpus)) if gpus else (load_cluster(cluster), ("--cluster", cluster or "local"))
     if assumed := not (gpus or cluster or found.compute.gpus):
         found, options = of_gpus(ANY_GPUS), ("--gpus", ANY_GPUS)
+    calibrated = find_calibrated(found, nccl_check)
+    calibrated.machine(1)  # a place without GPUs, nodes or figures is refused with what it lacks
     most = len(found.compute_nodes)
     sizes = (most,) if gpus else tuple(sorted({2**power for power in range(most.bit_length())}))
-    return PlanTarget(find_calibrated(found, nccl_check), sizes, found.compute.gpus, options, assumed)
+    return PlanTarget(calibrated, sizes, found.compute.gpus, options, assumed)
 
 
 @contextmanager

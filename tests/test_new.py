@@ -17,7 +17,7 @@ from clustertune.errors import UserError
 from clustertune.recipe.load import RECIPES
 from clustertune.resolve.models import find_model
 from clustertune.resolve.resolve import resolve
-from tests.command import run
+from tests.command import REPO, run
 
 CONVERSATIONS = RECIPES / "tiny-oasst2" / "conversations.jsonl"
 GPUS = ("--gpus", "2x8xh100-sxm")
@@ -226,3 +226,16 @@ def test_few_steps_are_warned_of_and_one_without_a_rate_is_refused(tmp_path: Pat
         idle = run(*words, "llama8b-lima", *more[name], "train.max_steps=1", "train.warmup_steps=0.1")
         assert idle.code == 2 and "train.warmup_steps" in idle.err
         assert run(*words, "llama8b-lima", *more[name], "train.max_steps=1", "train.warmup_steps=0").code == 0
+
+
+@pytest.mark.parametrize("command", [("new", "x"), ("plan",)], ids=lambda words: words[0])
+def test_a_place_without_gpus_is_refused_with_what_it_lacks(command: tuple[str, ...], tmp_path: Path) -> None:
+    """A cluster of CPUs, and this machine, where it has no GPUs: nothing can be planned for them, and nothing is written."""
+    body = yaml.safe_load((REPO / "ops/clusters/nebius-h100.yaml").read_text(encoding="utf-8"))
+    body |= {"name": "cpus", "compute": {key: body["compute"][key] for key in ("cores", "threads", "memory_gb")} | {"gpus": 0}}
+    body["slurm"].pop("gres", None)
+    file = tmp_path / "cpus.yaml"
+    file.write_text(yaml.safe_dump(body), encoding="utf-8")
+    words = [str(tmp_path / word) if word == "x" else word for word in command]
+    done = run(*words, "--model", "meta-llama/Llama-3.2-1B-Instruct", "--data", CONVERSATIONS, "--cluster", file)
+    assert done.code == 2 and "compute.gpus" in done.err and not (tmp_path / "x").exists()

@@ -563,6 +563,10 @@ def mixed_plugins(context: LinkContext) -> Iterator[Seen]:
     yield from either(FAIL, f"nodes use different networks: {text}" if len(kinds) > 1 else "", good)
 
 
+RDMA_PLUGINS = ("IB", "AWS Libfabric", "Libfabric", "OFI", "UCX")
+"""How the names of plugins begin that move bytes by RDMA."""
+
+
 def gdr_off(context: LinkContext) -> Iterator[Seen]:
     """GPUDirect RDMA.
 
@@ -571,19 +575,24 @@ def gdr_off(context: LinkContext) -> Iterator[Seen]:
       is slow
     See: https://github.com/NVIDIA/nccl/issues/1537
     """
-    edges = [edge for edge in context.log.crossing() if edge.plugin.startswith("IB")]
-    if not edges and not any(name.startswith("IB") for name in context.over):
+    edges = [edge for edge in context.log.crossing() if edge.plugin.startswith(RDMA_PLUGINS)]
+    if not edges and not any(name.startswith(RDMA_PLUGINS) for name in context.over):
         return
-    if any(edge.gdr for edge in edges) or "GDRDMA" in context.text("transport"):
+    served = {edge.host for edge in edges if edge.gdr}
+    off = {host for host, adapters in context.log.gdr_off.items() if adapters} - served
+    if (served and not off) or "GDRDMA" in context.text("transport"):
         yield Seen(PASS, "GPUDirect RDMA is in use")
         return
-    off = {host for host, adapters in context.log.gdr_off.items() if adapters}
     absent = any(facts.peermem is False for facts in context.facts)  # the rule gpudirect-rdma says so
     oldest = min((version(text) for text in context.log.versions), default=(9,))
     loaded = any(facts.peermem for facts in context.facts)
     if off and loaded and oldest < GDR_BY_OLD_NAME:
         fix = "update NCCL: before 2.23 it looks for nv_peer_mem only, and not for the driver's nvidia_peermem"
         yield Seen(WARN, "GPUDirect RDMA is off although nvidia_peermem is loaded", fix, names(off))
+    elif any("OFI" in context.log.gdr_off[host] for host in off):
+        fix = "update libfabric, aws-ofi-nccl and the adapter's driver together (EFA: its installer), and load nvidia_peermem"
+        fix += " or use a kernel and driver with DMA-BUF; an instance type may not have it"
+        yield Seen(WARN, "GPUDirect RDMA is off: the network plugin says that it disables it", fix, names(off))
     elif off:
         yield Seen(WARN, "GPUDirect RDMA is off: NCCL says that it is disabled", where=names(off))
     elif edges and not absent:

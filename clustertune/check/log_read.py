@@ -277,6 +277,10 @@ _GDR = re.compile(
     r"GPU Direct RDMA (?:\(\w{1,20}\) )?([Ee]nabled|[Dd]isabled) for "
     r"(?:(?:GPU \S+ / )?HCA \d{1,4}(?: '([^'\s]{1,40})'?)?|(\S{1,60}))"
 )
+_OFI_GDR_OFF = re.compile(
+    r"disabling GDR|(?:does not|doesn't) support GDR|without (?:GDR|GPUDirect RDMA)|GDR (?:is )?(?:disabled|off|not sup)", re.I
+)
+"""The plugin for libfabric (EFA, Slingshot), in its own words: ``Could not disable CUDA API usage for HMEM, disabling GDR``."""
 _PROVIDER = re.compile(r"[Ss]elected [Pp]rovider is (\w{1,30})")
 _THREADS = re.compile(r"Using (\d{1,4}) threads and (\d{1,4}) sockets per thread")
 _P2P_OFF = re.compile(r"(?:GPUs|dev) (\w{1,8})(?:\(=\w{1,16}\))? and (?:dev )?(\w{1,8})")
@@ -369,6 +373,8 @@ class _NcclLogReader:
                 _put(log.bootstrap, host, [LoggedDevice(*pair) for pair in _SOCKET.findall(oob)])
         elif "GPU Direct RDMA" in text:
             self.gdr(record)
+        elif text.startswith("NET/OFI") and _OFI_GDR_OFF.search(text):
+            log.gdr_off.setdefault(host, set()).add("OFI")
         elif "No device found" in text:
             log.no_adapter.add(host)
         elif text.startswith("NET/Plugin"):

@@ -1,10 +1,14 @@
-"""GPUs: CUDA and the driver, the paths between them, how many there are, who uses them, their health. Python 3.8."""
+"""GPUs: CUDA and the driver, the paths between them, how many there are, who uses them, their health."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import yaml
 
 from clustertune.check.machine import Machine
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Seen, either
@@ -203,28 +207,17 @@ DAY_S = 86_400.0
 SURE_S = 40
 """Seconds from which a driver that does not answer hangs: eight GPUs without persistence mode take up to half a minute."""
 
-XIDS: dict[int, tuple[str, str, str]] = {
-    48: (
-        FAIL,
-        "an uncorrected double-bit memory error",
-        "reset the GPU (nvidia-smi -r) or reboot; replace it if it comes again",
-    ),
-    63: (WARN, "a row of memory is to be remapped", "drain the node and reset the GPU: rows are remapped then"),
-    64: (FAIL, "remapping a row of memory failed", "drain the node and have the GPU replaced"),
-    74: (FAIL, "an error of NVLink", "reset the GPUs; check bridge, baseboard and fabric manager if it comes again"),
-    79: (FAIL, "the GPU has fallen off the bus", "power the node off and on; check seating, power and heat"),
-    92: (WARN, "a high rate of corrected memory errors", "watch it; run the vendor's field diagnostics"),
-    94: (
-        WARN,
-        "a contained uncorrected memory error: it ended one process",
-        "drain the node when it is free and reset the GPU",
-    ),
-    95: (FAIL, "an uncontained uncorrected memory error", "reset the GPU or reboot before anything else runs on it"),
-    119: (FAIL, "the GPU's system processor (GSP) does not answer", "power the node off and on; update the driver"),
-    120: (FAIL, "an error of the GPU's system processor (GSP)", "power the node off and on; update the driver"),
-    140: (FAIL, "an unrecovered memory error", "reset the GPU or reboot"),
-}
-"""What an Xid means and asks for, by the vendor's catalogue. Others are mostly a program's own faults (13, 31, 43, 45)."""
+
+@cache
+def xid_tables() -> tuple[dict[int, list[str]], dict[str, str]]:
+    """``xid.yaml``: of each Xid its status, meaning and remedy; of each recovery action of the driver what to do."""
+    tables = yaml.safe_load(Path(__file__).with_name("xid.yaml").read_text(encoding="utf-8"))
+    return tables["xids"], tables["recovery"]
+
+
+def recovery_remedy(action: str) -> str:
+    """What to do where the driver recommends ``action``."""
+    return xid_tables()[1].get(action, f"drain the node and do what the driver recommends: {action}")
 
 
 def gpu_driver(m: Machine) -> Iterator[Seen]:
@@ -420,6 +413,11 @@ def read_xid(line: str) -> tuple[str, int, float | None] | None:
     return found[1].lower(), int(found[2]), float(second[1]) if second else None
 
 
+RECOVERY_XID = 154
+"""The driver recommends another action: ``154, GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)``."""
+_NONFATAL = re.compile(r"\bnon-?fatal\b", re.IGNORECASE)
+
+
 def gpu_xid(m: Machine) -> Iterator[Seen]:
     """The kernel's log contains no serious error of a GPU of the last day; an older one is a warning.
 
@@ -434,15 +432,42 @@ def gpu_xid(m: Machine) -> Iterator[Seen]:
         if m.computes:
             yield Seen(UNKNOWN, "the kernel's log cannot be read here (kernel.dmesg_restrict)")
         return
-    seen: dict[tuple[int, str], list[float]] = {}
+    xids, _ = xid_tables()
+    seen: dict[tuple[int, str, str, str, str], list[float]] = {}
+    recommended: dict[str, tuple[str, float]] = {}
     for line in f.xids:
-        if (read := read_xid(line)) and read[1] in XIDS:
-            age = f.uptime_s - read[2] if f.uptime_s is not None and read[2] is not None else 0.0
-            seen.setdefault((read[1], read[0]), []).append(age)
-    for (number, bus), ages in sorted(seen.items()):
-        status, meaning, fix = XIDS[number]
+        if (read := read_xid(line)) is None:
+            continue
+        bus, number, second = read
+        age = f.uptime_s - second if f.uptime_s is not None and second is not None else 0.0
+        if number == RECOVERY_XID:
+            actions = re.findall(r"\(([^()]*)\)", line)
+            recommended[bus] = (actions[-1] if len(actions) > 1 else "see the kernel's log", age)
+        elif number in xids:
+            status, meaning, fix = xids[number]
+            seen.setdefault((number, bus, WARN if _NONFATAL.search(line) else status, meaning, fix), []).append(age)
+    for bus, (action, age) in recommended.items():  # the last one counts
+        if action != "None":
+            text = f"the driver recommends a recovery action: {action}"
+            seen[RECOVERY_XID, bus, FAIL, text, recovery_remedy(action)] = [age]
+    for (number, bus, status, meaning, fix), ages in sorted(seen.items()):
         old = min(ages) > DAY_S
         when = f", the last {min(ages) / DAY_S:.0f} days ago" if old else ""
         yield Seen(WARN if old else status, f"Xid {number} of GPU {bus}, {len(ages)} times{when}: {meaning}", fix)
     if not seen:
         yield Seen(PASS, "no serious Xid since boot")
+
+
+def gpu_recovery(m: Machine) -> Iterator[Seen]:
+    """The driver recommends no reset and no reboot.
+
+    Looks at: the recovery action that the driver recommends
+    Why: the driver knows of an error that only a reset or a reboot clears: work on such a GPU fails or computes less
+    See: https://docs.nvidia.com/deploy/nvidia-smi/index.html
+    """
+    known = [gpu for gpu in m.facts.gpus if gpu.recovery_action]
+    for action in dict.fromkeys(gpu.recovery_action for gpu in known if gpu.recovery_action != "None"):
+        these = [gpu for gpu in known if gpu.recovery_action == action]
+        yield Seen(FAIL, _of(these, lambda gpu: gpu.recovery_action, action), recovery_remedy(action))
+    if known and all(gpu.recovery_action == "None" for gpu in known):
+        yield Seen(PASS, "none")

@@ -275,8 +275,7 @@ def disk_full(m: Machine) -> Iterator[Seen]:
     mounts, bad = _written(m), 0
     for mount in mounts:
         total, free = mount.total_bytes or 0, mount.free_bytes or 0
-        small = total < TIGHT  # a tmpfs or a quota of some GB is meant to be so
-        if free < (total // 20 if small else TIGHT):
+        if free < min(TIGHT, total // 20):  # a tmpfs or a quota of some GB is meant to be so small
             hard = free < 100_000_000
             text = f"{mount.point} ({mount.kind}): {gigabytes(free)} of {gigabytes(total)} left"
             fix = f"remove what is not needed: du -xh -d 2 {mount.point} | sort -h | tail"

@@ -68,6 +68,11 @@ class Report:
         return [item for item in rules.in_order(self.findings) if item.rule not in self.ignored]
 
     @property
+    def ignored_faults(self) -> list[str]:
+        """The ids of ignored rules that found a fault."""
+        return sorted({item.rule for item in self.findings if item.rule in self.ignored and item.status in (WARN, FAIL)})
+
+    @property
     def faults(self) -> list[Finding]:
         """Warnings and failures that are not ignored, worst first."""
         return [item for item in self.counted if item.status in (WARN, FAIL)]
@@ -78,8 +83,7 @@ class Report:
         warnings = "warning" if many[WARN] == 1 else "warnings"
         parts = [(FAIL, "failed"), (WARN, warnings), (UNKNOWN, "could not be checked"), (PASS, "passed")]
         text = ", ".join(f"{many[status]} {word}" for status, word in parts if many[status] or status == PASS)
-        names = sorted({item.rule for item in self.findings if item.rule in self.ignored and item.status in (WARN, FAIL)})
-        return text + (f"; ignored: {', '.join(names)}" if names else "")
+        return text + (f"; ignored: {', '.join(self.ignored_faults)}" if self.ignored_faults else "")
 
     def lines(self, *, everything: bool = False) -> list[str]:
         """For people, a few lines a finding: what, why, what to do, where it was met. Alike ones of several nodes are one."""

@@ -12,7 +12,7 @@ docstring holds the texts that people read, and it yields what it saw:
         \"\"\"
 
 It yields nothing where it does not apply, ``pass`` where it looked and found nothing, and ``unknown`` where it could not look.
-Standard library only, Python 3.8 or later: ``doctor`` and the reader of NCCL's log run on bare login nodes.
+Standard library only, Python 3.8 or later: ``doctor.sbatch`` and ``doctor --facts`` run on bare nodes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 PASS, WARN, FAIL, UNKNOWN = "pass", "warn", "fail", "unknown"
 STATUSES = (PASS, UNKNOWN, WARN, FAIL)
-"""From harmless to harmful. ``unknown``: what the rule looks at could not be seen here; it spoils no verdict."""
+"""From harmless to harmful. ``unknown``: what the rule looks at could not be seen here; what passed beside it decides."""
 
 MACHINE, NODES, LINKS, SCRIPT = "machine", "nodes", "links", "script"
 """What rules look at: one machine, the nodes of a job together, links between GPUs as measured and logged, a batch script."""
@@ -184,18 +184,21 @@ def finding(rule: Rule, status: str, found: str, fix: str = "", where: str = "")
 
 
 def worst(findings: Iterable[Finding]) -> str:
-    """The verdict over findings: ``fail`` where one fails, else ``warn`` where one warns, else ``pass``."""
+    """The verdict over findings: ``fail`` where one fails, else ``warn`` where one warns, else ``pass``.
+
+    ``unknown`` where nothing that was to be looked at could be seen. What could not be seen beside what passed changes nothing.
+    """
     seen = {item.status for item in findings}
-    return FAIL if FAIL in seen else WARN if WARN in seen else PASS
+    return next((status for status in (FAIL, WARN, PASS, UNKNOWN) if status in seen), PASS)
 
 
 EXIT = {PASS: 0, UNKNOWN: 1, WARN: 1, FAIL: 2}
-"""The exit code of a verdict as a whole: where nothing could be judged, a script must not continue as if all were well."""
+"""The exit code of every verdict: where nothing could be judged, a script must not continue as if all were well."""
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """0: nothing to fix; 1: warnings; 2: what would stop or spoil a job."""
-    return {PASS: 0, WARN: 1, FAIL: 2}[worst(findings)]
+    """0: nothing to fix; 1: warnings, or nothing could be judged; 2: what would stop or spoil a job."""
+    return EXIT[worst(findings)]
 
 
 def as_json(findings: Iterable[Finding]) -> list[dict[str, str]]:

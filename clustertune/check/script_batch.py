@@ -200,7 +200,7 @@ def read_header(lines: Sequence[str]) -> BatchHeader:
 
 MAX_EXPANDED = 20_000
 """Characters of an expanded text; a script that doubles a variable again and again must not fill memory."""
-_PREFIXES = ("exec", "time", "nohup", "timeout", "env", "stdbuf", "command", "nice", "eval")
+SHELL_PREFIXES = ("exec", "time", "nohup", "timeout", "env", "stdbuf", "command", "nice", "eval")
 _LIGHT = frozenset(
     """
     awk bash cat chmod chown cp cut date df dirname du echo env export false find free getent grep head hostname id ip kill ln
@@ -350,14 +350,18 @@ def options_in(stream: list[Token], names: tuple[str, ...]) -> Iterator[tuple[st
 
 def pieces(text: Text) -> list[Token]:
     """The parts of a text between blanks, outside of ``$(...)`` and ``${...}``."""
-    found: list[Token] = []
+    return [Token(text.text[begun:end], text.line_at(begun)) for begun, end in spans(text.text)]
+
+
+def spans(text: str) -> Iterator[tuple[int, int]]:
+    """Where the parts of a text between blanks begin and end, outside of ``$(...)`` and ``${...}``."""
     begun, level = 0, 0
-    for at, char in enumerate(text.text + " "):
+    for at, char in enumerate(text + " "):
         level = level + 1 if char in "({" else max(0, level - 1) if char in ")}" else level
-        if at == len(text.text) or (char.isspace() and level == 0):
-            found += [Token(text.text[begun:at], text.line_at(begun))] if at > begun else []
+        if at == len(text) or (char.isspace() and level == 0):
+            if at > begun:
+                yield begun, at
             begun = at + 1
-    return found
 
 
 def base_name(path: str) -> str:
@@ -374,7 +378,7 @@ def _srun(batch: Batch, command: ShellCommand) -> Srun | None:
     names = [base_name(name) for name in command.arguments]
     at = names.index("srun") if "srun" in names[:6] else None
     if at is None or any(
-        name not in _PREFIXES and not re.match(r"-|\w+=|[0-9.]+[smh]?$", word)
+        name not in SHELL_PREFIXES and not re.match(r"-|\w+=|[0-9.]+[smh]?$", word)
         for name, word in zip(names[:at], command.arguments)  # noqa: B905 - Python 3.8
     ):
         return None

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from clustertune.check.rule import WARN, Seen
 from clustertune.check.script_batch import (
     MAGIC,
+    SHELL_PREFIXES,
     Batch,
     DirectiveOption,
     Srun,
@@ -23,9 +24,10 @@ from clustertune.check.script_batch import (
     nearest,
     options_in,
     read_header,
+    spans,
     whole,
 )
-from clustertune.check.script_shell import DECLARING, Reference, ShellCommand, Text, walk
+from clustertune.check.script_shell import DECLARING, Reference, ShellCommand, Text, parse, walk
 from clustertune.host.credentials import holds_secret, names_secret
 
 
@@ -692,6 +694,123 @@ def nodes_not_joined(batch: Batch) -> Iterator[Seen]:
             message = f"torchrun starts on {nodes} nodes, each with --nnodes=1: {nodes} trainings that write the same files"
             remedy = "torchrun --nnodes=$SLURM_NNODES --rdzv-backend=c10d --rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT ..."
             yield _at(srun.line, message, remedy)
+
+
+_STARTERS = frozenset(
+    """
+    srun mpirun mpiexec mpiexec.hydra orterun prun ssh pdsh clush pssh parallel-ssh parallel blaunch
+    """.split()  # noqa: SIM905 (one word a program is what a person can read and extend)
+)
+"""Programs that start others on more than this node."""
+_WRAPPERS = {
+    **dict.fromkeys(("apptainer", "singularity"), ("exec", "run")),
+    **dict.fromkeys(("docker", "podman", "conda", "mamba", "micromamba", "uv", "poetry", "pixi"), ("run", "exec")),
+    **dict.fromkeys(("numactl", "taskset", "nsys", "catchsegv", "strace", "xargs"), ()),
+}
+"""Programs that run another one here, and the words of which one makes them do so."""
+_MODULES = ("torch.distributed.run", "torch.distributed.launch", "deepspeed", "accelerate.commands.launch")
+_ALONE = ("torchrun", "deepspeed", "accelerate", "accelerate-launch")
+"""What starts ranks on this node, as a module of Python and as a program."""
+
+
+def _here(words: list[str]) -> list[str]:
+    """The words of a command from the program on, without what runs it in this shell: ``env A=b time nohup torchrun``."""
+    at = 0
+    while at < len(words) and (base_name(words[at]) in SHELL_PREFIXES or re.match(r"-|\w+=|[0-9.]+[smhd]?$", words[at])):
+        at += 1
+    return words[at:]
+
+
+def _launches(words: list[str]) -> str:
+    """The launcher that a command starts on this node, if it starts one; empty if not, or where another program starts it."""
+    if words[:1] == ["eval"]:
+        words = " ".join(words[1:]).split()
+    words = _here(words)
+    program = base_name(words[0]) if words and not {"--help", "-h", "--version"} & set(words) else ""
+    if "--standalone" in words or (_WRAPPERS.get(program) and not set(_WRAPPERS[program]) & set(words[1:4])):
+        return ""  # one node is what is meant; it runs nothing
+    if program in _WRAPPERS:
+        inner = next(
+            (at for at, word in enumerate(words[1:], 1) if base_name(word) in (*_ALONE, "bash", "sh") or _python(word)), 0
+        )
+        return _launches(words[inner:]) if inner and not _STARTERS & {base_name(word) for word in words[:inner]} else ""
+    if program == "accelerate":
+        return "accelerate launch" if "launch" in words[1:2] else ""
+    if _python(program) and "-m" in words[:-1]:
+        at = words.index("-m") + 1
+        accelerate = words[at : at + 2] == ["accelerate", "launch"]
+        return f"python -m {words[at]}" if words[at] in _MODULES or accelerate else ""
+    if program in ("bash", "sh") and len(words) > 2 and re.fullmatch(r"-\w*c", words[1]):
+        inside = walk(parse(" ".join(words[2:])))
+        return next((found for one in inside if (found := _launches(one.arguments))), "")
+    return program if program in _ALONE else ""
+
+
+def _python(word: str) -> bool:
+    return re.fullmatch(r"python[0-9.]*", base_name(word)) is not None
+
+
+def _resolved(batch: Batch, command: ShellCommand) -> list[str]:
+    """The words of a command with the script's variables put in, cut as the shell cuts them."""
+    found: list[str] = []
+    for word in command.words:
+        text = batch.resolve(word.text, word.line)
+        cut = not word.quoted or re.fullmatch(r"\$\{\w+\[@\]\}", word.text)
+        found += [text[begun:end] for begun, end in spans(text)] if cut else [text]
+    return found
+
+
+def _several_nodes(batch: Batch) -> int:
+    """The least number of nodes that the header asks for; 1 where it does not say more."""
+    stated = re.match(r"\d{1,6}", batch.header.value("nodes") or "")
+    total, each = batch.count("ntasks"), batch.count("ntasks-per-node")
+    return int(stated[0]) if stated else total // each if total and each else 1
+
+
+def _by_hostfile(words: list[str]) -> bool:
+    """Whether DeepSpeed reaches the other nodes itself, by ssh."""
+    names = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in words if word.startswith("-")}
+    standard = "multinode_launcher=standard" in "=".join(words).replace("-", "_")
+    given = any(name == "H" or name.endswith("hostfile") for name in names)
+    return given and "no_ssh" not in names and not standard
+
+
+def launcher_without_srun(batch: Batch) -> Iterator[Seen]:
+    """Every node starts its launcher.
+
+    Why: the batch shell runs on the first node only: the launcher waits for the others, or trains there alone while they idle
+    See: https://github.com/meta-llama/llama-cookbook/issues/491
+    """
+    nodes = _several_nodes(batch)
+    elsewhere = any(not srun.is_light and srun.options.get("ntasks") != "1" for srun in batch.sruns)
+    called = {command.name for command in batch.everything}
+    commands = [] if nodes < 2 or elsewhere else batch.everything
+    resolved = [(one, _resolved(batch, one)) for one in commands if one.function is None or one.function in called]
+    if any(base_name(word) in _STARTERS for _, words in resolved for word in _here(words)[:1] if base_name(word) != "srun"):
+        return  # ssh in a loop, mpirun: the other nodes have theirs
+    for command, words in resolved:
+        launcher = _launches(words)
+        if launcher and not _by_hostfile(words):
+            yield _at(
+                command.line,
+                f"{launcher} starts on the first of {nodes} nodes only: the batch shell runs it, without srun",
+                f"srun --ntasks-per-node=1 {launcher} ... (with options of the node itself: srun bash -c '...')",
+            )
+            return
+
+
+def hostfile_under_srun(batch: Batch) -> Iterator[Seen]:
+    """DeepSpeed reaches the nodes once.
+
+    Why: with a hostfile deepspeed starts the ranks of all nodes by ssh: under srun each task starts them all again
+    See: https://www.deepspeed.ai/getting-started/#resource-configuration-multi-node
+    """
+    for srun in batch.sruns:
+        nodes = whole(srun.options.get("nodes") or "") or _several_nodes(batch)
+        tasks = whole(srun.options.get("ntasks") or "") or nodes * (_tasks_per_node(batch, srun) or 1)
+        if tasks > 1 and srun.launcher and _by_hostfile([token.text for token in srun.payload]):
+            message = f"srun starts {srun.launcher} {tasks} times, and each starts the ranks of all hosts of its hostfile"
+            yield _at(srun.line, message, "call it without srun, once; or leave the hostfile out: --no_ssh and --node_rank")
 
 
 def localhost_fallback(batch: Batch) -> Iterator[Seen]:

@@ -28,7 +28,7 @@ from clustertune.tree import ROOT
 
 with deferred():
     from clustertune import chain
-    from clustertune.cluster import load, schema
+    from clustertune.cluster import ignoring, load, schema
     from clustertune.doctor import preflight, recipe_context
     from clustertune.doctor import sbatch as linter
     from clustertune.host import collect
@@ -98,7 +98,7 @@ def _group() -> None:
 def check(args: DoctorArguments) -> None:
     """Check this machine, or all nodes of this job, and a recipe.
 
-    Exit 0: nothing found; 1: warnings; 2: what would stop or spoil a job. python3 -m clustertune.doctor needs no installation.
+    Exit 0: nothing found; 1: warnings; 2: what would stop or spoil a job. python3 -m clustertune.doctor needs only PyYAML.
     """
     raise typer.Exit(answer(args))
 
@@ -161,9 +161,9 @@ def answer(args: DoctorArguments) -> int:
     if args.listing:
         return show_rules(args.out, args.as_json)
     raise_if(list(_contradictions(args)))
-    ignore = preflight.check_rules(args.ignore or [], COMMAND_LINE, "--ignore")
+    ignore = ignoring.check_rules(args.ignore or [], COMMAND_LINE, "--ignore")
     cluster = load.load_cluster(args.cluster)
-    left_out = (*preflight.ignored(cluster), *ignore)
+    left_out = (*ignoring.ignored(cluster), *ignore)
     if args.submit:
         return _submit(args, cluster)
     # The Slurm job in which this is called, whose nodes are looked at; none outside of one, and inside of a step.

@@ -28,14 +28,14 @@ from clustertune.process import Stopped
 with deferred():
     from clustertune import chain
     from clustertune import job as job_program
-    from clustertune.cluster import load, schema
+    from clustertune.cluster import ignoring, load, schema
     from clustertune.launch import allocation, cluster_paths, slurm
     from clustertune.nccl_check import check, node, result
+    from clustertune.nccl_check import log as recorded
     from clustertune.nccl_check import setup as setups
     from clustertune.nccl_check import tune as tuning
     from clustertune.plan import measured
     from clustertune.recipe import load as recipe_load
-LARGEST_LOG = 256 << 20
 GPU_SECONDS, CPU_SECONDS = 300.0, 60.0
 WAIT_SECONDS = 5.0
 """Between two questions to Slurm about a job that is waited for."""
@@ -114,6 +114,7 @@ def answer(args: NcclCheckArguments) -> int:
     if args.logs:
         return _judge_logs(args)
     cluster = load.load_cluster(args.cluster)
+    ignoring.ignored(cluster)  # a name that is no rule is refused before anything is measured
     if args.node_rank:
         return _join(args, cluster)
     target, options = _target(args, cluster)
@@ -169,18 +170,28 @@ def _usage(args: NcclCheckArguments) -> Iterator[Problem]:
 
 
 def _judge_logs(args: NcclCheckArguments) -> int:
-    texts: dict[str, str] = {}
-    problems: list[Problem] = []
-    for file in args.files or []:
-        with collect_problems(problems), storing("cannot be read", file), path_argument(file).open("rb") as source:
-            texts[file] = source.read(LARGEST_LOG).decode(errors="replace")
+    files, problems = [file if file == "-" else str(path_argument(file)) for file in args.files or []], list[Problem]()
+    for file in files:
+        with collect_problems(problems), storing("cannot be read", file):
+            if file != "-":
+                Path(file).stat()
     raise_if(problems)
-    measured_before: dict[str, Any] = {"schema": result.SCHEMA}
-    if args.cluster is not None:
-        measured_before["expected"] = check.expected(load.load_cluster(args.cluster))
-    _, judged = check.verdict(measured_before, texts)
-    document = {"schema": result.SCHEMA, "logs": list(texts), "verdict": judged}
-    reply(args.as_json, document, lambda: result.verdict(judged, console.stderr))
+    cluster = load.load_cluster(args.cluster) if args.cluster is not None else None
+    left_out = ignoring.ignored(cluster) if cluster else ()
+    with storing("cannot be read", ", ".join(files)):
+        log = recorded.read_files(files)
+    if not log.lines and not log.faults and not log.versions:
+        raise UserError(Problem("no line of NCCL", file=", ".join(files), fix="run the job with NCCL_DEBUG=INFO"))
+    measured_before = {"schema": result.SCHEMA, **({"expected": check.expected(cluster)} if cluster else {})}
+    _, judged = check.verdict(measured_before, log, left_out)
+    document = {"schema": result.SCHEMA, "logs": files, "log": recorded.as_dict(log), "verdict": judged}
+
+    def show() -> None:
+        for line in recorded.summary(log):
+            say(line)
+        result.verdict(judged, console.stderr)
+
+    reply(args.as_json, document, show)
     return EXIT[judged["status"]]
 
 
@@ -254,7 +265,7 @@ def _backend(args: NcclCheckArguments, gpus: int, nodes: int) -> tuple[str, str,
     if each * nodes < 2:
         raise UserError(Problem("one rank has no peer", file="command line", key="--ranks", fix="--ranks 2"))
     if args.backend == "gloo":
-        return "gloo", "asked for", each  # check.ASKED
+        return "gloo", "asked for", each  # check.REQUESTED
     return "gloo", "one GPU has no peer: gloo between CPU ranks" if gpus else "no GPU here: gloo between CPU ranks", each
 
 

@@ -83,7 +83,7 @@ class BaseImage:
 def arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     """The options of ``build-sif`` and ``build-image``."""
     sif = kind == "build-sif"
-    parser.set_defaults(kind=kind)
+    parser.set_defaults(kind=kind, tag="")
     parser.add_argument("--definition", choices=DEFINITIONS if sif else ("train",), default="train", help="containers/NAME.def")
     parser.add_argument("--variant", choices=sorted(VARIANTS), default="cuda", help="which lock; CI uses cpu")
     parser.add_argument("--extras", default="", help=f"layers on top, as A+B: {', '.join(locks.LAYERS)}")
@@ -91,7 +91,8 @@ def arguments(parser: argparse.ArgumentParser, kind: str) -> None:
         "--base", default="", help="NAME@sha256:DIGEST, a docker-archive, or `standin` if no registry can be reached"
     )
     parser.add_argument("--out", type=Path, help="the image file" if sif else "write it as a docker-archive too")
-    parser.add_argument("--tag", default="", help=argparse.SUPPRESS if sif else "name of the image")
+    if not sif:
+        parser.add_argument("--tag", default="", help="name of the image")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done")
 
 
@@ -108,14 +109,25 @@ def request(args: argparse.Namespace) -> BuildRequest:
         wrong(name not in locks.LAYERS, "EXTRAS", f"no layer {name!r}", f"one of {', '.join(locks.LAYERS)}")
     other = extras and (args.definition, args.variant) != ("train", "cuda")
     wrong(other, "EXTRAS", "layers are locked on top of the cuda variant of train", "leave EXTRAS or VARIANT out")
-    wrong(extras and platform.machine() != "x86_64", "EXTRAS", "layers are locked for x86_64", "leave EXTRAS out")
+    wrong(
+        args.definition != "train" and args.variant != "cuda",
+        "VARIANT",
+        f"{args.variant}: {args.definition}.def has no variants",
+        "leave VARIANT or DEFINITION out",
+    )
     no_tag = args.tag and not _TAG.fullmatch(args.tag)
     wrong(no_tag, "TAG", f"{args.tag!r} is not an image name", "lower case, as in clustertune/train:cpu")
     known = not args.base or args.base == STANDIN or _REFERENCE.fullmatch(args.base) or Path(args.base).is_file()
     fix = "NAME@sha256:DIGEST, a docker-archive, or standin"
     wrong(not known, "BASE", f"{args.base!r} is not a file and has no digest", fix)
+    made = BuildRequest(args.kind, args.definition, args.variant, extras, args.base, args.out, args.tag, args.dry_run)
+    names, machine = {made.lock_name, *(f"extra-{name}" for name in extras)}, platform.machine()
+    for spec in (spec for spec in locks.SPECS if spec.name in names):
+        key = "EXTRAS" if spec.on_top_of else "VARIANT" if args.definition == "train" else "DEFINITION"
+        other = spec.platform != locks.ANY and not spec.platform.startswith(machine)
+        wrong(other, key, f"{spec.path.name} is locked for {spec.platform}, this machine is {machine}", "build it there")
     raise_if(problems)
-    return BuildRequest(args.kind, args.definition, args.variant, extras, args.base, args.out, args.tag, args.dry_run)
+    return made
 
 
 def locked(what: BuildRequest) -> PackageLock | None:
@@ -321,7 +333,8 @@ def _gathered(what: BuildRequest, lock: PackageLock | None, recipe: str, image: 
 def build_sif(what: BuildRequest, say: Say) -> dict[str, Any]:
     """``make build-sif``: the image, its ``.sha256`` and its SBOM. Returns what was made."""
     started = time.monotonic()
-    program, lock = find_apptainer(), locked(what)
+    lock = locked(what)
+    program = "apptainer" if what.dry_run else find_apptainer()
     out = (what.out or ROOT / f"{what.definition}.sif").absolute()
     if what.dry_run:
         return _plan(what, lock, base_of(what, lock.python if lock else "3.12", say), program, str(out))
@@ -372,7 +385,8 @@ def find_engine() -> str:
 def build_image(what: BuildRequest, say: Say) -> dict[str, Any]:
     """``make build-image``: the image in the engine's store, tested, with its SBOM; an archive of it where asked."""
     started = time.monotonic()
-    engine, lock = find_engine(), locked(what)
+    lock = locked(what)
+    engine = "docker or podman" if what.dry_run else find_engine()
     assert lock, "only train has a Dockerfile"
     tag = what.tag or f"clustertune/{what.definition}:{what.variant}"
     if what.dry_run:
@@ -431,7 +445,11 @@ def _inventory(command: Sequence[str]) -> Mapping[str, Any]:
     reply = answer(command, seconds=TEST_SECONDS)
     if reply is None:
         raise UserError("the image does not say what it holds", ExitCode.FAILED, fix="its test's output above")
-    return dict(json.loads(reply))
+    try:
+        return dict(json.loads(reply))
+    except ValueError:
+        text = "the image says what it holds in a form that is not JSON"
+        raise UserError(text, ExitCode.FAILED, fix="its output above; the definition's selftest.py must match") from None
 
 
 def _plan(what: BuildRequest, lock: PackageLock | None, base: BaseImage, program: str, image: str) -> dict[str, Any]:
@@ -490,11 +508,13 @@ def bill_of(
     """What the image holds: each Python package with its licence and the hash of its file, and the distribution's packages.
 
     The form: https://cyclonedx.org/docs/1.6/json/ .
-    ``inventory``: what ``selftest.py --inventory`` printed in the image. Raises ValueError where it is not what was installed.
+    ``inventory``: what ``selftest.py --inventory`` printed in the image. Raises UserError where it is not what was locked.
     """
     by_name = {wheel.entry.name: wheel for wheel in wheels}
     if strange := sorted({item["name"] for item in inventory["python"]} ^ set(by_name)):
-        raise ValueError(f"installed or locked, not both: {', '.join(strange)}")
+        text = f"the image holds other packages than {lock.name}.lock: {', '.join(strange)} are installed or locked, not both"
+        fix = "the image is there, without its list of packages and its sum: make lock, then build again"
+        raise UserError(text, ExitCode.FAILED, file=image, fix=fix)
     python = [_python(item, by_name[item["name"]]) for item in inventory["python"]]
     distribution, release = inventory["distribution"], inventory["release"]
     system = [_system(name, version, arch, distribution, release) for name, version, arch in inventory["system"]]

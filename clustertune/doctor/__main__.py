@@ -1,6 +1,7 @@
-"""The doctor on a bare machine: ``python3 -m clustertune.doctor``. Standard library only, Python 3.8 or later.
+"""The doctor of one machine: ``python3 -m clustertune.doctor``. It needs PyYAML alone, and with ``--facts`` no package at all.
 
-It looks at the machine alone. ``--facts`` prints what was seen as JSON; ``clustertune doctor`` has it run on every node.
+It looks at the machine alone. ``--facts`` prints what was seen as JSON, with the standard library of Python 3.8 or later;
+``clustertune doctor`` has that run on every node.
 Exit codes: 0 nothing found, 1 warnings, 2 what would stop or spoil a job, or wrong usage.
 """
 
@@ -44,7 +45,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--seconds must be above 0, and 3600 at most")
     if given.gpus is not None and given.gpus < 0:
         parser.error("--gpus must not be negative")
-    unknown = sorted(set(given.ignore) - {rule.id for rule in reports.machine_rules()})
+    unknown = sorted(set(given.ignore) - {rule.id for rule in reports.machine_rules()}) if given.ignore else []
     if unknown:
         parser.error(f"--ignore: there is no rule {', '.join(unknown)} (--list shows them)")
     return given

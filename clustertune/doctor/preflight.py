@@ -15,14 +15,14 @@ from clustertune.check import report as reports
 from clustertune.check.machine import CONTAINER_STEP, STEP, Expects, Machine
 from clustertune.check.nodes import JobNodes
 from clustertune.check.rule import FAIL, Finding, worst
+from clustertune.cluster.ignoring import ignored
 from clustertune.cluster.schema import Cluster, same_host
-from clustertune.doctor import recipe_findings, wire
+from clustertune.doctor import wire
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.host.facts import HostFacts
 from clustertune.launch import step
 from clustertune.launch.allocation import Allocation
 from clustertune.process import end
-from clustertune.recipe.load import did_you_mean
 from clustertune.tree import ROOT
 
 # --- the nodes ------------------------------------------------------------------------------------------------------------
@@ -141,24 +141,6 @@ STOPS = frozenset(
 )
 """Rules whose failure is sure to stop or spoil the job that is about to start. What else fails (a full brick, an error of a GPU
 that may have been reset since, a name that nobody may ask for) is written to the log, and the job continues."""
-
-RENAMED = {"warning-lead": "signal-margin", "pool-without-mmap": "pool-mmap"}
-"""Former ids of rules, which cluster files and scripts may still name."""
-
-
-def ignored(cluster: Cluster) -> tuple[str, ...]:
-    """The rules that the cluster file leaves out. Raises UserError for names that are not rules."""
-    return check_rules(cluster.doctor.ignore, cluster.source, "doctor.ignore")
-
-
-def check_rules(names: Sequence[str], file: str, key: str) -> tuple[str, ...]:
-    """The ids of these rules, today's for former ones. Raises UserError with every name that is not a rule, and the nearest."""
-    ids = tuple(RENAMED.get(name, name) for name in names)
-    known = [rule.id for rule in recipe_findings.all_rules()] if ids else []
-    fixes = {name: did_you_mean(name, known) or "clustertune doctor --list" for name in ids if name not in known}
-    if fixes:
-        raise UserError([Problem(f"there is no rule {name!r}", file=file, key=key, fix=fix) for name, fix in fixes.items()])
-    return ids
 
 
 def check(

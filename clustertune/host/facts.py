@@ -41,6 +41,8 @@ class Gpu:
     pcie_width: int | None = None
     """Lanes in use."""
     pcie_width_max: int | None = None
+    recovery_action: str = ""
+    """What the driver recommends: ``None``, ``Reset``, ``Reboot``, ``Drain P2P``, ``Drain and Reset``; empty: not known."""
     throttle: list[str] = field(default_factory=list)
     """Reasons why clocks are held down now, ``gpu_idle`` left out."""
 

@@ -90,6 +90,7 @@ def _gpu(index: int, node: ET.Element) -> Gpu:
         pcie_gen_max=number(node.findtext(f"{pcie}pcie_gen/max_device_link_gen")),
         pcie_width=number(node.findtext(f"{pcie}link_widths/current_link_width")),
         pcie_width_max=number(node.findtext(f"{pcie}link_widths/max_link_width")),
+        recovery_action=_word(node.findtext("gpu_recovery_action")),
         throttle=list(_throttle(node)),
     )
 

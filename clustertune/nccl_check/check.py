@@ -17,9 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clustertune.check.log_read import read
+from clustertune.check.log_read import Log, read
+from clustertune.check.report import Report
 from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, as_json
 from clustertune.cluster.hardware import HARDWARE, LinkFacts, NetworkFacts, read_hardware
+from clustertune.cluster.ignoring import ignored
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.host.system import GIB, MIB
@@ -348,17 +350,20 @@ def judge(found: dict[str, Any], cluster: Cluster, logs: Mapping[str, str]) -> l
     found["expected"] = expected(cluster)
     if why := not_judged(found, cluster):
         found["not_judged"] = why
-    findings, found["verdict"] = verdict(found, logs)
+    findings, found["verdict"] = verdict(found, read(logs.values()), ignored(cluster))
     return findings
 
 
-def verdict(found: Mapping[str, Any], logs: Mapping[str, str]) -> tuple[list[Finding], dict[str, Any]]:
-    """The findings over a document and logs, and the part of the document that tells them."""
-    log = read(logs.values())
-    findings = judging.judge_log(found, log)
-    headline = judging.headline(found, log, findings)
+def verdict(found: Mapping[str, Any], log: Log, left_out: Sequence[str] = ()) -> tuple[list[Finding], dict[str, Any]]:
+    """The findings over a document and logs, and the part of the document that reports them.
+
+    ``left_out``: ids of rules that do not count; ``ignored`` in the document are those of them that found a fault.
+    """
+    report = Report(judging.judge_log(found, log), tuple(left_out))
+    headline = judging.headline(found, log, report.counted)
     status = headline.partition(":")[0].lower()
-    return findings, {"status": status, "headline": headline, "findings": as_json(findings)}
+    part = {"status": status, "headline": headline, "findings": as_json(report.counted), "ignored": report.ignored_faults}
+    return report.counted, part
 
 
 def write(found: Mapping[str, Any], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The verdict over a result of ``nccl-check`` and NCCL's logs: pure, and of the standard library (Python 3.8 or later).
+"""The verdict over a result of ``nccl-check`` and NCCL's logs, without side effects.
 
 ``python3 -m clustertune.nccl_check.judge`` writes docs/nccl-verdicts.md on stdout.
 """
@@ -85,11 +85,13 @@ def page() -> str:
         "",
         "Written from the rules by `python3 -m clustertune.nccl_check.judge`. Each rule says `pass`, `warn` "
         "or `fail`, `unknown`",
-        "where what it looks at could not be seen, and nothing where it does not apply. The verdict is the worst of them; the",
-        "exit code is 0, 1 (warnings) or 2 (failures). The same rules judge a log alone, on a bare login node:",
+        "where what it looks at could not be seen, and nothing where it does not apply. The verdict is the worst of them, or",
+        "`unknown` where nothing could be judged. Exit codes, as of the doctor: 0 pass, 1 warnings or unknown, 2 failures.",
+        "Rules named in `doctor: {ignore: [...]}` of the cluster file do not count. The same rules judge recorded logs of any",
+        "size and number alone (`-` is standard input):",
         "",
         "```sh",
-        "python3 -m clustertune.nccl_check.log nccl.log",
+        "clustertune nccl-check --logs nccl.log",
         "```",
         "",
         f"These {len(rules)} rules look at what was measured and at NCCL's log, what is closest to a cause first. What",

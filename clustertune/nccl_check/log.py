@@ -1,23 +1,14 @@
-"""Reads NCCL's logs on a bare login node and says what is wrong: ``python3 -m clustertune.nccl_check.log FILE...``
-
-Standard library only, Python 3.8 or later. The logs of all ranks and nodes may be given together, of any version of NCCL from
-2.10 on; a file may be a job's whole output. ``-`` reads standard input. Exit codes: 0 nothing to fix, 1 warnings, 2 failures,
-or a file that cannot be read.
-"""
+"""NCCL's logs of any size, read in bounded memory, and what they say: as JSON, and in lines for people."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import IO, Any
 
 from clustertune.check.log_read import Log, LoggedDevice, read
-from clustertune.check.report import describe, put
-from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, as_json, exit_code, listed, printable, worst
-from clustertune.nccl_check.judge import headline, judge_log
+from clustertune.check.rule import listed
 
 BLOCK = 8 * 2**20
 """Bytes that are read at once: a log of many gigabytes needs no more memory."""
@@ -41,7 +32,7 @@ def blocks(file: IO[bytes]) -> Iterator[str]:
 
 
 def read_files(paths: Sequence[str]) -> Log:
-    """What the files say together. Raises OSError, with the file's name."""
+    """What the files say together; ``-`` is standard input. Raises OSError, with the file's name."""
 
     def pieces() -> Iterator[str]:
         for path in paths:
@@ -92,9 +83,8 @@ def _devices(found: dict[str, list[LoggedDevice]]) -> dict[str, list[str]]:
     return {host: [" ".join(device).strip() for device in devices] for host, devices in sorted(found.items())}
 
 
-def show(log: Log, findings: Sequence[Finding], verdict: str) -> Iterator[str]:
-    """The report for people, line by line."""
-    yield verdict
+def summary(log: Log) -> Iterator[str]:
+    """What a log says of the run, line by line for people."""
     cuda = f" (CUDA {', '.join(sorted(log.cuda))})" if log.cuda else ""
     yield f"  version      {', '.join(sorted(log.versions)) + cuda if log.versions else 'not logged'}"
     if log.ranks or log.hosts:
@@ -113,12 +103,6 @@ def show(log: Log, findings: Sequence[Finding], verdict: str) -> Iterator[str]:
     if log.settings:
         given = [f"{name}={'|'.join(sorted(values))}" for name, values in sorted(log.settings.items())]
         yield f"  settings     {' '.join(given[:SHOWN_SETTINGS])}"
-    for item in findings:
-        if item.status in (FAIL, WARN):
-            yield from describe(item, [item.where] if item.where else [], 5)
-    passed = sum(item.status == PASS for item in findings)
-    unknown = sum(item.status == UNKNOWN for item in findings)
-    yield f"{passed} rules passed" + (f", {unknown} could not be judged" if unknown else "")
 
 
 def _grouped(found: dict[str, list[LoggedDevice]]) -> Iterator[str]:
@@ -129,37 +113,3 @@ def _grouped(found: dict[str, list[LoggedDevice]]) -> Iterator[str]:
     for names, hosts in list(groups.items())[:8]:
         some = listed(sorted(hosts), 4)
         yield f"{names} ({some})" if some else names
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line of a bare login node."""
-    parser = argparse.ArgumentParser(
-        prog="python3 -m clustertune.nccl_check.log",
-        description="Read logs of NCCL (NCCL_DEBUG=INFO), and say which transports it used and what is wrong.",
-    )
-    parser.add_argument("files", metavar="FILE", nargs="+", help="logs of any ranks and nodes of one run; - for standard input")
-    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
-    given = parser.parse_args(arguments)
-    try:
-        log = read_files(given.files)
-    except OSError as error:
-        return _refuse(f"{error.filename or given.files[0]}: {error.strerror or error}", "give a log of NCCL")
-    if not log.lines and not log.faults and not log.versions:
-        return _refuse(f"{', '.join(given.files)}: no line of NCCL", "run the job with NCCL_DEBUG=INFO")
-    findings = judge_log({}, log)
-    verdict = headline({}, log, findings)
-    if given.json:
-        document = {"status": worst(findings), "headline": verdict, "log": as_dict(log), "findings": as_json(findings)}
-        put(json.dumps(document, indent=2) + "\n")
-    else:
-        put("".join(f"{printable(line)}\n" for line in show(log, findings, verdict)))
-    return exit_code(findings)
-
-
-def _refuse(message: str, fix: str) -> int:
-    sys.stderr.write(printable(f"error: {message} -> {fix}") + "\n")
-    return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

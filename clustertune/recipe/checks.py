@@ -28,7 +28,7 @@ from clustertune.recipe.parameters import (
     narrowest,
 )
 from clustertune.recipe.schema import FORMATS, Eval, Recipe
-from clustertune.recipe.tasks import find_task
+from clustertune.recipe.tasks import find_task, unknown_tasks
 from clustertune.recipe.values import model_facts
 from clustertune.recipe.yamlfile import KeyPath
 
@@ -90,12 +90,15 @@ def _check_data(data: Mapping[str, Any], *, dpo: bool) -> Iterator[Found]:
 
 
 def _check_scores(values: Mapping[str, Any]) -> Iterator[Found]:
-    """Tasks and metrics of scores that are probably mistyped. lm-eval's own lists take seconds to load and are not asked."""
+    """Tasks that lm-eval does not know, and tasks and metrics of scores that are probably mistyped."""
     sections: dict[str, dict[str, Any]] = {
         name: found if isinstance(found := values.get(name), dict) else {} for name in ("eval", "expect")
     }
     tasks = sections["eval"].get("tasks", Eval.model_fields["tasks"].default)
     tasks = [task for task in tasks if isinstance(task, str)] if isinstance(tasks, list) else []
+    for task, known_tasks in unknown_tasks(tasks).items():
+        fix = did_you_mean(task, known_tasks) or "lm-eval's name of a task, a group or a tag: lm_eval ls tasks"
+        yield ("eval", "tasks"), f"lm-eval has no task {task!r}", fix
     for path in (("eval", "pass_mark"), ("eval", "pass_difference"), ("expect", "tasks")):
         scores = sections[path[0]].get(path[1])
         for task, metrics in scores.items() if isinstance(scores, dict) else ():

@@ -42,10 +42,29 @@ def test_what_cannot_be_built_is_refused() -> None:
     """Before three gigabytes are fetched, and all at once. A base by its tag is another one tomorrow."""
     bases = ["--base ubuntu:24.04", "--base docker.io/x@sha256:abc", "--base no/such/file.tar"]
     extras = ["--extras flash", "--extras ray --variant cpu", "--extras ray --definition reference"]
-    wrong = {"EXTRAS": extras, "BASE": bases, "TAG": ["--tag=A/B", "--tag=--help"]}
-    for keys, lines in {**wrong, "EXTRAS TAG BASE": ["--extras flash --base x:y --tag X"]}.items():
+    variants = [f"--definition {name} --variant {variant}" for name in ("reference", "megatron") for variant in ("cpu", "vllm")]
+    for keys, lines in {"EXTRAS": extras, "BASE": bases, "VARIANT": variants}.items():
         for words in lines:
             assert [problem.key for problem in problems(options, "build-sif", *words.split())] == keys.split()
+    for words, keys in {
+        "--tag=A/B": "TAG",
+        "--tag=--help": "TAG",
+        "--extras flash --base x:y --tag X": "EXTRAS TAG BASE",
+    }.items():
+        assert [problem.key for problem in problems(options, "build-image", *words.split())] == keys.split()
+    with pytest.raises(SystemExit):
+        options("build-sif", "--tag", "a/b")  # a SIF is a file and has none
+
+
+@pytest.mark.parametrize("words", ["--variant cpu", "--variant vllm", "--definition reference", "--extras ray"])
+def test_a_lock_of_another_architecture_is_refused(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip would say so inside the image, after the base is fetched."""
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    (problem,) = problems(options, "build-sif", *words.split())
+    assert (
+        problem.key == {"--variant": "VARIANT", "--definition": "DEFINITION", "--extras": "EXTRAS"}[words.split(maxsplit=1)[0]]
+    )
+    assert "aarch64" in problem.message
 
 
 def test_which_lock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +72,7 @@ def test_which_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     for machine, lock in (("x86_64", "train"), ("aarch64", "train-aarch64")):
         monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
         assert options("build-sif").lock_name == lock
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert options("build-sif", "--variant", "vllm").lock_name == "vllm"
     assert options("build-sif", "--definition", "reference").lock_name == "reference"
     assert options("build-sif", "--definition", "megatron").lock_name == ""
@@ -229,6 +249,15 @@ def test_a_dry_run_does_nothing(fake: Path) -> None:
     assert not (fake / "log").exists() and not (fake / "work").exists()
 
 
+@pytest.mark.parametrize("kind", ["build-sif", "build-image"])
+def test_a_dry_run_needs_no_engine(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is run on a laptop, too."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build, "WORK", tmp_path / "containers")
+    made = {"build-sif": build.build_sif, "build-image": build.build_image}[kind]
+    assert made(BuildRequest(kind, base=DIGEST, dry_run=True), lambda _: None)["lock"] == "train"
+
+
 def test_a_build_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
     """By SIGTERM too, as CI and schedulers end things: a build folder holds gigabytes."""
     folder, started, base = tmp_path / "bin", tmp_path / "started", tmp_path / "base.tar"
@@ -362,5 +391,5 @@ def test_what_scanners_read() -> None:
 def test_an_image_that_is_not_what_was_locked_gets_none(change: str) -> None:
     """A bill that leaves out a package is worse than none."""
     python = HELD["python"][:1] if change == "gone" else [*HELD["python"], {**HELD["python"][0], "name": "guest"}]
-    with pytest.raises(ValueError, match="pan" if change == "gone" else "guest"):
+    with pytest.raises(UserError, match="pan" if change == "gone" else "guest"):
         build.bill_of("train.sif", LOCK, WHEELS, {**HELD, "python": python}, "x", NOW)

@@ -8,7 +8,7 @@ import pytest
 
 from clustertune.check import report
 from clustertune.check.machine import Machine
-from clustertune.check.machine_gpu import XIDS, read_xid
+from clustertune.check.machine_gpu import read_xid, xid_tables
 from clustertune.check.machine_network import matches
 from clustertune.check.nodes import JobNodes
 from clustertune.check.rule import FAIL, MACHINE, NODES, PASS, UNKNOWN, WARN, Finding, checks
@@ -142,7 +142,8 @@ def test_harmless_xids_and_other_lines_are_passed_over() -> None:
     assert read_xid("kernel: NVRM: Xid (PCI:0002:00:00): 79, GPU has fallen") == ("0002:00:00", 79, None)
     assert read_xid("[ 12.5] NVRM: Xid (PCI:0000:01:00): 48, pid") == ("0000:01:00", 48, 12.5)
     assert read_xid("NVRM: GPU at PCI:0000:01:00") is None
-    assert all(status in (WARN, FAIL) and meaning and fix for status, meaning, fix in XIDS.values())
+    xids, recovery = xid_tables()
+    assert all(status in (WARN, FAIL) and meaning and fix for status, meaning, fix in xids.values()) and all(recovery.values())
 
 
 def test_interfaces_are_matched_as_nccl_does() -> None:

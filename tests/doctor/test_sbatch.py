@@ -153,6 +153,108 @@ def test_case_scripts_cut_anywhere_are_taken() -> None:
             lint(bad[:end], "x.sbatch")
 
 
+# --- launchers on several nodes ------------------------------------------------------------------------------------------
+
+HEADER = "#!/bin/bash\n#SBATCH --time=1\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n#SBATCH --output=x.log\n"
+TORCHRUN = "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=$H:$((20000 + SLURM_JOB_ID % 10000)) t.py"
+ALONE = [
+    "TORCHRUN",
+    "exec TORCHRUN",
+    "nohup TORCHRUN &\nwait",
+    "time TORCHRUN",
+    "timeout 3h TORCHRUN",
+    "NCCL_DEBUG=INFO TORCHRUN",
+    "env A=b TORCHRUN",
+    "CMD='TORCHRUN'\n$CMD",
+    'CMD="TORCHRUN"\neval "$CMD"',
+    'CMD=(TORCHRUN)\n"${CMD[@]}"',
+    "bash -c 'TORCHRUN'",
+    "run() {\n TORCHRUN\n}\nrun",
+    "apptainer exec --nv img.sif TORCHRUN",
+    "srun hostname\nTORCHRUN",
+    "x=$(srun --nodes=1 --ntasks=1 hostname -i)\nTORCHRUN",
+    "python -u -m torch.distributed.run --nnodes=2 t.py",
+    "python3 -m torch.distributed.launch --nnodes=2 t.py",
+    "accelerate launch --num_machines 2 t.py",
+    "deepspeed --num_gpus 8 t.py",
+    "python -m accelerate.commands.launch t.py",
+    ".venv/bin/torchrun --nnodes 2 t.py",
+    "cd x && TORCHRUN || exit 1",
+    "conda run -n e TORCHRUN",
+    "uv run torchrun --nnodes=2 t.py",
+    "if true; then\n TORCHRUN\nfi",
+    'LAUNCH="python -m torch.distributed.run --nnodes=2"\n$LAUNCH t.py',
+    "conda run -n e --no-capture-output accelerate launch --num_machines 2 t.py",
+    "for i in 1 2; do\n TORCHRUN --seed $i\ndone",
+    "singularity run --nv i.sif python -m torch.distributed.run t.py",
+    'bash -lc "cd /x; TORCHRUN"',
+    "source env.sh; TORCHRUN 2>&1 | tee log",
+]
+"""What the batch shell starts, so on the first node only; TORCHRUN stands for the line above."""
+EVERYWHERE = [
+    "srun TORCHRUN",
+    "srun bash -c 'TORCHRUN'",
+    "CMD='TORCHRUN'\nsrun bash -c \"$CMD\"",
+    'CMD=(TORCHRUN)\nsrun "${CMD[@]}"',
+    "L='srun torchrun'\n$L --nnodes=2 --rdzv-endpoint=$X t.py",
+    "run() {\n TORCHRUN\n}\nexport -f run\nsrun bash -c run",
+    'run() {\n TORCHRUN\n}\nsrun bash -c "$(declare -f run); run"',
+    'for h in $(scontrol show hostnames $SLURM_JOB_NODELIST); do\n ssh $h "TORCHRUN" &\ndone\nwait',
+    "pdsh -w $X 'TORCHRUN'",
+    "mpirun -np 2 TORCHRUN",
+    "cat > r.sh <<'EOF'\nTORCHRUN\nEOF\nsrun bash r.sh",
+    "srun bash <<'EOF'\nTORCHRUN\nEOF",
+    "for n in a b; do\n srun -N1 -n1 -w $n TORCHRUN &\ndone\nwait",
+    "deepspeed --hostfile=hosts t.py",
+    "deepspeed -H hosts t.py",
+    "accelerate launch --deepspeed_hostfile hosts t.py",
+    "srun python t.py",
+    "python t.py",
+    "srun TORCHRUN\ntorchrun --nproc-per-node=8 eval.py",
+    "if [[ $SLURM_NNODES == 1 ]]; then\n torchrun t.py\nelse\n srun TORCHRUN\nfi",
+    "pip install deepspeed\nsrun python t.py",
+    "echo torchrun t.py\nsrun python t.py",
+    "which torchrun",
+    "torchrun --help > /dev/null; srun python t.py",
+    "accelerate env",
+    "clush -w $X torchrun t.py",
+    "srun apptainer exec i.sif TORCHRUN",
+    'export L="TORCHRUN"\nsrun --jobid $SLURM_JOB_ID bash -c "$L"',
+    "python run_pdsh.py --cmd 'torchrun t.py'",
+    "ray start --head\nsrun ray start --address=x",
+    "mpirun -x PATH bash -c 'TORCHRUN'",
+    "deepspeed --version",
+    "python -m torch.distributed.run --help",
+]
+"""What starts on all nodes, reaches them by itself, or starts no training."""
+SSH_TWICE = ["srun deepspeed --hostfile=h t.py", "srun bash -c 'deepspeed --hostfile h t.py'",
+             "C='deepspeed -H h t.py'\nsrun $C", "srun accelerate launch --deepspeed_hostfile h t.py"]  # fmt: skip
+SSH_ONCE = ["srun --nodes=1 --ntasks=1 deepspeed --hostfile=h t.py", "srun -N1 -n1 deepspeed --hostfile=h t.py",
+            "srun deepspeed --hostfile=h --no_ssh --node_rank=$SLURM_NODEID t.py", "deepspeed --hostfile=h t.py"]  # fmt: skip
+
+
+def about_launchers(body: str) -> set[str]:
+    """The rules of this kind that have a finding."""
+    found = {item.rule for item in lint(HEADER + body.replace("TORCHRUN", TORCHRUN) + "\n", "x")}
+    return found & {"launcher-without-srun", "hostfile-under-srun"}
+
+
+@pytest.mark.parametrize("body", ALONE)
+def test_a_launcher_that_only_the_first_node_starts_is_found(body: str) -> None:
+    assert about_launchers(body) == {"launcher-without-srun"}
+
+
+@pytest.mark.parametrize("body", EVERYWHERE)
+def test_a_launcher_that_reaches_all_nodes_is_well(body: str) -> None:
+    assert about_launchers(body) == set()
+
+
+def test_a_hostfile_under_srun_is_found() -> None:
+    """DeepSpeed starts the ranks of all hosts itself: once is enough."""
+    assert [about_launchers(body) for body in SSH_TWICE] == [{"hostfile-under-srun"}] * len(SSH_TWICE)
+    assert [about_launchers(body) for body in SSH_ONCE] == [set()] * len(SSH_ONCE)
+
+
 # --- a bare Python -----------------------------------------------------------------------------------------------------
 
 

@@ -457,6 +457,7 @@ GPU = """
   </clocks_event_reasons>
   <fb_memory_usage><total>81559 MiB</total><reserved>551 MiB</reserved><used>1203 MiB</used></fb_memory_usage>
   <compute_mode>Exclusive_Process</compute_mode>
+  <gpu_recovery_action>Drain and Reset</gpu_recovery_action>
   <ecc_mode><current_ecc>Enabled</current_ecc></ecc_mode>
   <ecc_errors>
    <volatile><sram_correctable>9</sram_correctable><sram_uncorrectable_parity>1</sram_uncorrectable_parity>
@@ -501,6 +502,7 @@ def test_a_new_driver_is_read_in_full() -> None:
     assert (gpu.index, gpu.name, gpu.bus) == (0, "NVIDIA H100 80GB HBM3", "0000:18:00.0")
     assert (gpu.memory_mib, gpu.used_mib, gpu.pids) == (81559, 1203, [77, 79])
     assert (gpu.compute_mode, gpu.persistence, gpu.mig, gpu.ecc) == ("Exclusive_Process", True, False, True)
+    assert gpu.recovery_action == "Drain and Reset"
     assert (gpu.ecc_uncorrected, gpu.remap_pending, gpu.remap_failed) == (3, True, False)
     assert (gpu.pcie_gen, gpu.pcie_gen_max, gpu.pcie_width, gpu.pcie_width_max) == (5, 5, 8, 16)
     assert gpu.throttle == ["hw_thermal_slowdown"]

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from clustertune.check import log_read
 from clustertune.check.log_read import Log, LoggedDevice, Record, read, records
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding
+from clustertune.cli.app import app
 from clustertune.nccl_check import log
 from clustertune.nccl_check.judge import headline, judge, judge_log, page
-from tests.doctor import bare
+from tests.command import run
 from tests.nccl_check.log_maker import PREFIXES, Job, lines, text
 
 VERSIONS = "2.10.3 2.12.12 2.14.3 2.16.5 2.18.6 2.19.3 2.21.5 2.23.4 2.25.1 2.27.5 2.28.9 2.29.7".split()  # noqa: SIM905
@@ -420,20 +422,20 @@ RECORDED = {
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_recorded_logs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recorded_logs(name: str) -> None:
     """What a person looks for in such a log: version, transport, interface, and the one thing that is wrong."""
     code, version, transport, device, fault = RECORDED[name]
-    assert log.main(["--json", str(LOGS / name)]) == code
-    found = json.loads(capsys.readouterr().out)
-    assert list(found["log"]["versions"]) == [version]
-    assert not transport or transport in found["log"]["transports"]
-    listed = [*found["log"]["sockets"].values(), *found["log"]["adapters"].values()]
+    done = run("nccl-check", "--logs", LOGS / name, "--json")
+    assert done.code == code
+    said, judged = done.json["log"], done.json["verdict"]
+    assert list(said["versions"]) == [version]
+    assert not transport or transport in said["transports"]
+    listed = [*said["sockets"].values(), *said["adapters"].values()]
     assert not device or any(device in entry for devices in listed for entry in devices)
-    assert [item["rule"] for item in found["findings"] if item["status"] == "fail"][:1] == ([fault] if fault else [])
-    assert found["headline"].startswith(("PASS", "WARN", "FAIL")[code])
-    assert log.main([str(LOGS / name)]) == code
-    shown = capsys.readouterr().out
-    assert shown.startswith(found["headline"]) and version in shown and (not fault or f"FAIL  {fault}: " in shown)
+    assert [item["rule"] for item in judged["findings"] if item["status"] == "fail"][:1] == ([fault] if fault else [])
+    assert judged["headline"].startswith(("PASS", "WARN", "FAIL")[code])
+    shown = run("nccl-check", "--logs", LOGS / name)
+    assert (shown.code, shown.out) == (code, "") and version in shown.err and fault in shown.err
 
 
 def test_every_recorded_log_is_read() -> None:
@@ -442,54 +444,40 @@ def test_every_recorded_log_is_read() -> None:
     assert all(file.read_text(encoding="utf-8").startswith("# ") for file in LOGS.iterdir()), "say which version's format it is"
 
 
-def run(python: str, *arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    """The command of a login node, without any package."""
-    command = [python, "-S", "-E", "-m", "clustertune.nccl_check.log", *arguments]
-    return subprocess.run(command, cwd=REPO, input=stdin, capture_output=True, timeout=120, check=False)
+def test_standard_input_is_read() -> None:
+    """``zcat old.gz | clustertune nccl-check --logs -``."""
+    done = CliRunner().invoke(app, ["nccl-check", "--logs", "-", "--json"], input=text(Job()))
+    assert (done.exit_code, json.loads(done.stdout)["verdict"]["status"]) == (0, "pass")
 
 
-def test_it_runs_without_any_package() -> None:
-    """Login nodes have the system's Python, an old one, and nothing else."""
-    for python in (sys.executable, *bare.interpreters()):
-        ended = run(python, "--json", str(LOGS / "silent-sockets-2.27-slurm.txt"))
-        assert ended.returncode == 2, ended.stderr
-        assert json.loads(ended.stdout)["status"] == "fail" and not ended.stderr
-        good = run(python, "-", stdin=text(Job()).encode())
-        assert good.returncode == 0 and good.stdout.startswith(b"PASS: 2 nodes of 8 ranks over NET/IB/GDRDMA"), good.stderr
-
-
-def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_none(tmp_path: Path) -> None:
     """Each mistake of a caller ends with a sentence that names the file."""
     empty, alien, binary = tmp_path / "empty", tmp_path / "alien.log", tmp_path / "binary"
     empty.touch()
     alien.write_text("epoch 1 loss 0.3\n" * 5)
     binary.write_bytes(bytes(range(256)) * 100)
     for wrong in (tmp_path / "absent", tmp_path, empty, alien, binary):
-        assert log.main([str(wrong)]) == 2
-        out, err = capsys.readouterr()
-        assert not out and str(wrong) in err and " -> " in err
-    with pytest.raises(SystemExit, match="2"):
-        log.main([])
+        done = run("nccl-check", "--logs", wrong)
+        assert done.code and not done.out and str(wrong) in "".join(done.err.split("\n")), done.err
 
 
-def test_a_log_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_cannot_steer_the_terminal(tmp_path: Path) -> None:
     """Its own words stand in the findings."""
     bad = tmp_path / "bad.log"
     bad.write_text("n1:1:2 [0] a.cc:1 NCCL WARN \x1b]0;title\x07 \x9b31m odd \u202e words\n")
-    assert log.main([str(bad)]) == 1
-    assert not set("\x1b\x07\u202e") & set(capsys.readouterr().out)
+    done = run("nccl-check", "--logs", bad)
+    assert done.code == 1 and not set("\x1b\x07\u202e") & set(done.out + done.err)
 
 
-def test_a_reader_that_leaves_early(tmp_path: Path) -> None:
-    """``| head -1`` is how people look: no traceback."""
+def test_what_comes_late_in_a_large_log_is_read(tmp_path: Path) -> None:
+    """More than 256 MiB in front of the fault, of which the memory holds no more than some blocks."""
     file = tmp_path / "all.log"
-    file.write_text(text(Job()) + "".join(f"n1:1:2 [0] a.cc:1 NCCL WARN odd {'x' * 200} {n}\n" for n in range(3)))
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    with os.fdopen(write_end, "wb") as gone:
-        command = [sys.executable, "-m", "clustertune.nccl_check.log", "--json", str(file)]
-        ended = subprocess.run(command, cwd=REPO, stdout=gone, stderr=subprocess.PIPE, timeout=60, check=False)
-    assert b"Traceback" not in ended.stderr and b"BrokenPipe" not in ended.stderr
+    with file.open("wb") as out:
+        out.write(text(Job()).encode())
+        out.seek(257 << 20)  # a hole: one endless line of zeros
+        out.write(b"\nn1:1:2 [0] a.cc:1 NCCL WARN Cuda failure 'out of memory'\n")
+    done = run("nccl-check", "--logs", file, "--json")
+    assert (done.code, done.json["verdict"]["findings"][0]["rule"]) == (2, "nccl-memory")
 
 
 def test_a_large_file_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,8 +492,35 @@ def test_a_large_file_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Monk
             assert max(map(len, log.blocks(opened))) <= 3 * size
 
 
+def test_a_rule_that_the_cluster_file_ignores_does_not_count(tmp_path: Path) -> None:
+    """``doctor.ignore`` is one list for every command; what was ignored is named."""
+    body = (REPO / "ops/clusters/nebius-h100.yaml").read_text(encoding="utf-8").replace("name: nebius-h100", "name: mine")
+    sockets = LOGS / "silent-sockets-2.27-slurm.txt"
+    rules: list[str] = []
+    while True:
+        cluster = tmp_path / "mine.yaml"
+        cluster.write_text(f"{body}\ndoctor: {{ignore: [{', '.join(rules)}]}}\n")
+        done = run("nccl-check", "--logs", sockets, "--cluster", cluster, "--json")
+        judged = done.json["verdict"]
+        left = [item["rule"] for item in judged["findings"] if item["status"] in ("fail", "warn")]
+        assert set(judged["ignored"]) == set(rules) and not set(left) & set(rules)
+        if not left:
+            break
+        rules += left
+    assert len(rules) > 1 and done.code == 0 and judged["headline"].startswith("PASS")
+
+
+def test_gdr_that_the_plugin_of_efa_disables() -> None:
+    """It says so in its own words, as information; a node whose connections use it anyway is well."""
+    job = text(replace(Job(), net="AWS Libfabric", gdr=False))
+    said = "node1:1:1 [0] NCCL INFO NET/OFI Could not disable CUDA API usage for HMEM, disabling GDR\n"
+    for line, status in ((said, WARN), ("", PASS)):
+        _, findings = found(job + line)
+        assert (WARN if "gdr-off" in {item.rule for item in findings if item.status == WARN} else PASS) == status
+
+
 def test_the_page_of_the_rules_is_current() -> None:
     """``python3 -m clustertune.nccl_check.judge > docs/nccl-verdicts.md`` writes it."""
-    command = [sys.executable, "-S", "-E", "-m", "clustertune.nccl_check.judge"]
+    command = [sys.executable, "-m", "clustertune.nccl_check.judge"]
     written = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, check=True).stdout
     assert written == page() == (REPO / "docs" / "nccl-verdicts.md").read_text(encoding="utf-8")
