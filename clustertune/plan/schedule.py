@@ -259,9 +259,7 @@ def every_steps(args: dict[str, Any], what: str, steps: int | None) -> int | Non
     return max(1, int(value))
 
 
-def _evaluation(
-    args: dict[str, Any], shape: ModelShape, machine: PlanMachine, constants: Constants, found: PackedRows
-) -> Term:
+def _evaluation(args: dict[str, Any], shape: ModelShape, machine: PlanMachine, constants: Constants, found: PackedRows) -> Term:
     """Forward passes over the eval split; each gathers the weights once."""
     plan = shape.strategy
     batch = args["per_device_eval_batch_size"]
