@@ -32,7 +32,7 @@ GIVE = "give a run folder, a result of clustertune bench, or a metrics.json"
 LARGEST = 64 << 20
 """Bytes of a JSON file that is read."""
 NONE, NO_GPU = "-", "no GPU"
-MARK, PAGE_MARK = "<!-- clustertune compare -->", '<meta name="generator" content="clustertune compare">'
+MARK, PAGE_MARK = "| Metric |", '<meta name="generator" content="clustertune compare">'
 """Near the beginning of each table in Markdown, and of each page."""
 OF_THE_SOURCE = (
     "holds a mean over all steps, the first ones among them: no steady rate, so that it cannot be split into warm-up and speed"
@@ -407,4 +407,4 @@ def markdown(found: Comparison) -> str:
     head = ["Metric", *(entry.name for entry in found.entries)]
     lines = [line(head), line(["---"] * len(head)), *map(line, cells(found))]
     notes = [f"- {note}" for note in found.notes]
-    return "\n".join([MARK, "", *lines, *(["", *notes] if notes else [])]) + "\n"
+    return "\n".join([*lines, *(["", *notes] if notes else [])]) + "\n"

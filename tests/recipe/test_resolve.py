@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clustertune import chain
 from clustertune.errors import UserError
 from clustertune.resolve import show
 from clustertune.resolve.resolve import accumulation, resolve
@@ -307,3 +308,13 @@ def test_gradients_are_summed_in_float32_where_it_costs_nothing(overrides: list[
         other = {"float32": "bfloat16", "bfloat16": "float32"}[wanted]
         changed = resolve("recipes/tiny-oasst2", ["train.bf16=true", *overrides, f"reduce_dtype={other}"])
         assert changed.fingerprint() != found.fingerprint()
+
+
+def test_a_run_goes_on_with_another_time_limit(tmp_path: Path) -> None:
+    """What does not count is taken over: the ranks read it in run.json."""
+    run = chain.open_run(resolve("tiny-oasst2"), tmp_path / "run", ["x"])
+    chain.open_run(resolve("tiny-oasst2", ["train.ddp_timeout=7200"]), run.path, ["x"])
+    assert run.resolved().train_args["ddp_timeout"] == 7200
+    with pytest.raises(UserError, match="weight_decay") as refused:
+        chain.open_run(resolve("tiny-oasst2", ["train.ddp_timeout=60", "train.weight_decay=0.5"]), run.path, ["x"])
+    assert "ddp_timeout" not in str(refused.value)
