@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from clustertune.checkpoint.store import require_own
 from clustertune.console import byte_progress, say
 from clustertune.errors import Problem, UserError, raise_if, storage_error
+from clustertune.export import companions
 from clustertune.lock import held
 from clustertune.manifest import (
     MANIFEST,
@@ -54,12 +55,19 @@ class CheckpointRecipe:
     """None: all parameters were trained."""
     base_quantization: str
     """How the base was stored while it was trained: ``bitsandbytes nf4``, ..., or ``none``."""
+    template: str | None
+    """The chat template that the recipe names, for a base without one."""
+    tokens: dict[str, str]
+    """``eos_token`` and ``pad_token`` of the recipe's ``train`` section, where it names them."""
     dtype: str
     """Type of a model's published weights where no base says it: the architecture's own, else what was computed in."""
 
 
-def export(checkpoint: Path, out: Path) -> dict[str, Any]:
-    """Write the adapter of one checkpoint folder to ``out`` and return a summary.
+def export(checkpoint: Path, out: Path, base: Path | None = None) -> dict[str, Any]:
+    """Write the adapter of one checkpoint folder, and the tokenizer that trained, to ``out`` and return a summary.
+
+    ``base``: the base model's folder, whose tokenizer it was; None leaves it out where the training changed neither its EOS
+    nor its chat template.
 
     The summary holds ``out``, ``step``, ``tensors``, ``parameters``, ``bytes`` (of the adapter file), ``seconds``,
     ``reused`` (the same checkpoint had been exported there before) and ``warnings``.
@@ -80,6 +88,7 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
 
         def write(stage: Path) -> dict[str, Any]:
             _write(stage, tensors, expected)
+            write_tokenizer(checkpoint, base, stage, trained)
             return {
                 quantization.BASE: trained.base_quantization,
                 "tensors": len(tensors),
@@ -90,7 +99,29 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
 
         return write
 
-    return export_as(KIND, checkpoint, out, ADAPTER_FILES.__contains__, prepare)
+    return export_as(KIND, checkpoint, out, _is_ours, prepare)
+
+
+def _is_ours(name: str) -> bool:
+    """Whether an export that was killed leaves such a file."""
+    return name in ADAPTER_FILES or companions.is_tokenizer(name)
+
+
+def write_tokenizer(
+    checkpoint: Path, base: Path | None, stage: Path, trained: CheckpointRecipe, extra: Iterable[str] = ()
+) -> dict[str, int] | None:
+    """Write the tokenizer that trained, and the base's files that match ``extra``, into ``stage``.
+
+    Returns the ids of its EOS and its padding by their names in ``config.json``; None where ``base`` has no tokenizer.
+    Raises UserError where the training had another EOS or template than a base that is not there.
+    """
+    files = companions.copy_tokenizer(base, stage, extra) if base is not None else {}
+    if base is not None and {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(files):
+        return companions.write_trained(base, stage, trained.template, trained.tokens)
+    if trained.template is not None or "eos_token" in trained.tokens:
+        text = "the base model's tokenizer is not there, and the training gave it another EOS or chat template"
+        raise UserError(text, file=str(base or checkpoint), key="--base", fix="name the base model's folder with --base")
+    return None
 
 
 Write = Callable[[Path], dict[str, Any]]
@@ -224,7 +255,8 @@ def read_trained(checkpoint: Path) -> CheckpointRecipe:
         resolved = json.loads(path.read_bytes())
         recipe, architecture = resolved["recipe"], dict(resolved["architecture"])
         lora, model = recipe.get("lora"), recipe["model"]
-        requested = quantization.of(resolved.get("train_args", {})) or architecture.get("quantization_config")
+        args = dict(resolved.get("train_args", {}))
+        requested = quantization.of(args) or architecture.get("quantization_config")
         stated = architecture.get("dtype") or architecture.get("torch_dtype")
         return CheckpointRecipe(
             recipe=str(resolved["name"]),
@@ -233,6 +265,8 @@ def read_trained(checkpoint: Path) -> CheckpointRecipe:
             architecture=architecture,
             lora=None if lora is None else dict(lora),
             base_quantization=quantization.label(requested) if requested else "none",
+            template=resolved.get("chat_template"),
+            tokens={key: str(args[key]) for key in ("eos_token", "pad_token") if args.get(key) is not None},
             dtype=str(stated or _COMPUTED_IN[recorded_precision(resolved)]),
         )
     except OSError as error:
