@@ -82,7 +82,7 @@ def export(checkpoint: Path, out: Path, base: Path | None = None) -> dict[str, A
     def prepare(manifest: Manifest, trained: CheckpointRecipe) -> Write:
         tensors, expected, warnings = collect(checkpoint, manifest, trained)
         step = int(manifest.meta["step"])
-        learnt = any(bool(t.any()) for name, t in tensors.items() if ".lora_B" in name or ".lora_embedding_B" in name)
+        learnt = any(bool(t.any()) for name, t in tensors.items() if _starts_at_zero(name))
         if step > 0 and not learnt:
             warnings.append(f"every lora_B is zero at step {step}: nothing was learnt, the adapter changes nothing")
 
@@ -201,8 +201,53 @@ def collect(
         for name, tensor in sorted(tensors.items())
         if count_bad(tensor)
     ]
-    raise_if(bad)
+    raise_if(bad or find_lost(tensors, int(manifest.meta.get("world_size", 1)), str(checkpoint)))
     return {name: tensors[name].contiguous() for name in sorted(tensors)}, expected, warnings
+
+
+def find_lost(tensors: Mapping[str, torch.Tensor], ranks: int, where: str) -> list[Problem]:
+    """The adapter's matrices in which what one of ``ranks`` held is zero: its shard was not gathered (axolotl #3772).
+
+    FSDP and ZeRO part a matrix by rows, tensor parallelism by rows or columns. What PEFT draws at random (A; B of an embedding)
+    has no zero row or column at all, whatever the number of ranks. What it begins with zeros has them where nothing was learnt:
+    tokens that no text holds, experts that got no token, or all of it at a learning rate of 0.
+    """
+    learnt = any(bool(tensor.any()) for name, tensor in tensors.items() if _starts_at_zero(name))
+    problems = []
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2 or 0 in tensor.shape:
+            continue
+        for axis, what in enumerate(("rows", "columns")):
+            size = tensor.shape[axis]
+            if _starts_at_zero(name):
+                # The vocabulary of an embedding's A, and the experts' columns of a B, may be untouched.
+                if not learnt or (axis == 1 and ("lora_embedding_A" in name or "experts" in name)):
+                    continue
+                if "experts" in name and not bool(tensor.any()):
+                    continue
+                least = -(-size // ranks)
+            else:
+                least = 1 if ".lora_" in name else max(128, -(-size // ranks))
+            longest = _longest_run(~tensor.ne(0).any(dim=1 - axis))
+            if longest >= least:
+                text = f"{name}: {longest} of {size} {what} in a row are zero, as if a rank's shard was not gathered"
+                problems.append(Problem(text, file=where, fix="export an earlier checkpoint, or train again"))
+                break
+    return problems
+
+
+def _starts_at_zero(name: str) -> bool:
+    """Whether PEFT begins with zeros in a tensor of the adapter (peft 0.20, ``LoraLayer.reset_lora_parameters``)."""
+    return ".lora_B" in name or ".lora_embedding_A" in name
+
+
+def _longest_run(flags: torch.Tensor) -> int:
+    """The most neighbours that are true, of a tensor of one dimension."""
+    longest = run = 0
+    for flag in flags.tolist():
+        run = run + 1 if flag else 0
+        longest = max(longest, run)
+    return longest
 
 
 def verify_files(checkpoint: Path, manifest: Manifest, files: Iterable[str], problems: list[Problem]) -> None:
