@@ -401,7 +401,7 @@ class Chain:
             path = inputs.exported(self.run.path)
         if self.resolved.recipe.lora is None:
             return {"summary": export_model(path, self.run.merged, self.base_folder())}
-        return {"summary": export(path, self.run.adapter)}
+        return {"summary": export(path, self.run.adapter, self.base_folder())}
 
     def merge(self) -> dict[str, Any]:
         from clustertune.merge import merge

@@ -20,6 +20,17 @@ def check_schema(body: Mapping[str, Any], file: Path, known: int | str = SCHEMA)
         raise UserError(f"{found!r}, this release reads {known}", file=str(file), key="schema", fix=fix)
 
 
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON file, for ``object_pairs_hook``. Raises ValueError where a key appears twice: readers differ in
+    which one counts."""
+    body = dict[str, Any]()
+    for key, value in pairs:
+        if key in body:
+            raise ValueError(f"{key!r} appears twice")
+        body[key] = value
+    return body
+
+
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file in its order. Other lines (a killed writer's last) and missing files are skipped."""
     if not path.is_file():  # who opens a pipe waits without end

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clustertune.events import once
+
 BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -53,14 +55,6 @@ class TensorHeader:
     metadata: dict[str, str] = field(default_factory=dict)
     text: bytes = b""
     """The JSON as it stands in the file: the cheap part of a file's identity."""
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"name {next(n for n in names if names.count(n) > 1)!r} appears twice in the header")
-    return found
 
 
 def _is_count(value: object) -> bool:
@@ -116,7 +110,7 @@ def read_header(path: Path) -> TensorHeader:
     if len(text) != length or not text.startswith(b"{"):
         raise ValueError("the header is not a JSON object")
     try:
-        body = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+        body = json.loads(text.decode("utf-8"), object_pairs_hook=once)
     except RecursionError:
         raise ValueError("the header is nested too deeply") from None
     except json.JSONDecodeError as error:

@@ -14,7 +14,8 @@ from clustertune import manifest
 from clustertune.console import say
 from clustertune.data.tokenizer import render_turn
 from clustertune.errors import Problem, UserError, collect_problems
-from clustertune.merge.base import find_shards, read_base, read_json, read_weights
+from clustertune.export.companions import read_json
+from clustertune.merge.base import find_shards, read_base, read_weights
 from clustertune.recipe import quantization
 from clustertune.recipe.architecture import implausible
 

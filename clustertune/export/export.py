@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from clustertune.checkpoint.store import require_own
 from clustertune.console import byte_progress, say
 from clustertune.errors import Problem, UserError, raise_if, storage_error
+from clustertune.export import companions
 from clustertune.lock import held
 from clustertune.manifest import (
     MANIFEST,
@@ -54,12 +55,19 @@ class CheckpointRecipe:
     """None: all parameters were trained."""
     base_quantization: str
     """How the base was stored while it was trained: ``bitsandbytes nf4``, ..., or ``none``."""
+    template: str | None
+    """The chat template that the recipe names, for a base without one."""
+    tokens: dict[str, str]
+    """``eos_token`` and ``pad_token`` of the recipe's ``train`` section, where it names them."""
     dtype: str
     """Type of a model's published weights where no base says it: the architecture's own, else what was computed in."""
 
 
-def export(checkpoint: Path, out: Path) -> dict[str, Any]:
-    """Write the adapter of one checkpoint folder to ``out`` and return a summary.
+def export(checkpoint: Path, out: Path, base: Path | None = None) -> dict[str, Any]:
+    """Write the adapter of one checkpoint folder, and the tokenizer that trained, to ``out`` and return a summary.
+
+    ``base``: the base model's folder, whose tokenizer it was; None leaves it out where the training changed neither its EOS
+    nor its chat template.
 
     The summary holds ``out``, ``step``, ``tensors``, ``parameters``, ``bytes`` (of the adapter file), ``seconds``,
     ``reused`` (the same checkpoint had been exported there before) and ``warnings``.
@@ -74,12 +82,13 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
     def prepare(manifest: Manifest, trained: CheckpointRecipe) -> Write:
         tensors, expected, warnings = collect(checkpoint, manifest, trained)
         step = int(manifest.meta["step"])
-        learnt = any(bool(t.any()) for name, t in tensors.items() if ".lora_B" in name or ".lora_embedding_B" in name)
+        learnt = any(bool(t.any()) for name, t in tensors.items() if _starts_at_zero(name))
         if step > 0 and not learnt:
             warnings.append(f"every lora_B is zero at step {step}: nothing was learnt, the adapter changes nothing")
 
         def write(stage: Path) -> dict[str, Any]:
             _write(stage, tensors, expected)
+            write_tokenizer(checkpoint, base, stage, trained)
             return {
                 quantization.BASE: trained.base_quantization,
                 "tensors": len(tensors),
@@ -90,7 +99,29 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
 
         return write
 
-    return export_as(KIND, checkpoint, out, ADAPTER_FILES.__contains__, prepare)
+    return export_as(KIND, checkpoint, out, _is_ours, prepare)
+
+
+def _is_ours(name: str) -> bool:
+    """Whether an export that was killed leaves such a file."""
+    return name in ADAPTER_FILES or companions.is_tokenizer(name)
+
+
+def write_tokenizer(
+    checkpoint: Path, base: Path | None, stage: Path, trained: CheckpointRecipe, extra: Iterable[str] = ()
+) -> dict[str, int] | None:
+    """Write the tokenizer that trained, and the base's files that match ``extra``, into ``stage``.
+
+    Returns the ids of its EOS and its padding by their names in ``config.json``; None where ``base`` has no tokenizer.
+    Raises UserError where the training had another EOS or template than a base that is not there.
+    """
+    files = companions.copy_tokenizer(base, stage, extra) if base is not None else {}
+    if base is not None and {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(files):
+        return companions.write_trained(base, stage, trained.template, trained.tokens)
+    if trained.template is not None or "eos_token" in trained.tokens:
+        text = "the base model's tokenizer is not there, and the training gave it another EOS or chat template"
+        raise UserError(text, file=str(base or checkpoint), key="--base", fix="name the base model's folder with --base")
+    return None
 
 
 Write = Callable[[Path], dict[str, Any]]
@@ -170,8 +201,53 @@ def collect(
         for name, tensor in sorted(tensors.items())
         if count_bad(tensor)
     ]
-    raise_if(bad)
+    raise_if(bad or find_lost(tensors, int(manifest.meta.get("world_size", 1)), str(checkpoint)))
     return {name: tensors[name].contiguous() for name in sorted(tensors)}, expected, warnings
+
+
+def find_lost(tensors: Mapping[str, torch.Tensor], ranks: int, where: str) -> list[Problem]:
+    """The adapter's matrices in which what one of ``ranks`` held is zero: its shard was not gathered (axolotl #3772).
+
+    FSDP and ZeRO part a matrix by rows, tensor parallelism by rows or columns. What PEFT draws at random (A; B of an embedding)
+    has no zero row or column at all, whatever the number of ranks. What it begins with zeros has them where nothing was learnt:
+    tokens that no text holds, experts that got no token, or all of it at a learning rate of 0.
+    """
+    learnt = any(bool(tensor.any()) for name, tensor in tensors.items() if _starts_at_zero(name))
+    problems = []
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2 or 0 in tensor.shape:
+            continue
+        for axis, what in enumerate(("rows", "columns")):
+            size = tensor.shape[axis]
+            if _starts_at_zero(name):
+                # The vocabulary of an embedding's A, and the experts' columns of a B, may be untouched.
+                if not learnt or (axis == 1 and ("lora_embedding_A" in name or "experts" in name)):
+                    continue
+                if "experts" in name and not bool(tensor.any()):
+                    continue
+                least = -(-size // ranks)
+            else:
+                least = 1 if ".lora_" in name else max(128, -(-size // ranks))
+            longest = _longest_run(~tensor.ne(0).any(dim=1 - axis))
+            if longest >= least:
+                text = f"{name}: {longest} of {size} {what} in a row are zero, as if a rank's shard was not gathered"
+                problems.append(Problem(text, file=where, fix="export an earlier checkpoint, or train again"))
+                break
+    return problems
+
+
+def _starts_at_zero(name: str) -> bool:
+    """Whether PEFT begins with zeros in a tensor of the adapter (peft 0.20, ``LoraLayer.reset_lora_parameters``)."""
+    return ".lora_B" in name or ".lora_embedding_A" in name
+
+
+def _longest_run(flags: torch.Tensor) -> int:
+    """The most neighbours that are true, of a tensor of one dimension."""
+    longest = run = 0
+    for flag in flags.tolist():
+        run = run + 1 if flag else 0
+        longest = max(longest, run)
+    return longest
 
 
 def verify_files(checkpoint: Path, manifest: Manifest, files: Iterable[str], problems: list[Problem]) -> None:
@@ -224,7 +300,8 @@ def read_trained(checkpoint: Path) -> CheckpointRecipe:
         resolved = json.loads(path.read_bytes())
         recipe, architecture = resolved["recipe"], dict(resolved["architecture"])
         lora, model = recipe.get("lora"), recipe["model"]
-        requested = quantization.of(resolved.get("train_args", {})) or architecture.get("quantization_config")
+        args = dict(resolved.get("train_args", {}))
+        requested = quantization.of(args) or architecture.get("quantization_config")
         stated = architecture.get("dtype") or architecture.get("torch_dtype")
         return CheckpointRecipe(
             recipe=str(resolved["name"]),
@@ -233,6 +310,8 @@ def read_trained(checkpoint: Path) -> CheckpointRecipe:
             architecture=architecture,
             lora=None if lora is None else dict(lora),
             base_quantization=quantization.label(requested) if requested else "none",
+            template=resolved.get("chat_template"),
+            tokens={key: str(args[key]) for key in ("eos_token", "pad_token") if args.get(key) is not None},
             dtype=str(stated or _COMPUTED_IN[recorded_precision(resolved)]),
         )
     except OSError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from clustertune.checkpoint.store import find_checkpoint
 from clustertune.console import byte_progress
 from clustertune.errors import Problem, UserError, raise_if
+from clustertune.export import companions
 from clustertune.export.export import (
     CheckpointRecipe,
     Write,
@@ -26,8 +26,9 @@ from clustertune.export.export import (
     export_as,
     read_trained,
     verify_files,
+    write_tokenizer,
 )
-from clustertune.manifest import Manifest, agree, find_problem, find_records
+from clustertune.manifest import Manifest
 from clustertune.tensorfile import FLOATS, read_header
 
 if TYPE_CHECKING:
@@ -39,9 +40,8 @@ KIND = "merged"
 """A model folder that can be scored and served; a merge makes the same kind."""
 SHARD_BYTES = 5_000_000_000
 """Bytes of one output file at most; transformers' own figure."""
-BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.*",
-          "generation_config.json", "LICENSE*", "USE_POLICY*", "NOTICE*")  # fmt: skip
-"""Files of the base that go with the weights."""
+BESIDE = (companions.GENERATION, *companions.TEXTS)
+"""Files of the base that go with the weights beside its tokenizer."""
 _OWN = re.compile(r"(model.*\.safetensors(\.index\.json)?|config\.json)$")
 _LAYER = re.compile(r"^.*?\.\d+\.")
 _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
@@ -56,7 +56,7 @@ def export_either(source: Path, out: Path | None = None, base: Path | None = Non
     run = source if checkpoint != source else checkpoint.parent.parent
     if trains_all(checkpoint):
         return export_model(checkpoint, out or run / "merged", base or find_base(run))
-    return export(checkpoint, out or run / "adapter")
+    return export(checkpoint, out or run / "adapter", base or find_base(run))
 
 
 def trains_all(checkpoint: Path) -> bool:
@@ -105,7 +105,7 @@ class _Export:
 
         from clustertune.export.sources import open_source
 
-        self.checkpoint, self.base = checkpoint, base
+        self.checkpoint, self.base, self.trained = checkpoint, base, trained
         self.config = AutoConfig.for_model(**trained.architecture)
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(self.config)
@@ -172,9 +172,26 @@ class _Export:
             (stage / "model.safetensors.index.json").write_text(json.dumps(body, indent=2, sort_keys=True) + "\n")
         self.config.architectures = [type(self.model).__name__]
         self.config.dtype = self.dtype
-        (stage / "config.json").write_text(self.config.to_json_string())
-        warnings = _copy_beside(self.base, stage)
+        ids = write_tokenizer(self.checkpoint, self.base, stage, self.trained, BESIDE)
+        warnings = [] if ids is not None else ["no tokenizer was found: copy the base model's beside the weights"]
+        self._write_configs(stage, ids or {})
         return {"tensors": len(index), "parameters": parameters, "dtypes": sorted(dtypes), "warnings": warnings}
+
+    def _write_configs(self, stage: Path, ids: dict[str, int]) -> None:
+        """``config.json``, which keeps the base's keys, and ``generation_config.json``, with the EOS and padding ``ids``."""
+        made = json.loads(self.config.to_json_string())
+        config, generation = dict(made), None
+        if self.base is not None and (self.base / "config.json").is_file():
+            own = companions.read_json(self.base / "config.json")
+            config = own if "model_type" in own else {**made, **own}
+            config |= {key: made[key] for key in ("architectures", "dtype")}
+            config.pop("torch_dtype", None)
+        if (stage / companions.GENERATION).is_file():
+            generation = companions.read_json(stage / companions.GENERATION)
+        config, aligned = companions.aligned_configs(config, generation, ids)
+        (stage / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        if aligned != generation:
+            (stage / companions.GENERATION).write_text(json.dumps(aligned, indent=2, sort_keys=True) + "\n")
 
     def _read(self, names: list[str], problems: list[Problem]) -> dict[str, torch.Tensor]:
         """Some parameters in the published types, under their published names."""
@@ -241,17 +258,6 @@ def _units(names: Iterable[str]) -> list[list[str]]:
     return list(units.values())
 
 
-def _copy_beside(base: Path | None, stage: Path) -> list[str]:
-    """Copy what goes with the weights; returns a warning where there is no tokenizer. Raises UserError for a damaged file."""
-    files = sorted({file for pattern in BESIDE for file in base.glob(pattern) if file.is_file()}) if base else []
-    kind, records = find_records(base) if base else ("", {})
-    agree([p for file in files if file in records and (p := find_problem(file, records[file], kind))])
-    for file in files:
-        shutil.copyfile(file, stage / file.name)
-    has = any(file.name in ("tokenizer.json", "tokenizer.model") for file in files)
-    return [] if has else ["no tokenizer was found: copy the base model's beside the weights"]
-
-
 def _is_ours(name: str) -> bool:
     """Whether an export that was killed leaves such a file."""
-    return bool(_OWN.match(name)) or any(fnmatch(name, pattern) for pattern in BESIDE)
+    return bool(_OWN.match(name)) or companions.is_tokenizer(name) or any(fnmatch(name, pattern) for pattern in BESIDE)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError, collect_problems, raise_if
+from clustertune.export.companions import read_json
 from clustertune.manifest import DigestComparison
 from clustertune.tensorfile import Tensor, TensorHeader, read_header
 
@@ -42,27 +42,6 @@ class Base:
     def identity(self) -> dict[str, list[Any]]:
         """Per shard: bytes and modification time. With the headers, what tells one base from another without reading it."""
         return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(self.headers)}
-
-
-MAX_JSON_BYTES = 64 << 20
-"""The index of a model of 400,000 tensors has 40 MB."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises UserError with the file in it."""
-    try:
-        if path.exists() and not path.is_file():
-            raise UserError("is not a plain file", file=str(path))
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise UserError(f"more than {MAX_JSON_BYTES >> 20} MiB: this is no configuration", file=str(path))
-        body = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError("missing", file=str(path)) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"unreadable: {error}", file=str(path)) from None
-    if not isinstance(body, dict):
-        raise UserError("not a JSON object", file=str(path))
-    return body
 
 
 def find_shards(folder: Path) -> tuple[list[Path], dict[str, str], dict[str, Any]]:

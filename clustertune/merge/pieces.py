@@ -162,6 +162,10 @@ class Worker:
             self.source.read(weight.file, part, weight.offset + start * width)
             block = as_tensor(part, tensor.dtype, end - start, columns)
             add_update(block, a, b, update.scaling, self.scratch, rounded=update.experts > 0)
+            if not bool(block.isfinite().all()):
+                text = f"{tensor.name} has NaN or infinity after the update ({tensor.dtype})"
+                fix = "merge into the base in bfloat16, of larger range than float16; if it is that, one of the two is damaged"
+                raise UserError(text, file=str(weight.file), fix=fix)
             self._write(part, piece.offset + (start - first) * width, output)
 
     def _convert(self, piece: Piece, converted: Stored, view: memoryview, output: Output) -> None:

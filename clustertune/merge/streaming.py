@@ -7,7 +7,6 @@ all are there: a directory rename can move half of a folder on a mergerfs pool.
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import json
 import os
@@ -27,6 +26,7 @@ from typing import Any
 from clustertune import lock
 from clustertune.console import byte_progress, say
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
+from clustertune.export import companions
 from clustertune.manifest import (
     MANIFEST,
     DigestComparison,
@@ -165,7 +165,7 @@ def plan(base: Path, adapter: Path, out: Path, *, shard_size: str | int = "5GB")
     state = "already merged" if job.finished else "would continue" if staged else "would merge"
     return {
         **_described(job, state),
-        "files": {**{s.name: s.size for s in job.shards}, **{n: p.stat().st_size for n, p in job.companions.items()}},
+        "files": {**{s.name: s.size for s in job.shards}, **job.beside},
         "staged_bytes": staged,
         "free_bytes": free_bytes(out),
         "fits": bool(job.finished) or free_bytes(out) >= job.missing_bytes(),
@@ -205,10 +205,11 @@ def merge(base: Path, adapter: Path, out: Path, *, shard_size: str | int = "5GB"
 
 def _write_text(job: MergeJob) -> dict[str, FileRecord]:
     """Everything but the weights, ``config.json`` last: until it is there nothing loads the folder."""
-    texts = {name: path.read_bytes() for name, path in job.companions.items() if name != "config.json"}
+    texts = {name: path.read_bytes() for name, path in job.companions.items()} | job.changed
+    config = texts.pop("config.json")
     if len(job.shards) > 1:
         texts[INDEX] = index_text(job.base, job.shards).encode()
-    texts["config.json"] = job.companions["config.json"].read_bytes()
+    texts["config.json"] = config
     for name, data in texts.items():
         (job.out / name).parent.mkdir(exist_ok=True)
         write_durably(job.out / name, data)
@@ -250,7 +251,7 @@ def publish(job: MergeJob, journal: Journal) -> None:
         raise UserError(message, file=str(job.base.folder), fix="run the same command again", code=ExitCode.AGAIN)
     try:
         if not journal.published:
-            journal.begin_publish([*(s.name for s in job.shards), *([INDEX] if len(job.shards) > 1 else []), *job.companions])
+            journal.begin_publish([*(s.name for s in job.shards), *([INDEX] if len(job.shards) > 1 else []), *job.beside])
         job.out.mkdir(exist_ok=True)
         fsync_path(job.out.parent)
         for shard in job.shards:
@@ -411,6 +412,9 @@ class MergeJob:
     out: Path
     shards: list[Shard]
     companions: dict[str, Path]
+    """The files beside the weights, from where they come."""
+    changed: dict[str, bytes]
+    """The content of those that are not copied."""
     shard_size: int
     inputs: str
     """Hash of all that decides the output's bytes; large base files count by header, size and modification time."""
@@ -424,9 +428,15 @@ class MergeJob:
         return staging_folder(self.out)
 
     @property
+    def beside(self) -> dict[str, int]:
+        """Bytes of the files beside the weights, by name; ``config.json`` last."""
+        sizes = {name: path.stat().st_size for name, path in self.companions.items() if name not in self.changed}
+        return {**{name: len(text) for name, text in self.changed.items()}, **sizes}
+
+    @property
     def size(self) -> int:
         """Bytes of the output but its manifest."""
-        return sum(s.size for s in self.shards) + sum(p.stat().st_size for p in self.companions.values())
+        return sum(s.size for s in self.shards) + sum(self.beside.values())
 
     def staged_bytes(self) -> int:
         """Bytes that an earlier, interrupted merge of the same inputs has left finished (by name and size)."""
@@ -471,18 +481,18 @@ def prepare(base_folder: Path, adapter_folder: Path, out: Path, shard_size: str 
     if problems or base is None or adapter is None:
         raise UserError(problems)
     shards = plan_shards(list(base.tensors.values()), limit)
-    companions = companion_files(base, adapter)
+    files, changed = companion_files(base, adapter)
     identity = base.identity()
     decides = {
         "format": FORMAT,
         "base": identity,
         "headers": {p.name: hashlib.sha256(h.text).hexdigest() for p, h in base.headers.items()},
         "adapter": adapter.sha256,
-        "companions": {name: hash_file(path).sha256 for name, path in companions.items()},
+        "companions": {name: hash_file(path).sha256 for name, path in files.items()},
         "shard_size": limit,
     }
     inputs = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
-    return MergeJob(base, adapter, out, shards, companions, limit, inputs, identity, finished_manifest(out, inputs))
+    return MergeJob(base, adapter, out, shards, files, changed, limit, inputs, identity, finished_manifest(out, inputs))
 
 
 def check_space(job: MergeJob) -> None:
@@ -509,33 +519,36 @@ def unchanged(job: MergeJob) -> bool:
 
 
 KIND = "merged"
-_TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "spiece.model", "*.tiktoken", "tekken.json",
-)  # fmt: skip
-_CHAT = ("chat_template.jinja", "chat_template.json")
-_OTHER = ("generation_config.json", "preprocessor_config.json", "processor_config.json", "LICENSE*", "USE_POLICY*", "NOTICE*")
+_OTHER = ("preprocessor_config.json", "processor_config.json", *companions.TEXTS)
 
 
-def _matching(folder: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
-    names = sorted(p.name for p in folder.iterdir() if p.is_file())
-    return {name: folder / name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)}
+def companion_files(base: Base, adapter: Adapter) -> tuple[dict[str, Path], dict[str, bytes]]:
+    """The files beside the weights by name, ``config.json`` last: from where they come, and those with another content.
 
-
-def companion_files(base: Base, adapter: Adapter) -> dict[str, Path]:
-    """The files beside the weights, by name, from where they come; ``config.json`` last.
-
-    The adapter's tokenizer, if it has one, and its chat template are those of the training and go before the base's.
+    The adapter's tokenizer, if it has one, and its chat template are those of the training and go before the base's; the EOS
+    and the padding of that tokenizer go into the base's ``config.json`` and ``generation_config.json``.
     """
-    tokenizer = _matching(adapter.folder, _TOKENIZER)
-    if not {"tokenizer.json", "tokenizer.model"} & set(tokenizer):
-        tokenizer = _matching(base.folder, _TOKENIZER)
-    chat = _matching(adapter.folder, _CHAT) or _matching(base.folder, _CHAT)
+    tokenizer = companions.matching(adapter.folder, companions.TOKENIZER)
+    trained = bool({"tokenizer.json", "tokenizer.model"} & set(tokenizer))
+    if not trained:
+        tokenizer = companions.matching(base.folder, companions.TOKENIZER)
+    chat, before = (companions.matching(folder, companions.CHAT) for folder in (adapter.folder, base.folder))
+    if not chat and not (trained and companions.has_template(tokenizer)):
+        chat = before
     extra = base.folder / "additional_chat_templates"
-    if extra.is_dir() and chat and next(iter(chat.values())).parent == base.folder:
+    if extra.is_dir() and chat and [p.read_bytes() for p in chat.values()] == [p.read_bytes() for p in before.values()]:
         chat |= {f"{extra.name}/{p.name}": p for p in sorted(extra.glob("*.jinja"))}
-    files = {**_matching(base.folder, _OTHER), **tokenizer, **chat}
-    return {**files, "config.json": base.folder / "config.json"}
+    generation = companions.matching(base.folder, (companions.GENERATION,))
+    files = {**companions.matching(base.folder, _OTHER), **generation, **tokenizer, **chat}
+    files["config.json"] = base.folder / "config.json"
+    raise_if(companions.problems_of(files))
+    if not trained:
+        return files, {}
+    held = companions.read_json(generation[companions.GENERATION]) if generation else None
+    config, aligned = companions.aligned_configs(base.config, held, companions.stop_ids(tokenizer))
+    changed = {companions.GENERATION: aligned} if aligned != held else {}
+    changed |= {"config.json": config} if config != base.config else {}
+    return files, {name: (json.dumps(body, indent=2) + "\n").encode() for name, body in changed.items()}
 
 
 def index_text(base: Base, shards: list[Shard]) -> str:

@@ -29,7 +29,7 @@ from clustertune.recipe.parameters import (
 )
 from clustertune.recipe.schema import FORMATS, Eval, Recipe
 from clustertune.recipe.tasks import find_task, unknown_tasks
-from clustertune.recipe.values import model_facts
+from clustertune.recipe.values import Values, model_facts
 from clustertune.recipe.yamlfile import KeyPath
 
 QUANTIZATION = "quantization_config"
@@ -335,6 +335,10 @@ def check_lora(lora: Mapping[str, Any], architecture: Mapping[str, Any] | None) 
         yield ("lora", "init_lora_weights"), text, "leave it out"
     if lora.get("bias") not in (None, "none"):
         yield ("lora", "bias"), f"{lora['bias']}: trained biases cannot be exported and merged", "write bias: none"
+    if lora.get("ensure_weight_tying"):
+        yield ("lora", "ensure_weight_tying"), "true: adapters of tied weights cannot be merged", "leave it out"
+    if architecture is not None:
+        yield from _check_embeddings(lora, architecture)
     if lora.get("task_type") not in (None, "CAUSAL_LM"):
         yield ("lora", "task_type"), f"{lora['task_type']} is not what is trained here", "write CAUSAL_LM"
     target = lora.get("target_modules")
@@ -349,6 +353,25 @@ def check_lora(lora: Mapping[str, Any], architecture: Mapping[str, Any] | None) 
         yield ("lora", "target_modules"), "missing", "name the modules, such as [q_proj, v_proj], or all-linear"
     if target and architecture is not None:
         yield from _check_targets(lora, architecture)
+
+
+def _check_embeddings(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> Iterator[Found]:
+    """The input embedding as a target, which the merge does not take, and copies of embeddings that are one tensor with the
+    head (peft #2777): the one copy would be trained alone, and FSDP2 of accelerate 1.15 ends in a KeyError."""
+    target, excluded = lora.get("target_modules"), lora.get("exclude_modules")
+    named = [name for name in adapter_modules(architecture) if _INPUT.search(name)] or [_EMBEDDING]
+    by_layer = lora.get("layers_to_transform") not in (None, [])  # PEFT then takes layers alone
+    if target and is_pattern(target) and not is_all_linear(target) and not by_layer:
+        for name in named:
+            if matches(target, name) and not (excluded and is_pattern(excluded) and matches(excluded, name)):
+                text = f"{show_value(target)} takes in {name}: LoRA on the input embedding cannot be merged"
+                yield ("lora", "target_modules"), text, f"leave {name} out, or name it in modules_to_save"
+    saved = lora.get("modules_to_save")
+    if isinstance(saved, list) and Values(architecture).flag("tie_word_embeddings"):
+        tied = [name for name in (*named, *head_names(architecture)) if matches(saved, name)]
+        if tied:
+            text = f"{', '.join(tied)}: input embedding and head are one tensor of this model (tie_word_embeddings)"
+            yield ("lora", "modules_to_save"), text, "leave them out, or take a model whose embeddings are not tied"
 
 
 def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> Iterator[Found]:
@@ -469,6 +492,7 @@ def _check_head(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> Ite
 # Facts of the installed stack: accelerate 1.15 (``parallelism_config.py``, ``accelerator.py``), transformers 5.23 (the plans of
 # ``models/*/configuration_*.py``), torch 2.13's FSDP2, PEFT 0.20 and bitsandbytes 0.50.
 
+_INPUT = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)$")
 _EMBEDDING = "model.embed_tokens"
 """The input embedding, as Llama's kin and most others name it; GPT-NeoX's embed_in is not looked for."""
 TP_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce"})

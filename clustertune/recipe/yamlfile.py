@@ -19,6 +19,7 @@ from yaml.constructor import SafeConstructor
 from yaml.resolver import Resolver
 
 from clustertune.errors import Problem, UserError
+from clustertune.events import once
 
 MAX_BYTES = 256 * 1024
 """A recipe is about 1 kB. PyYAML parses about 100 kB/s, so that this is a wait of seconds at most."""
@@ -148,20 +149,13 @@ def read_text(path: Path, shown: str) -> str:
 def parse_json(text: str, shown: str, fix: str | None = None) -> Any:
     """JSON without repeated keys, and without constants such as NaN. Raises UserError with the line where there is one."""
     try:
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_refuse_constant)
+        return json.loads(text, object_pairs_hook=once, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise UserError(Problem(f"not valid JSON: {error.msg}", file=f"{shown}:{error.lineno}", fix=fix)) from None
     except RecursionError:
         raise UserError(Problem("not valid JSON: nested too deep", file=shown, fix=fix)) from None
     except ValueError as error:
         raise UserError(Problem(f"not valid JSON: {str(error).splitlines()[0]}", file=shown, fix=fix)) from None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"{twice[0]!r} appears twice")
-    return dict(pairs)
 
 
 def _refuse_constant(text: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from clustertune.data.local_model import train_tokenizer
 from clustertune.errors import UserError
 from clustertune.export import whole
 from clustertune.manifest import find_problems, read_manifest
@@ -39,7 +40,7 @@ def make(folder: Path, architecture: dict[str, Any], tensors: dict[str, torch.Te
 def base(tmp_path: Path) -> Path:
     folder = tmp_path / "base"
     folder.mkdir()
-    (folder / "tokenizer.json").write_text("{}")
+    train_tokenizer(["a text"], 300, 64).save_pretrained(folder)
     (folder / "config.json").write_text('{"dtype": "float32"}')
     return folder
 

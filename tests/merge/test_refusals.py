@@ -326,3 +326,12 @@ def test_no_damage_is_merged(sealed: tuple[Path, Path], tmp_path: Path, seed: in
     merge(base, adapter, tmp_path / "again")
     for path in out.glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+
+
+def test_a_result_that_overflows_is_not_published(base: Path, own_adapter: Path, tmp_path: Path) -> None:
+    """float16 holds nothing beyond 65,504."""
+    narrow = save_llama(tmp_path / "narrow", torch.float16)
+    edit_json(own_adapter / "adapter_config.json", lora_alpha=1e9)
+    with pytest.raises(UserError, match="infinity"):
+        merge(narrow, own_adapter, tmp_path / "out")
+    assert not (tmp_path / "out" / manifest.MANIFEST).exists()

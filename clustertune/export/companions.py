@@ -1,0 +1,193 @@
+"""The files that go with weights: the tokenizer and the chat template that trained, and the EOS at which an answer stops.
+
+They are the base's own files, in which only what the training changed is another: ``save_pretrained`` of transformers 5 writes
+tokenizers that transformers 4 does not load.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from clustertune.errors import Problem, UserError
+from clustertune.events import once
+from clustertune.manifest import agree, find_problem, find_records
+
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+    "merges.txt", "spiece.model", "*.tiktoken", "tekken.json",
+)  # fmt: skip
+"""The files of a tokenizer, as patterns."""
+CHAT = ("chat_template.jinja", "chat_template.json")
+TEXTS = ("LICENSE*", "USE_POLICY*", "NOTICE*")
+GENERATION = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_SPECIAL = "special_tokens_map.json"
+_STOPS = ("eos_token", "pad_token")
+
+
+def is_tokenizer(name: str) -> bool:
+    """Whether a file of this name is part of a tokenizer or its chat template."""
+    return any(fnmatch.fnmatch(name, pattern) for pattern in (*TOKENIZER, *CHAT))
+
+
+def matching(folder: Path, patterns: Iterable[str]) -> dict[str, Path]:
+    """The files of a folder whose names match, by name and sorted."""
+    names = sorted(p.name for p in folder.iterdir() if p.is_file())
+    return {name: folder / name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)}
+
+
+MAX_JSON_BYTES = 64 << 20
+"""The index of a model of 400,000 tensors has 40 MB."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises UserError with the file in it, also where a key stands in it twice."""
+    try:
+        if path.exists() and not path.is_file():
+            raise UserError("is not a plain file", file=str(path))
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise UserError(f"more than {MAX_JSON_BYTES >> 20} MiB: this is no configuration", file=str(path))
+        body = json.loads(path.read_bytes(), object_pairs_hook=once)
+    except FileNotFoundError:
+        raise UserError("missing", file=str(path)) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"unreadable: {error}", file=str(path)) from None
+    if not isinstance(body, dict):
+        raise UserError("not a JSON object", file=str(path))
+    return body
+
+
+def copy_tokenizer(base: Path, stage: Path, extra: Iterable[str] = ()) -> dict[str, Path]:
+    """Copy the base's tokenizer, its chat template and what matches ``extra`` into ``stage``; the copies by name.
+
+    Raises UserError where a file is not what its digest says.
+    """
+    files = matching(base, (*TOKENIZER, *CHAT, *extra))
+    kind, records = find_records(base)
+    agree([p for file in files.values() if file in records and (p := find_problem(file, records[file], kind))])
+    for name, file in files.items():
+        shutil.copyfile(file, stage / name)
+    return {name: stage / name for name in files}
+
+
+def write_trained(base: Path, stage: Path, template: str | None, tokens: Mapping[str, Any]) -> dict[str, int]:
+    """Make the tokenizer that :func:`copy_tokenizer` put into ``stage`` the one that trained: its EOS, padding and template.
+
+    ``template``: the recipe's chat template; ``tokens``: its ``train`` section. Returns the ids of :data:`STOPS` by the names
+    that they have in a model's ``config.json``. Raises UserError where the base's tokenizer cannot be loaded.
+    """
+    from clustertune.data.tokenizer import load_tokenizer
+
+    trained = load_tokenizer(str(base), None, template, tokens, chats=False)
+    body = read_json(stage / TOKENIZER_CONFIG) if (stage / TOKENIZER_CONFIG).exists() else {}
+    _write_changed(stage / TOKENIZER_CONFIG, body, {name: getattr(trained, name) for name in _STOPS})
+    if (stage / _SPECIAL).exists():
+        _write_changed(stage / _SPECIAL, read_json(stage / _SPECIAL), {name: getattr(trained, name) for name in _STOPS})
+    has_own = "chat_template" in body or any((stage / name).exists() for name in CHAT)
+    if isinstance(trained.chat_template, str) and not has_own:
+        (stage / CHAT[0]).write_text(trained.chat_template, encoding="utf-8")
+    ids = {f"{name}_id": getattr(trained, f"{name}_id") for name in _STOPS}
+    return {name: value for name, value in ids.items() if value is not None}
+
+
+def _write_changed(path: Path, body: dict[str, Any], tokens: Mapping[str, str | None]) -> None:
+    """Write the special tokens that are others than the file says; nothing where there is none."""
+    changed = {name: token for name, token in tokens.items() if token is not None and _content(body.get(name)) != token}
+    if changed:
+        path.write_text(json.dumps({**body, **changed}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _content(token: Any) -> str | None:
+    """A special token's text, which a file holds by itself or in an object with its settings."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def stop_ids(files: Mapping[str, Path]) -> dict[str, int]:
+    """The ids of EOS and padding of a tokenizer's files, by their names in ``config.json``, without loading the tokenizer.
+
+    A token that the files do not name, or give no id, is left out. Raises UserError for a file that is not JSON.
+    """
+    settings = [read_json(files[name]) for name in (TOKENIZER_CONFIG, _SPECIAL) if name in files]
+    named = {name: text for body in reversed(settings) for name in _STOPS if (text := _content(body.get(name)))}
+    ids = dict[str, int]()
+    if not named:
+        return ids
+    for text, number in _numbered(files, settings):
+        ids |= {f"{name}_id": number for name, token in named.items() if token == text}
+    return ids
+
+
+def _numbered(files: Mapping[str, Path], settings: list[dict[str, Any]]) -> Iterable[tuple[Any, int]]:
+    """The tokens of a tokenizer's files with their ids; what counts more comes later."""
+    for name in ("vocab.json", "added_tokens.json"):
+        if name in files:
+            yield from read_json(files[name]).items()
+    for body in settings:
+        yield from ((_content(token), int(number)) for number, token in (body.get("added_tokens_decoder") or {}).items())
+    if "tokenizer.json" not in files:
+        return
+    body = read_json(files["tokenizer.json"])
+    vocabulary = (body.get("model") or {}).get("vocab") or {}
+    if isinstance(vocabulary, list):  # a Unigram model's: [token, score], numbered by their places
+        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+    yield from vocabulary.items()
+    yield from ((token["content"], int(token["id"])) for token in body.get("added_tokens") or [])
+
+
+def has_template(files: Mapping[str, Path]) -> bool:
+    """Whether a tokenizer's configuration holds a chat template, as transformers 4 writes it."""
+    return TOKENIZER_CONFIG in files and bool(read_json(files[TOKENIZER_CONFIG]).get("chat_template"))
+
+
+def align(config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
+    """A model's ``config.json`` or ``generation_config.json`` in which EOS and padding are those of ``ids``.
+
+    As transformers' Trainer aligns them (5.23, ``align_special_tokens``): an EOS is added before those that stop an answer
+    already. Ids beyond the vocabulary, which a model without resized embeddings cannot hold, are left out.
+    """
+    inner = config.get("text_config")
+    if isinstance(inner, dict) and not any(name in config for name in ids):
+        return {**config, "text_config": align(inner, ids)}
+    size = config.get("vocab_size", (inner or {}).get("vocab_size")) if isinstance(inner, dict | None) else None
+    changed = dict(config)
+    for name, number in ids.items():
+        held = config.get(name)
+        known = held if isinstance(held, list) else [] if held is None else [held]
+        if number in known or (isinstance(size, int) and number >= size):
+            continue
+        changed[name] = [number, *known] if name == "eos_token_id" and known else number
+    return changed
+
+
+def aligned_configs(config: Mapping[str, Any], generation: Mapping[str, Any] | None, ids: Mapping[str, int]) -> tuple[
+    dict[str, Any], dict[str, Any] | None
+]:  # fmt: skip
+    """Both configurations with the EOS and the padding of the training.
+
+    Of a base without ``generation_config.json`` one is made where its ``config.json`` had to be changed: programs read either.
+    """
+    new = align(config, ids)
+    inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
+    size = config.get("vocab_size", inner.get("vocab_size"))  # type: ignore[union-attr]
+    fitting = {name: number for name, number in ids.items() if not isinstance(size, int) or number < size}
+    if generation is None and new == config:
+        return new, None
+    return new, align(generation or {}, fitting)
+
+
+def problems_of(files: Mapping[str, Path]) -> list[Problem]:
+    """What is wrong with the JSON files among these."""
+    problems = list[Problem]()
+    for name, path in files.items():
+        if name.endswith(".json"):
+            try:
+                read_json(path)
+            except UserError as error:
+                problems += error.problems
+    return problems

@@ -1,0 +1,60 @@
+"""Each key of PEFT's LoraConfig is one that can be exported and merged, or it is refused before the queue."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from clustertune.recipe import native_rules
+from clustertune.recipe.checks import check_lora
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "tie_word_embeddings": False,
+}  # fmt: skip
+LORA: dict[str, Any] = {"target_modules": ["q_proj"]}
+MERGED = {
+    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "modules_to_save",
+    "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "target_parameters",
+}  # fmt: skip
+"""Keys that training uses and the merge reads, as ``tests/merge`` compares with PEFT."""
+WITHOUT_EFFECT = {"megatron_core", "qalora_group_size", "fan_in_fan_out"}
+"""They belong to refused keys; PEFT takes ``fan_in_fan_out`` back for each linear layer."""
+REFUSED: dict[str, Any] = {"bias": "all", "task_type": "SEQ_CLS", "init_lora_weights": "pissa", "ensure_weight_tying": True}
+
+
+def keys(lora: dict[str, Any], architecture: dict[str, Any] = LLAMA) -> set[str]:
+    return {str(found[0][1]) for found in check_lora(LORA | lora, architecture)}
+
+
+def test_no_key_of_the_installed_peft_is_unknown_here() -> None:
+    from peft import LoraConfig
+
+    fields = {field.name for field in dataclasses.fields(LoraConfig)}
+    assert fields == MERGED | WITHOUT_EFFECT | set(REFUSED) | set(native_rules.LORA_UNSUPPORTED) | set(native_rules.LORA_OWNED)
+
+
+@pytest.mark.parametrize("key", [*REFUSED, *native_rules.LORA_UNSUPPORTED])
+def test_what_cannot_be_merged_is_refused(key: str) -> None:
+    assert not keys({})
+    assert key in keys({key: REFUSED.get(key, True)})
+
+
+@pytest.mark.parametrize("target", [["q_proj", "embed_tokens"], ["model.embed_tokens"], r".*(q_proj|embed_tokens)"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_lora_on_the_input_embedding_is_refused(target: object, tied: bool) -> None:
+    assert "target_modules" in keys({"target_modules": target}, LLAMA | {"tie_word_embeddings": tied})
+
+
+@pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+def test_copies_of_tied_embeddings_are_refused(saved: list[str]) -> None:
+    assert "modules_to_save" in keys({"modules_to_save": saved}, LLAMA | {"tie_word_embeddings": True})
+    assert not keys({"modules_to_save": saved})
+
+
+def test_what_leaves_the_embedding_alone_is_taken() -> None:
+    tied = LLAMA | {"tie_word_embeddings": True}
+    assert not keys({"target_modules": "all-linear"}, tied)
+    assert not keys({"target_modules": r".*(q_proj|embed_tokens)", "exclude_modules": ["embed_tokens"]}, tied)
