@@ -185,7 +185,8 @@ class RankTrainer(Base):  # type: ignore[misc]
         """Says when to save where the recipe has a section for it; rank 0 asks it."""
         self.save_due = False
         """All ranks save behind this step."""
-        self._bad_loss: float | None = None
+        self._losses: list[torch.Tensor] = []
+        """Of the micro batches of this step, on the device: to look at each would wait for its backward pass."""
         self._resumed: Mapping[str, Any] = {}
 
     # -- the mesh and the engine ----------------------------------------------------------------------------------
@@ -255,15 +256,19 @@ class RankTrainer(Base):  # type: ignore[misc]
         self.clock.count(args[1])
         with self.clock.part("forward_backward"):
             loss: torch.Tensor = super().training_step(*args, **kwargs)
-        if self._bad_loss is None and not torch.isfinite(loss):
-            self._bad_loss = float(loss)
+        self._losses.append(loss.detach().reshape(()))
         return loss
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """The last thing that the Trainer does before the optimizer step: refuse a step that is not finite anywhere."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) if norm is not None else 0.0
-        self.refuse_step(self._bad_loss, math.isfinite(value), f"gradient norm {value}")
+        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        losses, self._losses = self._losses, []
+        device = losses[0].device if losses else None
+        losses.append(torch.as_tensor(0.0 if whole is None else whole, device=device).detach().reshape(()))
+        *values, value = torch.stack([one.double() for one in losses]).tolist()  # the host waits for the GPU here, once a step
+        bad = next((loss for loss in values if not math.isfinite(loss)), None)
+        self.refuse_step(bad, math.isfinite(value), f"gradient norm {value}")
         return norm
 
     def refuse_step(self, loss: float | None, finite: bool, what: str = "gradients") -> None:
@@ -497,6 +502,8 @@ class RankTrainer(Base):  # type: ignore[misc]
                 self.store.tell(text)
             self.heartbeat("train", self.state.global_step)
             return
+        if saving.written.waited and self.group.rank == 0:
+            self.store.tell(f"note: training waited for the save of step {step}: {saving.written.waited}")
         cadence = self.local_cadence if saving.local else self.cadence
         if cadence is not None:
             cadence.measured(saving.stall_seconds, saving.written.seconds)
