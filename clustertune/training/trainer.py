@@ -34,8 +34,6 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import set_seed
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_pt_utils import set_rng_state_for_device
-from transformers.training_args import ParallelMode
 from trl import DPOTrainer, SFTTrainer
 from trl.trainer import dpo_trainer
 
@@ -134,6 +132,8 @@ class RankTrainer(Base):  # type: ignore[misc]
     CUDA only.
     """
 
+    apart: Group | None = None
+    """The ranks on the group of the saving thread, where it was made before."""
     _writer: StateWriter | None = None
     _saving: Saving | None = None
     """The save that is being written; its checkpoint does not exist yet."""
@@ -422,7 +422,7 @@ class RankTrainer(Base):  # type: ignore[misc]
     def writer(self) -> StateWriter:
         """What writes behind training. All ranks ask for it together, the first time."""
         if self._writer is None:
-            ranks = Group.apart()
+            ranks = self.apart or Group.apart()
             self._writer = StateWriter(self.store.on(ranks), ranks, ranks.process_group)
             self.tier = self.tier and self.tier.on(ranks)
         return self._writer
@@ -641,12 +641,8 @@ class RankTrainer(Base):  # type: ignore[misc]
         """Replaces the Trainer's, which writes a pickle."""
         states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
-            states["cuda"] = torch.cuda.get_rng_state_all() if self._is_distributed else torch.cuda.get_rng_state()
+            states["cuda"] = torch.cuda.get_rng_state()  # of its own device: all others are other ranks'
         values.put(Path(output_dir), values.random_of(self.group.rank, self.group.world_size), states)
-
-    @property
-    def _is_distributed(self) -> bool:
-        return bool(self.args.parallel_mode == ParallelMode.DISTRIBUTED)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with self.startup.part("resume"), restricted.reading(resume_from_checkpoint):
@@ -669,8 +665,8 @@ class RankTrainer(Base):  # type: ignore[misc]
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
         torch.set_rng_state(states["cpu"])
-        if torch.cuda.is_available():
-            set_rng_state_for_device("CUDA", torch.cuda, states, self._is_distributed)
+        if torch.cuda.is_available() and "cuda" in states:  # a run that began on CPUs has none
+            torch.cuda.set_rng_state(states["cuda"])
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """The last part of a load; then prove the whole: one that matches no key leaves the start values, without a message."""

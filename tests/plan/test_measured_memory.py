@@ -191,7 +191,7 @@ def predict_large(model: str, recomputed: int, loop: bool, layers: int = DEPTH) 
 def measure(root: Path, cases: dict[str, dict[str, Any]], large: list[Case]) -> list[dict[str, int]]:
     """The tiny runs' peaks are judged: what rests within 1 %, the peak within 5 %, the moment of the update within 3 %. So are
     those of the real size, which are returned: at most 2 % too low or 5 % too high, or within the batch's own bytes; the
-    moment inside the forward pass at most 4 % too low, or 7 % too high where half of the layers are recomputed."""
+    moment inside the forward pass at most 4 % too low, or 8 % too high where half of the layers are recomputed."""
     folders = [write(root / str(number), case) for number, case in enumerate(cases.values())]
     given = [
         {"architecture": architecture(model), "recomputed": recomputed, "loop": loop, "micro_batch": 2, "sequence": 4096}
@@ -218,7 +218,7 @@ def measure(root: Path, cases: dict[str, dict[str, Any]], large: list[Case]) -> 
         moments = predict_large(*one)
         rows.append((f"{one}: peak", max(m.bytes for m in moments), max(peaks.values()), 0.02, 0.05))
         rows.append((f"{one}: update", moments[-1].bytes, peaks["optimizer"], 0.02, 0.05))
-        rows.append((f"{one}: layers", moments[0].bytes, peaks["layers"], 0.04, 0.07))
+        rows.append((f"{one}: layers", moments[0].bytes, peaks["layers"], 0.04, 0.08))
     judge(rows, SMALL)
     return found
 

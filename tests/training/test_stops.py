@@ -129,6 +129,30 @@ def test_a_step_that_is_not_finite_anywhere_is_not_taken(
         trainer._get_grad_norm(trainer.model)
 
 
+def test_random_numbers_of_a_gpu_are_restored_on_whatever_gpu_the_rank_has(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 5 is device 5 of a node of 8, and device 1 of one of 4: the same world, so nothing else notices."""
+    generators = {device: torch.Generator().manual_seed(42) for device in range(8)}
+    for name, value in {
+        "is_available": lambda: True,
+        "get_rng_state": lambda *_: generators[mine].get_state(),
+        "set_rng_state": lambda state, *_: generators[mine].set_state(state),
+        "get_rng_state_all": lambda: [one.get_state() for one in generators.values()],
+        "set_rng_state_all": lambda states: [generators[at].set_state(state) for at, state in enumerate(states)],
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch.cuda.random, name, value)
+    trainer, mine = make(Ranks(rank=5)), 5
+    trainer.group.world_size, trainer._resumed, trainer.args = 16, {}, SimpleNamespace(parallel_mode=None)
+    torch.rand(1000, generator=generators[5])
+    trainer._save_rng_state(str(tmp_path))
+    expected = torch.rand(3, generator=generators[5])
+    mine, generators = 1, {device: torch.Generator().manual_seed(42) for device in range(4)}
+    trainer._load_rng_state(str(tmp_path))
+    assert torch.equal(torch.rand(3, generator=generators[1]), expected)
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_an_evaluation_that_is_no_number_stops_for_good(make: Any, loss: float) -> None:
     with refused(rf"not finite at step 5 \(rank 0: eval loss {loss}.*eval split", ExitCode.STOP):
