@@ -17,6 +17,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -199,14 +200,29 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def commit() -> str:
-    """The checkout's commit, ``unknown`` outside of git."""
-    done = subprocess.run(
-        ["git", "-C", str(REPO), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
-    )
-    changed = subprocess.run(
-        ["git", "-C", str(REPO), "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
-    )
-    return (done.stdout.strip() or "unknown") + (" with changes" if changed.stdout.strip() else "")
+    """The checkout's commit, ``unknown`` outside of git and without it."""
+    git = ["git", "-C", str(REPO)]
+    changed = output_of([*git, "status", "--porcelain", "-uno"])
+    return (output_of([*git, "rev-parse", "--short=12", "HEAD"]) or "unknown") + (" with changes" if changed else "")
+
+
+def output_of(words: Sequence[str]) -> str:
+    """What a program prints, without blanks around it; empty where it fails or is not installed."""
+    try:
+        done = subprocess.run(list(words), capture_output=True, text=True, check=False, cwd=REPO)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def pack(folder: Path, page: Path) -> Path:
+    """State, logs and page as one ``.tar.gz`` beside the state: what is to be carried from a machine that returns few files."""
+    path = folder / "gpu-check.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        for one in (folder / "state.json", folder / "logs", folder / "bench", page):
+            if one.exists():
+                archive.add(one, one.name)
+    return path
 
 
 # --- running the parts ---------------------------------------------------------------------------------------------------
@@ -235,9 +251,8 @@ def run_part(check: GpuCheck, name: str, do: Callable[[GpuCheck], dict[str, Any]
 
 def visible_gpus(python: str) -> int:
     """GPUs that torch sees in the Python in use; 0 where there is no torch."""
-    script = "import torch; print(torch.cuda.device_count())"
-    done = subprocess.run([python, "-c", script], capture_output=True, text=True, check=False, cwd=REPO)
-    return int(done.stdout) if done.returncode == 0 and done.stdout.strip().isdigit() else 0
+    count = output_of([python, "-c", "import torch; print(torch.cuda.device_count())"])
+    return int(count) if count.isdigit() else 0
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -283,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     state = read_state(file)
     state |= {"name": name, "gpus": gpus, "command": " ".join(["make gpu-check", *(arguments or sys.argv[1:])])}
     until = time.monotonic() + given.budget if given.budget else float("inf")
-    failed = False
+    failed, page, packed = False, given.out / f"gpu-{name}.md", folder
     for part in chosen:
         before = state["parts"].get(part, {})
         if before.get("verdict") == PASS and not given.again:
@@ -297,9 +312,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed = failed or result["verdict"] == FAIL
         state["parts"][part] = result
         write_state(file, state)
-        gpu_parts.write_page(given.out / f"gpu-{name}.md", state, list(known))
+        gpu_parts.write_page(page, state, list(known))
+        packed = pack(folder, page)
         say(f"{part}: {result['verdict']}{', ' if result['why'] else ''}{result['why']} ({result['seconds']} s)")
-    say(f"verdicts and logs: {folder}; page: {given.out / f'gpu-{name}.md'}")
+    say(f"verdicts and logs: {folder}; page: {page}; all in one file: {packed}")
     return int(failed)
 
 

@@ -7,14 +7,25 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.gpu_check import FAIL, LONGEST, NOT_HERE, PASS, REPO, Failed, GpuCheck, NotHere
+from tools.gpu_check import (
+    FAIL,
+    LONGEST,
+    NOT_HERE,
+    PASS,
+    REPO,
+    EndedCommand,
+    Failed,
+    GpuCheck,
+    NotHere,
+    end_tree,
+    output_of,
+)
 from tools.runs import events
 
 Part = Callable[[GpuCheck], dict[str, Any]]
@@ -25,6 +36,8 @@ rounding (2**-8) and another order of sums go into the updates, over six steps."
 RESUMED_LOSS = 0.01
 """How far the losses of a resumed run may be from those of one that was not killed: on a GPU the backward pass of attention
 adds in no fixed order."""
+PEAK = (-0.02, 0.05)
+"""How far the plan's peak may be from what torch allocated, as a share of it."""
 SHORT = {"versions": 60.0, "doctor": 120.0, "eval": 300.0}
 """Seconds of the parts that need less than the longest."""
 _VERSIONS = """
@@ -66,22 +79,28 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
 """Recipe and overrides of each shape. On several GPUs a recipe of one keeps its one."""
 OTHERS = "-others"
 """Of a bench's name: against TRL's defaults and another library, whole trainings in turn."""
+FIRST = (
+    "versions", "nccl", "chain", "telemetry", "context", "attention", "gpu-tests", "peak", "bench-8b-lora", "bench-1b-full",
+    "tiny-llama405b-oasst2", "tiny-llama8b-lima", "tiny-llama70b-qlora",
+)  # fmt: skip
+"""What half an hour on one GPU is best spent on."""
 OTHER_PEER = REPO / "tools" / "litgpt_peer.py"
 
 
 def parts() -> dict[str, Part]:
-    """All parts by name, in the order in which they run."""
-    found: dict[str, Part] = {"versions": versions, "doctor": doctor, "nccl": nccl, "chain": chain}
-    found |= {"telemetry": telemetry, "eval": evaluation, "attention": attention, "gpu-tests": gpu_tests}
+    """All parts by name, in the order in which they run: :data:`FIRST`, then the rest."""
+    found: dict[str, Part] = {"versions": versions, "doctor": doctor, "nccl": nccl, "chain": chain, "context": context}
+    found |= {"telemetry": telemetry, "eval": evaluation, "attention": attention, "gpu-tests": gpu_tests, "peak": peak}
     for name in BENCHES:
         found |= {name: _bench(name, others=False), name + OTHERS: _bench(name, others=True)}
     for recipe in sorted(path.parent.name for path in (REPO / "recipes").glob("*/recipe.yaml")):
         found[f"tiny-{recipe}"] = _tiny(recipe)
-    return found
+    return {name: found[name] for name in (*FIRST, *(name for name in found if name not in FIRST))}
 
 
 def choose(words: str, known: Mapping[str, Part]) -> tuple[list[str], list[str]]:
-    """The parts that a list with commas names, in their own order, and the words that name none. Empty: all.
+    """The parts that a list with commas names, in their own order, and the words that name none. Empty: all but ``doctor`` and
+    the comparisons with other libraries.
 
     A word that is not a name, but the beginning of some up to a hyphen, takes all of these: ``tiny``, ``bench-8b``.
     """
@@ -91,7 +110,9 @@ def choose(words: str, known: Mapping[str, Part]) -> tuple[list[str], list[str]]
         return name == word if word in known else name.startswith(word + "-")
 
     unknown = [word for word in names if not any(takes(word, name) for name in known)]
-    return [name for name in known if not names or any(takes(word, name) for word in names)], unknown
+    if not names:
+        return [name for name in known if name != "doctor" and not name.endswith(OTHERS)], unknown
+    return [name for name in known if any(takes(word, name) for word in names)], unknown
 
 
 def seconds(part: str) -> float:
@@ -101,10 +122,7 @@ def seconds(part: str) -> float:
 
 def gpu_name() -> str:
     """The first GPU's name in the form of a file's."""
-    done = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False
-    )
-    first = (done.stdout.splitlines() or ["gpu"])[0].lower()
+    first = (output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines() or ["gpu"])[0].lower()
     return re.sub(r"[^a-z0-9]+", "-", first.replace("nvidia", "")).strip("-") or "gpu"
 
 
@@ -242,6 +260,64 @@ def telemetry(check: GpuCheck) -> dict[str, Any]:
             raise Failed(f"NVML gave no {', '.join(unknown) or 'GPU'}")
         why += f"; {gpus[0]['power_w']:.0f} W, {gpus[0]['memory_gib']:.1f} GiB, {gpus[0]['temperature_c']:.0f} C at the end"
     return {"why": why, "saves": saves}
+
+
+def context(check: GpuCheck) -> dict[str, Any]:
+    """After a save behind training each rank has a CUDA context on its own GPU, and on no other one."""
+    if check.backend == "gloo":
+        raise NotHere("these are CPUs")
+    if check.gpus < 2:
+        raise NotHere("there is one GPU, which is every thread's: another GPU than the rank's own is needed")
+    if not shutil.which("nvidia-smi"):
+        raise NotHere("nvidia-smi is not installed")
+    check.need("trl", "datasets", "peft", "pydantic")
+    run = fresh(check, "context") / "run"
+    settings = ("train.max_steps=2000", "train.save_steps=4", "train.eval_on_start=false", "train.eval_strategy=no")
+    words = ["run", "recipes/tiny-oasst2", *settings, "--ranks", str(check.ranks), "--to", "train", "--run-dir", str(run)]
+    child, log = check.start([check.python, "-m", "clustertune", *words])
+    seen: list[str] = []
+    try:
+        while child.poll() is None and time.monotonic() < check.deadline:
+            if any(one.get("status") == "saved" for one in events(run, "checkpoint")):
+                query = "--query-compute-apps=pid,gpu_uuid"
+                seen = output_of(["nvidia-smi", query, "--format=csv,noheader"]).splitlines()
+                break
+            time.sleep(0.2)
+    finally:
+        end_tree(child)
+    if not seen:
+        raise Failed(f"no process was seen on a GPU behind a save: {EndedCommand(1, '', log).last_error()}")
+    counts = Counter(line.partition(",")[0].strip() for line in set(seen))
+    if twice := sorted(pid for pid, count in counts.items() if count > 1):
+        raise Failed(f"{len(twice)} of {len(counts)} processes have a context on more than one GPU")
+    return {"why": f"{len(counts)} processes, a context each", "contexts": len(seen)}
+
+
+def peak(check: GpuCheck) -> dict[str, Any]:
+    """The most that torch allocated in a step against the plan's peak of the same recipe. One rank gathers nothing."""
+    check.need("trl", "datasets", "peft", "pydantic")
+    recipe, overrides = BENCHES["bench-1b-lora" if check.short else "bench-8b-lora"]
+    if check.backend == "gloo":
+        raise NotHere("these are CPUs: what a process has in memory is no measure of its tensors")
+    words = [*overrides, "slurm.gpus_per_node=1", "slurm.nodes=1", "train.global_batch_size=4"]
+    if "per_device" not in " ".join(words):
+        words.append("train.per_device_train_batch_size=1")
+    folder = fresh(check, "peak")
+    options = ["--synthetic", "--no-ends", "--rounds", "1", "--steps", "2", "--warmup", "1", "--replace", "--json"]
+    options += ["--out", str(check.folder / "bench"), "--run-dir", str(folder / "run")]
+    try:
+        done = check.clustertune("bench", recipe, *words, *options)
+        body = done.document()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    row = ((body.get("plan") or {}).get("rows") or {}).get("peak_gib_per_gpu") or {}
+    measured, planned = row.get("measured"), row.get("plan")
+    if done.code or not measured or not planned:
+        raise Failed(f"exit code {done.code}: {done.last_error()}")
+    why = f"measured {measured:.2f} GiB, planned {planned:.2f} ({planned / measured - 1:+.1%}); one rank, so no gathered layers"
+    if not PEAK[0] <= planned / measured - 1 <= PEAK[1]:
+        raise Failed(why)
+    return {"why": why, "measured_gib": measured, "planned_gib": planned}
 
 
 def evaluation(check: GpuCheck) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class WrittenCheckpoint:
     seconds: float
     copy_seconds: float = 0.0
     """Of the copy to host memory, in which training continues; 0 without one."""
+    waited: str = ""
+    """Why the copy that was to be made could not be: the next optimizer step has waited for all of the save."""
 
 
 @dataclass
@@ -109,9 +111,12 @@ class StateWriter:
         """``store`` and ``ranks`` meet on ``group``, never the one of training: the collectives of two threads would cross."""
         self._store, self._ranks, self._group = store, ranks, group
         self._cuda = cuda = torch.cuda.is_available()
-        self._stager = DefaultStager(StagingOptions(cuda, False, False, False))  # pinned; each copy has ended when it returns
+        self._stager = self._new_stager()
         self._stream = torch.cuda.Stream() if cuda else None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
+        # A thread begins on device 0, and leaving a stream's context there makes a CUDA context of every rank on the node's first
+        # GPU (torch/cuda/__init__.py, StreamContext.__exit__; CUDA 12's cudaSetDevice).
+        on_device = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)} if cuda else {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="save", **on_device)
         self.copied_bytes = 0
         """Host memory that the copy takes once it was made."""
         self._places: list[Any] = []
@@ -120,6 +125,10 @@ class StateWriter:
         """The copy of the save before: where its bytes came from, and where they lie, each place once."""
         self._is_copied = threading.Event()
         self._is_copied.set()
+
+    def _new_stager(self) -> DefaultStager:
+        """Pinned; each copy has ended when it returns."""
+        return DefaultStager(StagingOptions(self._cuda, False, False, False))
 
     def room_for(self, size: int, ranks: int) -> str | None:
         """Why a copy of ``size`` bytes for each of so many ranks does not fit into this node's memory; None where it does."""
@@ -206,17 +215,13 @@ class StateWriter:
             ready = torch.cuda.current_stream().record_event() if self._cuda else None
         return self._pool.submit(self._save, step, state, meta, folder, store or self._store, copied, ready)
 
-    def _put_copy(self, state: RankState, ready: Any) -> float:
-        """Replace the state by a copy; returns the seconds. On CUDA on a stream beside training's, behind ``ready``."""
-        began = time.perf_counter()
-        try:
-            with torch.cuda.stream(self._stream):
-                if self._stream is not None:
-                    self._stream.wait_event(ready)
-                state.states, state.parts = self.copy(state.states, state.parts)
-        finally:
-            self._is_copied.set()
-        return time.perf_counter() - began
+    def _copy_of(self, state: RankState, ready: Any) -> RankState:
+        """The state in host memory. On CUDA on a stream beside training's, behind ``ready``."""
+        with torch.cuda.stream(self._stream):
+            if self._stream is not None:
+                self._stream.wait_event(ready)
+            states, parts = self.copy(state.states, state.parts)
+        return replace(state, states=states, parts=parts)
 
     def _save(
         self,
@@ -228,17 +233,41 @@ class StateWriter:
         copied: bool,
         ready: Any,
     ) -> WrittenCheckpoint:
-        began, copying = time.perf_counter(), 0.0
+        try:
+            began, copying, waited = time.perf_counter(), 0.0, ""
+            if copied:
+                copy_of, waited = self._copied_by_all(state, ready)
+                if not waited:
+                    self._is_copied.set()
+                    state, copying = copy_of, time.perf_counter() - began
+                    began += copying
+            written = self._write_all(step, state, meta, folder, store)
+        finally:
+            self._is_copied.set()
+        size, removed = written
+        return WrittenCheckpoint(size, removed, time.perf_counter() - began, copying, waited)
+
+    def _copied_by_all(self, state: RankState, ready: Any) -> tuple[RankState, str]:
+        """The state in host memory, and why a rank has none: memory that cannot be pinned, such as beyond ``ulimit -l``.
+
+        All ranks write their copies then, or all the state itself, which training leaves alone until that is done.
+        """
+        reason = None
+        try:
+            state = self._copy_of(state, ready)
+        except Exception as error:
+            reason = describe_error(error)
+        reasons = [f"rank {rank}: {one}" for rank, one in enumerate(self._ranks.gather(reason)) if one]
+        if reasons:  # what was copied goes
+            self._copied, self._held, self._places, self.copied_bytes = None, [], [], 0
+            self._stager = self._new_stager()
+        return state, "; ".join(reasons)
+
+    def _write_all(
+        self, step: int, state: RankState, meta: Mapping[str, Any], folder: Path | None, store: CheckpointStore | LocalTier
+    ) -> tuple[int, list[Path]]:
+        """Write, hash and commit a state; the checkpoint's bytes, and the checkpoints that went in its place."""
         records, fault, found, finite = dict[str, FileRecord](), None, state.digest, True
-        if copied:  # all ranks have one, or none begins to write: the others would wait in the collectives of the shards
-            reason = None
-            try:
-                copying = self._put_copy(state, ready)
-            except Exception as error:
-                reason = describe_error(error)
-            if bad := [f"rank {rank}: {one}" for rank, one in enumerate(self._ranks.gather(reason)) if one]:
-                raise NotSaved("no copy of the state: " + "; ".join(bad), stored=False)
-            began += copying
         folder = folder or store.begin(step)
         try:
             records = self._write(folder, state)
@@ -252,8 +281,7 @@ class StateWriter:
         if ranks := [rank for rank, (_, _, good) in enumerate(gathered) if not good]:
             raise NotFinite(ranks)
         size = store.commit(folder, {**meta, "state_digests": [one for _, one, _ in gathered if one]}, records)
-        seconds = time.perf_counter() - began
-        return WrittenCheckpoint(size, store.prune(), seconds, copying)
+        return size, store.prune()
 
     def _write(self, folder: Path, state: RankState) -> dict[str, FileRecord]:
         """Write this rank's files, durably; returns those whose digests are known."""

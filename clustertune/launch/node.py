@@ -51,9 +51,10 @@ def main(run_path: Path, attempt: int, node: int, *, quiet: bool, around: Around
     resolved = run.resolved()
     agent = Agent(run_path, plan, node, patient=True)
     command = ranks_command(run, resolved, attempt, plan, node, address, port, quiet=quiet)
+    environment = {**rendezvous.environment_between(plan, node), **plan.environment}
     try:
         with stack:
-            code = agent.run(command, quiet=quiet or node > 0, environment=plan.environment)
+            code = agent.run(command, quiet=quiet or node > 0, environment=environment)
     finally:
         if own is not None:
             shutil.rmtree(own, ignore_errors=True)

@@ -147,6 +147,18 @@ def _is_loopback(address: str) -> bool:
 
 
 def network_environment(interface: str | None) -> dict[str, str]:
-    """gloo's and NCCL's choice of interface, where the caller's environment does not make it."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {name: interface for name in names if interface and name not in os.environ}
+    """gloo's and NCCL's choice of interface, where the caller's environment does not make it. NCCL takes every name that begins
+    so unless ``=`` is in front."""
+    values = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    return {name: value for name, value in values.items() if interface and name not in os.environ}
+
+
+def environment_between(plan: AttemptPlan, node: int) -> dict[str, str]:
+    """:func:`network_environment` of the way from a node to the first one (from that to the second); empty where the plan names
+    an interface, where there is one node, or where no way is known: gloo then says so at the start."""
+    if len(plan.nodes) == 1 or plan.interface is not None:
+        return {}
+    try:
+        return network_environment(interface_to(plan.nodes[0 if node else 1].address)[1])
+    except UserError:
+        return {}

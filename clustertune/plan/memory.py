@@ -46,6 +46,7 @@ def moments(shape: ModelShape, constants: Constants) -> list[Moment]:
     paired = shape.strategy.second_forward == "reference"
     update = [*resting, memory.gradients(1.0), memory.update(), memory.held_logits()]
     named = {
+        **({"forward pass, last layer": _largest(resting, forward)} if (forward := memory.forward()) else {}),
         "end of the forward pass, at the loss": _largest(resting, memory.at_loss()),
         **({"forward pass of the reference": _largest(resting, memory.second_forward())} if paired else {}),
         "backward pass": _largest(resting, memory.backward()),
@@ -249,6 +250,12 @@ class SavedActivations:
         scores = kind.attention.heads * plan.row * (2 * FULL - self.width) if plan.attention == "eager" else 0
         return max(2.0 * self.width * kind.inner, scores) / plan.tp + self.stream * self.shape.counted.hidden
 
+    def passing(self, kind: LayerKind) -> float:
+        """What is in memory at once inside a layer that keeps nothing: the activation, up and their product, or attention; and
+        two rows of the residual sum's width."""
+        inside = self.width * max(3 * kind.inner, self.heads(kind)) + self.scores(kind)
+        return inside / self.shape.strategy.tp + 2 * self.stream * self.shape.counted.hidden
+
     # -- activation_checkpointing.save ------------------------------------------------------------------------------------
 
     @property
@@ -346,6 +353,34 @@ class _Memory(SavedActivations):
         return Term("optimizer", size, BYTES, "{count} trained parameters x {bytes} B / {shards} ranks", values)
 
     # -- the moments of a step --------------------------------------------------------------------------------------------
+
+    def forward(self) -> list[list[Term]]:
+        """The last layer: while it is copied out of the buffer that FSDP2 gathered it into, and at work; and the first one, behind
+        the buffer of a root that keeps the ends, which is another program's. torch 2.13 frees the
+        buffer of the layer before only behind that copy (_fsdp_param_group.py:430), the product ahead of it
+        (:func:`clustertune.training.sharding.free_gathered_units`).
+        """
+        plan, layers = self.shape.strategy, self.shape.layers
+        if plan.kind != "FSDP2" or not self.gathers:
+            return []
+        before = 1.0 if plan.ends_apart or layers < 2 else 2.0
+        copied = [self._layers(1.0 + before), self._ends(0.0 if plan.ends_apart else self.shape.ends)]
+        at_work = [self._layers(2.0), copied[1]]
+        if not plan.reshard:
+            copied, at_work = [*self._all_gathered(1.0), self._layers(before)], [*self._all_gathered(1.0), self._layers(1.0)]
+        inside = max(self.passing(kind) for kind in self.shape.counted.layers)
+        if plan.recompute.share < 1:
+            inside = max(inside, self.largest_saved)
+        row, work = (
+            Term("buffers", self.shape.tokens * size, BYTES, text, {"tokens": self.shape.tokens, "size": size})
+            for size, text in (
+                (float(self.stream * self.shape.counted.hidden), "input of the layer at work: {tokens} tokens x {size} B"),
+                (inside, "inside the layer at work: {tokens} tokens x {size} B"),
+            )
+        )
+        kept = [*self.activations((layers - 1) / layers), row]
+        first = [self._layers(2.0), self._ends(0.0 if plan.ends_apart else 2 * self.shape.ends)]
+        return [[self.accumulated(1.0), *rest] for rest in (first, [*kept, *copied], [*kept, *at_work, work])]
 
     def at_loss(self) -> list[list[Term]]:
         """All activations are there: once with the loss going forward, once with its gradient going back."""

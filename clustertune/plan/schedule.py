@@ -314,11 +314,23 @@ def _checkpoint_bytes(shape: ModelShape) -> float:
 
 
 def _start(resolved: Resolved, shape: ModelShape, machine: PlanMachine) -> Term:
-    """Loading: the weights come from storage once, and where ranks read rows once for each replica of them."""
+    """Loading: the weights come from storage once, and where ranks read rows once for each replica of them.
+
+    Beside it their digests are compared, each file by one rank: what that rank's node does not read anyway comes once more
+    (:class:`clustertune.manifest.DigestComparison`). Every Hub cache has digests.
+    """
     # The ranks of a tp group are in one node: rows that several of them read come from storage once.
     parted = shape.strategy.weight_shards * shape.strategy.tp
     copies = shape.strategy.world_size // parted if resolved.distribution.reads_parts else 1
-    size = 2.0 * shape.counted.total * max(1, copies) * (2 if shape.strategy.reference_bytes else 1)
-    value = START_S + size / machine.storage_read_bytes_per_s
-    values = {"start": START_S, "size": size / 1e9, "speed": machine.storage_read_bytes_per_s / 1e9}
-    return Term("start-up and load", value, SECONDS, "{start} s + {size} GB / {speed} GB/s read", values)
+    weights, nodes = 2.0 * shape.counted.total, shape.strategy.nodes
+    size = weights * max(1, copies) * (2 if shape.strategy.reference_bytes else 1)
+    # Of each file, what a node reads of it: its ranks' rows; all; or, where the first rank reads for all, its own node alone.
+    if resolved.distribution.reads_parts:
+        held = min(1.0, max(1, copies) / nodes)
+    else:
+        held = 1 / nodes if resolved.distribution.loading == "first" else 1.0
+    again = weights * (1 - held)
+    value = START_S + (size + again) / machine.storage_read_bytes_per_s
+    values = {"start": START_S, "size": size / 1e9, "again": again / 1e9, "speed": machine.storage_read_bytes_per_s / 1e9}
+    text = "{start} s + ({size} GB + {again} GB for their digests) / {speed} GB/s read"
+    return Term("start-up and load", value, SECONDS, text, values)

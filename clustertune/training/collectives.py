@@ -14,6 +14,8 @@ from clustertune.launch.plan import AttemptPlan
 
 _PEER = timedelta(hours=24)
 """How long a rank's thread waits for the others' threads. A thread that hangs is found by the heartbeat of its rank."""
+_MEET = timedelta(minutes=5)
+"""How long ranks wait for each other's connections."""
 
 
 class Group:
@@ -32,8 +34,23 @@ class Group:
 
     @classmethod
     def apart(cls) -> Group:
-        """The same ranks on a group of their own: the collectives of a thread never cross those of training. All call this."""
-        return cls(dist.new_group(backend="gloo", timeout=_PEER) if dist.is_available() and dist.is_initialized() else None)
+        """The same ranks on a group of their own: the collectives of a thread never cross those of training. All call this.
+
+        The group is used once: gloo takes the interface that the host name resolves to unless GLOO_SOCKET_IFNAME names one, and
+        NCCL may have another. Raises UserError (exit 1) where the ranks do not reach each other by it.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        try:
+            apart = cls(dist.new_group(backend="gloo", timeout=_MEET))
+            apart.barrier()
+        except (RuntimeError, ValueError) as error:
+            name = os.environ.get("GLOO_SOCKET_IFNAME", "the one that the host name resolves to")
+            text = f"the ranks do not reach each other over gloo, which saves need, by the interface {name}: {error}"
+            fix = "set network.interface of the cluster file to the interface that joins the nodes"
+            raise UserError(Problem(text.partition("\n")[0], fix=fix), ExitCode.FAILED) from error
+        dist.distributed_c10d._set_pg_timeout(_PEER, apart.process_group)
+        return apart
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on all ranks."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import json
+import math
 import os
 import pickle
 import shutil
@@ -227,11 +228,12 @@ def guard(engine: Any, refuse: Callable[[float | None, bool], None]) -> None:
     leave the step out (``_global_grad_norm`` is then inf); stage 0 looks at nothing and names no norm.
     """
     backward, step = engine.backward, engine.step
-    bad: list[float] = []
+    losses: list[torch.Tensor] = []
+    """Of the micro batches of a step, on the device: to look at each would wait for it."""
 
     def watched_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(loss, torch.Tensor) and not bad and not torch.isfinite(loss.detach()).all():
-            bad.append(float(loss.detach()))
+        if isinstance(loss, torch.Tensor):
+            losses.append(loss.detach().reshape(()))
         return backward(loss, *args, **kwargs)
 
     def guarded_step(*args: Any, **kwargs: Any) -> Any:
@@ -240,6 +242,8 @@ def guard(engine: Any, refuse: Callable[[float | None, bool], None]) -> None:
             norms = [torch.linalg.vector_norm(p.grad) for p in engine.module.parameters() if p.grad is not None]
             norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
             engine._global_grad_norm, finite = norm, bool(torch.isfinite(norm))
+        bad = [value for value in (torch.stack(losses).tolist() if losses else []) if not math.isfinite(value)]
+        losses.clear()
         refuse(bad[0] if bad else None, finite)
         return step(*args, **kwargs)
 

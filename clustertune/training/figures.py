@@ -91,8 +91,16 @@ class Clock:
         for at in range(0, len(layers), -(-len(layers) // TIMED_LAYERS) or 1):
             began: list[Any] = [None]
             # Behind FSDP's own hook (which waits for the gather), and before the one that frees what was gathered.
-            layers[at].register_forward_pre_hook(lambda *_, began=began: began.__setitem__(0, self.begin()))
-            layers[at].register_forward_hook(lambda *_, began=began: self.add("layers", began[0]), prepend=True)
+            layers[at].register_forward_pre_hook(lambda layer, _, began=began: self._enter(layer, began))
+            layers[at].register_forward_hook(lambda layer, *_, began=began: self._leave(layer, began), prepend=True)
+
+    def _enter(self, layer: Any, began: list[Any]) -> None:
+        if layer.training:  # an evaluation is no part of a step
+            began[0] = self.begin()
+
+    def _leave(self, layer: Any, began: list[Any]) -> None:
+        if layer.training:
+            self.add("layers", began[0])
 
     def take(self) -> list[float]:
         """This rank's :data:`COLUMNS` since the last call. On a GPU its stream has to have come to the end of the step."""

@@ -195,7 +195,8 @@ def is_isolated(small_architecture: Mapping[str, Any], attention: str) -> bool:
     register()
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     # TF32 rounds what float32 products read to 10 bits, as far as the difference that is looked for; float64 is left alone.
-    half = "flash" in attention or (attention == PACKED and device.type == "cuda")
+    # On a GPU flex_attention is a kernel of Triton's for 16 and 32 bits.
+    half = "flash" in attention or (attention in (PACKED, "flex_attention") and device.type == "cuda")
     dtype = torch.bfloat16 if half else torch.float64
     skipped = ("architectures", "model_type", "dtype", "torch_dtype")
     keys = {key: value for key, value in small_architecture.items() if key not in skipped}

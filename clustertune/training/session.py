@@ -210,6 +210,7 @@ class Session:
         self.notes += deepspeed.fit_to_cpu(self.args) + fitted.notes
         self.group = Group()
         check_world(self.group, resolved.world_size, attempt.plan)
+        self.apart = Group.apart()  # now, not at the first save: where it cannot be made, no weights are read
         self.facts: dict[str, Any] = {}
         self.startup.end()
         if self.group.rank == 0:
@@ -266,6 +267,7 @@ class Session:
             attempt=attempt,
             on_checkpoint=self._on_checkpoint,
         )
+        trainer.apart = self.apart
         sharding.set_precision(trainer.accelerator, self.resolved.distribution.reduce_dtype)
         self.startup.end()
         self.notes += dict.fromkeys(loading.notes)  # a reference model's are the same

@@ -34,8 +34,6 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import set_seed
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_pt_utils import set_rng_state_for_device
-from transformers.training_args import ParallelMode
 from trl import DPOTrainer, SFTTrainer
 from trl.trainer import dpo_trainer
 
@@ -134,6 +132,8 @@ class RankTrainer(Base):  # type: ignore[misc]
     CUDA only.
     """
 
+    apart: Group | None = None
+    """The ranks on the group of the saving thread, where it was made before."""
     _writer: StateWriter | None = None
     _saving: Saving | None = None
     """The save that is being written; its checkpoint does not exist yet."""
@@ -185,7 +185,8 @@ class RankTrainer(Base):  # type: ignore[misc]
         """Says when to save where the recipe has a section for it; rank 0 asks it."""
         self.save_due = False
         """All ranks save behind this step."""
-        self._bad_loss: float | None = None
+        self._losses: list[torch.Tensor] = []
+        """Of the micro batches of this step, on the device: to look at each would wait for its backward pass."""
         self._resumed: Mapping[str, Any] = {}
 
     # -- the mesh and the engine ----------------------------------------------------------------------------------
@@ -255,15 +256,19 @@ class RankTrainer(Base):  # type: ignore[misc]
         self.clock.count(args[1])
         with self.clock.part("forward_backward"):
             loss: torch.Tensor = super().training_step(*args, **kwargs)
-        if self._bad_loss is None and not torch.isfinite(loss):
-            self._bad_loss = float(loss)
+        self._losses.append(loss.detach().reshape(()))
         return loss
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """The last thing that the Trainer does before the optimizer step: refuse a step that is not finite anywhere."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) if norm is not None else 0.0
-        self.refuse_step(self._bad_loss, math.isfinite(value), f"gradient norm {value}")
+        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        losses, self._losses = self._losses, []
+        device = losses[0].device if losses else None
+        losses.append(torch.as_tensor(0.0 if whole is None else whole, device=device).detach().reshape(()))
+        *values, value = torch.stack([one.double() for one in losses]).tolist()  # the host waits for the GPU here, once a step
+        bad = next((loss for loss in values if not math.isfinite(loss)), None)
+        self.refuse_step(bad, math.isfinite(value), f"gradient norm {value}")
         return norm
 
     def refuse_step(self, loss: float | None, finite: bool, what: str = "gradients") -> None:
@@ -417,7 +422,7 @@ class RankTrainer(Base):  # type: ignore[misc]
     def writer(self) -> StateWriter:
         """What writes behind training. All ranks ask for it together, the first time."""
         if self._writer is None:
-            ranks = Group.apart()
+            ranks = self.apart or Group.apart()
             self._writer = StateWriter(self.store.on(ranks), ranks, ranks.process_group)
             self.tier = self.tier and self.tier.on(ranks)
         return self._writer
@@ -497,6 +502,8 @@ class RankTrainer(Base):  # type: ignore[misc]
                 self.store.tell(text)
             self.heartbeat("train", self.state.global_step)
             return
+        if saving.written.waited and self.group.rank == 0:
+            self.store.tell(f"note: training waited for the save of step {step}: {saving.written.waited}")
         cadence = self.local_cadence if saving.local else self.cadence
         if cadence is not None:
             cadence.measured(saving.stall_seconds, saving.written.seconds)
@@ -634,12 +641,8 @@ class RankTrainer(Base):  # type: ignore[misc]
         """Replaces the Trainer's, which writes a pickle."""
         states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
-            states["cuda"] = torch.cuda.get_rng_state_all() if self._is_distributed else torch.cuda.get_rng_state()
+            states["cuda"] = torch.cuda.get_rng_state()  # of its own device: all others are other ranks'
         values.put(Path(output_dir), values.random_of(self.group.rank, self.group.world_size), states)
-
-    @property
-    def _is_distributed(self) -> bool:
-        return bool(self.args.parallel_mode == ParallelMode.DISTRIBUTED)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with self.startup.part("resume"), restricted.reading(resume_from_checkpoint):
@@ -662,8 +665,8 @@ class RankTrainer(Base):  # type: ignore[misc]
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
         torch.set_rng_state(states["cpu"])
-        if torch.cuda.is_available():
-            set_rng_state_for_device("CUDA", torch.cuda, states, self._is_distributed)
+        if torch.cuda.is_available() and "cuda" in states:  # a run that began on CPUs has none
+            torch.cuda.set_rng_state(states["cuda"])
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """The last part of a load; then prove the whole: one that matches no key leaves the start values, without a message."""

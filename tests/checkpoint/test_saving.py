@@ -6,7 +6,9 @@ import json
 import math
 import os
 import pickle
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +59,46 @@ def test_the_shards_are_safetensors_and_hold_no_pickle(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "step-000002" / "model_0" / "__0_0.distcp")
     assert all(torch.equal(stored[f"model.{name}"], value) for name, value in found["model_0"]["model"].items())
     assert load_file(tmp_path / "step-000002" / "other_0" / "__0_0.distcp")["o.lr"].numpy().tobytes() == b"0.5"
+
+
+def test_the_saving_thread_works_on_its_ranks_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of the CUDA runtime begins on device 0. torch's own stream context ends on the device where it began: all ranks
+    would make a context on the node's first GPU."""
+    here, selected = threading.local(), []
+
+    def select(device: int) -> None:
+        selected.append(device)
+        here.device = device
+
+    def current() -> int:
+        return getattr(here, "device", 0)
+
+    def stream(device: int) -> Any:
+        return SimpleNamespace(stream_id=7, device_index=device, device_type=1, device=torch.device("cuda", device))
+
+    cuda = {
+        "is_available": lambda: True, "_lazy_init": lambda: None, "set_device": select, "current_device": current,
+        "_get_device_index": lambda device, *_, **__: current() if device is None else torch.device(device).index,
+        "current_stream": lambda device=None: stream(current() if device is None else torch.device(device).index),
+        "Stream": lambda: stream(current()),
+    }  # fmt: skip
+    for name, value in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_setStream", lambda stream_id, device_index, device_type: select(device_index), raising=False)
+    exchange = lambda device: 0  # noqa: E731 - makes no context
+    for place, name in ((torch.cuda, "_exchange_device"), (torch.cuda, "_maybe_exchange_device")):
+        monkeypatch.setattr(place, name, exchange)
+    monkeypatch.setattr(StateWriter, "_new_stager", lambda _: None)
+    select(3)
+    selected.clear()
+    made = make(tmp_path)
+
+    def copy() -> None:
+        with torch.cuda.stream(made._stream):
+            pass
+
+    made._pool.submit(copy).result()
+    assert selected and set(selected) == {3}
 
 
 def test_parameters_that_are_not_finite_make_no_checkpoint(tmp_path: Path) -> None:

@@ -142,6 +142,14 @@ def test_the_interface_is_the_one_that_leads_to_the_master(monkeypatch: pytest.M
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "bond0")
     assert rendezvous.interface_to("127.0.0.1") == ("127.0.0.1", "lo")
     assert rendezvous.network_environment("lo") == {"GLOO_SOCKET_IFNAME": "lo"}, "the caller's own choice stays"
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    plan = AttemptPlan(attempt=1, nodes=(Node("a", "127.0.0.1"), Node("b", "localhost")), ranks_per_node=1, launcher="slurm")
+    for node in (0, 1):  # without network.interface of the cluster file, under every launcher
+        expected = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+        assert rendezvous.environment_between(plan, node) == expected, "exactly this one"
+    assert rendezvous.environment_between(replace(plan, interface="bond0"), 0) == {}
+    assert rendezvous.environment_between(replace(plan, nodes=plan.nodes[:1]), 0) == {}
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "bond0")
     with pytest.raises(UserError, match="--master"):
         rendezvous.interface_to("no-such-host.invalid")
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda *a, **k: [(2, 2, 17, "", ("127.0.1.1", 9))])

@@ -37,7 +37,7 @@ from tests.plan.world import (
 TOKENS = 2 * 512
 BODY, ROOT = LAYERS * LAYER, 2 * ENDS + HIDDEN
 QUANTISED = {**LORA, "weight_bytes": 0.5, "gather_bytes": 0.5}
-LOSS, BACKWARD, UPDATE = range(3)
+FORWARD, LOSS, BACKWARD, UPDATE = -4, -3, -2, -1
 
 
 def parts(of: ModelShape, moment: int, **changes: Any) -> dict[str, float]:

@@ -61,7 +61,7 @@ def measured(of: ModelShape) -> dict[str, float]:
     """Bytes of activations and logits at the loss, the peak, and seconds of a micro batch by kind of work."""
     found = memory.moments(of, constants())
     at_loss = {}
-    for term in found[0].parts:
+    for term in found[-3].parts:
         at_loss[term.name] = at_loss.get(term.name, 0.0) + term.value
     work = micro_batch(of, machine(), constants())
     times = {term.name: term.value for term in [*work.forward, *work.backward]}

@@ -11,6 +11,7 @@ from clustertune.plan.machine import Link, PlanMachine
 from clustertune.plan.step import (
     ADAM_BYTES,
     HOST_ADAM_BYTES_PER_S,
+    LOOP_ADAM_BYTES,
     NVME_BYTES_PER_S,
     Collective,
     RankGroup,
@@ -433,7 +434,7 @@ def test_the_optimizer_moves_bytes() -> None:
 
 def test_weights_on_the_host_come_over_the_host_link() -> None:
     """The rank's shard as it is stored, forward and backward; the gradient goes back; an own optimizer on the CPU."""
-    away = {"offload_params": "cpu", "offload_optimizer": "cpu"}
+    away = {"offload_params": "cpu", "offload_optimizer": "cpu", "fused_optimizer": True}
     found = offload(shape(**away), machine())
     shard = TOTAL * 4 / 16 / 50e9
     assert found.forward_s == pytest.approx(shard)
@@ -444,6 +445,10 @@ def test_weights_on_the_host_come_over_the_host_link() -> None:
     assert found.optimizer.value == pytest.approx(expected)
     assert timed(shape(**away)).optimizer.value == pytest.approx(expected)
     assert found.note and "GB/s" in found.note
+    loop, deep = (offload(shape(**{**away, "fused_optimizer": False, "kind": kind}), machine()) for kind in ("FSDP2", "ZeRO-3"))
+    assert loop.optimizer is not None and deep.optimizer is not None and deep.optimizer.value == pytest.approx(expected)
+    more = TOTAL / 16 * (LOOP_ADAM_BYTES - ADAM_BYTES) / (HOST_ADAM_BYTES_PER_S / 8)
+    assert loop.optimizer.value == pytest.approx(expected + more), "torch's own loop on CPUs is eight passes"
     nothing = offload(shape(), machine())
     assert (nothing.forward_s, nothing.backward_s, nothing.optimizer, nothing.note) == (0, 0, None, None)
 

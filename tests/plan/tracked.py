@@ -130,7 +130,7 @@ def train(folder: Path) -> Tracker:
     from trl import SFTConfig, SFTTrainer
 
     from clustertune.resolve.resolve import resolve
-    from clustertune.training import accelerate_env, build, cpu_fsdp, packing, recompute
+    from clustertune.training import accelerate_env, build, cpu_fsdp, packing, recompute, sharding
 
     resolved = resolve(folder)
     version = resolved.accelerate.get("fsdp_config", {}).get("fsdp_version")
@@ -170,6 +170,7 @@ def train(folder: Path) -> Tracker:
         peft_config=LoraConfig(**resolved.recipe.lora) if resolved.recipe.lora else None,
         callbacks=[Follow()],
     )
+    sharding.set_precision(trainer.accelerator, resolved.distribution.reduce_dtype)
     if resolved.recipe.plan.whole_logits:
 
         def whole(model: Any, inputs: Any, **kwargs: Any) -> torch.Tensor:

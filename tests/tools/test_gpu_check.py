@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,15 @@ def test_a_second_call_goes_on(called: list[str], tmp_path: Path, capsys: pytest
     assert gpu_check.main([*words, "--parts", "nothing"]) == 2 and "no such part: nothing" in capsys.readouterr().err
 
 
+def test_without_git_and_nvidia_smi_it_goes_on(called: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container; what is to be carried away is one file."""
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert gpu_check.commit() == "unknown" and gpu_parts.gpu_name() == "gpu"
+    assert gpu_check.main([*LOCAL, "--state", str(tmp_path / "s"), "--out", str(tmp_path)]) == 1 and called == ["a", "b", "c"]
+    with tarfile.open(tmp_path / "s" / "gpu-check.tar.gz") as archive:
+        assert {"state.json", "gpu-try.md"} <= set(archive.getnames())
+
+
 def test_a_budget_begins_no_part_that_may_outlast_it(called: list[str], tmp_path: Path) -> None:
     """A machine that ends each command after ten minutes would kill a part in its middle."""
     words = [*LOCAL, "--state", str(tmp_path / "s"), "--out", str(tmp_path)]
@@ -152,7 +162,10 @@ def test_parts_are_named_one_by_one_or_by_their_beginning() -> None:
     chosen, unknown = gpu_parts.choose("bench-8b,eval,nothing", known)
     assert unknown == ["nothing"] and chosen[0] == "eval" and all(name.startswith("bench-8b-") for name in chosen[1:])
     assert gpu_parts.choose("bench-8b-full", known) == (["bench-8b-full"], [])
-    assert len(chosen) == 7 and gpu_parts.choose("", known) == (list(known), [])
+    assert len(chosen) == 7 and gpu_parts.choose("", known)[1] == []
+    default = gpu_parts.choose("", known)[0]
+    assert default[: len(gpu_parts.FIRST)] == list(gpu_parts.FIRST) and "bench-8b-full" in default
+    assert set(known) - set(default) == {"doctor", *(name for name in known if name.endswith("-others"))}
     assert all(part.__doc__ for part in known.values()) and all(gpu_parts.seconds(name) <= 480 for name in known)
 
 

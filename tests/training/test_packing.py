@@ -284,5 +284,5 @@ def test_on_a_gpu_the_kernel_is_what_runs() -> None:
     with torch.autocast("cuda", dtype=torch.bfloat16):
         compare(model("llama", PACKED, device="cuda"), model("llama", "sdpa", device="cuda"), given, 3e-2)
     torch.backends.cuda.matmul.allow_tf32 = True
-    for attention in ("sdpa", PACKED):
+    for attention in ("sdpa", PACKED, "flex_attention"):
         assert packing.is_isolated({**SMALL, "model_type": "llama"}, attention)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from trl import SFTTrainer
 
 from clustertune import manifest
@@ -26,6 +27,7 @@ from clustertune.training import deepspeed
 from clustertune.training import trainer as room
 from clustertune.training.evaluation import TokenMeans
 from clustertune.training.events import EventLog
+from clustertune.training.figures import Clock
 from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.trainer import NothingLeft, Trainer, state_parts
 from tests.damage import failing, refused
@@ -54,6 +56,16 @@ class Ranks:
 taken_over = failing(UserError(Problem("attempt 2 has taken over from attempt 1"), ExitCode.AGAIN))
 
 
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads a value of a tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Makes a trainer without TRL's constructor, of one layer; its evaluation finds the ``metrics``."""
@@ -65,7 +77,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         trainer.state, trainer.control = SimpleNamespace(global_step=step, max_steps=8, epoch=0.5), SimpleNamespace()
         trainer._metrics, trainer.model = {"eval": {}}, torch.nn.Linear(4, 4)
         trainer.optimizer = torch.optim.AdamW(trainer.model.parameters())
-        trainer._bad_loss, trainer._total_train_tokens = None, 0
+        trainer._losses, trainer._total_train_tokens, trainer.on_inputs, trainer.clock = [], 0, None, Clock()
         trainer.is_deepspeed_enabled = trainer.is_fsdp_enabled = False
         trainer.store, trainer.store_flos = SimpleNamespace(path=lambda _: tmp_path), lambda: None
 
@@ -91,24 +103,54 @@ def test_all_ranks_end_where_rank_0_is_fenced(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("norm", "loss", "others", "stops"),
+    ("norm", "losses", "others", "stops"),
     [
-        (1.0, None, (), False), (math.inf, None, (), True), (math.nan, None, (), True), (1.0, math.nan, (), True),
-        (1.0, None, (0.0, 1.0), True),
+        (1.0, [2.0, 3.0], (), False), (math.inf, [2.0], (), True), (math.nan, [], (), True), (1.0, [math.nan, 2.0], (), True),
+        (1.0, [2.0, math.inf], (), True), (1.0, [2.0], (0.0, 1.0), True),
     ],
 )  # fmt: skip
 def test_a_step_that_is_not_finite_anywhere_is_not_taken(
-    norm: float, loss: float | None, others: tuple[float, ...], stops: bool, make: Any, monkeypatch: pytest.MonkeyPatch
+    norm: float, losses: list[float], others: tuple[float, ...], stops: bool, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gradient or a loss, of this rank or of another one: the weights stay as they are, and nothing starts the run again."""
+    """A gradient or a loss, of this rank or of another one: the weights stay as they are, and nothing starts the run again.
+    The host reads no value of a micro batch: on a GPU it would wait for the backward pass before it queues the next one."""
     trainer = make(Ranks(others=others))
-    trainer._bad_loss = loss
+    each = iter(losses)
+    monkeypatch.setattr(SFTTrainer, "training_step", lambda *_, **__: torch.tensor(next(each)))
+    with Reads() as reads:
+        for _ in losses:
+            trainer.training_step(trainer.model, {})
+    assert reads.count == 0
     monkeypatch.setattr(SFTTrainer, "_get_grad_norm", lambda *_, **__: torch.tensor(norm))
     if not stops:
         assert float(trainer._get_grad_norm(trainer.model)) == norm
         return
     with refused("stopped before the optimizer step", ExitCode.STOP):
         trainer._get_grad_norm(trainer.model)
+
+
+def test_random_numbers_of_a_gpu_are_restored_on_whatever_gpu_the_rank_has(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 5 is device 5 of a node of 8, and device 1 of one of 4: the same world, so nothing else notices."""
+    generators = {device: torch.Generator().manual_seed(42) for device in range(8)}
+    for name, value in {
+        "is_available": lambda: True,
+        "get_rng_state": lambda *_: generators[mine].get_state(),
+        "set_rng_state": lambda state, *_: generators[mine].set_state(state),
+        "get_rng_state_all": lambda: [one.get_state() for one in generators.values()],
+        "set_rng_state_all": lambda states: [generators[at].set_state(state) for at, state in enumerate(states)],
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch.cuda.random, name, value)
+    trainer, mine = make(Ranks(rank=5)), 5
+    trainer.group.world_size, trainer._resumed, trainer.args = 16, {}, SimpleNamespace(parallel_mode=None)
+    torch.rand(1000, generator=generators[5])
+    trainer._save_rng_state(str(tmp_path))
+    expected = torch.rand(3, generator=generators[5])
+    mine, generators = 1, {device: torch.Generator().manual_seed(42) for device in range(4)}
+    trainer._load_rng_state(str(tmp_path))
+    assert torch.equal(torch.rand(3, generator=generators[1]), expected)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
