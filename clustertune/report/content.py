@@ -86,8 +86,8 @@ def _is_random(model: Any) -> bool:
 def dataset_of(resolved: Any) -> str | None:
     """The data that was trained on; None where the run does not say.
 
-    The recipe's name of it stands for rows that the same layer of the recipe names. Where a later layer brings other rows (a file
-    on the command line), they are named instead.
+    The recipe's name of it stands for rows that the same layer of the recipe names. Where a later layer brings other rows (a
+    file on the command line), they are named instead.
     """
     data, origins = get(resolved, "recipe", "data"), get(resolved, "origins") or {}
     name = get(data, "name")
