@@ -80,7 +80,7 @@ def model_of(resolved: Any) -> str | None:
 
 
 def _is_random(model: Any) -> bool:
-    return get(model, "weights") == "random"
+    return bool(get(model, "weights") == "random")
 
 
 def dataset_of(resolved: Any) -> str | None:
@@ -95,8 +95,8 @@ def dataset_of(resolved: Any) -> str | None:
         rows, origin = get(data, key), get(origins, f"data.{key}")
         if rows and origin is not None and origin != get(origins, "data.name"):
             names = [rows] if isinstance(rows, str) else [get(row, "input") or get(row, "name") for row in rows]
-            return ", ".join(str(name) for name in names if name) or name
-    return name
+            return ", ".join(str(name) for name in names if name)
+    return None if name is None else str(name)
 
 
 def on_cpu(document: Mapping[str, Any]) -> bool:
