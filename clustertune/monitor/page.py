@@ -63,7 +63,7 @@ def tiles(status: RunStatus) -> Iterator[tuple[str, str, str]]:
     if status.mfu is not None:
         yield "MFU", percent(status.mfu), f"HFU {percent(status.latest.get('hfu'))}"
     yield "To the last step", duration(status.eta_s), f"{duration(planned * 3600)} planned in all" if planned else ""
-    yield "GPU-hours", number(cost.gpu_hours, 2), "of all ranks, lost work too"
+    yield f"{'Process' if status.cost.on_cpu else 'GPU'}-hours", number(cost.gpu_hours, 2), "of all ranks, lost work too"
     if cost.usd is not None:
         at_end = f"{status.usd_at_end:,.2f} at the end" if status.usd_at_end else ""
         if planned and rates.usd and status.cost.attempts:

@@ -115,7 +115,9 @@ class RunStatus:
     def summary(self, path: Path) -> dict[str, Any]:
         """One run of ``runs --json``."""
         head = {"run": str(path), "recipe": self.recipe, "state": self.state, "step": self.step, "steps": self.steps}
-        return {**head, "score": self.score, **{key: getattr(self.cost.training, key) for key in ("gpu_hours", "usd", "kwh")}}
+        spent = self.cost.training
+        hours = None if self.cost.on_cpu else spent.gpu_hours
+        return {**head, "score": self.score, "gpu_hours": hours, "usd": spent.usd, "kwh": spent.kwh}
 
     def _steps(self) -> int | None:
         """Steps of the whole training, as the first rank counted them, or as the recipe says."""

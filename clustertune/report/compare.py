@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storing
 from clustertune.events import check_schema
 from clustertune.report import cost, forms, plots, telemetry
-from clustertune.report.content import get, is_number
+from clustertune.report.content import dataset_of, get, is_number, model_of
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.report.page import render
 from clustertune.report.source import FIELDS, STEADY, describe, nodes_of, steady_step
@@ -246,8 +246,8 @@ def _run(path: Path) -> ComparedRun:
         "world_size": entry.values.get("world_size") or get(resolved, "world_size"),
         "recipe": get(resolved, "name"),
         "gpu0": get(run, "distributed", "gpu0") or (NO_GPU if get(run, "distributed", "device") == "cpu" else None),
-        "model": get(resolved, "recipe", "model", "name"),
-        "dataset": get(resolved, "recipe", "data", "name"),
+        "model": model_of(resolved),
+        "dataset": dataset_of(resolved),
         "nodes": nodes,
         "interconnect": _interconnect(run, nodes),
         "distribution": distributions.format_distribution(run.get("distributed")),
@@ -261,9 +261,10 @@ def _run(path: Path) -> ComparedRun:
             "peak_gib": max(peaks) / 2**30 if peaks else None,
         }  # fmt: skip
     nodes_measured = telemetry.TelemetryReader(path / telemetry.FOLDER).read()
-    spent = cost.of_run(path, run, metrics, nodes_measured, time.time()).training
+    counted = cost.of_run(path, run, metrics, nodes_measured, time.time())
+    spent, gpu_hours = counted.training, None if counted.on_cpu else counted.training.gpu_hours
     if spent.seconds:
-        entry.values |= {"hours": spent.seconds / 3600, "gpu_hours": spent.gpu_hours, "usd": spent.usd, "kwh": spent.kwh}
+        entry.values |= {"hours": spent.seconds / 3600, "gpu_hours": gpu_hours, "usd": spent.usd, "kwh": spent.kwh}
     entry.values["cluster"] = get(run, "cluster", "name")
     entry.notes += _of_a_run(run, metrics, entry)
     _all_ranks(entry)

@@ -61,6 +61,53 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
+def model_of(resolved: Any) -> str | None:
+    """The model that was trained, in words; None where the run does not say.
+
+    The recipe's name of it stands for its published weights. A model with random weights, or one scaled down by ``--tiny``, is
+    called so, and weights from a folder are named by the folder.
+    """
+    model = get(resolved, "recipe", "model")
+    name = get(model, "name")
+    if name is None:
+        return None
+    if get(resolved, "tiny"):
+        return f"A scaled-down {name}{' with random weights' if _is_random(model) else ''}"
+    if _is_random(model):
+        return f"{name} with random weights"
+    path = get(model, "path")
+    return f"{name} (weights from {path})" if path else str(name)
+
+
+def _is_random(model: Any) -> bool:
+    return bool(get(model, "weights") == "random")
+
+
+def dataset_of(resolved: Any) -> str | None:
+    """The data that was trained on; None where the run does not say.
+
+    The recipe's name of it stands for rows that the same layer of the recipe names. Where a later layer brings other rows (a
+    file on the command line), they are named instead.
+    """
+    data, origins = get(resolved, "recipe", "data"), get(resolved, "origins") or {}
+    name = get(data, "name")
+    for key in ("input", "sources"):
+        rows, origin = get(data, key), get(origins, f"data.{key}")
+        if rows and origin is not None and origin != get(origins, "data.name"):
+            names = [rows] if isinstance(rows, str) else [get(row, "input") or get(row, "name") for row in rows]
+            return ", ".join(str(name) for name in names if name)
+    return None if name is None else str(name)
+
+
+def on_cpu(document: Mapping[str, Any]) -> bool:
+    """Whether the ranks trained on processors: as the first rank recorded, whatever GPUs the cluster file or Slurm counts."""
+    device = get(document, "distributed", "device")
+    if device is not None:
+        return bool(device == "cpu")
+    gpus = ("distributed", "gpu0"), ("host", "gpus"), ("cluster", "compute", "gpu")
+    return not any(get(document, *keys) for keys in gpus)
+
+
 def status_of(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """One word for the whole run, and its tone (``good``, ``warn``, ``plain``)."""
     failed = [name for name, record in stages.items() if record.get("status") == "failed"]
@@ -342,8 +389,8 @@ def eval_content(scored: Any) -> dict[str, Any] | None:
 
 def subtitle(run: Mapping[str, Any]) -> str:
     """Model, data, date and commit in one line."""
-    recipe = get(run, "recipe", "recipe")
-    parts = [get(recipe, "model", "name"), get(recipe, "data", "name")]
+    resolved = run.get("recipe")
+    parts = [model_of(resolved), dataset_of(resolved)]
     created = moment(run.get("created"))
     parts += [created if created != UNKNOWN else None, (get(run, "git", "commit") or "")[:12] or None]
     return " · ".join(str(part) for part in parts if part)

@@ -15,7 +15,7 @@ from clustertune.events import read_object
 from clustertune.launch.plan import OUTCOME, AttemptPlan, read_attempts
 from clustertune.plan.schedule import best_seconds, seconds_between_ends
 from clustertune.recipe.schema import Budget
-from clustertune.report.content import duration, get, number, percent, size
+from clustertune.report.content import duration, get, number, on_cpu, percent, size
 from clustertune.report.metrics import Metrics
 from clustertune.report.telemetry import NodeTelemetry
 from clustertune.rundir import RunDir
@@ -108,6 +108,13 @@ class Cost:
     energy_from: str | None
     """``counter`` or ``power samples``."""
     rates: Rates
+    on_cpu: bool = False
+    """Trained on processors: hours are those of processes, and there is no price."""
+
+    @property
+    def hours_of(self) -> str:
+        """What the hours count: ``GPU`` or ``process``."""
+        return "process" if self.on_cpu else "GPU"
 
     @property
     def total(self) -> Expense:
@@ -131,6 +138,7 @@ class Cost:
             ],
             "lost": vars(self.lost),
             "energy_from": self.energy_from,
+            "hours_of": self.hours_of,
             "energy_is_whole": self.all_energy,
             "usd_per_gpu_hour": self.rates.usd,
             "co2_kg_per_kwh": self.rates.co2,
@@ -171,7 +179,7 @@ def of_run(
         elif record.seconds is not None and record.stage != "report":  # it is not over while its page is written
             stages[record.stage] = rates.spent(record.seconds, _gpus_of(document, record.stage), kwh)
     energy = next((str(head["energy"]) for head in heads if head.get("energy")), None) if joules else None
-    return Cost(tuple(attempts), by_attempt, training, sum(lost, Expense()), stages, energy, rates)
+    return Cost(tuple(attempts), by_attempt, training, sum(lost, Expense()), stages, energy, rates, on_cpu(document))
 
 
 def _gpus_of(document: Mapping[str, Any], stage: str) -> int | None:
@@ -215,7 +223,12 @@ def _last_sign(folder: Path, plan: AttemptPlan) -> float:
 
 
 def price_of(document: Mapping[str, Any], names: Sequence[str] = ()) -> Price | None:
-    """The price of a run's GPU: as its first rank, a sampler (``names``) or its cluster file calls it. Raises UserError."""
+    """The price of a run's GPU: as its first rank, a sampler (``names``) or its cluster file calls it. Raises UserError.
+
+    None for a run whose ranks trained on processors, on a cluster with GPUs too.
+    """
+    if get(document, "distributed", "device") == "cpu":
+        return None
     gpu_names = [get(document, "distributed", "gpu0"), *names, get(document, "cluster", "compute", "gpu")]
     gpu = next((found for name in gpu_names if name and (found := recognise(str(name)))), None)
     return price(gpu) if gpu else None

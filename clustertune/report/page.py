@@ -98,8 +98,8 @@ class _ReportedRun:
             "schema": SCHEMA_OF_JSON,
             "run": self.run.path.resolve().name,
             "recipe": get(self.resolved, "name"),
-            "model": get(self.resolved, "recipe", "model", "name"),
-            "dataset": get(self.resolved, "recipe", "data", "name"),
+            "model": content.model_of(self.resolved),
+            "dataset": content.dataset_of(self.resolved),
             "state": self.status["text"],
             "answer": self.answer,
             "step": steps[-1].step if steps else None,
@@ -135,8 +135,8 @@ class _ReportedRun:
             "scored": self._scored(),
             "data": _data(run, self.data),
             "cost": {
-                "columns": COST_COLUMNS, "rows": cost_rows(self.cost), "note": cost_note(self.cost),
-                "point_columns": POINT_COLUMNS, "points": point_rows(self.points),
+                "columns": cost_columns(self.cost), "rows": cost_rows(self.cost), "note": cost_note(self.cost),
+                "point_columns": point_columns(self.cost), "points": point_rows(self.points),
             },
             "axis": time_axis(metrics, self.cost.attempts),
             "nccl": section(run.path, document.get("cluster")),
@@ -172,7 +172,7 @@ class _ReportedRun:
         whole = status in FINISHED or steps == planned_steps
         of_all = f" of {number(planned_steps)}" if planned_steps else ""
         took = f"{number(steps)} steps" if whole else f"{number(steps)}{of_all} steps so far ({status})"
-        name, source = get(recipe, "model", "name") or "A model", get(recipe, "data", "name") or "its data"
+        name, source = content.model_of(self.resolved) or "A model", content.dataset_of(self.resolved) or "its data"
         return f"{name} was fine-tuned {how} on {rows}{source} for {took}"
 
     def _took(self) -> str:
@@ -183,12 +183,11 @@ class _ReportedRun:
         ranks = cost.attempts[-1].ranks if cost.attempts else None
         gpu = get(run, "distributed", "gpu0")
         hours = total.gpu_hours
-        if gpu is None and not get(run, "host", "gpus"):
+        if cost.on_cpu:
             where = f" on {ranks} process{'es' if ranks != 1 else ''} without a GPU" if ranks else ""
-            parts = [f"{_hours(hours)} process-hours"] if hours is not None else []
         else:
             where = f" on {ranks} GPU{'s' if ranks != 1 else ''}{f' ({gpu})' if gpu else ''}" if ranks else ""
-            parts = [f"{_hours(hours)} GPU-hours"] if hours is not None else []
+        parts = [f"{_hours(hours)} {cost.hours_of}-hours"] if hours is not None else []
         least = "" if cost.all_energy else "at least "
         parts.append("no price is known" if total.usd is None else f"{total.usd:,.2f} US dollars")
         parts.append("its energy was not measured" if total.kwh is None else f"{least}{total.kwh:,.3g} kWh")
@@ -544,7 +543,9 @@ def _better(metrics: Metrics, scored: Any) -> str:
     return f"{text}: {change}{others}."
 
 
-COST_COLUMNS = ["", "#time", "#GPU-hours", "#US dollars", "#kWh", "#kg CO2"]
+def cost_columns(cost: Cost) -> list[str]:
+    """The head of :func:`cost_rows`."""
+    return ["", "#time", f"#{cost.hours_of}-hours", "#US dollars", "#kWh", "#kg CO2"]
 
 
 def cost_rows(cost: Cost) -> list[list[str]]:
@@ -567,7 +568,7 @@ def cost_rows(cost: Cost) -> list[list[str]]:
 def cost_note(cost: Cost) -> str:
     """What the figures rest on."""
     price, co2 = cost.rates.price, cost.rates.co2
-    found = "No price of this GPU stands in ops/prices.yaml"
+    found = "Trained without a GPU: no price" if cost.on_cpu else "No price of this GPU stands in ops/prices.yaml"
     if cost.rates.usd is not None and price is not None:
         found = f"{cost.rates.usd:g} US dollars for a GPU-hour on demand (ops/prices.yaml, {price.date})"
     by = {"counter": "the GPUs' energy counters", "power samples": "samples of the GPUs' power"}.get(str(cost.energy_from))
@@ -588,7 +589,9 @@ def point_rows(points: list[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
-POINT_COLUMNS = ["task", "score", "#points", "#GPU-hours a point", "#US dollars a point", "#kWh a point"]
+def point_columns(cost: Cost) -> list[str]:
+    """The head of :func:`point_rows`."""
+    return ["task", "score", "#points", f"#{cost.hours_of}-hours a point", "#US dollars a point", "#kWh a point"]
 
 
 def _hours(value: float | None) -> str:

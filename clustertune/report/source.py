@@ -16,7 +16,7 @@ from typing import Any
 
 from clustertune.events import SCHEMA, read_object
 from clustertune.manifest import write_durably
-from clustertune.report.content import WARM_UP, get
+from clustertune.report.content import WARM_UP, dataset_of, get, model_of
 from clustertune.report.metrics import Metrics, Steps, read_metrics
 from clustertune.resolve.resolved import recorded_precision
 
@@ -94,8 +94,8 @@ def describe(run: Mapping[str, Any], metrics: Metrics) -> dict[str, Any] | None:
         "world_size": worlds[-1] if worlds else get(resolved, "world_size"),
         "gpu0": get(distributed, "gpu0"),
         "torch": get(distributed, "torch") or get(run, "versions", "torch"),
-        "model": get(resolved, "recipe", "model", "name"),
-        "dataset": get(resolved, "recipe", "data", "name"),
+        "model": model_of(resolved),
+        "dataset": dataset_of(resolved),
         "fsdp": get(distributed, "type") == "FSDP",
         "bf16": recorded_precision(resolved) == "bf16",
         STEADY: round(per_step / steady, 2) if steady else None,

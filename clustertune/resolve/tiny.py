@@ -98,10 +98,12 @@ def tiny_layer(values: dict[str, Any], folder: Path, data_parallel_size: int) ->
     train = values.get("train")
     train = train if isinstance(train, dict) else {}
     dpo = values.get("trainer") == "dpo"
+    rows = PREFERENCES if dpo else CONVERSATIONS
     return {
         "model": {"weights": "random", "revision": None, "path": None},
         "data": {
-            "input": _shipped(PREFERENCES if dpo else CONVERSATIONS, folder),
+            "name": rows.parent.name,
+            "input": _shipped(rows, folder),
             "format": "preference" if dpo else "oasst-tree",
             "language": None if dpo else "en",
             "revision": None,

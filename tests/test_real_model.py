@@ -1,0 +1,67 @@
+"""A real pretrained model through the chain: SmolLM2-135M-Instruct with its own tokenizer and chat template.
+
+``CLUSTERTUNE_SMOLLM2`` names the folder that ``make model-smollm2`` made (models/SmolLM2-135M-Instruct where it is unset).
+``CLUSTERTUNE_MODELS`` names a folder of other real models, or of their config.json and tokenizers alone, for a look at what
+``prepare`` makes of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from clustertune.rundir import RunDir
+from tests.command import run
+from tests.tree import REPO
+
+SMOLLM2 = Path(os.environ.get("CLUSTERTUNE_SMOLLM2", REPO / "models" / "SmolLM2-135M-Instruct"))
+OTHERS = sorted(path.parent for path in Path(os.environ.get("CLUSTERTUNE_MODELS", "/nonexistent")).glob("*/config.json"))
+RECIPE = "recipes/smollm2-135m-oasst2"
+
+
+@pytest.mark.jobs
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="a 93 MB download: make model-smollm2")
+def test_a_real_model_trains_exports_and_merges_as_peft_does(tmp_path: Path) -> None:
+    """Three steps of two ranks; the base has its own tokenizer, pads with EOS, ties its head, and marks no answers."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    words = [RECIPE, f"model.path={SMOLLM2}", "train.max_steps=3", "train.eval_strategy=no", "train.eval_on_start=false"]
+    words += ["train.max_length=128", "train.save_steps=3", "data.limit=24", "train.learning_rate=1e-3"]
+    done = run("run", *words, "--ranks", "2", "--run-dir", tmp_path / "run", "--to", "merge")
+    assert done.code == 0, done.err
+    folder = RunDir(tmp_path / "run")
+    base = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.bfloat16)
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    theirs = PeftModel.from_pretrained(base, folder.adapter).merge_and_unload().state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(folder.merged, dtype=torch.bfloat16).state_dict()
+    changed = [name for name in before if not torch.equal(ours[name], before[name])]
+    assert len(changed) == 120 and all(".self_attn." in name for name in changed), "four projections of thirty layers"
+    # Both add in float32 or in bfloat16: one unit in the last place of the sum.
+    assert all(torch.allclose(ours[name].float(), theirs[name].float(), rtol=2**-7, atol=1e-6) for name in theirs)
+    here, there = (AutoTokenizer.from_pretrained(path) for path in (SMOLLM2, folder.merged))
+    chat = [{"role": "user", "content": "Hello"}]
+    assert there.eos_token_id == here.eos_token_id == there.pad_token_id
+    assert there.apply_chat_template(chat, tokenize=False) == here.apply_chat_template(chat, tokenize=False)
+    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    losses = [row["loss"] for row in rows if row.get("event") == "step"]
+    assert len(losses) == 3 and all(0 < loss < 5 for loss in losses), "a model that knows English, not random weights"
+
+
+@pytest.mark.real_input
+@pytest.mark.parametrize("model", OTHERS or [None], ids=lambda path: path.name if path else "none")
+def test_rows_of_another_real_tokenizer_are_prepared_and_end_where_it_stops(model: Path | None, tmp_path: Path) -> None:
+    if model is None:
+        pytest.skip("CLUSTERTUNE_MODELS names no folder with real models: their licences allow local tests only")
+    from transformers import AutoTokenizer
+
+    rows = REPO / RECIPE / "conversations.jsonl"
+    done = run("new", tmp_path / "made", "--model", model / "config.json", "--data", rows, "--gpus", "1x2xh100-sxm")
+    assert done.code == 0, done.err
+    done = run("prepare", tmp_path / "made", f"model.path={model}", "--out", tmp_path / "data")
+    assert done.code == 0, done.err
+    assert AutoTokenizer.from_pretrained(model).chat_template
