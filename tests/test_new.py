@@ -189,14 +189,14 @@ def test_what_new_writes_for_a_local_model_is_what_prepare_takes(case: str, tmp_
     small = {"num_hidden_layers": 2, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     (model / "config.json").write_text(json.dumps({**find_model("Qwen/Qwen3-8B").architecture, **small}))
     data = rows(tmp_path / "mine.jsonl", ROWS["messages"], 300)
-    done = run("new", tmp_path / "mine", "--model", model, "--data", data, "--gpus", "1x2xh100-sxm", "--json")
+    done = run("new", tmp_path / "mine", "--model", model, "--data", data, "--gpus", "1x2xh100-sxm", "--json", stack=True)
     assert done.code == 0, done.err
     recipe = yaml.safe_load((tmp_path / "mine" / "recipe.yaml").read_text())
     for section, keys in written.items():
         assert recipe[section].items() >= keys.items()
     assert {"eos_token", "assistant_only_loss"} & recipe["train"].keys() == set(written.get("train", {}))
     assert recipe["model"]["name"] != "hf" and ("chat_template" in recipe["model"]) is ("model" in written)
-    made = run("prepare", tmp_path / "mine", "--out", tmp_path / "data", "--json")
+    made = run("prepare", tmp_path / "mine", "--out", tmp_path / "data", "--json", stack=True)
     assert made.code == 0 and made.json["tokens"] and 0 < made.json["labelled_share"] <= 1, made.err
 
 
