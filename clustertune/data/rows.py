@@ -312,7 +312,7 @@ def read_file(
     kind, packed = kind_of(location.file)
     readers: dict[str, Callable[..., Iterator[Record]]] = {".parquet": _parquet, ".arrow": _arrow, ".feather": _arrow}
     readers |= {".csv": _table, ".tsv": _table, ".txt": _document}
-    reader = readers.get(kind, _lines)
+    reader: Callable[..., Iterator[Record]] = readers.get(kind, _lines)
     try:
         with opened() as raw:
             stream: Any = raw
