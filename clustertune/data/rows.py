@@ -310,9 +310,9 @@ def read_file(
     tables only the columns ``wanted`` are read, the names of the others join ``unused``.
     """
     kind, packed = kind_of(location.file)
-    readers: dict[str, Callable[..., Iterator[Record]]]
-    readers = {".parquet": _parquet, ".arrow": _arrow, ".feather": _arrow, ".csv": _table, ".tsv": _table, ".txt": _document}
-    reader: Callable[..., Iterator[Record]] = readers.get(kind, _lines)
+    readers: dict[str, Callable[..., Iterator[Record]]] = {".parquet": _parquet, ".arrow": _arrow, ".feather": _arrow}
+    readers |= {".csv": _table, ".tsv": _table, ".txt": _document}
+    reader = readers.get(kind, _lines)
     try:
         with opened() as raw:
             stream: Any = raw
