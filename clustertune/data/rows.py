@@ -312,11 +312,11 @@ def read_file(
     kind, packed = kind_of(location.file)
     readers: dict[str, Callable[..., Iterator[Record]]] = {".parquet": _parquet, ".arrow": _arrow, ".feather": _arrow}
     readers |= {".csv": _table, ".tsv": _table, ".txt": _document}
-    reader = readers.get(kind, _lines)
+    reader: Callable[..., Iterator[Record]] = readers[kind] if kind in readers else _lines
     try:
         with opened() as raw:
             stream: Any = raw
-            if reader not in (_parquet, _arrow):
+            if kind not in (".parquet", ".arrow", ".feather"):
                 stream = io.BufferedReader(_unpacked(raw, packed), 1 << 16)
                 if kind == ".json" and stream.peek(1 << 16).removeprefix(_BOM).lstrip().startswith(b"["):
                     reader = _array
