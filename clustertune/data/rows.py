@@ -312,7 +312,8 @@ def read_file(
     kind, packed = kind_of(location.file)
     readers: dict[str, Callable[..., Iterator[Record]]] = {".parquet": _parquet, ".arrow": _arrow, ".feather": _arrow}
     readers |= {".csv": _table, ".tsv": _table, ".txt": _document}
-    reader: Callable[..., Iterator[Record]] = readers[kind] if kind in readers else _lines
+    readers.setdefault(kind, _lines)
+    reader = readers[kind]
     try:
         with opened() as raw:
             stream: Any = raw
