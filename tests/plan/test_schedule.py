@@ -192,7 +192,7 @@ def test_checkpoints_hold_what_is_trained(tmp_path: Path) -> None:
 
 
 def test_hours_are_the_sum_of_everything(tmp_path: Path) -> None:
-    """Steps, evaluations, checkpoints and the load from storage: of each file a node reads its rows, and hashes its own files."""
+    """Steps, evaluations, checkpoints and the load from storage: a node reads rows of each file, and hashes some files."""
     train = {"save_strategy": "steps", "save_steps": 25, "eval_strategy": "steps", "eval_steps": 50, "max_steps": 100}
     found = planned(tmp_path / "r", Lengths((500,), "test"), train=train)
     around, totals = found.schedule, found.totals()
