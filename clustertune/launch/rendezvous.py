@@ -149,8 +149,10 @@ def _is_loopback(address: str) -> bool:
 def network_environment(interface: str | None) -> dict[str, str]:
     """gloo's and NCCL's choice of interface, where the caller's environment does not make it. NCCL takes every name that begins
     so unless ``=`` is in front."""
+    if not interface:
+        return {}
     values = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-    return {name: value for name, value in values.items() if interface and name not in os.environ}
+    return {name: value for name, value in values.items() if name not in os.environ}
 
 
 def environment_between(plan: AttemptPlan, node: int) -> dict[str, str]:
