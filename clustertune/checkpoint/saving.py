@@ -113,8 +113,8 @@ class StateWriter:
         self._cuda = cuda = torch.cuda.is_available()
         self._stager = self._new_stager()
         self._stream = torch.cuda.Stream() if cuda else None
-        # A thread begins on device 0, and leaving a stream's context there makes a CUDA context of every rank on the node's
-        # first GPU (torch/cuda/__init__.py, StreamContext.__exit__; CUDA 12's cudaSetDevice).
+        # A thread begins on device 0, and leaving a stream's context there makes a CUDA context of every rank on the first GPU
+        # (torch/cuda/__init__.py, StreamContext.__exit__; CUDA 12's cudaSetDevice).
         on_device = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)} if cuda else {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save", **on_device)
         self.copied_bytes = 0

@@ -355,10 +355,11 @@ class _Memory(SavedActivations):
     # -- the moments of a step --------------------------------------------------------------------------------------------
 
     def forward(self) -> list[list[Term]]:
-        """The last layer: while it is copied out of the buffer that FSDP2 gathered it into, and at work; and the first one,
-        behind the buffer of a root that keeps the ends, which is another program's. torch 2.13 frees the buffer of the layer
-        before only behind that copy (_fsdp_param_group.py:430), the product ahead of it
-        (:func:`clustertune.training.sharding.free_gathered_units`).
+        """The last layer, while it is copied out of the buffer that FSDP2 gathered it into, and at work; and the first one,
+        behind the buffer of a root that keeps the ends, which is another program's.
+
+        torch 2.13 frees the buffer of the layer before only behind that copy (_fsdp_param_group.py:430), the product ahead of
+        it (:func:`clustertune.training.sharding.free_gathered_units`).
         """
         plan, layers = self.shape.strategy, self.shape.layers
         if plan.kind != "FSDP2" or not self.gathers:

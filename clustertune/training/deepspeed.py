@@ -242,7 +242,7 @@ def guard(engine: Any, refuse: Callable[[float | None, bool], None]) -> None:
             norms = [torch.linalg.vector_norm(p.grad) for p in engine.module.parameters() if p.grad is not None]
             norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
             engine._global_grad_norm, finite = norm, bool(torch.isfinite(norm))
-        bad = [value for value in (torch.stack(losses).tolist() if losses else []) if not math.isfinite(value)]
+        bad = [value for value in (torch.stack(losses).cpu().tolist() if losses else []) if not math.isfinite(value)]
         losses.clear()
         refuse(bad[0] if bad else None, finite)
         return step(*args, **kwargs)

@@ -266,7 +266,8 @@ class RankTrainer(Base):  # type: ignore[misc]
         losses, self._losses = self._losses, []
         device = losses[0].device if losses else None
         losses.append(torch.as_tensor(0.0 if whole is None else whole, device=device).detach().reshape(()))
-        *values, value = torch.stack([one.double() for one in losses]).tolist()  # the host waits for the GPU here, once a step
+        # The host waits for the GPU here, once a step.
+        *values, value = torch.stack([one.double() for one in losses]).cpu().tolist()
         bad = next((loss for loss in values if not math.isfinite(loss)), None)
         self.refuse_step(bad, math.isfinite(value), f"gradient norm {value}")
         return norm

@@ -84,7 +84,9 @@ def test_the_saving_thread_works_on_its_ranks_own_gpu(tmp_path: Path, monkeypatc
     }  # fmt: skip
     for name, value in cuda.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_setStream", lambda _id, device_index, device_type: select(device_index), raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_setStream", lambda stream_id, device_index, device_type: select(device_index), raising=False
+    )
     exchange = lambda device: 0  # noqa: E731 - makes no context
     for place, name in ((torch.cuda, "_exchange_device"), (torch.cuda, "_maybe_exchange_device")):
         monkeypatch.setattr(place, name, exchange)

@@ -142,7 +142,7 @@ def test_random_numbers_of_a_gpu_are_restored_on_whatever_gpu_the_rank_has(
         "set_rng_state_all": lambda states: [generators[at].set_state(state) for at, state in enumerate(states)],
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(torch.cuda.random, name, value)
+        monkeypatch.setattr(torch.cuda.random, name, value, raising=False)
     trainer, mine = make(Ranks(rank=5)), 5
     trainer.group.world_size, trainer._resumed, trainer.args = 16, {}, SimpleNamespace(parallel_mode=None)
     torch.rand(1000, generator=generators[5])
