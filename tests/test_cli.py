@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from clustertune.cli import app as cli
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.rundir import STAGES
 from tests.command import REPO
+from tests.slurm import wait_for
 
 TINY = REPO / "recipes" / "tiny-oasst2"
 LONG = "x" * 300
@@ -308,15 +310,25 @@ def test_odd_surroundings(line: str, code: int) -> None:
 
 
 def test_a_stop_outside_of_training_is_answered_with_75(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "rows.jsonl")
+    rows = tmp_path / "rows.jsonl"
+    turns = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, two, three."}]
+    rows.write_text(f"{json.dumps({'messages': turns})}\n" * 400_000)
     child = subprocess.Popen(
-        [sys.executable, "-m", "clustertune", "prepare", str(TINY), "--input", str(tmp_path / "rows.jsonl"), "--json"],
+        [sys.executable, "-m", "clustertune", "prepare", str(TINY), f"data.input={rows}", "data.format=messages", "--json"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPO)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    with child, (tmp_path / "rows.jsonl").open("w"):  # open returns as soon as the command reads
+    with child:
+        wait_for(lambda: child.poll() is not None or reads(child.pid, rows), "reading the rows")
         child.send_signal(signal.SIGTERM)
         out, err = child.communicate(timeout=60)
     assert child.returncode == 75 and strict(out)["exit_code"] == 75 and "SIGTERM" in err and "Traceback" not in err
+
+
+def reads(pid: int, path: Path) -> bool:
+    """Whether a process has a file open."""
+    with contextlib.suppress(OSError):
+        return any(os.readlink(fd) == str(path) for fd in Path(f"/proc/{pid}/fd").iterdir())
+    return False
 
 
 def test_a_second_stop_does_not_break_off_what_the_first_began(signals_as_before: None) -> None:

@@ -22,7 +22,7 @@ ORDER = (
     ("events", "host"),
     ("check",),
     ("console", "manifest", "process", "replaced", "storage", "tensorfile"),
-    ("lock",),
+    ("bounded", "lock"),
     ("recipe",),
     ("cluster",),
     ("resolve",),
@@ -343,9 +343,10 @@ def shell_faults(path: str, text: str) -> list[str]:
 
 
 def text_files() -> dict[str, str]:
-    """All texts, without the one address that may stand: the CPU builds of torch, which every machine without a GPU takes."""
+    """All texts but the data of other people, without the one address that may stand: the CPU builds of torch, which every
+    machine without a GPU takes."""
     makefile = tree.texts()["Makefile"].replace("CPU_INDEX ?= https://download.py" + "torch.org/whl/cpu", "")
-    return {**tree.texts(), "Makefile": makefile}
+    return {path: text for path, text in tree.texts().items() if not path.endswith(".jsonl")} | {"Makefile": makefile}
 
 
 RULES: dict[str, tuple[Callable[[str, str], list[str]], Callable[[], dict[str, str]]]] = {

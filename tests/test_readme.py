@@ -39,7 +39,7 @@ def commands(text: str, program: str) -> list[str]:
 def mentioned_targets(text: str) -> set[str]:
     """``make X`` in a code block or between backquotes."""
     inline = "\n".join(re.findall(r"`([^`\n]+)`", text))
-    return set(re.findall(r"^\s*\$?\s*make ([a-z][a-z-]*)", "\n".join([*code_blocks(text), inline]), re.MULTILINE))
+    return set(re.findall(r"^\s*\$?\s*make ([a-z][a-z0-9-]*)", "\n".join([*code_blocks(text), inline]), re.MULTILINE))
 
 
 def missing_paths(text: str, name: str) -> list[str]:
@@ -94,7 +94,7 @@ def test_the_documents_are_read() -> None:
 
 def test_every_target_that_is_told_exists() -> None:
     """The first command that a newcomer types must not be an error."""
-    there = set(re.findall(r"^([a-z][a-z-]*):", tree.texts()["Makefile"], re.MULTILINE))
+    there = set(re.findall(r"^([a-z][a-z0-9-]*):", tree.texts()["Makefile"], re.MULTILINE))
     assert {name: gone for name, text in DOCUMENTS.items() if (gone := mentioned_targets(text) - there)} == {}
     assert mentioned_targets("```sh\nmake demo x\n```\nand `make all`, but to make sure") == {"demo", "all"}
 

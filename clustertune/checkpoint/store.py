@@ -178,11 +178,13 @@ class CheckpointStore:
         for checkpoint in list_checkpoints(self.folder):
             if checkpoint.path in damaged:
                 continue
-            if problems := verify(checkpoint.path, hashes=False):
+            problems = verify(checkpoint.path, hashes=False)
+            if not problems or any(path.is_symlink() for path in checkpoint.path.rglob("*")):
+                require_own(checkpoint.path)
+            if problems:
                 damaged.append(checkpoint.path)
                 self.tell(f"checkpoint {checkpoint.path.name} is incomplete or damaged and is skipped: {problems[0]}")
                 continue
-            require_own(checkpoint.path)
             return checkpoint.path
         return None
 

@@ -22,8 +22,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 with deferred():
     from clustertune.check import rule
     from clustertune.check.report import Report
-    from clustertune.cluster import load, schema
-    from clustertune.cluster.ignoring import ignored
+    from clustertune.cluster import ignoring, load, schema
     from clustertune.ops import files, nodes
     from clustertune.ops.slurm import planning as slurm
     from clustertune.ops.storage import node as node_storage
@@ -170,7 +169,7 @@ def storage_check(
     wanted, by_hand = storage.look(found, name, where)
     facts = node_storage.collect(wanted, where, seconds, found.source)
     facts.by_hand = by_hand
-    findings = Report(judge(facts, wanted), ignored(found)).counted
+    findings = Report(judge(facts, wanted), ignoring.ignored(found)).counted
     if as_json:
         verdict = rule.worst(findings)
         emit_json({"node": name, "verdict": verdict, "findings": rule.as_json(findings), "facts": asdict(facts)})
@@ -202,7 +201,7 @@ def slurm_plan(
     Exit 0: nothing to do; 1: something differs; 2: something prevents apply.
     """
     made = _slurm_plan(cluster, node, root, accounting, adopt, force)
-    made = replace(made, findings=tuple(Report(list(made.findings), ignored(made.cluster)).counted))
+    made = replace(made, findings=tuple(Report(list(made.findings), ignoring.ignored(made.cluster)).counted))
     more: dict[str, Any] = {}
     if try_it:
         more["tried"] = rehearsal.try_out(made.cluster, slurm.all_texts(made))
@@ -244,7 +243,7 @@ def _slurm_plan(
     found = load.load_cluster(cluster)
     slurm.require_slurm(found)
     tree = existing_folder(root, "a machine's tree").resolve()
-    ignored(found)  # a name that is no rule is refused
+    ignoring.ignored(found)  # a name that is no rule is refused
     return slurm.checked(
         slurm.make_plan(found, nodes.choose_node(found, node), root=tree, accounting=accounting, adopt=adopt, force=force)
     )

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from clustertune import bounded
 from clustertune.errors import UserError
-from clustertune.ops import bounded
 
 PADS = ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|vision_pad|>", "<unk>")
 """Tokens that no text uses, which serve as padding where a tokenizer names none but EOS (Llama 3.1, Llama 2, Qwen2.5, ...)."""

@@ -45,7 +45,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clustertune import secrets
+from clustertune import bounded, secrets
 from clustertune.console import byte_progress, say
 from clustertune.data.answers import MARKS_OR_ALL, NotPrefixPreserving, answer_spans, tokens_within
 from clustertune.data.chats import TOOL_MESSAGES
@@ -54,7 +54,6 @@ from clustertune.data.prepare import SPLITS, locked
 from clustertune.data.tokenizer import MEMORY, has_generation_markers, identity, training_template, within_limits
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import MANIFEST, FileRecord, find_problems, new_hasher, read_manifest, record_files, seal
-from clustertune.ops import bounded
 from clustertune.recipe.native_rules import train_fields
 
 KIND = "tokens"

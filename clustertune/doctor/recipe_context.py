@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clustertune import secrets
+from clustertune import bounded, secrets
 from clustertune.check.machine import mount_of
 from clustertune.checkpoint import store
 from clustertune.cluster.schema import Cluster, same_host
@@ -26,7 +26,6 @@ from clustertune.host import packages
 from clustertune.host.facts import HostFacts
 from clustertune.host.mounts import lies_elsewhere, own_mounts
 from clustertune.launch import cluster_paths
-from clustertune.ops import bounded
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.recipe.schema import Recipe, parse_minutes

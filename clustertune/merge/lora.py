@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from clustertune import bounded
 from clustertune.errors import Problem, UserError, collect_problems, raise_if
 from clustertune.export.companions import read_json
 from clustertune.manifest import MANIFEST, find_problems, hash_file
 from clustertune.merge.base import EMBEDDINGS, Base
-from clustertune.ops import bounded
 from clustertune.recipe.findings import Found, as_problems, schema_findings
 from clustertune.recipe.native_rules import LORA_VARIANTS
 from clustertune.recipe.schema import Number, Positive

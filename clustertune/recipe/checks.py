@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from clustertune.bounded import PATTERN_SECONDS, patterns_end
 from clustertune.host.credentials import holds_secret, may_name_secret
-from clustertune.ops.bounded import PATTERN_SECONDS, patterns_end
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import native_rules, quantization
 from clustertune.recipe.findings import SECRET_FIX, Found, schema_findings

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from clustertune import bounded
 from clustertune.data import tokenizer as tokenizers
 from clustertune.data import tokens
 from clustertune.data.local_model import train_tokenizer
 from clustertune.errors import UserError
-from clustertune.ops import bounded
 
 PAIR = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
 FOREVER = "".join(f"{{%- for {name} in range(99999) %}}" for name in "abc") + "{%- endfor %}" * 3

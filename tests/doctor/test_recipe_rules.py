@@ -282,7 +282,6 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("staged-inputs", FAIL, both(parcel_of(revision="1" * 40), hub)),
     ("task-data", WARN, environment(HF_HUB_OFFLINE="1")),
     ("task-data", FAIL, both(environment(HF_HUB_OFFLINE="1"), override("eval.pass_mark.ifeval.prompt_level_strict_acc=0.6"))),
-    ("eval-tasks", FAIL, override("eval.tasks=[ifeval,gsm8]")),
     ("punkt-data", WARN, environment(NLTK_DATA="")),
     ("wandb-mode", WARN, environment(TRANSFORMERS_OFFLINE="yes", WANDB_MODE="online")),
     ("versions-differ", WARN, versions(wandb="0.30.0")),

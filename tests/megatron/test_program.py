@@ -313,7 +313,9 @@ def test_a_rank_runs_the_program(planned: RunDir, monkeypatch: pytest.MonkeyPatc
     RunDir(planned.path).new_attempt()
 
 
-def test_the_stage_export_takes_what_the_ranks_exported(run: RunDir, resolved: Resolved, loop: Loop) -> None:
+def test_the_stage_export_takes_what_the_ranks_exported(
+    run: RunDir, resolved: Resolved, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The final checkpoint says that there is one; the adapter is checked as every other."""
     final = run.checkpoints / "step-000010"
     final.mkdir(parents=True)
@@ -324,6 +326,7 @@ def test_the_stage_export_takes_what_the_ranks_exported(run: RunDir, resolved: R
     save_file(loop.adapter, out / "adapter_model.safetensors")
     (out / "recipe.json").write_text(json.dumps(resolved.as_dict()))
     manifest.seal(out, "checkpoint", {"step": 10, "final": True})
+    monkeypatch.setattr(chain.Chain, "base_folder", lambda _self: None)  # no Hub is reached
     found = chain.Chain(run, resolved).export()
     assert found["summary"]["tensors"] == len(loop.adapter) and not manifest.find_problems(run.adapter, "adapter")
 

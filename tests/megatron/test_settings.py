@@ -113,7 +113,6 @@ def test_what_is_not_known_yet_is_null() -> None:
         (["train.per_device_train_batch_size=2"], "train.per_device_train_batch_size"),
         (["train.bf16=false"], "train.bf16"),
         (["lora.use_rslora=true"], "lora.use_rslora"),
-        (["lora.target_modules=[q_proj, embed_tokens]"], "lora.target_modules"),
         (["lora.init_lora_weights=gaussian"], "lora.init_lora_weights"),
     ],
 )

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -319,7 +320,8 @@ def test_a_filesystem_without_fallocate_or_without_room(
 ) -> None:
     """What the filesystem cannot do is done without; a full or failing disk is reported before a byte is written."""
     with monkeypatch.context() as patch:
-        patch.setattr(ctypes, "CDLL", lambda *_, **__: Refusing(code))
+        refusing = {"CDLL": lambda *_, **__: Refusing(code), "c_int64": ctypes.c_int64, "get_errno": ctypes.get_errno}
+        patch.setattr(pieces, "ctypes", SimpleNamespace(**refusing))
         if code == errno.EOPNOTSUPP:
             merge(base, adapter, tmp_path / "out")
         else:

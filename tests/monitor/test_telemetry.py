@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from clustertune.errors import UserError
 from clustertune.host.probe import Probe
 from clustertune.monitor import machine, sampler
 from clustertune.monitor.machine import NodeSampler
@@ -209,6 +210,6 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     other.write_text("kept")
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "n.10s.jsonl").symlink_to(other)
-    with pytest.raises(OSError):
+    with pytest.raises(UserError, match="not a plain file"):
         TelemetryWriter(tmp_path / "t", "n", {}).add(wide_row(0))
     assert other.read_text() == "kept"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "c.calibration.json"
     store(path, "c", "2026-11-02", FOUND)
 
-    monkeypatch.setattr(Path, "write_text", failing(OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(os, "fsync", failing(OSError(errno.ENOSPC, "No space left on device")))
     with refused("No space left", ExitCode.STORAGE):
         store(path, "c", "2026-11-03", FOUND)
     assert read(path).compute_scale == 1.1

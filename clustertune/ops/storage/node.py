@@ -25,11 +25,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from clustertune.bounded import Answer, Work, ask, ask_all, below, mount_points, mounts
 from clustertune.cluster.schema import Brick
 from clustertune.errors import Problem, UserError, collect_problems
 from clustertune.events import read_text
 from clustertune.host.mounts import MountLine, export_lines, unescape
-from clustertune.ops.bounded import Answer, Work, ask, ask_all, below, mount_points, mounts
 from clustertune.ops.files import NODE, Change, foreign, inside, read, with_block
 from clustertune.ops.nodes import group_id, tool
 from clustertune.ops.storage.layout import DATA, EXPORT_FILE, NFS_PORT, FstabMount, StorageLayout

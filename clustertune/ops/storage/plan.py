@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from clustertune.bounded import Work, ask, ask_all, mount_points, mounts
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError, collect_problems, raise_if
 from clustertune.host.mounts import MountLine
-from clustertune.ops.bounded import Work, ask, ask_all, mount_points, mounts
 from clustertune.ops.files import NODE, Change, diff, exclusive, put, read
 from clustertune.ops.nodes import group_id, has_systemd, tool
 from clustertune.ops.storage import node as present
