@@ -327,7 +327,7 @@ def test_a_stop_outside_of_training_is_answered_with_75(tmp_path: Path) -> None:
 def reads(pid: int, path: Path) -> bool:
     """Whether a process has a file open."""
     with contextlib.suppress(OSError):
-        return any(os.readlink(fd) == str(path) for fd in Path(f"/proc/{pid}/fd").iterdir())
+        return any(fd.readlink() == path for fd in Path(f"/proc/{pid}/fd").iterdir())
     return False
 
 
