@@ -143,3 +143,9 @@ def own_umask() -> Iterator[None]:
     os.umask(umask)
     yield
     os.umask(umask)
+
+
+@pytest.fixture(autouse=True)
+def no_safe_path() -> None:
+    """A command that a test calls in this process sets it for its children (``close_working_folder``)."""
+    os.environ.pop("PYTHONSAFEPATH", None)

@@ -32,7 +32,7 @@ def test_jobs_that_are_left_out_are_named(begun: int, jobs: str, code: int, tmp_
     ran, total = (int(number) for number in re.findall(r"(\d+) of (\d+) jobs ran", done.stderr)[0])
     assert done.returncode == code and ran + done.stderr.count("not run, the time is over") == total, done.stderr
     assert {"all": ran == total, "least": 0 < ran < total, "none": ran == 0}[jobs]
-    assert done.stdout.count("exit code 0: ") == 3 + ran
+    assert done.stdout.count("exit code 0: ") == 4 + ran
 
 
 def test_a_part_that_fails_is_a_failure(tmp_path: Path) -> None:
