@@ -78,7 +78,7 @@ def copy_tokenizer(base: Path, stage: Path, extra: Iterable[str] = ()) -> dict[s
 def write_trained(base: Path, stage: Path, template: str | None, tokens: Mapping[str, Any]) -> dict[str, int]:
     """Make the tokenizer that :func:`copy_tokenizer` put into ``stage`` the one that trained: its EOS, padding and template.
 
-    ``template``: the recipe's chat template; ``tokens``: its ``train`` section. Returns the ids of :data:`STOPS` by the names
+    ``template``: the recipe's chat template; ``tokens``: its ``train`` section. Returns the ids of ``_STOPS`` by the names
     that they have in a model's ``config.json``. Raises UserError where the base's tokenizer cannot be loaded.
     """
     from clustertune.data.tokenizer import load_tokenizer
