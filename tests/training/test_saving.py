@@ -74,11 +74,14 @@ def no_copy() -> None:
 def unpinned() -> None:
     """The copy fails on rank 1, and no optimizer step may be taken until the save is whole."""
     no_copy()
+    under_way = threading.Event()
 
-    def stepped(self: Any, *_: Any) -> None:
-        assert self._saving is None or self._saving.future.done(), "a step began within the save"
+    def stepped(*_: Any) -> None:
+        assert not under_way.is_set(), "a step began within the save"
 
-    around(Watch, "on_optimizer_step", lambda self, *_: stepped(self.trainer))
+    around(StateWriter, "start", lambda *_: under_way.set())
+    around(StateWriter, "_write_all", after=lambda *_: under_way.clear())
+    around(Watch, "on_optimizer_step", stepped)
     around(writer, "write_new", lambda *_: time.sleep(0.2))
     saving.write_new = writer.write_new
 
