@@ -78,11 +78,14 @@ def check_model(
     tokenizer_path = tokenizer_folder or folder
     if not folder.is_dir():
         return None, [Problem("no such folder", file=str(folder), fix="give the folder of a model in Hugging Face's layout")]
-    problems = _check_config(folder) + check_weights(folder)
+    refused = _check_config(folder)
+    problems = refused + _check_generation(folder) + check_weights(folder)
     with collect_problems(problems):
         problems += manifest.DigestComparison(folder).problems  # the weights are compared while they are loaded
-    tokenizer, found = _load_tokenizer(tokenizer_path, chat)
-    problems += found
+    tokenizer = None
+    if not refused or not (folder / "config.json").exists():  # transformers reads it for a tokenizer too, and would blame that
+        tokenizer, found = _load_tokenizer(tokenizer_path, chat)
+        problems += found
     if problems:
         return None, _unique(problems, folder)
     max_length, dtype, problems = _resolve_length(folder, tokenizer, max_gen_toks or 0)
@@ -148,8 +151,38 @@ def _check_config(folder: Path) -> list[Problem]:
         return [Problem("does not say the architecture", file=str(path), key="model_type")]
     if problem := implausible(config):
         return [Problem(problem[1], file=str(path), key=problem[0], fix="take the file of the model's makers")]
-    if "auto_map" in config:
-        return [Problem("needs code from the model folder, which is never run", file=str(path), key="auto_map")]
+    kernels = [key for key in KERNELS if "/" in str(config.get(key))]
+    if "auto_map" in config or kernels:
+        fix = "take the model in a form that transformers knows; of a kernel, leave the key out"
+        key = kernels[0] if kernels else "auto_map"
+        return [Problem("names code of a repository, which is never run", file=str(path), key=key, fix=fix)]
+    return _accepted(folder)
+
+
+KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+"""Keys with which transformers loads code from a repository, where they hold its name (integrations/hub_kernels.py)."""
+
+
+def _accepted(folder: Path) -> list[Problem]:
+    """Whether transformers accepts the configuration."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    # An architecture that the installed transformers does not know, or values its config class refuses.
+    except Exception as error:
+        text = " ".join(str(error).split()).partition("You can update Transformers")[0].strip()
+        return [Problem(f"transformers does not accept it: {text}", file=str(folder / "config.json"))]
+    return []
+
+
+def _check_generation(folder: Path) -> list[Problem]:
+    """A ``generation_config.json`` that is not an object; what its keys may say is settled once the model is loaded."""
+    path = folder / "generation_config.json"
+    try:
+        read_json(path)
+    except UserError as error:
+        return list(error.problems) if path.exists() else []
     return []
 
 
@@ -236,11 +269,7 @@ def _resolve_length(folder: Path, tokenizer: Any, max_gen_toks: int) -> tuple[in
     from lm_eval.models.utils import resolve_max_length
     from transformers import AutoConfig
 
-    try:
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    # An architecture that the installed transformers does not know, or values its config class refuses.
-    except Exception as error:
-        return 0, "", [Problem(f"transformers does not accept it: {error}", file=str(folder / "config.json"))]
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     length = int(resolve_max_length(config, tokenizer))
     dtype = str(config.dtype or "auto").removeprefix("torch.")
     if max_gen_toks < length:

@@ -19,7 +19,7 @@ from typing import Any
 
 from clustertune import console, manifest
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
-from clustertune.evaluate import inputs, servers, tasks
+from clustertune.evaluate import generation, inputs, servers, tasks
 from clustertune.evaluate.answers import AnswerLog, RecordedLM, hold
 from clustertune.evaluate.model import (
     ROOM,
@@ -466,21 +466,30 @@ def model_for(
 def load_lm(folder: Path, device: str, batch_size: int, adapter: Path | None = None, tokenizer: Path | None = None) -> Any:
     """lm-eval's model on ``device`` (``auto``: spread over all GPUs), in the type that the model's configuration names.
 
-    Raises UserError where tensors are missing or of another shape: transformers draws missing ones at random and says so
-    in a warning only, so that a half copied model would be scored.
+    Raises UserError where tensors are missing, NaN or of another shape (transformers draws missing ones at random and says so
+    in a warning only, so that a half copied model would be scored), and where transformers refuses the model: its
+    configuration names a library, kernel or activation that is not here.
     """
+    import torch
     from lm_eval.models.huggingface import HFLM
+    from transformers import AutoTokenizer
 
     placing = {"parallelize": True} if device == "auto" else {"device": device}
+    own = tokenizer is None or tokenizer == folder
+    parts = {"peft": adapter and str(adapter), "tokenizer": None if own else str(tokenizer)}
     with out_of_memory(folder), _watched() as reports:
         try:
-            own = tokenizer is None or tokenizer == folder
-            parts = {"peft": adapter and str(adapter), "tokenizer": None if own else str(tokenizer)}
+            words = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+            parts["generation_config"] = generation.settings_of(folder, words)
             lm = HFLM(pretrained=str(folder), dtype="auto", batch_size=batch_size, **parts, **placing)
-        except RuntimeError:
-            _judge(folder, reports)
+        except (UserError, torch.OutOfMemoryError):
             raise
-    _judge(folder, reports)
+        # Whatever a foreign configuration makes a library raise: KeyError, ImportError, ZeroDivisionError, AssertionError, ...
+        except Exception as error:
+            _judge(folder, reports)
+            raise generation.refused(error, folder, "transformers does not load it") from error
+        _judge(folder, reports)
+        generation.check_answers(lm.model, folder)
     return lm
 
 

@@ -52,7 +52,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise UserError("is not a plain file", file=str(path))
         if path.stat().st_size > MAX_JSON_BYTES:
             raise UserError(f"more than {MAX_JSON_BYTES >> 20} MiB: this is no configuration", file=str(path))
-        body = json.loads(path.read_bytes(), object_pairs_hook=once)
+        body = json.loads(path.read_bytes(), object_pairs_hook=once, parse_constant=_constant)
     except FileNotFoundError:
         raise UserError("missing", file=str(path)) from None
     except (OSError, ValueError, RecursionError) as error:
@@ -60,6 +60,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise UserError("not a JSON object", file=str(path))
     return body
+
+
+def _constant(name: str) -> float:
+    """Infinity stands in files of real models (Mamba's ``time_step_limit``); NaN is a fault of what wrote the file."""
+    if name == "NaN":
+        raise ValueError("NaN is no value")
+    return float(name)
 
 
 def copy_tokenizer(base: Path, stage: Path, extra: Iterable[str] = ()) -> dict[str, Path]:
