@@ -21,7 +21,7 @@ from clustertune.plan.advise import CostedCandidate, advise
 from clustertune.plan.calibration import CalibratedCluster, find_calibrated
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, of_counts
 from clustertune.plan.predict import fewest_nodes
-from clustertune.recipe.accelerate_file import ALONE, SHARDED, merged
+from clustertune.recipe.accelerate_file import ALONE, REPLICATED, SHARDED, merged
 from clustertune.recipe.load import RECIPES, read_overrides
 from clustertune.recipe.parameters import count, parameter_count
 from clustertune.resolve.models import FoundModel, size_of
@@ -187,7 +187,8 @@ def on_cpus(
         *made.assumed,
         f"the evaluation stops after {CPU_EVAL['limit']} prompts of {CPU_EVAL['max_gen_toks']} tokens: it is no score (section eval)",
     ]
-    return Draft(recipe, SHARDED, made.architecture, assumed, made.lengths), seconds
+    # Under FSDP each micro batch gathers the model over gloo, which takes longer than a small one computes.
+    return Draft(recipe, SHARDED if method == "full" else REPLICATED, made.architecture, assumed, made.lengths), seconds
 
 
 def draft(
@@ -210,7 +211,7 @@ def draft(
     if method != "full":
         train["model_init_kwargs"] = loading(method)
         names, what = targets(model.architecture)
-        recipe["lora"] = {"target_modules": names}
+        recipe["lora"] = {"target_modules": names} | ({"lora_dropout": 0.0} if pairs else {})  # which DPOConfig turns off
         rate = LORA_RATE / (2 if (parameter_count(model.architecture) or 0) > LARGE else 1)
         train["learning_rate"] = LORA_RATE_OF_PAIRS if pairs else rate
         assumed.append(what)
@@ -299,6 +300,9 @@ def look_at_tokenizer(model: FoundModel, data: MeasuredData, stated: Mapping[str
         notes.append(
             f"the tokenizer has no chat template: recipes/_base/{PLAIN_TEMPLATE} is taken, which needs no tokens of its own"
         )
+    if not tokenizer.chat_template:
+        keys["eval"] = {"apply_chat_template": False}
+        notes.append("the tokenizer has no chat template: the evaluation asks without one (eval.apply_chat_template=false)")
     found = try_examples(tokenizer, data.examples, train)
     if found.indistinct:
         keys.setdefault("train", {})["assistant_only_loss"] = False
