@@ -185,15 +185,13 @@ def on_cpus(
         f"there is no GPU here and none was named, so it is for {RANKS} processes on CPUs, in float32. For GPUs: again with "
         f"--gpus {ANY_GPUS}, or --cluster NAME",
         *made.assumed,
-        f"the evaluation stops after {CPU_EVAL['limit']} prompts of {CPU_EVAL['max_gen_toks']} tokens: it is no score (section eval)",
+        f"the evaluation stops after {CPU_EVAL['limit']} prompts of {CPU_EVAL['max_gen_toks']} tokens: no score (section eval)",
     ]
     # Under FSDP each micro batch gathers the model over gloo, which takes longer than a small one computes.
     return Draft(recipe, SHARDED if method == "full" else REPLICATED, made.architecture, assumed, made.lengths), seconds
 
 
-def draft(
-    model: FoundModel, method: str, data: MeasuredData | None, nodes: int, gpus: int, longest: int = MAX_LENGTH
-) -> Draft:
+def draft(model: FoundModel, method: str, data: MeasuredData | None, nodes: int, gpus: int, longest: int = MAX_LENGTH) -> Draft:
     """A recipe before its distribution is chosen: FSDP2 over all GPUs, every layer recomputed."""
     world = nodes * gpus
     assumed = [*model.notes, *(data.notes if data else ())]
@@ -247,7 +245,8 @@ def _sequences(data: MeasuredData, longest: int, *, packed: bool) -> int:
 def _enough_steps(data: MeasuredData, world: int, longest: int, *, pairs: bool) -> tuple[dict[str, Any], str]:
     """Batch, packing and epochs with which the data give :data:`STEPS` optimizer steps, or as many as they can; and a sentence.
 
-    What changes the training least is taken first: a smaller batch, then more epochs, then rows that are not packed.
+    What changes the training least is taken first: a smaller batch, then more epochs, then rows that are not packed, again
+    from one epoch on.
     """
     sequences = {packed: _sequences(data, longest, packed=packed) for packed in (True, False)}
     small = (_batch(BATCH // 2, world), _batch(SMALL_BATCH, world))
@@ -384,7 +383,8 @@ def page(made: Draft, name: str, model: FoundModel, following: Sequence[str]) ->
 
 
 def commands(recipe: str, options: Sequence[str]) -> list[str]:
-    """The commands from a recipe to a run: plan, a tiny run, the links, storage, submit. ``options`` name the GPUs; none: here."""
+    """The commands from a recipe to a run: plan, a tiny run, the links, storage, submit. Without ``options``, which name the
+    GPUs: the run on this machine."""
     if not options:
         return [f"clustertune run {recipe}", f"clustertune plan {recipe} --gpus {ANY_GPUS}"]
     cluster = shlex.join(options) if options[0] == "--cluster" else "--cluster NAME"

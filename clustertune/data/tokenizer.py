@@ -64,7 +64,7 @@ def load_tokenizer(
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         fix = "HF_TOKEN in .env and the model's terms accepted on the Hub, or model.path names a folder that holds it"
         if Path(source).is_dir():
-            fix = "put the model's tokenizer.json there: other forms, as tokenizer.model, need packages that are not installed here"
+            fix = "put the model's tokenizer.json there: tokenizer.model alone needs packages that are not here"
         raise UserError(f"the tokenizer of {source} is not available: {message}", key="model.name", fix=fix) from None
     if not tokenizer.chat_template:
         if template is None and chats:
