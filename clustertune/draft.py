@@ -21,12 +21,13 @@ from clustertune.plan.advise import CostedCandidate, advise
 from clustertune.plan.calibration import CalibratedCluster, find_calibrated
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, of_counts
 from clustertune.plan.predict import fewest_nodes
-from clustertune.recipe.accelerate_file import ALONE, SHARDED, merged
+from clustertune.recipe.accelerate_file import ALONE, REPLICATED, SHARDED, merged
 from clustertune.recipe.load import RECIPES, read_overrides
-from clustertune.recipe.parameters import count
+from clustertune.recipe.parameters import count, parameter_count
 from clustertune.resolve.models import FoundModel, size_of
 from clustertune.resolve.overrides import RecipeSource, loading
 from clustertune.resolve.resolve import resolve
+from clustertune.resolve.tiny import RANKS
 from clustertune.tree import how_to_install
 
 if TYPE_CHECKING:
@@ -44,6 +45,17 @@ PLAIN_TEMPLATE = "mistral.jinja"
 """A chat template of ``recipes/_base`` that needs no tokens of its own."""
 ANY_GPUS = "1x8xh100-sxm"
 """What is planned on where neither GPUs nor a cluster are named."""
+LORA_RATE, LORA_RATE_OF_PAIRS = 2.0e-4, 1.0e-5
+"""Learning rates of LoRA: QLoRA's for 7B and 13B (arXiv:2305.14314, table 9), which takes half of it above; and ten times
+DPOConfig's, which is of full fine-tuning."""
+LARGE = 20e9
+"""Parameters from which LoRA takes half of that."""
+CPU_LENGTHS = (256, 512, 1024)
+"""Sequence lengths on CPUs: the smallest that holds the conversations, as the logits of long ones take gigabytes."""
+CPU_FLOPS = 1e11
+"""FLOP/s of two processes on CPUs, assumed: two cores with AMX reached 1.4e11 in float32 (docs/results/real.md)."""
+CPU_EVAL = {"limit": 8, "max_gen_toks": 128}
+"""Documents and tokens of the evaluation on CPUs: a look, no score."""
 _KINDS = ("NO", "DDP", "FSDP2")
 """What is chosen from: torch's own strategies, which need no compiler on the node and no folder on an NVMe; without context
 parallelism, which a sequence of :data:`MAX_LENGTH` tokens does not need, and which takes more ranks than one to run."""
@@ -150,7 +162,36 @@ class NothingFits(UserError):
     """No distribution holds the model on these GPUs."""
 
 
-def draft(model: FoundModel, method: str, data: MeasuredData | None, nodes: int, gpus: int) -> Draft:
+def on_cpus(
+    model: FoundModel, method: str, data: MeasuredData, stated: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Draft, float | None]:
+    """The recipe of a small model for this machine's CPUs, and the seconds that it trains there; None where they are unknown.
+
+    ``stated``: keys of the recipe that hold whatever is chosen.
+    """
+    need = 2 * max(data.tokens, default=CPU_LENGTHS[-1])  # an estimate: digits and other languages take up to twice
+    made = draft(model, method, data, 1, RANKS, next((length for length in CPU_LENGTHS if length >= need), CPU_LENGTHS[-1]))
+    made.recipe["train"].pop("model_init_kwargs", None)  # bfloat16, which many CPUs emulate
+    own = {"train": {"bf16": False, "report_to": "none"}, "activation_checkpointing": {"ratio": 0}, "eval": CPU_EVAL}
+    recipe = merged(merged(made.recipe, own), stated)
+    train, size = recipe["train"], parameter_count(model.architecture)
+    seconds = None
+    if data.tokens and size:
+        packed = data.section["format"] != "preference" and bool(train.get("packing", True))
+        length, epochs = train.get("max_length", MAX_LENGTH), train.get("num_train_epochs", 1)
+        tokens = _sequences(data, length, packed=packed) * length if packed else sum(n * m for n, m in data.tokens.items())
+        seconds = (6 if method == "full" else 4) * size * tokens * epochs / CPU_FLOPS
+    assumed = [
+        f"there is no GPU here and none was named, so it is for {RANKS} processes on CPUs, in float32. For GPUs: again with "
+        f"--gpus {ANY_GPUS}, or --cluster NAME",
+        *made.assumed,
+        f"the evaluation stops after {CPU_EVAL['limit']} prompts of {CPU_EVAL['max_gen_toks']} tokens: no score (section eval)",
+    ]
+    # Under FSDP each micro batch gathers the model over gloo, which takes longer than a small one computes.
+    return Draft(recipe, SHARDED if method == "full" else REPLICATED, made.architecture, assumed, made.lengths), seconds
+
+
+def draft(model: FoundModel, method: str, data: MeasuredData | None, nodes: int, gpus: int, longest: int = MAX_LENGTH) -> Draft:
     """A recipe before its distribution is chosen: FSDP2 over all GPUs, every layer recomputed."""
     world = nodes * gpus
     assumed = [*model.notes, *(data.notes if data else ())]
@@ -159,27 +200,30 @@ def draft(model: FoundModel, method: str, data: MeasuredData | None, nodes: int,
     base = ["sft-full" if method == "full" else "sft-lora", *(["dpo"] if pairs else [])]
     recipe: dict[str, Any] = {"base": base if pairs else base[0], "model": dict(model.section)}
     recipe |= {"data": dict(data.section) if data else _NO_DATA, "train": train}
-    longest = model.architecture.get("max_position_embeddings")
-    if isinstance(longest, int) and longest < MAX_LENGTH:
+    position = model.architecture.get("max_position_embeddings")
+    longest = min(longest, position) if isinstance(position, int) else longest
+    if longest != MAX_LENGTH:
         train["max_length"] = longest
     if model.pad_token:
         train["pad_token"] = model.pad_token
     if method != "full":
         train["model_init_kwargs"] = loading(method)
         names, what = targets(model.architecture)
-        recipe["lora"] = {"target_modules": names}
+        recipe["lora"] = {"target_modules": names} | ({"lora_dropout": 0.0} if pairs else {})  # which DPOConfig turns off
+        rate = LORA_RATE / (2 if (parameter_count(model.architecture) or 0) > LARGE else 1)
+        train["learning_rate"] = LORA_RATE_OF_PAIRS if pairs else rate
         assumed.append(what)
     recipe["slurm"] = {"nodes": nodes, "gpus_per_node": gpus, "time": "24:00:00"}
     if world > 1:
         recipe["activation_checkpointing"] = {"ratio": 1}
     else:
         train["activation_checkpointing"] = True
-    longest = train.get("max_length", MAX_LENGTH)
     enough = _enough_steps(data, world, longest, pairs=pairs) if data and data.tokens else None
     train |= enough[0] if enough else {}
     packed = not pairs and train.get("packing", True)
-    kind = f"{'pairs of answers' if pairs else 'sequences'} of {longest} tokens"
-    rates = f"learning rate{'' if method == 'full' else ' and LoRA rank'} from the base recipe {' and '.join(base)}"
+    kind = f"{'pairs of answers' if pairs else 'sequences'} of {'' if packed else 'up to '}{longest} tokens"
+    part = "learning rate" if method == "full" else f"learning rate {train['learning_rate']:g}, LoRA rank"
+    rates = f"{part} from the base recipe {' and '.join(base)}"
     assumed.append(f"{train['global_batch_size']} {kind} per step{', packed' if packed else ''}; {rates}")
     assumed += [enough[1]] if enough else []
     lengths = of_counts(list(data.tokens.items()), data.source) if data and data.tokens else None
@@ -191,17 +235,24 @@ def _batch(least: int, world: int) -> int:
     return world * -(-least // world)
 
 
+def _sequences(data: MeasuredData, longest: int, *, packed: bool) -> int:
+    """Of an epoch: the conversations, or what they fill."""
+    if not packed:
+        return sum(data.tokens.values())
+    return math.ceil(sum(min(length, longest) * number for length, number in data.tokens.items()) / (longest * PACKED_SHARE))
+
+
 def _enough_steps(data: MeasuredData, world: int, longest: int, *, pairs: bool) -> tuple[dict[str, Any], str]:
     """Batch, packing and epochs with which the data give :data:`STEPS` optimizer steps, or as many as they can; and a sentence.
 
-    What changes the training least is taken first: a smaller batch, then more epochs, then rows that are not packed.
+    What changes the training least is taken first: a smaller batch, then more epochs, then rows that are not packed, again
+    from one epoch on.
     """
-    count = sum(data.tokens.values())
-    filled = sum(min(length, longest) * number for length, number in data.tokens.items()) / (longest * PACKED_SHARE)
-    sequences = {True: math.ceil(filled), False: count}
+    sequences = {packed: _sequences(data, longest, packed=packed) for packed in (True, False)}
     small = (_batch(BATCH // 2, world), _batch(SMALL_BATCH, world))
     tries = [(_batch(BATCH, world), not pairs, 1), *((batch, not pairs, 1) for batch in small)]
-    tries += [(small[1], not pairs, epochs) for epochs in range(2, EPOCHS + 1)] + [(small[1], False, EPOCHS)]
+    tries += [(small[1], not pairs, epochs) for epochs in range(2, EPOCHS + 1)]
+    tries += [(small[1], False, epochs) for epochs in range(1, EPOCHS + 1) if not pairs]
 
     def steps(one: tuple[int, bool, int]) -> int:
         batch, packed, epochs = one
@@ -248,6 +299,9 @@ def look_at_tokenizer(model: FoundModel, data: MeasuredData, stated: Mapping[str
         notes.append(
             f"the tokenizer has no chat template: recipes/_base/{PLAIN_TEMPLATE} is taken, which needs no tokens of its own"
         )
+    if not tokenizer.chat_template:
+        keys["eval"] = {"apply_chat_template": False}
+        notes.append("the tokenizer has no chat template: the evaluation asks without one (eval.apply_chat_template=false)")
     found = try_examples(tokenizer, data.examples, train)
     if found.indistinct:
         keys.setdefault("train", {})["assistant_only_loss"] = False
@@ -321,15 +375,18 @@ def write(made: Draft, folder: Path) -> None:
         raise storage_error(error, "cannot be written", folder) from None
 
 
-def page(made: Draft, name: str, model: FoundModel, options: Sequence[str]) -> str:
-    """``README.md`` of a new recipe: what it is, what was assumed, and the commands from here. ``options`` name the GPUs."""
+def page(made: Draft, name: str, model: FoundModel, following: Sequence[str]) -> str:
+    """``README.md`` of a new recipe: what it is, what was assumed, and the commands from here."""
     what = f"{model.section['name']}, {size_of(made.architecture)} parameters. **Planned, not measured.** Assumed:"
     lines = [f"# {name}", "", what, "", *(f"- {one}" for one in made.assumed)]
-    return "\n".join([*lines, "", "```sh", *commands(name, options), "```", ""])
+    return "\n".join([*lines, "", "```sh", *following, "```", ""])
 
 
 def commands(recipe: str, options: Sequence[str]) -> list[str]:
-    """The commands from a recipe to a run: plan, a tiny run, the links, storage, submit."""
+    """The commands from a recipe to a run: plan, a tiny run, the links, storage, submit. Without ``options``, which name the
+    GPUs: the run on this machine."""
+    if not options:
+        return [f"clustertune run {recipe}", f"clustertune plan {recipe} --gpus {ANY_GPUS}"]
     cluster = shlex.join(options) if options[0] == "--cluster" else "--cluster NAME"
     return [
         f"clustertune plan {recipe} {shlex.join(options)}",

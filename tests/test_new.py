@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -239,3 +240,56 @@ def test_a_place_without_gpus_is_refused_with_what_it_lacks(command: tuple[str, 
     words = [str(tmp_path / word) if word == "x" else word for word in command]
     done = run(*words, "--model", "meta-llama/Llama-3.2-1B-Instruct", "--data", CONVERSATIONS, "--cluster", file)
     assert done.code == 2 and "compute.gpus" in done.err and not (tmp_path / "x").exists()
+
+
+def small_model(folder: Path, template: str | None = CHATML) -> Path:
+    """A Llama of two layers with its tokenizer and weights, as save_pretrained leaves it."""
+    from clustertune.data.local_model import make_local_model
+
+    body = json.loads((RECIPES / "tiny-oasst2" / "model.json").read_text())
+    make_local_model(body, ["user assistant words"] * 99, folder, 0)
+    (folder / "MANIFEST.json").unlink()
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("format", ["messages", "text", "preference"])
+def test_a_small_model_without_gpus_runs_as_new_wrote_it(format: str, tmp_path: Path) -> None:
+    """Two commands, no edits: two processes on CPUs in float32; steps, minutes and what GPUs need are said; plan takes GPUs."""
+    row = {"text": "q" * 300} if format == "text" else ROWS[format]
+    data = rows(tmp_path / "mine.jsonl", row, 300)
+    model = small_model(tmp_path / "hf", None if format == "text" else CHATML)
+    done = run("new", tmp_path / "mine", "--model", model, "--data", data, "--json", stack=True)
+    assert done.code == 0, done.err
+    assert 0 < done.json["hours"] < 1 and done.json["commands"][0] == f"clustertune run {tmp_path / 'mine'}"
+    assert any("--gpus" in line and "--cluster" in line for line in done.json["assumed"])
+    resolved = resolve(tmp_path / "mine")
+    assert resolved.world_size == 2 and not resolved.warnings and resolved.recipe.eval.limit
+    assert resolved.recipe.eval.apply_chat_template is (format != "text")
+    assert not resolved.train_args["bf16"] and resolved.train_args["report_to"] == "none"
+    assert any(30 <= int(found) <= 60 for line in done.json["assumed"] for found in re.findall(r"^(\d+) optimizer steps", line))
+    dry = run("run", tmp_path / "mine", "--dry-run", "--run-dir", tmp_path / "run", "--json", stack=True)
+    assert dry.code == 0 and not dry.err.count("warning"), dry.err
+    assert run("plan", tmp_path / "mine", "--gpus", "1x8xh100-sxm").code == 0
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_recipe_for_gpus_trains_a_small_model_on_cpus_and_refuses_a_large_one(tmp_path: Path) -> None:
+    """Nobody edits the recipe; the number of processes is said, with what the recipe asks for."""
+    data = rows(tmp_path / "mine.jsonl", ROWS["messages"], 300)
+    words = ("--data", data, "--gpus", "1x8xh100-sxm")
+    assert run("new", tmp_path / "small", "--model", small_model(tmp_path / "hf"), *words, stack=True).code == 0
+    dry = run("run", tmp_path / "small", "--dry-run", "--run-dir", tmp_path / "run", "--json", stack=True)
+    assert dry.code == 0 and "8 GPUs" in dry.err, dry.err
+    assert dry.json["train"][dry.json["train"].index("--num_processes") + 1] == "2"
+    assert run("new", tmp_path / "large", "--model", "Qwen/Qwen3-8B", *words, "model.revision=" + 40 * "a").code == 0
+    refused = run("run", tmp_path / "large", "--dry-run", "--run-dir", tmp_path / "run")
+    assert refused.code == 2 and "8 GPUs" in refused.err and "--tiny" in refused.err

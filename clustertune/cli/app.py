@@ -92,11 +92,16 @@ def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int
     megatron.require_startable(resolved)
     gpus = chain.visible_gpus()
     small = tiny or resolved.recipe.model.weights == "random"
+    on_cpus = not gpus and not small and scaled_down.is_small(resolved.architecture)
     few = gpus or scaled_down.ranks(resolved.accelerate)
-    if ranks is None and small and resolved.world_size > few:
+    asked = resolved.world_size
+    if ranks is None and (small or on_cpus) and asked > few:
         resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=few)
-    elif ranks is None and not small and resolved.world_size > gpus:
-        fix = "use --tiny to run a scaled-down version, or --ranks N to force N processes"
+        if on_cpus:
+            slow = "; train.bf16=false is faster on most CPUs" if resolved.train_args.get("bf16") else ""
+            say(f"note: the recipe is for {asked} GPUs and there is none here: {few} processes train on the CPUs{slow}")
+    elif ranks is None and not (small or on_cpus) and asked > gpus:
+        fix = "use --tiny to run a scaled-down version, clustertune submit on a cluster, or --ranks N to force N processes"
         raise UserError(f"needs {resolved.world_size} GPUs, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
     return resolved
 

@@ -22,7 +22,7 @@ with deferred():
     from clustertune.data import measure
     from clustertune.plan import explanation, predict
     from clustertune.recipe import accelerate_file, load, schema
-    from clustertune.resolve import models, resolve
+    from clustertune.resolve import models, resolve, tiny
 
 ModelOption = Annotated[
     str | None,
@@ -70,22 +70,39 @@ def new(
         made_of = models.pinned(made_of)
     keys, notes = draft.look_at_tokenizer(made_of, found, stated)
     stated = accelerate_file.merged(keys, stated)
-    with draft.drafted(folder.name, made_of, method, found, at, stated) as (made, written):
+    shown = folder.name if "/" not in name else name
+    if at.assumed and method != "qlora" and tiny.is_small(made_of.architecture):
+        made, seconds = draft.on_cpus(made_of, method, found, stated)
         made.assumed.extend(notes)
-        machine = at.calibrated.machine(int(made.recipe["slurm"]["nodes"]))
-        plan = predict.make_plan(resolve.resolve(written), machine, at.calibrated.constants, lengths=made.lengths)
-        (written / "README.md").write_text(draft.page(made, folder.name, made_of, at.options), encoding="utf-8")
-        shutil.copytree(written, folder, dirs_exist_ok=True)
-    money = explanation.cost(plan, hardware.price(machine.gpu))
-    following = draft.commands(folder.name if "/" not in name else name, at.options)
+        following = draft.commands(shown, ())
+        with draft.folder_of(made, folder.name) as written:
+            resolve.resolve(written)
+            _keep(written, folder, draft.page(made, folder.name, made_of, following))
+        document: dict[str, Any] = {"fits": True, "step_s": None, "hours": seconds and seconds / 3600, "cost": None}
+        hours = f"about {max(1, round(seconds / 60))} min of training" if seconds else "a training"
+        text = f"\nplanned: {hours} on this machine's CPUs. Next:\n"
+    else:
+        following = draft.commands(shown, at.options)
+        with draft.drafted(folder.name, made_of, method, found, at, stated) as (made, written):
+            made.assumed.extend(notes)
+            machine = at.calibrated.machine(int(made.recipe["slurm"]["nodes"]))
+            plan = predict.make_plan(resolve.resolve(written), machine, at.calibrated.constants, lengths=made.lengths)
+            _keep(written, folder, draft.page(made, folder.name, made_of, following))
+        money = explanation.cost(plan, hardware.price(machine.gpu))
+        document = {"fits": plan.fits, "step_s": plan.step.seconds, "hours": plan.hours, "cost": money}
+        hours = f"{plan.hours:.2g} h" if plan.hours else f"{plan.step.seconds:.3g} s a step"
+        spent = f", {spent_text}" if (spent_text := explanation.money(money)) else ""
+        memory = f"{plan.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB a GPU"
+        text = f"\nplanned: {hours}{spent} on {machine.name}, {memory}. Next:\n"
     files = sorted(path.name for path in folder.iterdir())
-    document: dict[str, Any] = {"folder": str(folder), "files": files, "assumed": made.assumed, "fits": plan.fits}
-    document |= {"step_s": plan.step.seconds, "hours": plan.hours, "cost": money, "commands": following}
-    hours = f"{plan.hours:.2g} h" if plan.hours else f"{plan.step.seconds:.3g} s a step"
-    spent = f", {spent_text}" if (spent_text := explanation.money(money)) else ""
-    memory = f"{plan.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB a GPU"
-    text = f"\nplanned: {hours}{spent} on {machine.name}, {memory}. Next:\n"
+    document |= {"folder": str(folder), "files": files, "assumed": made.assumed, "commands": following}
     reply(as_json, document, f"{folder}: {', '.join(files)}", *(f"- {one}" for one in made.assumed), text, "\n".join(following))
+
+
+def _keep(written: Path, folder: Path, page: str) -> None:
+    """Write the files of a draft, and its README, to the recipe's folder."""
+    (written / "README.md").write_text(page, encoding="utf-8")
+    shutil.copytree(written, folder, dirs_exist_ok=True)
 
 
 def read(

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from clustertune import bounded
@@ -62,6 +63,8 @@ def load_tokenizer(
     except (OSError, ValueError, ImportError, KeyError) as error:  # no network, no licence accepted, no such file or package
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         fix = "HF_TOKEN in .env and the model's terms accepted on the Hub, or model.path names a folder that holds it"
+        if Path(source).is_dir():
+            fix = "put the model's tokenizer.json there: tokenizer.model alone needs packages that are not here"
         raise UserError(f"the tokenizer of {source} is not available: {message}", key="model.name", fix=fix) from None
     if not tokenizer.chat_template:
         if template is None and chats:

@@ -103,6 +103,8 @@ SHARDED = {
     },
 }  # fmt: skip
 """An accelerate file: FSDP2 over all ranks."""
+REPLICATED = {"distributed_type": "MULTI_GPU"}
+"""An accelerate file: DDP, on GPUs or CPUs."""
 ALONE = {"distributed_type": "NO"}
 """An accelerate file: one process."""
 

@@ -24,7 +24,7 @@ from clustertune.resolve import deepspeed, kernels, megatron
 from clustertune.resolve import distribution as distributions
 from clustertune.resolve.distribution import mixed_precision, recomputed_layers
 from clustertune.resolve.resolved import Derived, Resolved, is_there
-from clustertune.resolve.tiny import scale_deepspeed, scale_mesh, tiny_layer
+from clustertune.resolve.tiny import is_small, scale_deepspeed, scale_mesh, tiny_layer
 
 MAX_RANKS = 10**6
 _SAVING = ("save_strategy", "save_steps")
@@ -536,7 +536,7 @@ def _warnings(resolved: Resolved) -> list[str]:
     for key, path in resolved.inputs.items():
         if not is_there(path):
             found.append(f"{key} {path} is not there on this machine")
-    if resolved.distribution.kind == "DDP" and resolved.world_size > 1:
+    if resolved.distribution.kind == "DDP" and resolved.world_size > 1 and not is_small(resolved.architecture):
         found.append(f"{resolved.accelerate_file}: {acc.TYPE} MULTI_GPU keeps the whole model on every rank")
     dropout = resolved.lora["lora_dropout"] if resolved.lora else 0
     if dropout > 0.5:

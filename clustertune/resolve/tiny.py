@@ -12,6 +12,7 @@ from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import deepspeed_keys as ds
 from clustertune.recipe.load import RECIPES
 from clustertune.recipe.native_rules import train_defaults, usable
+from clustertune.recipe.parameters import parameter_count
 from clustertune.recipe.schema import CHOOSING, FIRST_TASK
 from clustertune.recipe.yamlfile import Document
 from clustertune.resolve.resolved import Derived
@@ -27,8 +28,16 @@ MAX_ACCUMULATION = 2
 MAX_NEW_TOKENS = 32
 RANKS = 2
 """Ranks of a tiny run on one machine without GPUs."""
+SMALL = 1.5e9
+"""Parameters of the largest model that is trained as it is where there are no GPUs: two CPU cores take 12 hours for a million
+tokens of it (1e11 FLOP/s)."""
 _AXES = ("tp", "cp", "sp", "dp_replicate")
 """Axes of the mesh beside the one that FSDP splits over; with too few ranks the last goes first."""
+
+
+def is_small(architecture: Mapping[str, Any]) -> bool:
+    """Whether CPUs may train the model as it is."""
+    return 0 < (parameter_count(architecture) or 0) <= SMALL
 
 
 def ranks(accelerate: Mapping[str, Any]) -> int:
