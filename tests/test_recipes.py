@@ -97,7 +97,8 @@ def shared_lines(folders: Iterable[Path]) -> tuple[int, int]:
         for file in sorted(path for path in folder.iterdir() if path.is_file() and path.suffix != ".jsonl"):
             for line in map(str.strip, file.read_text().splitlines()):
                 comment = line.startswith("#") and file.suffix == ".yaml"
-                command = line.startswith(("clustertune nccl-check ", "clustertune doctor --cluster "))  # of a cluster, and not of a recipe
+                # Of a cluster, and not of a recipe.
+                command = line.startswith(("clustertune nccl-check ", "clustertune doctor --cluster "))
                 if comment or command or line.startswith("```") or not any(map(str.isalpha, line)):
                     continue
                 known = homes.setdefault(line, set())
