@@ -297,10 +297,6 @@ class Monitor(Section):
 
     co2_kg_per_kwh: Quantity | None = None
     """CO2 of the site's electricity, kg per kWh; None: no CO2 is reported."""
-    command: Annotated[tuple[str, ...], Field(max_length=32)] = ()
-    """Program and arguments that get each alert as a JSON object on standard input; empty: none."""
-    webhook: Annotated[str, Field(max_length=2048, pattern=r"^https?://[^\s]+$")] | None = None
-    """Address that gets each alert as JSON by POST. It stands in run.json: for an address that is a secret use ``command``."""
     openmetrics: AbsolutePath | None = None
     """Folder of node_exporter's textfile collector, on the first node of a run; None: no metrics file."""
 
