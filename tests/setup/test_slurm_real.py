@@ -147,7 +147,7 @@ def test_setup_tries_the_files(tmp_path: Path) -> None:
     need_slurm()
     done = run("setup", "slurm", "--cluster", "rno-rtxpro6000", "--node", NAMES[0], "--out", tmp_path, "--try", "--json")
     assert (done.code, done.json["tried"]["nodes"]) == (0, NAMES)
-    assert not list(tmp_path.iterdir())
+    assert (tmp_path / "setup-slurm.sh").exists()
 
 
 # --- accounting ---------------------------------------------------------------------------------------------------------------
