@@ -16,7 +16,7 @@ with deferred():
     from clustertune.cluster import load
     from clustertune.setup import machine, rendered
     from clustertune.testbed import rehearsal
-setup_app = typer.Typer(no_args_is_help=True, help="Render a node's storage or Slurm as files and a script to apply as root.")
+setup_app = typer.Typer(no_args_is_help=True, help="Render files that set up a node.")
 
 NodeOption = Annotated[
     str | None,
@@ -49,7 +49,7 @@ def _written(made: rendered.Rendered, node: str, out: Path, script: str, as_json
 
 @setup_app.command("storage")
 def storage(out: OutOption, cluster: ClusterOption = None, node: NodeOption = None, as_json: AsJson = False) -> None:
-    """Render fstab lines, exports and a script for one node's bricks, mounts, pool and folders."""
+    """Render fstab lines, exports and a script for a node."""
     loaded = load.load_cluster(cluster)
     host = machine.choose_node(loaded, node)
     _written(rendered.storage(loaded, host), host.name, out, rendered.STORAGE_SCRIPT, as_json, {})
@@ -67,7 +67,7 @@ def slurm(
     try_it: Annotated[bool, typer.Option("--try", help="Start a temporary Slurm with these files on this machine.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Render slurm.conf, gres.conf, cgroup.conf and a script that installs them on one node."""
+    """Render slurm.conf and the files around it for a node."""
     loaded = load.load_cluster(cluster)
     host = machine.choose_node(loaded, node)
     made = rendered.slurm(loaded, host, accounting)

@@ -94,8 +94,7 @@ class Image:
 def look(settings: Container) -> tuple[Image | None, list[str]]:
     """The cluster's image with its sum and labels, and what to warn of; None where there is no container.
 
-    A file of some GB is read once: size, time and inode show whether it still is the one that was read. Raises
-    UserError where it is not there, or is not what the ``.sha256`` beside it says.
+    Raises UserError where it is not there, or is not what the ``.sha256`` beside it says.
     """
     if settings.runtime == "none" or settings.image is None:
         return None, []
