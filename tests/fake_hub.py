@@ -141,7 +141,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif more[0] == "preupload":
             paths = [file["path"] for file in json.loads(body)["files"]]
             modes = {path: "lfs" if path.endswith(".safetensors") else "regular" for path in paths}
-            self._json({"files": [{"path": p, "uploadMode": mode, "shouldIgnore": False} for p, mode in modes.items()]})
+            rows = [{"path": p, "uploadMode": mode, "shouldIgnore": False} for p, mode in modes.items()]
+            for row in rows:
+                if (body_of := repo.files.get(str(row["path"]))) is not None:
+                    row["oid"] = hashlib.sha256(body_of).hexdigest() if row["path"] in repo.lfs else oid(body_of)
+            self._json({"files": rows})
         elif more[0] == "commit":
             self._commit(repo, body, f"{owner}/{name}")
         else:

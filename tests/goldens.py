@@ -17,9 +17,9 @@ from clustertune.cli.app import app
 from clustertune.cluster.load import load_cluster
 from clustertune.launch.step import EXPORTED
 from clustertune.launch.submit import SCRIPT, split_script
-from clustertune.ops.slurm.planning import all_texts, make_plan
 from clustertune.resolve import show
 from clustertune.resolve.resolve import resolve
+from clustertune.setup.rendered import all_texts
 from clustertune.submission import Submission
 from tests.launch.machines import CLUSTER_FILES, OURS, RECIPES, REPO, cluster_of
 from tests.nccl_check.command_line import job
@@ -137,7 +137,7 @@ def cluster_facts(name: str) -> str:
 def slurm_files(name: str) -> str:
     """Every file of a cluster; of those that accounting changes the lines that it adds."""
     cluster = load_cluster(name)
-    without, with_it = (all_texts(make_plan(cluster, cluster.compute_nodes[0], accounting=on)) for on in (False, True))
+    without, with_it = (all_texts(cluster, accounting=on) for on in (False, True))
     text = "".join(f"==> {path} <==\n{body}\n" for path, body in without.items())
     for path, body in with_it.items():
         known = set(without.get(path, "").splitlines())

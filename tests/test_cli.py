@@ -70,7 +70,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("group", [(), ("ops", "storage"), ("ops", "slurm"), ("doctor",)])
+@pytest.mark.parametrize("group", [(), ("setup",), ("doctor",)])
 def test_the_list_of_commands_has_whole_sentences(call: Call, group: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """click cuts at the width of the terminal what is longer, with an ellipsis."""
     monkeypatch.setenv("COLUMNS", "80")

@@ -26,7 +26,7 @@ ORDER = (
     ("recipe",),
     ("cluster",),
     ("resolve",),
-    ("plan", "ops", "containers"),
+    ("plan", "setup", "containers"),
     ("rundir",),
     ("secrets",),
     ("launch",),

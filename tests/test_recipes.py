@@ -97,7 +97,8 @@ def shared_lines(folders: Iterable[Path]) -> tuple[int, int]:
         for file in sorted(path for path in folder.iterdir() if path.is_file() and path.suffix != ".jsonl"):
             for line in map(str.strip, file.read_text().splitlines()):
                 comment = line.startswith("#") and file.suffix == ".yaml"
-                command = line.startswith(("clustertune nccl-check ", "clustertune ops "))  # of a cluster, and not of a recipe
+                # Of a cluster, and not of a recipe.
+                command = line.startswith(("clustertune nccl-check ", "clustertune doctor --cluster "))
                 if comment or command or line.startswith("```") or not any(map(str.isalpha, line)):
                     continue
                 known = homes.setdefault(line, set())
@@ -227,17 +228,13 @@ def test_the_commands_of_a_readme_are_run(folder: Path) -> None:
             sizes = {"--nodes": wanted.nodes, "--gpus-per-node": wanted.gpus_per_node, "--time": wanted.time}
             assert options == [f"{name}={value}" for name, value in sizes.items()], line
             words = ["", "submit", *given, "--dry-run"]
-        elif words[1] == "ops":  # of a node: one of the file, with nothing on it
-            cluster = load_cluster(words[words.index("--cluster") + 1])
-            assert words[2:4] == ["storage", "check"] and cluster.compute_nodes
-            continue
         elif words[1] == "nccl-check":
             words += ["--dry-run"]
-        elif words[0] == "make" or words[1] == "run":
+        elif words[0] == "make" or words[1] in ("run", "doctor"):  # doctor: of a node of the cluster
             continue
         done = CliRunner().invoke(app, words[1:])
         assert done.exit_code == 0, f"{line}\n{done.output}"
-    assert {"plan", "nccl-check", "ops", "sbatch"} <= set(seen)
+    assert {"plan", "nccl-check", "doctor", "sbatch"} <= set(seen)
 
 
 def test_no_recipe_asks_for_more_than_a_day() -> None:

@@ -245,7 +245,7 @@ def slurm_accounting(m: Machine) -> Iterator[Seen]:
 
     Looks at: accounting, against the cluster file
     Why: without slurmdbd sacct knows nothing of jobs that have ended; where it ought to run it is broken
-    Fix: start slurmdbd (clustertune ops slurm plan), or accounting: false in the cluster file
+    Fix: start slurmdbd (clustertune setup slurm), or accounting: false in the cluster file
     See: https://slurm.schedmd.com/accounting.html
     """
     kind = m.facts.slurm.get("AccountingStorageType", "")
@@ -260,7 +260,7 @@ def slurm_devices(m: Machine) -> Iterator[Seen]:
 
     Looks at: whether a job sees only its own GPUs
     Why: without ConstrainDevices every job sees all GPUs of a node: two jobs meet on GPU 0
-    Fix: ConstrainDevices=yes in cgroup.conf, and task/cgroup in TaskPlugin: clustertune ops slurm plan
+    Fix: ConstrainDevices=yes in cgroup.conf, and task/cgroup in TaskPlugin: clustertune setup slurm
     See: https://slurm.schedmd.com/cgroup.conf.html
     """
     config = m.facts.slurm

@@ -278,7 +278,7 @@ def node_names(m: Machine) -> Iterator[Seen]:
 
     Looks at: names of the other nodes
     Why: a name that does not resolve on every node keeps the ranks from meeting
-    Fix: put the nodes into DNS, or into /etc/hosts of every node (clustertune ops slurm plan shows it)
+    Fix: put the nodes into DNS, or into /etc/hosts of every node (clustertune setup slurm renders it)
     See: https://github.com/pytorch/pytorch/issues/73656
     """
     names, own = m.facts.names, m.facts.hostname.partition(".")[0]

@@ -72,7 +72,7 @@ def mount_missing(m: Machine) -> Iterator[Seen]:
         elif m.in_container:
             yield Seen(WARN, f"the container does not see the {what} {path}", "bind it: container.binds of the cluster file")
         else:
-            fix = f"mount {path}; clustertune ops storage check says why it is not; an immutable mount point keeps writes off"
+            fix = f"mount {path}; clustertune setup storage renders its line; an immutable mount point keeps writes off"
             yield Seen(FAIL if m.computes else WARN, f"nothing is mounted on {path} ({what} of the cluster file)", fix)
 
 
@@ -111,7 +111,7 @@ def nfs_options(m: Machine) -> Iterator[Seen]:
 
     Looks at: how NFS is mounted
     Why: a soft mount gives an error to the program where the server is slow, in the middle of a checkpoint: a damaged file
-    Fix: mount it hard and with locks: clustertune ops storage plan prints the lines
+    Fix: mount it hard and with locks: clustertune setup storage renders the lines
     See: https://man7.org/linux/man-pages/man5/nfs.5.html
     """
     for mount in m.facts.mounts:
@@ -126,7 +126,7 @@ def pool_mmap(m: Machine) -> Iterator[Seen]:
     Looks at: mapped files on a mergerfs pool
     Why: with page caching off files cannot be mapped shared: memory maps and SQLite end with 'no such device'
     Fix: cache.files=auto-full, partial or full in the pool's fstab line (mergerfs 2.40 and before: not off, no direct_io):
-      clustertune ops storage plan
+      clustertune setup storage
     See: https://github.com/trapexit/mergerfs/issues/674
     """
     for mount in _pools(m):
@@ -155,7 +155,7 @@ def pool_branch(m: Machine) -> Iterator[Seen]:
 
     Looks at: what the branches of a mergerfs pool lie on
     Why: where a brick is not mounted the pool takes the root disk for the emptiest, and writes checkpoints there
-    Fix: mount the bricks, and keep their empty mount points immutable (chattr +i): clustertune ops storage check
+    Fix: mount the bricks, and keep their empty mount points immutable (chattr +i): clustertune setup storage
     See: https://manpages.ubuntu.com/manpages/questing/man1/mergerfs.1.html
     """
     for pool in _pools(m):

@@ -214,7 +214,7 @@ def nodes_mounts(several: JobNodes) -> Iterator[Seen]:
 
     Looks at: the same network file systems on all nodes
     Why: a rank that does not see the run folder, or sees another one, ends, or writes to the wrong place
-    Fix: mount it alike on all nodes (clustertune ops storage check), or leave the odd one out: --exclude=NODE
+    Fix: mount it alike on all nodes (clustertune setup storage), or leave the odd one out: --exclude=NODE
     See: https://github.com/huggingface/accelerate/issues/3010
     """
     machines, lines = several.machines, []

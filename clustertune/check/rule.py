@@ -32,10 +32,8 @@ STATUSES = (PASS, UNKNOWN, WARN, FAIL)
 
 MACHINE, NODES, LINKS, SCRIPT = "machine", "nodes", "links", "script"
 """What rules look at: one machine, the nodes of a job together, links between GPUs as measured and logged, a batch script."""
-RECIPE, REFUSED, STORAGE, SLURM = "recipe", "refused", "storage", "slurm"
-"""A resolved recipe with its stack, data and run folder, and why one could not be resolved: rules in ``clustertune/doctor``.
-The storage and the Slurm of a node that ``ops`` sets up: rules in ``clustertune/ops/storage/judge.py`` and
-``clustertune/ops/slurm/judge.py``."""
+RECIPE, REFUSED = "recipe", "refused"
+"""A resolved recipe with its stack, data and run folder, and why one could not be resolved: rules in ``clustertune/doctor``."""
 LOOKS = "looks"
 """A rule that ended in an error, or a fact that could not be read: the rule in ``clustertune/check/report.py``."""
 
@@ -47,8 +45,6 @@ _HOMES = {
     LOOKS: ("tuple[str, str]", "clustertune.check", ("report",)),
     RECIPE: ("RecipeContext", "clustertune.doctor", ("data_", "recipe_", "run_", "stack_")),
     REFUSED: ("UserError", "clustertune.doctor", ("recipe_findings",)),
-    STORAGE: ("StorageSubject", "clustertune.ops.storage", ("judge",)),
-    SLURM: ("SlurmSubject", "clustertune.ops.slurm", ("judge",)),
 }
 """For each subject: the type of a rule's argument, the package of its modules of rules, and how their names begin."""
 _SUBJECTS = {kind: subject for subject, (kind, _, _) in _HOMES.items()}

@@ -327,7 +327,7 @@ def _summarise(summary: dict[str, Any], as_json: bool) -> None:
     reply(as_json, summary, *lines)
 
 
-_GROUPS = ("submit", "sweep", "new", "plan", "clusterfile", "rehearse", "doctor", "nccl_check", "ops", "stage")
+_GROUPS = ("submit", "sweep", "new", "plan", "clusterfile", "rehearse", "doctor", "nccl_check", "setup", "stage")
 _MORE = ("launchers", "watch", "talk", "push", "bench", "compare", "job", "checkpoint")
 for name in (*_GROUPS, *_MORE):  # in the order of --help
     importlib.import_module(f"clustertune.cli.{name}").add(app)

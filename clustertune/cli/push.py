@@ -29,7 +29,6 @@ def push(
     ] = None,
     publish: Annotated[bool, typer.Option("--publish", help="Upload. Without this option nothing leaves the machine.")] = False,
     public: Annotated[bool, typer.Option("--public", help="Make the repository public. Default: private.")] = False,
-    replace: Annotated[bool, typer.Option("--replace", help="Overwrite files in the repository that differ.")] = False,
     licence: Annotated[
         str | None,
         typer.Option(
@@ -57,7 +56,7 @@ def push(
     if not publish:
         fix = "look at it with --dry-run, then give --publish"
         raise UserError("nothing is sent without --publish", file="command line", key="--publish", fix=fix)
-    upload, done = hub.send(run, name, public=public, replace=replace, licence=licence)
+    upload, done = hub.send(run, name, public=public, licence=licence)
     what = "already there, nothing was sent" if done.status == "unchanged" else f"pushed {upload.size:,} bytes in one commit"
     reply(as_json, {"repo": name, **vars(done), "private": not public, "files": upload.as_json()}, f"{what}: {done.url}")
 

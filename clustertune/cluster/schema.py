@@ -32,7 +32,7 @@ FOLDER = r"(/|~/|\$([A-Za-z_]\w*|\{[A-Za-z_]\w*\})(/|$))[^\x00-\x1f\x7f,:\\\\]*"
 """A folder of a user: absolute, or below ``~`` or a variable such as ``$SCRATCH``. ``,`` and ``:`` part the words of a bind,
 and Slurm takes a backslash in the path of a log for an order."""
 FOLDERS = {"caches": "hf_cache", "models": "models", "runs": "checkpoints", "logs": "logs"}
-"""What ``clustertune ops storage`` makes below ``storage.shared``, on every brick: the pool then finds each where it wants to
+"""What ``clustertune setup storage`` makes below ``storage.shared``, on every brick: the pool then finds each where it wants to
 write. The first three are also where jobs keep things, where the file says nothing else."""
 CONSTRAINT = r"[A-Za-z0-9_\[(][A-Za-z0-9_.:&|*,()\[\]-]{0,255}"
 """sbatch(1), --constraint, without blanks and quotes."""
@@ -211,7 +211,7 @@ class Storage(Section):
     """The same for writing."""
 
     def folder(self, what: str) -> str | None:
-        """The folder for ``caches``, ``models`` or ``runs`` as the file says it, else the one that ``ops storage`` makes.
+        """The folder for ``caches``, ``models`` or ``runs`` as the file says it, else the one that ``setup storage`` makes.
 
         Caches and runs are of each user: jobs write with umask 077, and two users of one recipe would share a run's name.
         """
@@ -297,10 +297,6 @@ class Monitor(Section):
 
     co2_kg_per_kwh: Quantity | None = None
     """CO2 of the site's electricity, kg per kWh; None: no CO2 is reported."""
-    command: Annotated[tuple[str, ...], Field(max_length=32)] = ()
-    """Program and arguments that get each alert as a JSON object on standard input; empty: none."""
-    webhook: Annotated[str, Field(max_length=2048, pattern=r"^https?://[^\s]+$")] | None = None
-    """Address that gets each alert as JSON by POST. It stands in run.json: for an address that is a secret use ``command``."""
     openmetrics: AbsolutePath | None = None
     """Folder of node_exporter's textfile collector, on the first node of a run; None: no metrics file."""
 

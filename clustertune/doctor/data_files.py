@@ -206,7 +206,7 @@ def storage_silent(context: RecipeContext) -> Iterator[Seen]:
     """Looks at: folders of model, data and run answer
 
     Why: a hard NFS mount whose server is gone holds every process that looks there, and the job with it
-    Fix: fix the mount or its server: clustertune ops storage check says which
+    Fix: fix the mount or its server: clustertune doctor says which
     See: https://man7.org/linux/man-pages/man5/nfs.5.html
     """
     for path in context.silent:

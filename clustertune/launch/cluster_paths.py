@@ -126,7 +126,7 @@ def settings(
     if cluster is not None and text is not None:
         rule = f"storage.caches of {cluster.source}"
         if cluster.storage.caches is None:
-            rule = f"the caches' folder of clustertune ops storage, below storage.shared of {cluster.source}"
+            rule = f"the caches' folder of clustertune setup storage, below storage.shared of {cluster.source}"
         if "HF_HOME" not in set_here:
             set_here["HF_HOME"], origin["HF_HOME"] = str(folder(cluster, "caches", environ)), rule
         elif set_here["HF_HOME"] == text:

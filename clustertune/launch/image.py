@@ -1,11 +1,9 @@
-"""Which image a run is in: its sum, read once and held against the ``.sha256`` beside it, labels, and what it has installed."""
+"""Which image a run is in: its sum, held against the ``.sha256`` beside it, labels, and what it has installed."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import re
 import stat
 import subprocess
@@ -20,7 +18,6 @@ from clustertune.console import byte_progress, say
 from clustertune.containers import pins
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch.inventory import MARK, inventory
-from clustertune.manifest import write_durably
 from clustertune.process import captured
 from clustertune.resolve import kernels
 from clustertune.tree import ROOT
@@ -97,8 +94,7 @@ class Image:
 def look(settings: Container) -> tuple[Image | None, list[str]]:
     """The cluster's image with its sum and labels, and what to warn of; None where there is no container.
 
-    A file of some GB is read once: size, time and inode show whether it still is the one that was read. Raises
-    UserError where it is not there, or is not what the ``.sha256`` beside it says.
+    Raises UserError where it is not there, or is not what the ``.sha256`` beside it says.
     """
     if settings.runtime == "none" or settings.image is None:
         return None, []
@@ -141,19 +137,16 @@ def _stated(path: Path) -> tuple[str | None, list[str]]:
     return found[1].lower(), []
 
 
-# --- the sum, once -----------------------------------------------------------------------------------------------------
+# --- the sum -----------------------------------------------------------------------------------------------------
 
 
 def _digest(path: Path) -> tuple[str, int]:
-    """SHA-256 and size of an image; cached as long as the file is the same. Raises OSError, or UserError."""
+    """SHA-256 and size of an image. Raises OSError, or UserError."""
     before = _identity(path)
-    if (known := _read_cache(path, before)) is not None:
-        return known, before["size"]
-    say(f"computing the SHA-256 of {path} once: {before['size'] / 1e9:.2f} GB")
+    say(f"computing the SHA-256 of {path}: {before['size'] / 1e9:.2f} GB")
     found = _read(path, before["size"])
     if _identity(path) != before:
         raise UserError("changed while its SHA-256 was computed", file=str(path), fix="wait for it", code=ExitCode.AGAIN)
-    _write_cache(path, before, found)
     return found, before["size"]
 
 
@@ -172,36 +165,6 @@ def _read(path: Path, size: int) -> str:
             digest.update(chunk)
             bar.advance(task, len(chunk))
     return digest.hexdigest()
-
-
-def _cache_file(path: Path) -> Path:
-    """The file in the user's cache folder that caches an image's SHA-256, named by the image's path."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(base) if base.startswith("/") else Path.home() / ".cache"
-    return folder / "clustertune" / f"image-{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}.json"
-
-
-def _read_cache(path: Path, identity: Mapping[str, int]) -> str | None:
-    """The sum, where it was read of this very file; from a file that only this user can write."""
-    try:
-        handle = os.open(_cache_file(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(handle, "rb") as file:  # noqa: PTH123 - it is open already
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-                return None
-            known = json.loads(file.read(_MAX_SUM))
-        same = known["path"] == str(path) and all(known[key] == value for key, value in identity.items())
-        return str(known["sha256"]) if same and re.fullmatch("[0-9a-f]{64}", str(known["sha256"])) else None
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _write_cache(path: Path, identity: Mapping[str, int], digest: str) -> None:
-    """A cache folder that is missing, full or of another user means that the next one reads again."""
-    with contextlib.suppress(OSError, RuntimeError):
-        cache = _cache_file(path)
-        cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_durably(cache, json.dumps({"path": str(path), **identity, "sha256": digest}) + "\n")
 
 
 # --- what it says about itself --------------------------------------------------------------------------------------------

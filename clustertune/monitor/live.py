@@ -1,12 +1,10 @@
-"""The program beside the first node's agent: keeps ``live.html`` and the metrics file, and passes alerts on."""
+"""The program beside the first node's agent: keeps ``live.html``, the metrics file and the list of alerts."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,42 +21,29 @@ FIRST_SECONDS = 10.0
 EVERY_SECONDS = 3.0
 PAUSE = 20.0
 """Between two pages lie 20 times as long as the last one took: at most 5 % of one core."""
-ALERT_SECONDS = 20.0
-"""How long a site's command or address may take for one alert."""
 
 
 class Alerts:
-    """Each alert once, by its kind: into ``telemetry/alerts.jsonl``, the log of the first node, and to the site."""
+    """Each alert once, by its kind: into ``telemetry/alerts.jsonl``, and the log of the first node."""
 
-    def __init__(self, run: Path, site: Monitor) -> None:
-        self.run, self.site = run, site
+    def __init__(self, run: Path) -> None:
+        self.run = run
         self._announced: set[str] = set()
 
     def take(self, alerts: tuple[Alert, ...]) -> None:
-        """Pass on what is new; an alert that has ended and comes again is new. Raises OSError where the run's storage fails."""
+        """Record what is new; an alert that has ended and comes again is new. Raises OSError where the run's storage fails."""
         for alert in alerts:
             if alert.kind not in self._announced:
-                self._pass_on(alert)
+                self._record(alert)
         self._announced = {alert.kind for alert in alerts}
 
-    def _pass_on(self, alert: Alert) -> None:
+    def _record(self, alert: Alert) -> None:
         from clustertune.console import say
 
         body = {"schema": SCHEMA, "time": round(time.time(), 3), "run": str(self.run), **vars(alert)}
-        text = json.dumps(body)
         say(f"alert: {alert.kind}: {alert.text}")
         (self.run / FOLDER).mkdir(exist_ok=True)
-        append(self.run / FOLDER / "alerts.jsonl", text + "\n")
-        try:
-            if self.site.command:
-                command = list(self.site.command)
-                subprocess.run(command, input=text.encode(), capture_output=True, timeout=ALERT_SECONDS, check=True)
-            if self.site.webhook:
-                kind = {"Content-Type": "application/json"}
-                request = urllib.request.Request(self.site.webhook, text.encode(), kind)  # noqa: S310 - http and https only
-                urllib.request.urlopen(request, timeout=ALERT_SECONDS).close()  # noqa: S310 - by the schema
-        except (OSError, subprocess.SubprocessError, ValueError) as error:  # its text may hold the address
-            say(f"note: the alert did not reach the site: {type(error).__name__}")
+        append(self.run / FOLDER / "alerts.jsonl", json.dumps(body) + "\n")
 
 
 def write(run: Path, status: RunStatus, site: Monitor) -> None:
@@ -80,7 +65,7 @@ def refresh(run: Path) -> None:
     site = site_of(watcher)
     write(run, status, site)
     if status.state != "trained":
-        Alerts(run, site).take(tuple(alert for alert in status.alerts if alert.kind in ("not_finite", "stalled")))
+        Alerts(run).take(tuple(alert for alert in status.alerts if alert.kind in ("not_finite", "stalled")))
 
 
 def site_of(watcher: Watcher) -> Monitor:
@@ -102,7 +87,7 @@ def main(run: Path) -> None:
 
     watcher = Watcher(run)
     site = site_of(watcher)
-    alerts, pause = Alerts(run, site), 0.0
+    alerts, pause = Alerts(run), 0.0
     while not is_over(pause):
         began = time.process_time()
         try:

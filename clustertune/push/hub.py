@@ -1,4 +1,4 @@
-"""The Hub's side of a push: what is there, the repository, one commit, and a look afterwards."""
+"""The Hub's side of a push: the repository, and one commit by huggingface_hub's ``upload_folder``."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ import io
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clustertune import secrets
 from clustertune.console import say, stderr
-from clustertune.errors import ExitCode, Problem, UserError, raise_if
-from clustertune.push.upload import ALLOWED, File, Upload, pack, still_same
+from clustertune.errors import ExitCode, UserError
+from clustertune.push.upload import Upload, pack
 from clustertune.rundir import RunDir
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
-    from huggingface_hub.hf_api import ModelInfo
 
-OWN = (".gitattributes",)
-"""Files that the Hub itself puts into a new repository."""
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 _REPO = re.compile(rf"{_NAME}/{_NAME}")
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
@@ -35,8 +34,6 @@ class Target:
 
     repo: str
     public: bool = False
-    replace: bool = False
-    """Files of the same names that hold something else may be written over."""
     endpoint: str | None = None
 
 
@@ -66,9 +63,7 @@ def upload_for(run: RunDir, repo: str, licence: str | None = None) -> Upload:
     return pack(run, repo, licence, [found[key] for key in secrets.SECRET if key in found])
 
 
-def send(
-    run: RunDir, repo: str, *, public: bool = False, replace: bool = False, licence: str | None = None
-) -> tuple[Upload, Pushed]:
+def send(run: RunDir, repo: str, *, public: bool = False, licence: str | None = None) -> tuple[Upload, Pushed]:
     """Send a run's adapter and its card with the token of ``.env``, as :func:`push` does. Raises UserError."""
     found = secrets.read_env(secrets.DEFAULT, lambda _note: None)
     upload = upload_for(run, check_name(repo), licence)
@@ -77,42 +72,31 @@ def send(
         raise UserError("has no HF_TOKEN", file=str(secrets.DEFAULT), key="HF_TOKEN", fix=fix)
     secrets.drop()  # the client would take a token of the environment for requests of its own
     endpoint = found.get("HF_ENDPOINT") or os.environ.get("HF_ENDPOINT")
-    target = Target(repo, public, replace, endpoint.rstrip("/") if endpoint else None)
+    target = Target(repo, public, endpoint.rstrip("/") if endpoint else None)
     with secrets.lent({key: value for key, value in found.items() if key in _PROXIES}):
         return upload, push(upload, target, token, say)
 
 
 def push(upload: Upload, target: Target, token: str, say: Callable[[str], None]) -> Pushed:
-    """Send an upload in one commit. Raises UserError: what is there is something else, the token, the network.
+    """Send an upload in one commit. Raises UserError: the repository's visibility, the token, the network.
 
-    Nothing appears in the repository before the commit: after a failure the same command begins again.
+    Nothing appears in the repository before the commit: after a failure the same command begins again. Files of the same names
+    are replaced (the repository's history keeps them), others stay.
     """
-    from huggingface_hub import CommitOperationAdd
-
-    with _message(target, token):
+    with _message(target, token), tempfile.TemporaryDirectory(prefix="clustertune-push-") as name:
         api = _connect(target.endpoint, token)
-        url = f"{api.endpoint}/{target.repo}"
-        info = _find(api, target.repo)
-        if info is not None:
-            raise_if(_conflicts(info, upload, target))
-            if not _differing(info, upload):
-                return Pushed("unchanged", url, info.sha)
-        else:
+        before = _find(api, target)
+        if before is None:
             say(f"new {'public' if target.public else 'private'} repository {target.repo}")
-            api.create_repo(target.repo, private=not target.public, exist_ok=False)
-            info = _find(api, target.repo)
-        raise_if(still_same(upload), ExitCode.AGAIN)
-        files = [
-            CommitOperationAdd(path_in_repo=f.name, path_or_fileobj=str(f.path) if f.path else f.data) for f in upload.files
-        ]
-        parent = info.sha if info is not None else None
-        commit = api.create_commit(target.repo, files, commit_message=MESSAGE, parent_commit=parent)
-        after = _find(api, target.repo)
-        if after is None or (wrong := _differing(after, upload)):
-            names = ", ".join(wrong) if after is not None else "the repository"
-            fix = "run the same command again; if it says so again, look at the repository"
-            raise UserError(f"differs from what was sent: {names}", file=target.repo, fix=fix, code=ExitCode.AGAIN)
-        return Pushed("pushed", url, commit.oid)
+            api.create_repo(target.repo, private=not target.public)
+        for file in upload.files:
+            if file.path is None:
+                Path(name, file.name).write_bytes(file.data)
+            else:
+                Path(name, file.name).symlink_to(file.path.resolve())
+        commit = api.upload_folder(repo_id=target.repo, folder_path=name, commit_message=MESSAGE, parent_commit=before)
+        status = "unchanged" if commit.oid == before else "pushed"
+        return Pushed(status, f"{api.endpoint}/{target.repo}", commit.oid)
 
 
 def _connect(endpoint: str | None, token: str) -> HfApi:
@@ -128,48 +112,23 @@ def _connect(endpoint: str | None, token: str) -> HfApi:
     return HfApi(endpoint=endpoint, token=token)
 
 
-def _find(api: HfApi, repo: str) -> ModelInfo | None:
-    """What the repository holds; None where there is none that this token sees."""
+def _find(api: HfApi, target: Target) -> str | None:
+    """The repository's newest commit; None: this token sees none. Raises UserError for the other visibility."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
-        return api.model_info(repo, files_metadata=True)
+        info = api.model_info(target.repo)
     except RepositoryNotFoundError as error:
         if getattr(error.response, "status_code", None) == 401:
             api.whoami()  # the Hub answers 401 for what is not there, too: this tells a wrong token
         return None
-
-
-def _conflicts(info: ModelInfo, upload: Upload, target: Target) -> list[Problem]:
-    """Why a repository that exists is not written to."""
-    found = []
     if not info.private and not target.public:
         fix = "--public says that you know, or --repo names another one"
-        found.append(Problem("is public: the adapter would be seen by everybody", file=target.repo, key="--repo", fix=fix))
-    elif info.private and target.public:
+        raise UserError("is public: the adapter would be seen by everybody", file=target.repo, key="--repo", fix=fix)
+    if info.private and target.public:
         fix = "leave --public out, and change the visibility in the repository's settings"
-        found.append(Problem("is private, and --public was asked for", file=target.repo, key="--public", fix=fix))
-    there = {sibling.rfilename for sibling in info.siblings or []}
-    foreign = sorted(there - {*ALLOWED, *OWN})
-    other = [name for name in _differing(info, upload) if name in there]
-    if (foreign or other) and not target.replace:
-        what = ", ".join([*other, *foreign][:6])
-        fix = "--replace writes over files of the same names and leaves the others, or --repo names another one"
-        found.append(Problem(f"holds something else: {what}", file=target.repo, key="--repo", fix=fix))
-    return found
-
-
-def _differing(info: ModelInfo, upload: Upload) -> list[str]:
-    """Files that are not there, or not as they lie here."""
-    there = {sibling.rfilename: sibling for sibling in info.siblings or []}
-
-    def is_same(file: File) -> bool:
-        sibling = there.get(file.name)
-        if sibling is None:
-            return False
-        return sibling.lfs.sha256 == file.sha256 if sibling.lfs is not None else sibling.blob_id == file.blob_id()
-
-    return [file.name for file in upload.files if not is_same(file)]
+        raise UserError("is private, and --public was asked for", file=target.repo, key="--public", fix=fix)
+    return info.sha
 
 
 @contextlib.contextmanager

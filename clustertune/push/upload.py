@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from clustertune.errors import Problem, UserError, raise_if
 from clustertune.evaluate import scores as evaluation
 from clustertune.export.export import ADAPTER_FILES
 from clustertune.host.credentials import holds_secret
-from clustertune.manifest import MANIFEST, Manifest, find_problems, hash_file, list_files, read_manifest, require_whole
+from clustertune.manifest import MANIFEST, Manifest, find_problems, list_files, read_manifest, require_whole
 from clustertune.report import content, forms, source
 from clustertune.report.content import get, is_number, number
 from clustertune.report.metrics import read_metrics
@@ -24,13 +23,7 @@ from clustertune.rundir import RunDir
 from clustertune.tensorfile import read_header
 
 CARD = "README.md"
-ALLOWED = (*ADAPTER_FILES, CARD)
-"""All that a push ever sends."""
 BASE = ("recipe", "recipe", "model", "name")
-_ROOTS = (
-    "home|root|mnt|media|data\\d*|scratch|lustre|gpfs|beegfs|nfs|work|tmp|var|opt|srv|Users|users|fsx|shared|projects?|raid"
-)
-_PATH = re.compile(rf"(?<![\w.:/~-])/(?:{_ROOTS})(?:/[\w.@+-]+)+")
 
 
 @dataclass(frozen=True)
@@ -43,11 +36,6 @@ class File:
     path: Path | None = None
     """Where it lies; None: ``data`` is its content."""
     data: bytes = b""
-
-    def blob_id(self) -> str:
-        """Git's name of the content, which the Hub gives for files that are not in LFS."""
-        body = self.path.read_bytes() if self.path else self.data
-        return hashlib.sha1(b"blob %d\0" % len(body) + body, usedforsecurity=False).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -122,18 +110,12 @@ def look_through(file: File, run: RunDir, secrets: Iterable[str] = ()) -> list[P
     if any(value in text for value in known) or holds_secret(text):
         fix = "take it out where it came from, and make a new token: this one is known to a file now"
         problems.append(Problem("holds what looks like a token (not shown)", file=where, fix=fix))
-    found = {match[0] for match in _PATH.finditer(text)}
-    found |= {path for path in _local_paths(run) if path in text}
-    if found:
-        shown = sorted(found)[0]
+    base = json.loads(text).get("base_model_name_or_path") if file.name == "adapter_config.json" else None
+    paths = [str(run.path.resolve()), *([base] if isinstance(base, str) and base.startswith("/") else [])]
+    if shown := next((path for path in paths if path in text), None):
         fix = "name the model by its Hub id, and data by its name, in the recipe"
         problems.append(Problem(f"names a path of this machine: {shown}", file=where, fix=fix))
     return problems
-
-
-def _local_paths(run: RunDir) -> list[str]:
-    paths = [run.path.resolve(), Path.cwd(), Path(os.path.expanduser("~"))]  # noqa: PTH111 - never raises
-    return [str(path) for path in paths if len(path.parts) > 2]
 
 
 def _text_of(file: File) -> str:
@@ -148,15 +130,6 @@ def _text_of(file: File) -> str:
         raise UserError(f"is not a safetensors file: {error}", file=str(file.path)) from None
     # Names of tensors are checked against the architecture at the export; what else stands there is free text.
     return "\n".join([json.dumps(header.metadata), *(tensor.name for tensor in header.tensors)])
-
-
-def still_same(upload: Upload) -> list[Problem]:
-    """Files that were changed since they were verified."""
-    return [
-        Problem("was changed while it was pushed", file=str(file.path), fix="run the same command again")
-        for file in upload.files
-        if file.path is not None and hash_file(file.path).sha256 != file.sha256
-    ]
 
 
 # --- card -----------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from clustertune.cluster import schema as cluster_schema
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.slurm import ENDED as DONE
-from clustertune.ops.slurm.texts import GRES_CONF, HOSTS, SLURM_CONF, SLURMDBD_CONF
+from clustertune.setup.slurm_files import GRES_CONF, HOSTS, SLURM_CONF, SLURMDBD_CONF
 from clustertune.testbed.cluster import ClusterFailed, TemporaryCluster
 from clustertune.testbed.spec import ClusterSpec, GivenFiles
 

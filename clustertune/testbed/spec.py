@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
-from clustertune.ops.slurm.texts import move_conf, move_gres, move_hosts
 from clustertune.process import captured
 from clustertune.recipe.schema import NAME
+from clustertune.setup.slurm_files import move_conf, move_gres, move_hosts
 from clustertune.testbed import inside
 
 LOGIN = "ctl"

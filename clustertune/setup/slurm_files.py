@@ -11,8 +11,9 @@ from itertools import groupby
 from typing import NamedTuple
 
 from clustertune.cluster.schema import Cluster, Compute, Host
+from clustertune.errors import Problem, raise_if
 from clustertune.host.system import format_cpu_list, parse_cpu_list
-from clustertune.tree import ROOT
+from clustertune.setup.template import render
 
 ETC = "/etc/slurm"
 """Every user's to read: sbatch and srun of each need slurm.conf (slurm.conf(5))."""
@@ -23,9 +24,6 @@ SLURMDBD_CONF = f"{ETC}/slurmdbd.conf"
 HOSTS = "/etc/hosts"
 DROP_IN = "/etc/systemd/system/slurmd.service.d/clustertune.conf"
 MARIADB = "/etc/mysql/mariadb.conf.d/60-clustertune-slurm.cnf"
-MUNGE_KEY = "/etc/munge/munge.key"
-BLOCK = "slurm"
-"""The name of our block in each of these files."""
 DATABASE = "slurm_acct_db"
 
 SLURM_ROLES = ("login", "compute", "slurmctld")
@@ -33,7 +31,7 @@ SLURM_ROLES = ("login", "compute", "slurmctld")
 
 
 @dataclass(frozen=True)
-class WantedFile:
+class NodeFile:
     """One file."""
 
     path: str
@@ -46,46 +44,43 @@ class WantedFile:
 
 
 @dataclass(frozen=True)
-class Mode:
-    """A folder that is to be made, or a file or folder whose owner or mode is to be set."""
+class NodeFolder:
+    """One folder that the daemons need."""
 
     path: str
     owner: str
     mode: int
-    folder: bool
-    was: str = "missing"
-    """What it is now."""
 
 
-def wanted_files(cluster: Cluster, node: Host, *, version: Version | None, accounting: bool, hybrid: bool) -> list[WantedFile]:
+def node_files(cluster: Cluster, node: Host, *, version: Version | None, accounting: bool, hybrid: bool) -> list[NodeFile]:
     """The files of one machine. ``hybrid``: its cgroup hierarchy is of both versions."""
-    files = [WantedFile(HOSTS, tuple(hosts_lines(cluster.nodes)), shared=True)]
+    files = [NodeFile(HOSTS, tuple(hosts_lines(cluster.nodes)), shared=True)]
     if not set(node.roles) & set(SLURM_ROLES):
         return files
     files += [
-        WantedFile(SLURM_CONF, conf_lines(cluster, version=version, accounting=accounting)),
+        NodeFile(SLURM_CONF, conf_lines(cluster, version=version, accounting=accounting)),
         # The controller reads it too, and one folder that is the same everywhere is compared at a glance.
-        WantedFile(GRES_CONF, gres_lines(cluster)),
-        WantedFile(CGROUP_CONF, from_template("cgroup.conf", hybrid=hybrid)),
+        NodeFile(GRES_CONF, gres_lines(cluster)),
+        NodeFile(CGROUP_CONF, from_template("cgroup.conf", hybrid=hybrid)),
     ]
     if "compute" in node.roles:
-        files.append(WantedFile(DROP_IN, from_template("slurmd.service")))
+        files.append(NodeFile(DROP_IN, from_template("slurmd.service")))
     if accounting and "slurmctld" in node.roles:
         database = from_template("slurmdbd.conf", controller=node, database=DATABASE)
-        files.append(WantedFile(SLURMDBD_CONF, database, mode=0o600, owner=USER))
-        files.append(WantedFile(MARIADB, from_template("mariadb.cnf")))
+        files.append(NodeFile(SLURMDBD_CONF, database, mode=0o600, owner=USER))
+        files.append(NodeFile(MARIADB, from_template("mariadb.cnf")))
     return files
 
 
-def wanted_folders(node: Host) -> list[Mode]:
+def node_folders(node: Host) -> list[NodeFolder]:
     """The folders of one machine that the daemons need."""
     folders = []
     if "slurmctld" in node.roles:
-        folders.append(Mode(STATE, USER, 0o700, True))  # jobs, their scripts and environments
+        folders.append(NodeFolder(STATE, USER, 0o700))  # jobs, their scripts and environments
     if "compute" in node.roles:
-        folders.append(Mode(SPOOL, "root", 0o755, True))  # slurmd's credentials and the scripts of running jobs
+        folders.append(NodeFolder(SPOOL, "root", 0o755))  # slurmd's credentials and the scripts of running jobs
     if set(node.roles) & {"slurmctld", "compute"}:
-        folders.append(Mode(LOGS, USER, 0o755, True))
+        folders.append(NodeFolder(LOGS, USER, 0o755))
     return folders
 
 
@@ -184,13 +179,8 @@ def cluster_name(cluster: Cluster) -> str:
 
 def from_template(template: str, **values: object) -> tuple[str, ...]:
     """The lines of a template below ``ops/slurm``, filled in; each setting stands there with its reason."""
-    import jinja2
-
-    # Not HTML: the schema of the cluster file lets no value hold blanks or line ends.
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # noqa: S701
-    text = (ROOT / "ops" / "slurm" / f"{template}.j2").read_text(encoding="utf-8")
     everywhere = {"user": USER, "state": STATE, "spool": SPOOL, "logs": LOGS}
-    return tuple(environment.from_string(text).render(everywhere | values).splitlines())
+    return tuple(render(f"slurm/{template}", **everywhere | values).splitlines())
 
 
 def conf_lines(cluster: Cluster, *, version: Version | None, accounting: bool) -> tuple[str, ...]:
@@ -376,3 +366,60 @@ def move_hosts(lines: str, addresses: Mapping[str, str]) -> str:
         known = len(fields) > 1 and fields[1] in addresses
         found.append(" ".join([addresses[fields[1]], *fields[1:]]) if known else line)
     return "".join(f"{line}\n" for line in found)
+
+
+# --- check ----------------------------------------------------------------------------------------------------------------
+
+# What a cluster file must say, and may not say, before Slurm's files can be made from it.
+
+LONGEST_CLUSTER = 40
+"""Characters of a ClusterName (slurm.conf(5))."""
+RESERVED = ("all", "default")
+"""Names of nodes and partitions that mean something else to Slurm, in any case of letters (slurm.conf(5))."""
+LONGEST_NODE = 63
+"""Characters of a node's name: a host name's own limit (HOST_NAME_MAX is 64)."""
+
+
+def require_slurm(cluster: Cluster) -> None:
+    """Raises UserError with everything for which no Slurm can be set up from this cluster file."""
+    raise_if(_problems(cluster))
+
+
+def _problems(cluster: Cluster) -> Iterator[Problem]:
+    file = cluster.source
+    if cluster.name == "local":
+        fix = "write it down first: docs/clusters.md, then --cluster NAME|FILE"
+        yield Problem("local describes this machine as it is, not a plan for it", file="command line", key="--cluster", fix=fix)
+        return
+    slurm = cluster.slurm
+    if slurm is None:
+        yield Problem("missing: from it come Slurm's files", file=file, key="slurm", fix="write slurm: {partition: gpu}")
+        return
+    if len(cluster.name) > LONGEST_CLUSTER:
+        text = f"{len(cluster.name)} characters: Slurm takes {LONGEST_CLUSTER} for a cluster's name"
+        yield Problem(text, file=file, key="name", fix="shorten it, and the file's name with it")
+    if slurm.partition.lower() in RESERVED:
+        text = f"{slurm.partition} is not a partition: Slurm means something else by it"
+        yield Problem(text, file=file, key="slurm.partition", fix="another name, such as gpu")
+    if slurm.version is not None and parse_version(slurm.version) is None:
+        text = f"{slurm.version!r} is not a release of Slurm"
+        yield Problem(text, file=file, key="slurm.version", fix='write it as "22.05" or "24.11.5"; sinfo --version shows it')
+    if re.fullmatch(r"[0:-]+", slurm.max_time):
+        text = f"{slurm.max_time} is no time: no job may run"
+        yield Problem(text, file=file, key="slurm.max_time", fix="UNLIMITED, or as 1-00:00:00")
+    if real_memory(cluster) < cluster.compute.threads:
+        text = f"{cluster.compute.memory_gb:g} GiB is less than 1 MiB for each of {cluster.compute.threads} threads"
+        yield Problem(text, file=file, key="compute.memory_gb", fix="GiB of one node, as free -g shows")
+    for host in cluster.nodes:
+        if "compute" in host.roles or "slurmctld" in host.roles:
+            for text, fix in _name_problems(host.name):
+                yield Problem(text, file=file, key=f"nodes[{host.name}].name", fix=fix)
+
+
+def _name_problems(name: str) -> Iterator[tuple[str, str]]:
+    if name.lower() in RESERVED or name.lower() == "localhost":
+        yield f"{name} cannot be a node of Slurm: it means something else", "the machine's own host name"
+    if len(name) > LONGEST_NODE:
+        yield f"{name[:20]}... has {len(name)} characters, a node's name at most {LONGEST_NODE}", "its name without the domain"
+    if re.search(r"\d{10}$", name):
+        yield f"{name} ends in a number of ten digits or more, with which Slurm counts", "another host name"

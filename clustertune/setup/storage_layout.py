@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -13,7 +13,7 @@ from clustertune.cluster.hardware import load_hardware
 from clustertune.cluster.schema import FOLDERS, Brick, Cluster, Host
 from clustertune.errors import Problem, UserError
 from clustertune.host.system import GIB, MIB
-from clustertune.ops.nodes import choose_node
+from clustertune.setup.machine import choose_node
 
 DATA = "data"
 """The folder of a brick that the pool is made of. It exists on the brick only: where the brick is not mounted, the pool has no
@@ -118,20 +118,15 @@ def find_node(cluster: Cluster, name: str) -> Host:
     return host
 
 
-def layout(cluster: Cluster, node: str, elsewhere: Mapping[str, str] | None = None) -> StorageLayout:
-    """What ``node`` mounts, exports and holds. Raises UserError where the cluster file does not say enough.
-
-    ``elsewhere``: devices that are mounted by other means, and where: above the exported folder, which is then part of them.
-    """
+def layout(cluster: Cluster, node: str) -> StorageLayout:
+    """What ``node`` mounts, exports and holds. Raises UserError where the cluster file does not say enough."""
     host = find_node(cluster, node)
-    storage, elsewhere = cluster.storage, elsewhere or {}
+    storage = cluster.storage
     by_name = {other.name: other for other in cluster.nodes}
     own = [brick for brick in storage.bricks if brick.node == host.name]
-    mounts = [mount for brick in own for mount in _own(brick, elsewhere)]
+    mounts = [mount for brick in own for mount in _own(brick)]
     mounts += [_remote(cluster, brick, by_name[brick.node], host) for brick in storage.bricks if brick.node != host.name]
-    notes = [f"{device} is mounted at {at} by other means than ours, which stay" for device, at in elsewhere.items()]
-    free, reasons = minfreespace(cluster)
-    notes += reasons
+    free, notes = minfreespace(cluster)
     if storage.pool:
         mounts.append(_pool(cluster, free, {mount.target for mount in mounts}))
         notes += _pool_notes(cluster, own)
@@ -142,7 +137,7 @@ def layout(cluster: Cluster, node: str, elsewhere: Mapping[str, str] | None = No
         node=host.name,
         mounts=tuple(mounts),
         bricks=storage.bricks,
-        exports=tuple(_export(cluster, brick, elsewhere) for brick in own if len(cluster.nodes) > 1),
+        exports=tuple(_export(cluster, brick) for brick in own if len(cluster.nodes) > 1),
         folders=tuple(folder for brick in own for folder in _shared_on(cluster, brick)),
         local=(SharedFolder(stage.path, mode_of(group), group),) if stage and "compute" in host.roles else (),
         shared=storage.shared,
@@ -157,14 +152,14 @@ def layout(cluster: Cluster, node: str, elsewhere: Mapping[str, str] | None = No
 # --- mounts ------------------------------------------------------------------------------------------------------------
 
 
-def _device(brick: Brick, elsewhere: Mapping[str, str]) -> str | None:
+def _device(brick: Brick) -> str | None:
     """The device that a line of ours mounts at the brick's path. ZFS mounts by itself."""
-    return brick.device if brick.filesystem != "zfs" and brick.device not in elsewhere else None
+    return brick.device if brick.filesystem != "zfs" else None
 
 
-def _own(brick: Brick, elsewhere: Mapping[str, str]) -> Iterator[FstabMount]:
+def _own(brick: Brick) -> Iterator[FstabMount]:
     """A brick of this node: its device where the exported folder is, and that folder where all nodes see it."""
-    device = _device(brick, elsewhere)
+    device = _device(brick)
     if device:
         extra = ("errors=remount-ro",) if brick.filesystem == "ext4" else ()
         # nofail: a node with a broken disk must still boot, so that it can be repaired.
@@ -228,8 +223,10 @@ def minfreespace(cluster: Cluster) -> tuple[int, list[str]]:
         needed, what = _whole(gpu.memory_gb * GIB), f"the memory of one {compute.gpu}, which bounds a rank's checkpoint file"
     short = f"it falls short of {size_text(needed)}, {what}: a larger file than it fails where its brick fills up"
     if pool.min_free_gb:
-        given = _whole(pool.min_free_gb * 1e9)
-        return given, [f"minfreespace={size_text(given)} as storage.pool.min_free_gb says: {short}"] if given < needed else []
+        stated = _whole(pool.min_free_gb * 1e9)
+        return stated, [
+            f"minfreespace={size_text(stated)} as storage.pool.min_free_gb says: {short}"
+        ] if stated < needed else []
     smallest = min(brick.tb for brick in cluster.storage.bricks) * 1e12
     if needed > smallest / 4:
         found = _whole(smallest / 20)
@@ -267,14 +264,12 @@ def _pool_notes(cluster: Cluster, own: Sequence[Brick]) -> Iterator[str]:
 # --- exports and folders -----------------------------------------------------------------------------------------------
 
 
-def _export(cluster: Cluster, brick: Brick, elsewhere: Mapping[str, str]) -> str:
+def _export(cluster: Cluster, brick: Brick) -> str:
     """One line: the folder, and for the subnet, or each other machine where none is given, the same options."""
     options = ["rw", "sync", "root_squash", "no_subtree_check", "sec=sys"]
     # Only while the disk is mounted: else clients would write to the server's root disk.
-    if _device(brick, elsewhere):
+    if _device(brick):
         options.append("mountpoint")
-    elif brick.device and brick.device in elsewhere:
-        options.append(f"mountpoint={elsewhere[brick.device]}")
     if brick.filesystem in ("zfs", "btrfs"):
         # Their device numbers change with each boot; file handles need a name that stays (exports(5)).
         options.append(f"fsid={uuid.uuid5(uuid.NAMESPACE_URL, f'{cluster.name}/{brick.node}{brick.path}')}")

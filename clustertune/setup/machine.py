@@ -1,13 +1,10 @@
-"""Which machine of a cluster file is meant, whether it is this one, and what is installed on it."""
+"""Which machine of a cluster file is meant, whether it is this one, and where its programs are."""
 
 from __future__ import annotations
 
-import contextlib
-import grp
 import os
 import shutil
 import socket
-from pathlib import Path
 
 from clustertune.cluster.schema import Cluster, Host
 from clustertune.errors import Problem, UserError
@@ -33,26 +30,6 @@ def is_here(cluster: Cluster, node: Host) -> bool:
     return cluster.host(socket.gethostname()) == node
 
 
-def require_here(cluster: Cluster, node: Host) -> None:
-    """Raise UserError unless ``node`` is this machine: its files are written, its mounts are looked at."""
-    if not is_here(cluster, node):
-        message = f"this machine is {socket.gethostname()}, not {node.name}"
-        fix = f"run it on {node.name}, or into a tree: --root DIR"
-        raise UserError(Problem(message, file=COMMAND_LINE, key="--node", fix=fix))
-
-
 def tool(name: str) -> str | None:
     """Where a program is; a user's PATH may lack sbin, where daemons and file system tools lie."""
     return shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin")
-
-
-def has_systemd() -> bool:
-    """Whether systemd runs this machine (sd_booted(3))."""
-    return Path("/run/systemd/system").is_dir()
-
-
-def group_id(name: str | None) -> int | None:
-    """The number of a group; None where this machine has no such group."""
-    with contextlib.suppress(KeyError):
-        return grp.getgrnam(name).gr_gid if name else None
-    return None

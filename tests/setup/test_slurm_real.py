@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,14 +11,13 @@ import pytest
 
 from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Cluster
-from clustertune.ops.nodes import tool
-from clustertune.ops.slurm.planning import all_texts, make_plan
-from clustertune.ops.slurm.texts import GRES_CONF, SLURM_CONF
+from clustertune.setup.machine import tool
+from clustertune.setup.rendered import all_texts
+from clustertune.setup.slurm_files import GRES_CONF, SLURM_CONF
 from clustertune.testbed.cluster import ClusterFailed
 from clustertune.testbed.rehearsal import shape, try_out
-from clustertune.testbed.spec import search_path
-from tests.command import REPO, run
-from tests.ops.slurm_clusters import ODD, load
+from tests.command import run
+from tests.setup.slurm_clusters import ODD, load
 from tests.slurm import FaultyCluster as Slurm
 from tests.slurm import need_slurm, wait_for
 
@@ -30,7 +26,7 @@ URGENT = "PartitionName=urgent Nodes=ALL PriorityTier=20 PreemptMode=OFF\n"
 
 
 def texts_of(cluster: Cluster, *, accounting: bool = False) -> dict[str, str]:
-    return all_texts(make_plan(cluster, cluster.compute_nodes[0], accounting=accounting))
+    return all_texts(cluster, accounting=accounting)
 
 
 @pytest.fixture(scope="module")
@@ -146,62 +142,12 @@ def test_cores_of_half_a_socket_are_what_newer_slurms_refuse(tmp_path: Path) -> 
         assert "gpu:h100:4(S:0-1)" in slurm.run(["sinfo", "-N", "--noheader", "-o", "%G"]).stdout
 
 
-def test_plan_tries_the_files(tmp_path: Path) -> None:
+def test_setup_tries_the_files(tmp_path: Path) -> None:
     """The command that an operator calls before he writes anything."""
     need_slurm()
-    done = run("ops", "slurm", "plan", "--cluster", "rno-rtxpro6000", "--node", NAMES[0], "--root", tmp_path, "--try", "--json")
-    assert (done.code, done.json["tried"]["nodes"]) == (1, NAMES)
-    assert not list(tmp_path.iterdir())
-
-
-# --- on the machine itself --------------------------------------------------------------------------------------------------
-
-MACHINE = """
-set -e
-hostname rno-it-gpu0008-1
-mount -t tmpfs tmpfs "$1"
-mkdir "$1"/up "$1"/work "$1"/vl "$1"/vs "$1"/log
-mount -t overlay overlay -o lowerdir=/etc,upperdir="$1"/up,workdir="$1"/work /etc
-mount --bind "$1"/vl /var/lib/slurm; mount --bind "$1"/vs /var/spool; mount --bind "$1"/log /var/log
-shift
-run() { "$@" || echo "code $?"; }
-run "$@" plan --cluster rno-rtxpro6000 --json > "$OUT/1"
-run "$@" apply --cluster rno-rtxpro6000 --json > "$OUT/2"
-run "$@" apply --cluster rno-rtxpro6000 --json > "$OUT/3"
-stat -c '%U %a %n' /var/spool/slurmd /var/log/slurm /etc/slurm/slurm.conf > "$OUT/4"
-run "$@" apply --cluster rno-rtxpro6000 --node rno-it-gpu0007-1 --json > "$OUT/5" 2>/dev/null
-"""
-
-
-def test_on_a_machine_itself(tmp_path: Path) -> None:
-    """In a mount namespace with the host's name: owners are the real users, the real shape is reported, others are refused."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root for a machine of its own")
-    need_slurm()
-    if "slurm:" not in Path("/etc/passwd").read_text():
-        pytest.skip("no user slurm here: not installed: slurmctld (apt-get install)")
-    (tmp_path / "own").mkdir()
-    command = ["unshare", "--mount", "--uts", "bash", "-c", MACHINE, "x", str(tmp_path / "own")]
-    environment = {**os.environ, "OUT": str(tmp_path), "PATH": search_path(), "PYTHONPATH": str(REPO)}
-    words = [sys.executable, "-m", "clustertune", "ops", "slurm"]
-    done = subprocess.run(
-        [*command, *words], env=environment, cwd=REPO, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    first, applied, again = (json.JSONDecoder().raw_decode((tmp_path / name).read_text())[0] for name in "123")
-    assert first["slurm_from"] == "installed here"
-    rules = {item["rule"]: item["found"] for item in first["findings"]}
-    assert "this machine has" in rules["slurm-shape"], "this is not a node of 128 cores"
-    assert "8 of 8 devices missing" in rules["slurm-gpu-devices"]
-    assert "/etc/slurm/slurm.conf" in applied["written"]
-    assert applied["modes"] == ["/var/spool/slurmd", "/var/log/slurm"]
-    assert (again["written"], again["modes"]) == ([], [])
-    assert (tmp_path / "4").read_text().split("\n")[:3] == [
-        "root 755 /var/spool/slurmd", "slurm 755 /var/log/slurm", "root 644 /etc/slurm/slurm.conf",
-    ]  # fmt: skip
-    refused = json.JSONDecoder().raw_decode((tmp_path / "5").read_text())[0]
-    assert "this machine is rno-it-gpu0008-1" in refused["problems"][0]["message"]
-    assert not Path("/etc/slurm/slurm.conf").exists()
+    done = run("setup", "slurm", "--cluster", "rno-rtxpro6000", "--node", NAMES[0], "--out", tmp_path, "--try", "--json")
+    assert (done.code, done.json["tried"]["nodes"]) == (0, NAMES)
+    assert (tmp_path / "setup-slurm.sh").exists()
 
 
 # --- accounting ---------------------------------------------------------------------------------------------------------------

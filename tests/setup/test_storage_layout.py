@@ -13,11 +13,8 @@ import pytest
 from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
 from clustertune.host.system import GIB
-from clustertune.ops.storage import node as storage
-from clustertune.ops.storage import plan
-from clustertune.ops.storage.layout import StorageLayout, layout
-from tests.folders import fill
-from tests.ops.node import cluster_file, node
+from clustertune.setup import verify as plan
+from clustertune.setup.storage_layout import StorageLayout, layout
 
 RNO = ("rno-it-gpu0006-1", "rno-it-gpu0007-1", "rno-it-gpu0008-1")
 
@@ -182,11 +179,10 @@ def test_a_machine_that_is_not_there(name: str, words: str) -> None:
         layout(load_cluster("rno-rtxpro6000"), name)
 
 
-def test_a_cluster_without_bricks(tmp_path: Path) -> None:
+def test_a_cluster_without_bricks() -> None:
     """There is nothing to set up, which is said with the key."""
-    path = cluster_file(tmp_path / "c.yaml", {})
     with pytest.raises(UserError, match=r"storage\.bricks"):
-        layout(load_cluster(str(path)), load_cluster(str(path)).nodes[0].name)
+        layout(load_cluster("dgx-h100"), "dgx-h100-01")
 
 
 # --- what systemd says -------------------------------------------------------------------------------------------------
@@ -245,67 +241,3 @@ def test_the_pool_waits_for_both_bricks(tmp_path: Path) -> None:
             wanted = {plan.unit(path) for path in needs}
             assert wanted <= {name for line in text.splitlines() if line.startswith(word) for name in line[len(word) :].split()}
     assert "nfs-server.service" in (places[0] / plan.unit("/shared-b")).read_text()
-
-
-# --- exports -----------------------------------------------------------------------------------------------------------
-
-
-EXPORTED = """
-import json, subprocess, sys
-from clustertune.ops.storage import node as storage
-kept, wanted = sys.argv[1], sys.argv[2].splitlines()
-open("/etc/exports.d/clustertune.exports", "w").write(kept)
-said = subprocess.run(["exportfs", "-ar"], capture_output=True, text=True).stderr
-text = storage.read_etab()
-names = storage.canonical(wanted, text, 20)
-print(json.dumps([said, text, names, *(list(what(wanted, text, names)) for what in (storage.faults, storage.others))]))
-"""
-"""What exportfs says, keeps, and what check says of that beside the lines that are wanted."""
-
-
-def test_exportfs_takes_the_lines(tmp_path: Path) -> None:
-    """Its own parser, which refuses an unknown word; what it keeps is what check compares with.
-
-    It asks the resolver and writes full names: the same machine by a short one must not be called missing.
-    """
-    cluster = load_cluster("rno-rtxpro6000")
-    found = [line for name in RNO for line in layout(cluster, name).exports]
-    brick = {"node": "two", "path": "/z", "mount": "/b", "filesystem": "btrfs", "tb": 1}
-    found += made(tmp_path, bricks=[brick]).exports
-    # The folders are not mounted here, so the server would leave out what asks for a mount point.
-    text = "\n".join(found).replace(",mountpoint", "") + "\n"
-    with node() as at:
-        at.shell("mkdir -p /etc/exports.d; touch /var/lib/nfs/etab /var/lib/nfs/rmtab; rm -f /etc/hosts")
-        at.shell("echo 10.9.0.5 n5.cluster.test n5 > /etc/hosts")
-
-        def exported(kept: str, wanted: str) -> Any:
-            done = at.python(EXPORTED, kept, wanted)
-            assert done.code == 0, done.err
-            return json.loads(done.out)
-
-        assert "unknown keyword" not in exported("\n".join(found) + "\n", text)[0]
-        assert exported(text, text)[3:] == [[], []]
-        assert exported(text.replace("root_squash", "no_root_squash"), text)[3]
-        assert exported(text, "/absent 10.0.0.0/8(rw,sync)")[3] == [["/absent", "is not exported to 10.0.0.0/8"]]
-        assert "nonsense" in exported(text.replace("sec=sys", "sec=sys,nonsense"), text)[0]
-        hosts = ("n5", "10.9.0.6", "fd00::7", "fd00:1::/64", "10.8.0.0/255.255.0.0")
-        folder, options = f"{at.base}/own", "(rw,sync,root_squash,no_subtree_check,sec=sys)"
-        line = " ".join([folder, *(f"{host}{options}" for host in hosts)]) + "\n"
-        _, etab, names, *found_there = exported(line, line)
-        assert "n5.cluster.test(" in etab and names == {"n5": "n5.cluster.test"} and found_there == [[], []]
-        found_there = exported(line, line.replace("10.9.0.6", "10.9.0.7"))[3:]
-        assert found_there == [[[folder, "is not exported to 10.9.0.7"]], [[folder, "10.9.0.6"]]]
-
-
-@pytest.mark.parametrize(
-    ("threads", "counted", "serves"),
-    [
-        ("8\n", None, True), ("0\n", "th 8 0\n", False), (None, None, False), (None, "rc 0 9 1\nth 0 0\n", False),
-        (None, "rc 0 5 7\nfh 0 0 0 0 0\nth 8 0 0.000 0.000\nra 32 0\n", True), ("x", "io 1 2\n", False),
-    ],
-)  # fmt: skip
-def test_whether_the_server_runs(tmp_path: Path, threads: str | None, counted: str | None, serves: bool) -> None:
-    """Only root reads nfsd's own file; to others the statistics say it, or they would be told of a server that is down."""
-    texts = {"fs/nfsd/threads": threads, "net/rpc/nfsd": counted}
-    fill(tmp_path, {name: text for name, text in texts.items() if text is not None})
-    assert storage.serves(tmp_path) is serves

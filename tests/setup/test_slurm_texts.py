@@ -11,11 +11,13 @@ import pytest
 from clustertune.cluster.load import known_clusters, load_cluster
 from clustertune.errors import UserError
 from clustertune.launch.slurm import expand_hosts
-from clustertune.ops.nodes import tool
-from clustertune.ops.slurm import texts as slurm
-from clustertune.ops.slurm.planning import all_texts, make_plan, parsed
-from tests.ops.slurm_clusters import ODD, load
+from clustertune.setup import slurm_files as slurm
+from clustertune.setup.machine import tool
+from clustertune.setup.rendered import all_texts
+from clustertune.setup.rendered import slurm as render_slurm
+from clustertune.setup.verify import parsed
 from tests.refusal import problems
+from tests.setup.slurm_clusters import ODD, load
 from tests.tree import REPO
 
 NAMES = [
@@ -75,7 +77,7 @@ def test_slurms_own_parser_takes_the_files(odd: str, tmp_path: Path) -> None:
     clusters = [load(tmp_path, ODD[odd])] if odd else [load_cluster(name) for name in known_clusters()]
     for cluster in clusters:
         for accounting in (False, True):
-            texts = all_texts(make_plan(cluster, cluster.compute_nodes[0], accounting=accounting))
+            texts = all_texts(cluster, accounting=accounting)
             assert parsed(cluster, texts) == ""
 
 
@@ -91,7 +93,7 @@ def test_the_parser_refuses_what_is_wrong(name: str, line: str) -> None:
     if not tool("slurmd"):
         pytest.skip("not installed: slurmd (apt-get install)")
     cluster, path = load_cluster("rno-rtxpro6000"), f"/etc/slurm/{name}.conf"
-    texts = all_texts(make_plan(cluster, cluster.compute_nodes[0]))
+    texts = all_texts(cluster)
     found = parsed(cluster, {**texts, path: texts[path] + line + "\n"})
     assert "/tmp" not in found and re.search(r"unrecognized key|CPUs|[Pp]arsing error", found)
 
@@ -140,7 +142,7 @@ def test_one_line_for_gpus_of_one_place(tmp_path: Path) -> None:
 def test_what_is_in_no_file(tmp_path: Path) -> None:
     """GresTypes without a device makes slurmd end; the database knows its user by the socket: no password can leak."""
     cluster = load(tmp_path, ODD["CPU only"])
-    texts = all_texts(make_plan(cluster, cluster.compute_nodes[0], accounting=True))
+    texts = all_texts(cluster, accounting=True)
     code = "\n".join(line for text in texts.values() for line in text.splitlines() if not line.startswith("#")).lower()
     assert "slurmdbd" in code and not [word for word in ("gpu:", "gres", "pass") if word in code]
 
@@ -181,7 +183,7 @@ WRONG = {
 
 def test_everything_that_slurm_cannot_take_is_told_at_once(tmp_path: Path) -> None:
     """Each with its key and what to write: not one a day."""
-    found = problems(make_plan, cluster := load(tmp_path, WRONG), cluster.nodes[0])
+    found = problems(render_slurm, cluster := load(tmp_path, WRONG), cluster.nodes[0])
     keys = {f"slurm.{key}" for key in ("partition", "version", "max_time")} | {"nodes[DEFAULT].name", "nodes[n1234567890].name"}
     assert {problem.key for problem in found} == {"name", "compute.memory_gb", *keys}
     assert all(problem.fix and problem.file for problem in found)
@@ -191,10 +193,10 @@ def test_a_cluster_without_slurm_or_found_by_looking(tmp_path: Path) -> None:
     """There is nothing to make files from."""
     with pytest.raises(UserError, match="slurm"):
         cluster = load(tmp_path, {"slurm": None, "nodes": [{"name": "a", "address": "10.9.9.9", "roles": ["compute"]}]})
-        make_plan(cluster, cluster.nodes[0])
+        render_slurm(cluster, cluster.nodes[0])
     local = load(tmp_path).model_copy(update={"name": "local"})
     with pytest.raises(UserError, match="not a plan for it"):
-        make_plan(local, local.nodes[0])
+        render_slurm(local, local.nodes[0])
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,0 @@
-"""What an operator sets up from the cluster file: storage, Slurm."""
