@@ -23,16 +23,22 @@ $(call plain,TORCH_INDEX)$(call plain,TORCH_BUILD)$(call plain,CPU_INDEX)
 PYTHON ?= python3
 BIN := .venv/bin
 # An index of your choice for CPU or CUDA builds of torch: make setup TORCH_INDEX=<url of a pip index>.
-TORCH_INDEX ?=
+# Defaults are not set with ?=: unexport defines a variable, empty.
 # cpu or cuda. On the login node of GPU nodes, which share its .venv: make setup TORCH_BUILD=cuda.
-TORCH_BUILD ?= $(shell [ -e /dev/nvidiactl ] || [ -e /dev/kfd ] || nvidia-smi -L > /dev/null 2>&1 && echo cuda || echo cpu)
+ifeq ($(value TORCH_BUILD),)
+TORCH_BUILD = $(shell [ -e /dev/nvidiactl ] || [ -e /dev/kfd ] || nvidia-smi -L > /dev/null 2>&1 && echo cuda || echo cpu)
+endif
 # PyPI's torch brings gigabytes of CUDA. This index has the same version as 2.x.y+cpu, which pip prefers; without it pip takes
 # what the machine's own index has.
-CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+ifeq ($(value CPU_INDEX),)
+CPU_INDEX = https://download.pytorch.org/whl/cpu
+endif
 reachable = $(shell $(PYTHON) -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1] + "/torch/", timeout=10)' '$(1)' 2> /dev/null && echo yes)
 torch_from = $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),$(if $(filter cpu,$(TORCH_BUILD)),$(if $(call reachable,$(CPU_INDEX)),--extra-index-url $(CPU_INDEX))))
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
-RECIPE ?= recipes/tiny-oasst2
+ifeq ($(value RECIPE),)
+RECIPE = recipes/tiny-oasst2
+endif
 # --no-skip makes a skipped test a failure.
 PYTEST_FLAGS ?=
 # Tests that run at once: each takes up to 2 GB. One more than the cores of a small machine, for a quarter of the time tests wait: for
