@@ -35,7 +35,7 @@ CPU_INDEX = https://download.pytorch.org/whl/cpu
 endif
 reachable = $(shell $(PYTHON) -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1] + "/torch/", timeout=10)' '$(1)' 2> /dev/null && echo yes)
 torch_from = $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),$(if $(filter cpu,$(TORCH_BUILD)),$(if $(call reachable,$(CPU_INDEX)),--extra-index-url $(CPU_INDEX))))
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
 ifeq ($(value RECIPE),)
 RECIPE = recipes/tiny-oasst2
 endif
@@ -57,7 +57,7 @@ setup: .venv/ready ## make .venv with the pinned stack (every other target does 
 	@# torch first and alone: only its build depends on the index.
 	@$(PIP) $(torch_from) torch==$(PY_TORCH)
 	@$(PIP) --editable '.[all,dev]'
-	@# Each rank would compile the stack again, 20 s a time, where bytecode may not be written.
+	@# On all cores, and once: pip uses one. Each rank would compile the stack again, 20 s a time, where bytecode may not be written.
 	@$(BIN)/python -m compileall -q -j 0 .venv/lib clustertune > /dev/null || true
 	@touch $@
 
