@@ -571,7 +571,9 @@ def cost_rows(cost: Cost) -> list[list[str]]:
 def cost_note(cost: Cost) -> str:
     """What the figures rest on."""
     price, co2 = cost.rates.price, cost.rates.co2
-    found = "Trained without a GPU: each process counts as one, and has no price" if cost.on_cpu else "No price of this GPU stands in ops/prices.yaml"
+    found = "No price of this GPU stands in ops/prices.yaml"
+    if cost.on_cpu:
+        found = "Trained without a GPU: each process counts as one, and has no price"
     if cost.rates.usd is not None and price is not None:
         found = f"{cost.rates.usd:g} US dollars for a GPU-hour on demand (ops/prices.yaml, {price.date})"
     by = {"counter": "the GPUs' energy counters", "power samples": "samples of the GPUs' power"}.get(str(cost.energy_from))
