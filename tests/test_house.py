@@ -345,7 +345,7 @@ def shell_faults(path: str, text: str) -> list[str]:
 def text_files() -> dict[str, str]:
     """All texts but the data of other people, without the one address that may stand: the CPU builds of torch, which every
     machine without a GPU takes."""
-    makefile = tree.texts()["Makefile"].replace("CPU_INDEX ?= https://download.py" + "torch.org/whl/cpu", "")
+    makefile = tree.texts()["Makefile"].replace("CPU_INDEX = https://download.py" + "torch.org/whl/cpu", "")
     return {path: text for path, text in tree.texts().items() if not path.endswith(".jsonl")} | {"Makefile": makefile}
 
 

@@ -51,3 +51,13 @@ def test_a_hostile_value_is_refused_and_not_run(name: str, value: str, tmp_path:
 def test_values_reach_the_command_as_one_argument() -> None:
     done = make("-n", "-o", "setup", "-o", ".venv/ready", "eval-ifeval", "MODEL=/m/x=1%@:+", "IFEVAL_DATA=d.jsonl")
     assert done.returncode == 0 and done.stdout == ".venv/bin/clustertune eval '/m/x=1%@:+' --data 'd.jsonl'\n"
+
+
+def test_what_a_user_leaves_out_has_its_default() -> None:
+    """Also where the variable is in the environment, empty."""
+    for env in ({}, {"RECIPE": "", "TORCH_BUILD": "", "CPU_INDEX": ""}):
+        assert make("-n", "-o", "setup", "run", **env).stdout == ".venv/bin/clustertune run 'recipes/tiny-oasst2'\n"
+        said = make("-n", "-W", "setup.py", "setup", **env).stdout
+        assert "torch for cpu " in said or "torch for cuda " in said
+    done = make("-n", "-p", "help").stdout
+    assert "\nCPU_INDEX = https://" in done

@@ -280,19 +280,19 @@ def attempt_rows(metrics: Metrics) -> list[Row]:
     rows = []
     for attempt in metrics.attempts:
         end = "killed, or still running" if attempt.exit_code is None else _ENDS.get(attempt.exit_code, "ended")
-        end += f" ({attempt.reason})" if attempt.reason else ""
+        end += f" ({attempt.reason})" if attempt.reason and attempt.reason != end else ""
         end += f", exit {attempt.exit_code}" if attempt.exit_code else ""
         rows.append([str(attempt.attempt), *map(number, (attempt.start_step, attempt.last_step, attempt.repeated)), end])
     return rows
 
 
 def startup_rows(metrics: Metrics) -> list[Row]:
-    """Of each attempt that took a step: its start-up, the parts that took longest first, weights read and peak memory."""
+    """Of each attempt that took a step: its start-up, weights read, peak memory, and its parts, the longest first."""
     rows = []
     for record in metrics.startups:
         parts = sorted(record.parts.items(), key=lambda part: -part[1])
         shown = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts)
-        rows.append([str(record.attempt), duration(record.seconds), shown, size(record.read_bytes), size(record.host_bytes)])
+        rows.append([str(record.attempt), duration(record.seconds), size(record.read_bytes), size(record.host_bytes), shown])
     return rows
 
 

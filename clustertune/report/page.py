@@ -135,7 +135,7 @@ class _ReportedRun:
             "scored": self._scored(),
             "data": _data(run, self.data),
             "cost": {
-                "columns": cost_columns(self.cost), "rows": cost_rows(self.cost), "note": cost_note(self.cost),
+                **cost_table(self.cost), "note": cost_note(self.cost),
                 "point_columns": point_columns(self.cost), "points": point_rows(self.points),
             },
             "axis": time_axis(metrics, self.cost.attempts),
@@ -531,7 +531,7 @@ def _better(metrics: Metrics, scored: Any) -> str:
         when, (before, after) = loss
         change = "fell" if after < before else "did not fall"
         text = f"; its loss on conversations held out {change} from {number(before, 3)} to {number(after, 3)} ({when})"
-        return f"{text}, and without scores of the base there is no interval for that."
+        return f"{text}. Whether its answers got better than the base's was not measured."
     task, key, row = rows[0]
     low, high = (f"{100 * edge:+.1f}" for edge in row["ci95"])
     change = f"{task} {shown(key)} went from {content.score(row['base'])} to {content.score(row['tuned'])}"
@@ -543,9 +543,12 @@ def _better(metrics: Metrics, scored: Any) -> str:
     return f"{text}: {change}{others}."
 
 
-def cost_columns(cost: Cost) -> list[str]:
-    """The head of :func:`cost_rows`."""
-    return ["", "#time", f"#{cost.hours_of}-hours", "#US dollars", "#kWh", "#kg CO2"]
+def cost_table(cost: Cost) -> dict[str, Any]:
+    """Columns and rows of :func:`cost_rows`, without columns of which no row has a value."""
+    rows = cost_rows(cost)
+    columns = ["", "#time", f"#{cost.hours_of}-hours", "#US dollars", "#kWh", "#kg CO2"]
+    kept = [at for at in range(len(columns)) if at < 2 or any(row[at] != UNKNOWN for row in rows)]
+    return {"columns": [columns[at] for at in kept], "rows": [[row[at] for at in kept] for row in rows]}
 
 
 def cost_rows(cost: Cost) -> list[list[str]]:
@@ -568,15 +571,18 @@ def cost_rows(cost: Cost) -> list[list[str]]:
 def cost_note(cost: Cost) -> str:
     """What the figures rest on."""
     price, co2 = cost.rates.price, cost.rates.co2
-    found = "Trained without a GPU: no price" if cost.on_cpu else "No price of this GPU stands in ops/prices.yaml"
+    found = "No price of this GPU stands in ops/prices.yaml"
+    if cost.on_cpu:
+        found = "Trained without a GPU: each process counts as one, and has no price"
     if cost.rates.usd is not None and price is not None:
         found = f"{cost.rates.usd:g} US dollars for a GPU-hour on demand (ops/prices.yaml, {price.date})"
     by = {"counter": "the GPUs' energy counters", "power samples": "samples of the GPUs' power"}.get(str(cost.energy_from))
     part = "" if cost.all_energy else "; some of it was not measured"
     energy = f"energy by {by}, of training and evaluation, without CPUs, network and cooling{part}" if by else ""
-    energy = energy or "no energy was measured"
+    if not energy:
+        return f"{found}; no energy was measured."
     factor = f"{co2:g} kg CO2 a kWh" if co2 else "no CO2 factor in the cluster file"
-    return f"{found}; {energy}; {factor}. Without a GPU each process counts as one. {UNKNOWN}: not known."
+    return f"{found}; {energy}; {factor}. {UNKNOWN}: not known."
 
 
 def point_rows(points: list[dict[str, Any]]) -> list[list[str]]:

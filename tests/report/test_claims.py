@@ -51,6 +51,8 @@ def test_a_tiny_run_on_processors_claims_no_published_model_no_gpu_and_no_money(
     assert "OpenAssistant" not in text and "tiny-oasst2" in text
     assert "US dollars" not in text and "GPU-hours" not in text
     assert document["cost"]["total"]["usd"] is None and document["cost"]["hours_of"] == "process"
+    page = run.report.read_text()
+    assert ">process-hours</th>" in page and ">US dollars</th>" not in page
     found = Watcher(run.path).look()
     live, row = draw(found), found.summary(run.path)
     assert "Process-hours" in live and "US dollars" not in live and "GPU-hours" not in live
@@ -61,9 +63,11 @@ def test_a_tiny_run_on_processors_claims_no_published_model_no_gpu_and_no_money(
 
 
 def test_a_run_on_gpus_keeps_its_model_its_price_and_its_hours(tmp_path: Path) -> None:
-    text, document = answer(made(tmp_path / "run"))
+    run = made(tmp_path / "run")
+    text, document = answer(run)
     assert text.startswith("meta-llama/Llama-3.1-405B-Instruct was fine-tuned") and "OpenAssistant/oasst2" in text
     assert "2 GPUs" in text and "US dollars" in text and document["cost"]["hours_of"] == "GPU"
+    assert ">US dollars</th>" in run.report.read_text()
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_the_start_up_of_each_attempt(tmp_path: Path) -> None:
     assert (first.parts, first.seconds, first.read_bytes, first.host_bytes) == ({"imports": 6.5, "reading": 3.0}, 9.5, 7, 20)
     assert (second.attempt, second.parts, second.seconds) == (2, {"imports": 1.0}, None)
     rows = content.startup_rows(metrics)
-    assert rows[0][:3] == ["1", duration(9.5), f"imports {duration(6.5)}, reading {duration(3.0)}"]
+    assert rows[0][:2] == ["1", duration(9.5)] and rows[0][-1] == f"imports {duration(6.5)}, reading {duration(3.0)}"
     assert metrics.unreadable_lines == 0
 
 
