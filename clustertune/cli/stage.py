@@ -21,14 +21,13 @@ from clustertune.errors import ExitCode, UserError
 if TYPE_CHECKING:
     from clustertune.cluster.schema import Staging
     from clustertune.resolve.resolved import Resolved
-    from clustertune.staging.worker import Bounds
 
 with deferred():
     from clustertune import chain
     from clustertune.cluster import load
     from clustertune.launch import allocation, cluster_paths, step
     from clustertune.resolve import resolve
-    from clustertune.staging import cache, collect, copier, needs, worker
+    from clustertune.staging import cache, collect, copy, needs
     from clustertune.staging import verify as verifying
 
 SRUN_SECONDS = 7 * 86400
@@ -55,7 +54,6 @@ def stage(
     verify: Annotated[Path | None, path_option("Check such a folder, and test it without network.", "--verify")] = None,
     clean: Annotated[bool, typer.Option("--clean", help="Remove the copies that no job uses.")] = False,
     tiny: Tiny = False,
-    workers: Annotated[int | None, typer.Option(min=1, max=256, help="Files read in parallel.")] = None,
     stall: Annotated[float | None, typer.Option(min=1, help="Give up after this many seconds without data.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")] = False,
     as_json: AsJson = False,
@@ -66,9 +64,9 @@ def stage(
     least recently used are removed to make room.
     """
     _check_modes(to, verify, clean, eval_data)
-    bounds = worker.Bounds(workers or copier.WORKERS, stall or worker.STALL_SECONDS)
+    stall = stall or copy.STALL_SECONDS
     if verify is not None:
-        _verify(verify, recipe, overrides or [], tiny, bounds, as_json)
+        _verify(verify, recipe, overrides or [], tiny, stall, as_json)
         return
     if clean:
         _clean(cluster, node_local, dry_run, as_json)
@@ -77,11 +75,11 @@ def stage(
         raise UserError("a recipe is missing", file="command line", fix="clustertune stage RECIPE, --verify DIR, or --clean")
     resolved = resolve.resolve(recipe, overrides or [], tiny=tiny)
     if to is not None:
-        _collect(resolved, overrides or [], cluster, to, eval_data, bounds, dry_run, as_json)
+        _collect(resolved, overrides or [], cluster, to, eval_data, stall, dry_run, as_json)
     elif not node_local and (nodes := _allocation()) and not dry_run:
         _on_all_nodes(nodes, cluster, as_json)
     else:
-        _locally(resolved, _staging_of(cluster), run_dir, bounds, dry_run, as_json)
+        _locally(resolved, _staging_of(cluster), run_dir, stall, dry_run, as_json)
 
 
 def _check_modes(to: Path | None, verify: Path | None, clean: bool, rows: Path | None) -> None:
@@ -146,7 +144,7 @@ def documents(labelled: str) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds: Bounds, dry_run: bool, as_json: bool) -> None:
+def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, stall: float, dry_run: bool, as_json: bool) -> None:
     """Stage on this node, byte for byte verified."""
     from clustertune.rundir import RunDir
 
@@ -156,13 +154,13 @@ def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds:
         say(f"note: {note}")
     if not sources:
         raise UserError("nothing of this recipe can be copied yet", file=resolved.name, fix=notes[0])
-    stager = cache.Stager(cache.open_cache(staging), bounds)
+    stager = cache.Stager(cache.open_cache(staging), stall)
     host = os.uname().nodename
     if dry_run:
         plans = [stager.plan(source) for source in sources]
         for plan in plans:
             there = "is there, and would be verified" if plan["there"] else f"would be copied from {plan['from']}"
-            say(f"{plan['what']} {plan['name']}: {worker.amount(plan['bytes'])} in {plan['files']} files {there}")
+            say(f"{plan['what']} {plan['name']}: {copy.amount(plan['bytes'])} in {plan['files']} files {there}")
         reply(as_json, {"host": host, "trees": plans, "notes": notes})
         return
     staged = []
@@ -171,7 +169,7 @@ def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds:
             staged.append(stager.stage(source))
             body = staged[-1].as_json()
             how = "was there, and is whole" if body["reused"] else f"{body['seconds']:.1f} s, {body['gb_s']:.2f} GB/s"
-            say(f"{body['what']} {body['name']}: {worker.amount(body['bytes'])}, {how}: {body['path']}")
+            say(f"{body['what']} {body['name']}: {copy.amount(body['bytes'])}, {how}: {body['path']}")
     finally:
         for item in staged:
             item.release()
@@ -187,22 +185,22 @@ def _clean(cluster: str | None, node_local: bool, dry_run: bool, as_json: bool) 
     removed: list[dict[str, Any]] = []
     in_use: list[dict[str, Any]] = []
     for tree in staged.trees():
-        gone = not dry_run and staged.remove(tree.key, tree, say, "as asked")
+        gone = not dry_run and staged.remove(tree, say, "as asked")
         (removed if gone else in_use).append({"path": str(staged.folder(tree.key)), "bytes": tree.bytes})
         if not gone:
             word = "would be removed unless a job uses it" if dry_run else "stays: a job uses it"
-            say(f"{staged.folder(tree.key)} ({worker.amount(tree.bytes)}) {word}")
+            say(f"{staged.folder(tree.key)} ({copy.amount(tree.bytes)}) {word}")
     if not removed and not in_use:
         say(f"nothing in {staged.root}")
     reply(as_json, {"host": os.uname().nodename, "removed": removed, "kept": in_use})
 
 
 def _collect(
-    resolved: Resolved, overrides: list[str], cluster: str | None, out: Path, rows: Path | None, bounds: Bounds,
+    resolved: Resolved, overrides: list[str], cluster: str | None, out: Path, rows: Path | None, stall: float,
     dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Everything into one folder."""
-    collector = collect.Collector(resolved, load.load_cluster(cluster), out, rows, bounds)
+    collector = collect.Collector(resolved, load.load_cluster(cluster), out, rows, stall)
     collector.check()
     with secrets.lent(secrets.of_the_hub()):
         parts = collector.plan()
@@ -215,14 +213,14 @@ def _collect(
     for note in collector.notes:
         say(f"note: {note}" if not note.startswith("warning") else note)
     if not dry_run:
-        say(f"{out}: {summary['files']} files, {worker.amount(summary['bytes'])}")
+        say(f"{out}: {summary['files']} files, {copy.amount(summary['bytes'])}")
         say(f"next: clustertune stage --verify {out}, then carry it over and run with staged={out}")
     reply(as_json, summary)
 
 
-def _verify(folder: Path, recipe: str | None, overrides: list[str], tiny: bool, bounds: Bounds, as_json: bool) -> None:
+def _verify(folder: Path, recipe: str | None, overrides: list[str], tiny: bool, stall: float, as_json: bool) -> None:
     """Sums, and the rehearsal without network."""
-    verdict = verifying.verify(folder, recipe, overrides, tiny=tiny, bounds=bounds, tell=say)
+    verdict = verifying.verify(folder, recipe, overrides, tiny=tiny, stall=stall, tell=say)
     error = UserError(verdict.problems)
     if verdict.problems:
         show_error(error)
