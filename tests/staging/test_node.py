@@ -192,16 +192,20 @@ def test_a_job_on_copies_trains_the_same_weights(jobs: tuple[Job, Job, Path]) ->
 @pytest.mark.jobs
 @pytest.mark.timeout(600)
 def test_by_hand_in_an_allocation(slurm: TemporaryCluster, jobs: tuple[Job, Job, Path], tmp_path: Path) -> None:
-    """``clustertune stage`` in a job copies on every node of it, and says what each has."""
+    """In a job's shell ``clustertune stage`` names the way to all nodes; by srun it copies on every node."""
     near, _, _ = jobs
     cluster = near.words[near.words.index("--cluster") + 1]
-    script = tmp_path / "stage.sh"
-    words = f"stage recipes/tiny-oasst2 --tiny --cluster {cluster} --run-dir {near.run} --json"
-    script.write_text(f"#!/bin/bash\n{REPO}/.venv/bin/python -m clustertune {words} > {tmp_path}/out.json\n")
+    script, out = tmp_path / "stage.sh", tmp_path / "out"
+    command = (
+        f"{REPO}/.venv/bin/python -m clustertune stage recipes/tiny-oasst2 --tiny --cluster {cluster} --run-dir {near.run}"
+    )
+    script.write_text(f"#!/bin/bash\n{command}\nsrun --ntasks-per-node=1 --output={out}-%n.json {command} --json\n")
     options = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", f"--output={tmp_path}/log"]
     number = slurm.submit(script, options=options, cwd=REPO)
     ended = slurm.wait(number)
-    assert ended["ExitCode"] == "0:0", (tmp_path / "log").read_text()
-    body = json.loads((tmp_path / "out.json").read_text())
-    assert [item["node"] for item in body["nodes"]] == ["node1", "node2"]
-    assert all(tree["reused"] for item in body["nodes"] for tree in item["trees"])
+    log = (tmp_path / "log").read_text()
+    assert ended["ExitCode"] == "0:0" and "on all 2 nodes: srun --ntasks-per-node=1" in log, log
+    for number in range(2):
+        text = Path(f"{out}-{number}.json").read_text()
+        body = json.loads(text[text.index("{") : text.rindex("}") + 1])
+        assert body["host"] == f"node{number + 1}" and all(tree["reused"] for tree in body["trees"])
