@@ -471,9 +471,9 @@ def _publish(
 
 # The bill of materials beside an image: CycloneDX 1.6 as JSON.
 #
-# Our own in place of cyclonedx-bom 7.5: `cyclonedx-py environment` has to run inside the image and lists Python packages without
-# the hash of the wheel that was installed; `cyclonedx-py requirements` knows the hashes, and no licence and no dependency. Neither
-# lists the distribution's packages. Images are also built where no Python package is installed yet.
+# Our own in place of cyclonedx-bom 7.5: `cyclonedx-py environment` must run in the image and lists Python packages without
+# the hash of the installed wheel; `cyclonedx-py requirements` knows hashes, but no licences and no dependencies. Neither lists
+# the distribution's packages. Images are also built where no Python package is installed yet.
 # `uv export --format cyclonedx1.5` (uv 0.13.9) lists a project with a uv.lock; it takes no requirement locks with hashes.
 
 
