@@ -33,6 +33,7 @@ from clustertune.nccl_check import check
 from clustertune.process import STOP_SIGNALS, Stopped, end
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, RunDir, keep_private
+from clustertune.staging import node as staging
 from clustertune.training.events import EventLog
 
 CONTROLLER_SECONDS = 900.0
@@ -199,6 +200,10 @@ class JobChain(chain.Chain):
         say(f"attempt {plan.attempt}: {plan.world_size} ranks on {', '.join(node.name for node in plan.nodes)}")
         contained = self.cluster.container.runtime in container.RUNTIMES
         ask = stop_request_file(folder).touch if contained else None
+        if staging.is_on(self.resolved, self.cluster):
+            # A step of its own: it ends when every node has its copies, and no rank waits in a collective for one that copies.
+            copies = staging_command(self.resolved, self.run.path, plan.attempt, self.cluster, self.allocation)
+            step.run_step(copies, self.signals, self.still_mine, ask=stop_request_file(folder).touch)
         step.run_step(command, self.signals, self.still_mine, lambda: any_node_failed(folder, plan), ask)
         return bool(self.signals)
 
@@ -214,6 +219,13 @@ def step_command(
     """``srun`` of the node's program, in the cluster's container if it has one. ``environ``: of the batch script."""
     command, inside = step.node_command(run_path, attempt), megatron.of_training(resolved, cluster)
     return step.in_job(command, inside, allocation, binds=container.paths_of(resolved, run_path), environ=environ)
+
+
+def staging_command(resolved: Resolved, run_path: Path, attempt: int, cluster: Cluster, allocation: Allocation) -> list[str]:
+    """``srun`` of the copies on every node. One that fails leaves the others theirs."""
+    command, inside = staging.step_command(run_path, attempt), megatron.of_training(resolved, cluster)
+    binds = container.paths_of(resolved, run_path)
+    return step.in_job(command, inside, allocation, binds=binds, options=["--kill-on-bad-exit=0"])
 
 
 def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:

@@ -36,7 +36,8 @@ from clustertune.report import cost
 from clustertune.report.cost import failures
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
-from clustertune.staging import bundle, needs, node, worker
+from clustertune.staging import bundle, needs, node
+from clustertune.staging.copy import amount
 from clustertune.storage import is_full, storage_cause
 from clustertune.training import bench_schedule, tracker
 from clustertune.training.heartbeat import Attempt, Heartbeat
@@ -272,7 +273,7 @@ def _tell_staged(run: RunDir, session: Session, found: list[dict[str, Any]]) -> 
         session.log.write("staged", **record)
         for tree in record["trees"]:
             how = "was there" if tree["reused"] else f"{tree['seconds']:.1f} s, {tree['gb_s']:.2f} GB/s"
-            session.tell(f"staged on {record['host']}: {tree['name']}, {worker.amount(tree['bytes'])}, {how}")
+            session.tell(f"staged on {record['host']}: {tree['name']}, {amount(tree['bytes'])}, {how}")
         for text in record["warnings"]:
             session.tell(f"warning: {record['host']}: {text}")
     if found:

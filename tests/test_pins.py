@@ -16,7 +16,7 @@ import pytest
 from tests import tree
 
 HOME = "containers/versions.env"
-LINE = re.compile(r"(PY|DEV|BUILD|EXTRA|REF)_([A-Z0-9_]+)=([0-9][^\s#]*)")
+LINE = re.compile(r"(PY|DEV|BUILD|EXTRA|REF|TOOL)_([A-Z0-9_]+)=([0-9][^\s#]*)")
 DATE = re.compile(r"DATE_[A-Z0-9_]+=\d{4}-\d{2}-\d{2}")
 
 EVIDENCE = re.compile(

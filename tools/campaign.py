@@ -407,11 +407,10 @@ def damage(seed: int, workspace: Workspace) -> Done:
     elif kind == "parcel":
         from clustertune.errors import UserError
         from clustertune.staging import verify
-        from clustertune.staging.worker import Bounds
 
         verdict = verify.Verification()
         try:
-            verify._check_sums(copied, manifest.read_manifest(copied, "parcel"), verdict, Bounds())
+            verify.check_sums(copied, manifest.read_manifest(copied, "parcel"), verdict, 120)
             problems = verdict.problems
         except UserError as error:
             problems = error.problems

@@ -24,7 +24,6 @@ from clustertune.cluster.schema import Staging
 from clustertune.console import emit_json, say
 from clustertune.manifest import SHA256, hash_file
 from clustertune.staging.cache import SourceFolder, Stager, open_cache
-from clustertune.staging.worker import Bounds
 from tools.merge_bench import copy, evict
 
 SHARD = 1 << 30
@@ -55,7 +54,7 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def measure(base: Path, size: int, rounds: int, workers: int, digests: bool) -> dict[str, Any]:
+def measure(base: Path, size: int, rounds: int, digests: bool) -> dict[str, Any]:
     """Bytes, and the seconds of each round for each way."""
     source, copied, local = base / "source", base / "copied", base / "local"
     make_source(source, size, digests)
@@ -64,7 +63,7 @@ def measure(base: Path, size: int, rounds: int, workers: int, digests: bool) -> 
     def stage() -> None:
         local.mkdir(exist_ok=True)
         on = open_cache(Staging(path=str(local), gb=size / 1e9 + 1))
-        Stager(on, Bounds(workers=workers), tell=lambda _: None).stage(wanted).release()
+        Stager(on, tell=lambda _: None).stage(wanted).release()
 
     seconds: dict[str, list[float]] = {"cp": [], "stage": [], "verify": []}
     for number in range(rounds):
@@ -88,13 +87,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--place", type=Path, default=None, help="a folder on the disk to measure; without it a temporary one")
     parser.add_argument("--digests", action="store_true", help="the source names SHA-256, as the Hub's cache does")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="clustertune-bench-", dir=given.place) as base:
-        found = measure(Path(base), int(given.gb * 1e9) >> 23 << 23, given.rounds, given.workers, given.digests)
+        found = measure(Path(base), int(given.gb * 1e9) >> 23 << 23, given.rounds, given.digests)
     medians = {way: statistics.median(values) for way, values in found["seconds"].items()}
     found |= {"median": medians, "cpus": os.cpu_count(), "python": platform.python_version()}
     if given.json:

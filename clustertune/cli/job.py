@@ -206,7 +206,7 @@ def node(
                 "the node's number is missing: SLURM_NODEID is not set", key="--node", fix="give --node, or start it with srun"
             )
         node_rank = int(text)
-    raise typer.Exit(launch_node.main(run_dir, attempt, node_rank, quiet=quiet, around=staging_node.staged))
+    raise typer.Exit(launch_node.main(run_dir, attempt, node_rank, quiet=quiet, around=staging_node.leased))
 
 
 def part(

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,18 +17,14 @@ from clustertune.errors import ExitCode, UserError
 if TYPE_CHECKING:
     from clustertune.cluster.schema import Staging
     from clustertune.resolve.resolved import Resolved
-    from clustertune.staging.worker import Bounds
 
 with deferred():
     from clustertune import chain
     from clustertune.cluster import load
-    from clustertune.launch import allocation, cluster_paths, step
+    from clustertune.launch import cluster_paths
     from clustertune.resolve import resolve
-    from clustertune.staging import cache, collect, copier, needs, worker
+    from clustertune.staging import cache, collect, copy, needs
     from clustertune.staging import verify as verifying
-
-SRUN_SECONDS = 7 * 86400
-"""The longest job of common sites: each node gives up by itself long before."""
 
 
 def add(app: typer.Typer) -> None:
@@ -44,9 +36,6 @@ def stage(
     recipe: OptionalRecipe = None,
     overrides: Overrides = None,
     cluster: ClusterOption = None,
-    node_local: Annotated[
-        bool, typer.Option("--node-local", help="Copy only on this node. Default: all of the allocation.")
-    ] = False,
     run_dir: Annotated[Path | None, path_option("Run whose data is copied. Default: the recipe's.")] = None,
     to: Annotated[Path | None, path_option("Collect everything the recipe needs in this folder.", "--to")] = None,
     eval_data: Annotated[
@@ -55,33 +44,30 @@ def stage(
     verify: Annotated[Path | None, path_option("Check such a folder, and test it without network.", "--verify")] = None,
     clean: Annotated[bool, typer.Option("--clean", help="Remove the copies that no job uses.")] = False,
     tiny: Tiny = False,
-    workers: Annotated[int | None, typer.Option(min=1, max=256, help="Files read in parallel.")] = None,
     stall: Annotated[float | None, typer.Option(min=1, help="Give up after this many seconds without data.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Copy model and data to local disks, or into a bundle.
 
-    A bundle is for machines without network. In an allocation every node copies. Existing copies are verified and kept; the
-    least recently used are removed to make room.
+    A bundle is for machines without network. Copies are made on this node; existing ones are verified and kept, the least
+    recently used are removed to make room. Every training job copies by itself, on all of its nodes.
     """
     _check_modes(to, verify, clean, eval_data)
-    bounds = worker.Bounds(workers or copier.WORKERS, stall or worker.STALL_SECONDS)
+    stall = stall or copy.STALL_SECONDS
     if verify is not None:
-        _verify(verify, recipe, overrides or [], tiny, bounds, as_json)
+        _verify(verify, recipe, overrides or [], tiny, stall, as_json)
         return
     if clean:
-        _clean(cluster, node_local, dry_run, as_json)
+        _clean(cluster, dry_run, as_json)
         return
     if recipe is None:
         raise UserError("a recipe is missing", file="command line", fix="clustertune stage RECIPE, --verify DIR, or --clean")
     resolved = resolve.resolve(recipe, overrides or [], tiny=tiny)
     if to is not None:
-        _collect(resolved, overrides or [], cluster, to, eval_data, bounds, dry_run, as_json)
-    elif not node_local and (nodes := _allocation()) and not dry_run:
-        _on_all_nodes(nodes, cluster, as_json)
+        _collect(resolved, overrides or [], cluster, to, eval_data, stall, dry_run, as_json)
     else:
-        _locally(resolved, _staging_of(cluster), run_dir, bounds, dry_run, as_json)
+        _locally(resolved, _staging_of(cluster), run_dir, stall, dry_run, as_json)
 
 
 def _check_modes(to: Path | None, verify: Path | None, clean: bool, rows: Path | None) -> None:
@@ -93,11 +79,11 @@ def _check_modes(to: Path | None, verify: Path | None, clean: bool, rows: Path |
         raise UserError("--eval-data is for --to", file="command line", fix=fix)
 
 
-def _allocation() -> tuple[str, ...]:
-    """The nodes of the Slurm job that this runs in; empty outside of one, and within one of its steps."""
-    if "SLURM_JOB_ID" not in os.environ or "SLURM_STEP_ID" in os.environ or shutil.which("srun") is None:
-        return ()
-    return allocation.read().nodes
+def _note_other_nodes() -> None:
+    """In the shell of a Slurm job of several nodes: how the others get their copies."""
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    if nodes != "1" and "SLURM_STEP_ID" not in os.environ:
+        say(f"note: only on {os.uname().nodename}; on all {nodes} nodes: srun --ntasks-per-node=1 clustertune stage ...")
 
 
 def _staging_of(cluster: str | None) -> Staging:
@@ -109,45 +95,9 @@ def _staging_of(cluster: str | None) -> Staging:
     return machine.storage.staging
 
 
-def _on_all_nodes(nodes: tuple[str, ...], cluster: str | None, as_json: bool) -> None:
-    """This same command on every node of the allocation; the worst exit code of all is this one's."""
-    machine = load.load_cluster(cluster)
-    _staging_of(cluster)
-    given = [word for word in sys.argv[1:] if word != "--json"]
-    command_line = [sys.executable, "-m", "clustertune", *given, "--node-local", "--json"]
-    shape: dict[str, Any] = {"nodes": len(nodes), "cpus": None, "gpus": False}
-    command = step.in_step(command_line, machine, binds=[Path.cwd()], environ=os.environ, **shape)
-    command = [word for word in command if word != "--kill-on-bad-exit=1"]  # one that fails leaves the others their copies
-    command.insert(1, "--label")
-    say(f"on {', '.join(nodes)}")
-    null, pipe = subprocess.DEVNULL, subprocess.PIPE
-    done = subprocess.run(command, stdin=null, stdout=pipe, text=True, timeout=SRUN_SECONDS, check=False)
-    found = documents(done.stdout)
-    reply(as_json, {"nodes": [{"node": nodes[at] if at < len(nodes) else str(at), **body} for at, body in found.items()]})
-    if done.returncode:
-        raise typer.Exit(done.returncode)
-
-
-def documents(labelled: str) -> dict[int, dict[str, Any]]:
-    """The JSON document of each task, out of what ``srun --label`` mixes line by line (``0: {``)."""
-    texts: dict[int, list[str]] = {}
-    for line in labelled.splitlines():
-        label, colon, text = line.partition(": ")
-        if colon and label.strip().isdigit():
-            texts.setdefault(int(label), []).append(text)
-        elif line.rstrip().endswith(":") and line.rstrip(": ").strip().isdigit():
-            continue
-    found = {}
-    for task, lines in sorted(texts.items()):
-        try:
-            found[task] = json.loads("\n".join(lines))
-        except ValueError:
-            found[task] = {"unreadable": "\n".join(lines)[:500]}
-    return found
-
-
-def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds: Bounds, dry_run: bool, as_json: bool) -> None:
+def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, stall: float, dry_run: bool, as_json: bool) -> None:
     """Stage on this node, byte for byte verified."""
+    _note_other_nodes()
     from clustertune.rundir import RunDir
 
     run = RunDir(run_dir or chain.default_run_dir(resolved, cluster_paths.runs(cluster_paths.local_cluster())))
@@ -156,13 +106,13 @@ def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds:
         say(f"note: {note}")
     if not sources:
         raise UserError("nothing of this recipe can be copied yet", file=resolved.name, fix=notes[0])
-    stager = cache.Stager(cache.open_cache(staging), bounds)
+    stager = cache.Stager(cache.open_cache(staging), stall)
     host = os.uname().nodename
     if dry_run:
         plans = [stager.plan(source) for source in sources]
         for plan in plans:
             there = "is there, and would be verified" if plan["there"] else f"would be copied from {plan['from']}"
-            say(f"{plan['what']} {plan['name']}: {worker.amount(plan['bytes'])} in {plan['files']} files {there}")
+            say(f"{plan['what']} {plan['name']}: {copy.amount(plan['bytes'])} in {plan['files']} files {there}")
         reply(as_json, {"host": host, "trees": plans, "notes": notes})
         return
     staged = []
@@ -171,38 +121,36 @@ def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds:
             staged.append(stager.stage(source))
             body = staged[-1].as_json()
             how = "was there, and is whole" if body["reused"] else f"{body['seconds']:.1f} s, {body['gb_s']:.2f} GB/s"
-            say(f"{body['what']} {body['name']}: {worker.amount(body['bytes'])}, {how}: {body['path']}")
+            say(f"{body['what']} {body['name']}: {copy.amount(body['bytes'])}, {how}: {body['path']}")
     finally:
         for item in staged:
             item.release()
     reply(as_json, {"host": host, "trees": [item.as_json() for item in staged], "notes": notes})
 
 
-def _clean(cluster: str | None, node_local: bool, dry_run: bool, as_json: bool) -> None:
-    """Remove the copies on this node, or on all nodes of the allocation, that are not in use."""
-    if not node_local and (nodes := _allocation()) and not dry_run:
-        _on_all_nodes(nodes, cluster, as_json)
-        return
+def _clean(cluster: str | None, dry_run: bool, as_json: bool) -> None:
+    """Remove the copies on this node that are not in use."""
+    _note_other_nodes()
     staged = cache.open_cache(_staging_of(cluster))
     removed: list[dict[str, Any]] = []
     in_use: list[dict[str, Any]] = []
     for tree in staged.trees():
-        gone = not dry_run and staged.remove(tree.key, tree, say, "as asked")
+        gone = not dry_run and staged.remove(tree, say, "as asked")
         (removed if gone else in_use).append({"path": str(staged.folder(tree.key)), "bytes": tree.bytes})
         if not gone:
             word = "would be removed unless a job uses it" if dry_run else "stays: a job uses it"
-            say(f"{staged.folder(tree.key)} ({worker.amount(tree.bytes)}) {word}")
+            say(f"{staged.folder(tree.key)} ({copy.amount(tree.bytes)}) {word}")
     if not removed and not in_use:
         say(f"nothing in {staged.root}")
     reply(as_json, {"host": os.uname().nodename, "removed": removed, "kept": in_use})
 
 
 def _collect(
-    resolved: Resolved, overrides: list[str], cluster: str | None, out: Path, rows: Path | None, bounds: Bounds,
+    resolved: Resolved, overrides: list[str], cluster: str | None, out: Path, rows: Path | None, stall: float,
     dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Everything into one folder."""
-    collector = collect.Collector(resolved, load.load_cluster(cluster), out, rows, bounds)
+    collector = collect.Collector(resolved, load.load_cluster(cluster), out, rows, stall)
     collector.check()
     with secrets.lent(secrets.of_the_hub()):
         parts = collector.plan()
@@ -215,14 +163,14 @@ def _collect(
     for note in collector.notes:
         say(f"note: {note}" if not note.startswith("warning") else note)
     if not dry_run:
-        say(f"{out}: {summary['files']} files, {worker.amount(summary['bytes'])}")
+        say(f"{out}: {summary['files']} files, {copy.amount(summary['bytes'])}")
         say(f"next: clustertune stage --verify {out}, then carry it over and run with staged={out}")
     reply(as_json, summary)
 
 
-def _verify(folder: Path, recipe: str | None, overrides: list[str], tiny: bool, bounds: Bounds, as_json: bool) -> None:
+def _verify(folder: Path, recipe: str | None, overrides: list[str], tiny: bool, stall: float, as_json: bool) -> None:
     """Sums, and the rehearsal without network."""
-    verdict = verifying.verify(folder, recipe, overrides, tiny=tiny, bounds=bounds, tell=say)
+    verdict = verifying.verify(folder, recipe, overrides, tiny=tiny, stall=stall, tell=say)
     error = UserError(verdict.problems)
     if verdict.problems:
         show_error(error)

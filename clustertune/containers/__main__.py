@@ -27,11 +27,11 @@ def _lock_check(args: argparse.Namespace) -> None:
         return
     accepted = lock.accepted()
     try:
-        known = lock.ask(locks.values(), args.database)
-    except lock.NoDatabase as error:
+        problems = lock.audit(locks.values(), accepted, args.database)
+    except lock.NotAudited as error:
         say(f"not done: known vulnerabilities ({error}); a mirror: make lock-check DATABASE=<address>")
         return
-    raise_if(lock.judge(known, accepted))
+    raise_if(problems)
     say(f"known vulnerabilities: none but {len(accepted)} with a reason")
 
 

@@ -10,12 +10,9 @@ import platform
 import re
 import shlex
 import shutil
-import ssl
 import subprocess
 import tempfile
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -158,28 +155,6 @@ def base_of(what: BuildRequest, python: str, say: Say) -> BaseImage:
     return BaseImage(what.base or pins.read_bases()["BASE_MEGATRON" if what.definition == "megatron" else "BASE_TRAIN"])
 
 
-REGISTRIES = {"docker.io": "registry-1.docker.io"}
-"""Where a registry answers, if not at its name."""
-REGISTRY_SECONDS = 10
-
-
-def look_for_registry(base: BaseImage, say: Say) -> None:
-    """Warn where the base's registry does not answer, before gigabytes are fetched. An engine may know a mirror."""
-    if base.archive is not None:
-        return
-    named = base.name.partition("/")[0]
-    host = named if re.search(r"[.:]|^localhost$", named) else "docker.io"
-    try:
-        with urllib.request.urlopen(f"https://{REGISTRIES.get(host, host)}/v2/", timeout=REGISTRY_SECONDS):
-            return
-    except urllib.error.HTTPError:
-        return  # it asks who we are
-    except OSError as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        if not isinstance(reason, ssl.SSLError):
-            say(f"note: {host} does not answer ({reason}): without a mirror of it the build fails at its base -> BASE=standin")
-
-
 def labels(lock: PackageLock | None, base: BaseImage) -> dict[str, str]:
     """The build arguments that become labels."""
     if lock is None:
@@ -311,7 +286,6 @@ def _gathered(what: BuildRequest, lock: PackageLock | None, recipe: str, image: 
         # One build at a time: base and wheels are kept for the next one.
         with in_turn(WORK / "lock", lambda: say("another build is collecting its packages: waiting for it")):
             base = base_of(what, lock.python if lock else "3.12", say)
-            look_for_registry(base, say)
             if lock:
                 folder = WORK / "wheels" / "+".join((lock.name, *what.extras))
                 wheels = wheelhouse.fill(lock, folder, WORK / "tools", say)
@@ -497,8 +471,9 @@ def _publish(
 
 # The bill of materials beside an image: CycloneDX 1.6 as JSON.
 #
-# Our own in place of cyclonedx-bom 7.5: that lists a Python environment, without the distribution's packages and without the
-# hash of the wheel that was installed. Images are also built where no Python package is installed yet.
+# Our own in place of cyclonedx-bom 7.5: `cyclonedx-py environment` must run in the image and lists Python packages without
+# the hash of the installed wheel; `cyclonedx-py requirements` knows hashes, but no licences and no dependencies. Neither lists
+# the distribution's packages. Images are also built where no Python package is installed yet.
 # `uv export --format cyclonedx1.5` (uv 0.13.9) lists a project with a uv.lock; it takes no requirement locks with hashes.
 
 

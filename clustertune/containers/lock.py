@@ -14,16 +14,15 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from clustertune.containers import pins
-from clustertune.containers.pins import BUILD, DEV, EXTRA, FOLDER, PY, REF, Pins, normal
+from clustertune.containers.pins import BUILD, DEV, EXTRA, FOLDER, PY, REF, TOOL, Pins, normal
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if
+from clustertune.process import captured
 
 # --- the files --------------------------------------------------------------------------------------------------------
 
@@ -404,30 +403,16 @@ def check_all(say: Callable[[str], None], *, fresh: bool = True) -> dict[str, Pa
 
 # --- vulnerabilities ------------------------------------------------------------------------------------------------------
 
-# Known vulnerabilities of what is locked, from the OSV database (osv.dev), where it can be had.
-#
-# Our own in place of pip-audit 2.10: that asks for one package a request (about 1,300 for the locks, here three of 500), asks
-# for torch's ``2.13.0+cpu``, which the database does not know, and brings 30 packages.
-# `uv audit` (uv 0.13.9, a preview) audits a project with a uv.lock; it takes no requirement locks with hashes, which these are.
+# Known vulnerabilities of what is locked, from the OSV database (osv.dev), by pip-audit in an environment that uv makes for it.
 
 DATABASE = "https://api.osv.dev"
-"""Documented at https://google.github.io/osv.dev/post-v1-querybatch/ ."""
 ACCEPTED = FOLDER / "vulnerabilities.txt"
 """``ID reason``, a line each: what is known and lived with."""
-TIMEOUT_SECONDS = 30
-_BATCH = 500
+AUDIT_SECONDS = 1800
 
 
-class NoDatabase(Exception):
+class NotAudited(Exception):
     """The vulnerability database cannot be reached, or its answer has another form."""
-
-
-class Vulnerability(NamedTuple):
-    """One entry of the database that concerns a locked version."""
-
-    package: str
-    version: str
-    id: str
 
 
 def accepted(path: Path = ACCEPTED) -> Mapping[str, str]:
@@ -444,45 +429,36 @@ def accepted(path: Path = ACCEPTED) -> Mapping[str, str]:
     return found
 
 
-def ask(locks: Iterable[PackageLock], address: str = DATABASE) -> list[Vulnerability]:
-    """What the database at ``address`` knows of the locked versions, each once. Raises NoDatabase where it does not answer."""
-    pairs = sorted({(entry.name, entry.version.partition("+")[0]) for lock in locks for entry in lock.entries.values()})
-    if not address.startswith(("https://", "http://")):
-        raise NoDatabase(f"{address}: no web address")
-    found = []
-    for start in range(0, len(pairs), _BATCH):
-        batch = pairs[start : start + _BATCH]
-        answers = _query(address, batch)
-        if len(answers) != len(batch):
-            raise NoDatabase(f"{address}: {len(answers)} answers to {len(batch)} questions")
-        for (name, version), answer in zip(batch, answers, strict=True):
-            found += [Vulnerability(name, version, str(item["id"])) for item in answer.get("vulns", [])]
-    return found
+def audit(locks: Iterable[PackageLock], accepted_ids: Mapping[str, str], database: str = DATABASE) -> list[Problem]:
+    """A problem for each locked version with a known vulnerability and no written reason to keep it.
 
-
-def _query(address: str, pairs: list[tuple[str, str]]) -> list[Mapping[str, list[Mapping[str, object]]]]:
-    queries = [{"package": {"name": name, "ecosystem": "PyPI"}, "version": version} for name, version in pairs]
-    request = urllib.request.Request(  # noqa: S310 (its scheme was looked at)
-        f"{address}/v1/querybatch", json.dumps({"queries": queries}).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:  # noqa: S310
-            answers = json.load(response)["results"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise NoDatabase(f"{address}: {reason}") from error
-    if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
-        raise NoDatabase(f"{address}: an answer without results")
-    return answers
-
-
-def judge(found: Iterable[Vulnerability], accepted_ids: Mapping[str, str]) -> list[Problem]:
-    """A problem for each package with a known vulnerability and no written reason to keep it."""
-    by_package: dict[tuple[str, str], list[str]] = {}
-    for known in found:
-        if known.id not in accepted_ids:
-            by_package.setdefault((known.package, known.version), []).append(known.id)
-    fix = "move its pin, or write the id with a reason into containers/vulnerabilities.txt"
-    return [
-        Problem(f"{version}: {', '.join(ids)}", "containers/*.lock", name, fix) for (name, version), ids in by_package.items()
-    ]
+    ``database``: the address of osv.dev or a mirror. Raises NotAudited where it does not answer.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            pins.find_tool("uv"), "tool", "run", "--quiet", f"pip-audit@{pins.read()[TOOL]['pip-audit']}",
+            "--vulnerability-service", "osv", "--osv-url", f"{database}/v1/query", "--no-deps", "--disable-pip",
+            "--progress-spinner", "off", "--format", "json", "--desc", "off",
+        ]  # fmt: skip
+        for lock in locks:
+            # The database does not know torch's mark of a build (2.13.0+cpu).
+            lines = (f"{entry.name}=={entry.version.partition('+')[0]}\n" for entry in lock.entries.values())
+            file = Path(folder, f"{lock.name}.txt")
+            file.write_text("".join(lines))
+            command += ["--requirement", str(file)]
+        try:
+            done = captured(command, AUDIT_SECONDS)
+            packages = json.loads(done.stdout)["dependencies"]
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NotAudited(f"{database}: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            reason = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+            raise NotAudited(f"{database}: {reason}") from error
+    fix, problems = "move its pin, or write the id with a reason into containers/vulnerabilities.txt", []
+    for package in packages:
+        if "skip_reason" in package:
+            raise NotAudited(f"{package['name']}: {package['skip_reason']}")
+        ids = [known["id"] for known in package["vulns"] if not accepted_ids.keys() & {known["id"], *known["aliases"]}]
+        if ids:
+            problems.append(Problem(f"{package['version']}: {', '.join(ids)}", "containers/*.lock", package["name"], fix))
+    return problems

@@ -16,9 +16,9 @@ FOLDER = ROOT / "containers"
 FILE = FOLDER / "versions.env"
 BASES = FOLDER / "base.env"
 
-PY, DEV, BUILD, EXTRA, REF, DATE = "PY", "DEV", "BUILD", "EXTRA", "REF", "DATE"
-GROUPS = (PY, DEV, BUILD, EXTRA, REF)
-"""The stack, tools of tests and lint, tools of image builds, optional layers, the source document's stack."""
+PY, DEV, BUILD, EXTRA, REF, TOOL, DATE = "PY", "DEV", "BUILD", "EXTRA", "REF", "TOOL", "DATE"
+GROUPS = (PY, DEV, BUILD, EXTRA, REF, TOOL)
+"""The stack, tools of tests and lint, tools of image builds, optional layers, the source document's stack, what uv runs."""
 _VERSION = re.compile(rf"({'|'.join(GROUPS)})_([A-Z0-9_]+)=([0-9][^\s#]*)")
 _DATE = re.compile(r"DATE_([A-Z0-9_]+)=(\d{4}-\d{2}-\d{2})")
 _BASE = re.compile(r"([A-Z0-9_]+)=(\S+)")

@@ -1,8 +1,9 @@
-"""The staging folder of a node: one tree for each model or dataset, who uses it, and what makes room for the next.
+"""The staging folder of a node: one tree for each model or dataset, who reads it, and what makes room for the next.
 
 ``PATH/clustertune-UID/KEY/`` holds ``MANIFEST.json`` (written last) and the tree in a folder that has the source's name. Beside
-it lies ``KEY.lock``: a job that fills or removes the tree holds it alone, jobs that read from it share it. The kernel frees a
-lock with its process, so that a killed job uses nothing; the file's time says when the tree was used last.
+it lies ``KEY.lock``: jobs that read from a tree share it, who repairs or removes the tree holds it alone. One process at a time
+fills the cache (``.lock``). The kernel frees a lock with its process, so that a killed job uses nothing; the time of
+``KEY.lock`` says when the tree was used last.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,12 @@ from clustertune import lock
 from clustertune.cluster.schema import Staging
 from clustertune.console import say
 from clustertune.errors import ExitCode, UserError, storage_error, storing
-from clustertune.manifest import MANIFEST, FileRecord, fsync_path, list_files, parse_record, read_manifest, seal, write_durably
-from clustertune.staging import worker
-from clustertune.staging.copier import SourceFile
-from clustertune.staging.worker import Bounds, amount
+from clustertune.manifest import MANIFEST, XXH3_128, fsync_path, list_files, read_manifest, seal
+from clustertune.staging import copy
+from clustertune.staging.copy import STALL_SECONDS, amount
+from clustertune.staging.files import SourceFile
 
 KIND = "staged"
-PLANNED = ".planned.tmp"
-"""Bytes that a tree will take, while it is filled: room that is promised is not given twice."""
-JOURNAL = ".whole.tmp"
-"""The files that are whole, one JSON line each, while the tree is filled."""
 SPARE = 64 << 20
 """Bytes of the disk that are left free."""
 
@@ -48,7 +45,6 @@ class CachedTree:
     bytes: int
     used: float
     """Unix time."""
-    whole: bool
 
 
 @dataclass(frozen=True)
@@ -75,18 +71,19 @@ class StagingCache:
                 used = self.lock_file(path.name).stat().st_mtime
             except OSError:
                 used = 0.0
-            found.append(CachedTree(path.name, tree_bytes(path), used, (path / MANIFEST).exists()))
+            found.append(CachedTree(path.name, tree_bytes(path), used))
         return sorted(found, key=lambda tree: tree.used)
 
     def shared(self, key: str, *, wait: Callable[[str], None]) -> TreeLock:
-        """Share a tree with all who read from it. ``wait``: called once with who fills or removes it."""
+        """Share a tree with all who read from it. ``wait``: called once with who repairs or removes it."""
         fd = lock.take(self.lock_file(key), fcntl.LOCK_SH, wait, in_cache=True)
         assert not isinstance(fd, str)
         return TreeLock(self.lock_file(key), fd)
 
     @contextlib.contextmanager
     def alone(self, key: str, *, wait: Callable[[str], None] | None) -> Iterator[TreeLock | None]:
-        """Hold a tree alone. ``wait``: called once with who holds it; None: gives None at once where it is held."""
+        """Hold a tree alone; the key ``""``: be the one who fills the cache. ``wait``: called once with who holds it; None:
+        gives None at once where it is held."""
         fd = lock.take(self.lock_file(key), fcntl.LOCK_EX, wait, in_cache=True)
         if isinstance(fd, str):
             yield None
@@ -98,49 +95,42 @@ class StagingCache:
             taken.close()
 
     def make_room(self, key: str, size: int, say: Callable[[str], None]) -> list[CachedTree]:
-        """Promise ``size`` bytes to a tree; what was used longest ago goes. Returns what went.
+        """Have room for ``size`` bytes of a tree; what was used longest ago goes. Returns what went.
 
-        Call with the tree's own lock held. Raises UserError: more than the limit, or no room (exit 73).
+        Call as the one who fills the cache. Raises UserError: more than the limit, or no room (exit 73).
         """
         if size > self.limit:
             text = f"{amount(size)} do not fit into the {amount(self.limit)} that may be kept there"
             fix = "raise storage.staging.gb in the cluster file, or slurm.staging=false reads from the shared storage"
             raise UserError(text, file=str(self.root), fix=fix, code=ExitCode.STORAGE)
         removed: list[CachedTree] = []
-        with self.alone("", wait=lambda _holder: None):  # one at a time counts and promises room
-            others = [tree for tree in self.trees() if tree.key != key]
-            there = tree_content(self.folder(key))
-            used = sum(tree.bytes for tree in others)
-            # What others are still filling is promised on the disk too.
-            promised = sum(max(0, tree.bytes - tree_content(self.folder(tree.key))) for tree in others if not tree.whole)
+        others, present = [tree for tree in self.trees() if tree.key != key], tree_bytes(self.folder(key))
 
-            def lacking() -> int:
-                disk = size - there + promised + SPARE - shutil.disk_usage(self.root).free
-                return max(used + size - self.limit, disk)
+        def lacking() -> int:
+            used = sum(tree.bytes for tree in others if tree not in removed)
+            return max(used + size - self.limit, size - present + SPARE - shutil.disk_usage(self.root).free)
 
-            for tree in others:
-                if (lack := lacking()) <= 0:
-                    break
-                if self.remove(tree.key, tree, say, f"to make room for {amount(lack)}"):
-                    removed.append(tree)
-                    used -= tree.bytes
-            if (lack := lacking()) > 0:
-                in_use = len(others) - len(removed)
-                text = f"no room for {amount(size)}: {amount(lack)} are lacking"
-                text += f", and {in_use} trees there are in use" if in_use else ""
-                fix = "free space there, or slurm.staging=false reads from the shared storage"
-                raise UserError(text, file=str(self.root), fix=fix, code=ExitCode.STORAGE)
-            write_durably(self.folder(key) / PLANNED, str(size))
+        for tree in others:
+            if (lack := lacking()) <= 0:
+                break
+            if self.remove(tree, say, f"to make room for {amount(lack)}"):
+                removed.append(tree)
+        if (lack := lacking()) > 0:
+            in_use = len(others) - len(removed)
+            text = f"no room for {amount(size)}: {amount(lack)} are lacking"
+            text += f", and {in_use} trees there are in use" if in_use else ""
+            fix = "free space there, or slurm.staging=false reads from the shared storage"
+            raise UserError(text, file=str(self.root), fix=fix, code=ExitCode.STORAGE)
         return removed
 
-    def remove(self, key: str, tree: CachedTree, say: Callable[[str], None], why: str) -> bool:
-        """Remove a tree that is not in use; False where it is. The manifest goes first: half a tree is never whole."""
-        with self.alone(key, wait=None) as taken:
+    def remove(self, tree: CachedTree, say: Callable[[str], None], why: str) -> bool:
+        """Remove a tree that is not in use; False where it is. The manifest goes first: half a tree never counts."""
+        with self.alone(tree.key, wait=None) as taken:
             if taken is None:
                 return False
-            say(f"removes {self.folder(key)} ({amount(tree.bytes)}, used {ago(tree.used)}) {why}")
-            discard(self.folder(key))
-            self.lock_file(key).unlink(missing_ok=True)
+            say(f"removes {self.folder(tree.key)} ({amount(tree.bytes)}, used {ago(tree.used)}) {why}")
+            discard(self.folder(tree.key))
+            self.lock_file(tree.key).unlink(missing_ok=True)
         return True
 
 
@@ -195,18 +185,6 @@ def discard(folder: Path) -> None:
 
 
 def tree_bytes(folder: Path) -> int:
-    """What a tree takes, or was promised while it is filled."""
-    try:
-        return sum(record.size for record in read_manifest(folder, KIND).files.values())
-    except UserError:
-        pass
-    planned = 0
-    with contextlib.suppress(OSError, ValueError):
-        planned = int((folder / PLANNED).read_text())
-    return max(planned, tree_content(folder))
-
-
-def tree_content(folder: Path) -> int:
     """Bytes that lie in a folder."""
     total = 0
     for root, _dirs, names in os.walk(folder):
@@ -223,65 +201,6 @@ def ago(used: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {word} ago" if used else "never"
     return "just now"
-
-
-def _journal_line(name: str, record: FileRecord) -> str:
-    return json.dumps({"name": name, **record.as_json()}) + "\n"
-
-
-def write_journal(folder: Path, records: Mapping[str, FileRecord]) -> None:
-    """The journal again, with these files."""
-    write_durably(folder / JOURNAL, "".join(_journal_line(*item) for item in sorted(records.items())))
-
-
-@contextlib.contextmanager
-def journal(folder: Path, records: dict[str, FileRecord]) -> Iterator[Callable[[str, FileRecord], None]]:
-    """A function that adds a whole file to ``records`` and to the folder's journal."""
-    with (folder / JOURNAL).open("a") as file:
-
-        def add(name: str, record: FileRecord) -> None:
-            records[name] = record
-            file.write(_journal_line(name, record))
-            file.flush()
-
-        yield add
-
-
-def read_journal(folder: Path) -> dict[str, FileRecord]:
-    """The files that were whole when a killed process left the folder; a torn last line is none."""
-    found = {}
-    with contextlib.suppress(OSError):
-        for line in (folder / JOURNAL).read_bytes().splitlines():
-            with contextlib.suppress(KeyError, TypeError, ValueError):
-                body = json.loads(line)
-                found[str(body["name"])] = parse_record(body)
-    return found
-
-
-def keep_whole(
-    folder: Path, bounds: Bounds, fits: Callable[[str, FileRecord], bool], goes: Callable[[str], bool]
-) -> dict[str, FileRecord]:
-    """What an interrupted process has left whole, each file hashed again; the journal names these alone.
-
-    ``fits``: whether a file is still wanted as it was recorded. ``goes``: whether any other file is removed.
-    """
-    there = {name: record for name, record in read_journal(folder).items() if fits(name, record) and (folder / name).is_file()}
-    wrong = set(find_differing(folder, there, bounds))
-    whole = {name: record for name, record in there.items() if name not in wrong}
-    for name in list_files(folder):
-        if name not in whole and goes(name):
-            (folder / name).unlink()
-    write_journal(folder, whole)
-    return whole
-
-
-def find_differing(folder: Path, records: Mapping[str, FileRecord], bounds: Bounds) -> list[str]:
-    """The files whose content is not what was recorded."""
-    with worker.shown("verifying", sum(record.size for record in records.values())) as advance:
-        paths = [(folder / name, record.algorithm) for name, record in records.items()]
-        answers = worker.hash_files(paths, bounds, advance)
-    found = zip(records.items(), answers, strict=True)
-    return [name for (name, record), answer in found if answer != (record.size, record.digest)]
 
 
 # --- one tree: known by what the source holds, filled, verified, and leased while it is read -------------------------
@@ -302,7 +221,7 @@ class SourceFolder:
 
 @dataclass
 class StagedTree:
-    """A tree that is whole, and leased until :meth:`release`."""
+    """A complete tree, leased until :meth:`release`."""
 
     source: SourceFolder
     path: Path
@@ -342,13 +261,16 @@ def key_of(source: SourceFolder, files: Sequence[SourceFile]) -> str:
 class Stager:
     """Copies trees into a staging cache."""
 
-    def __init__(self, on: StagingCache, bounds: Bounds, *, deep: bool = True, tell: Callable[[str], None] = say) -> None:
-        """``deep``: hash a tree that is there, byte for byte; else look only whether it was written to since."""
-        self._cache, self._bounds, self._deep, self._tell = on, bounds, deep, tell
+    def __init__(
+        self, on: StagingCache, stall: float = STALL_SECONDS, *, deep: bool = True, tell: Callable[[str], None] = say
+    ) -> None:
+        """``stall``: seconds without data after which storage is given up. ``deep``: hash a tree that is there, byte for byte;
+        else look only whether it was written to since."""
+        self._cache, self._stall, self._deep, self._tell = on, stall, deep, tell
 
     def plan(self, source: SourceFolder) -> dict[str, Any]:
         """What :meth:`stage` would do. Raises UserError."""
-        files = worker.survey(source.root, source.what, self._bounds)
+        files = copy.survey(source.root, source.what, self._stall)
         folder = self._cache.folder(key_of(source, files))
         return {
             "what": source.what, "name": source.name, "from": str(source.root), "path": str(folder / source.name),
@@ -356,17 +278,17 @@ class Stager:
         }  # fmt: skip
 
     def stage(self, source: SourceFolder) -> StagedTree:
-        """The tree of ``source``: as it is there, or copied now. Waits where another process is copying it.
+        """The tree of ``source``: as it is there, or copied now. Waits where another process fills the cache.
 
-        Raises UserError: the source is not whole, changes, or hangs; no room, or the disk is full (exit 73). Nothing that
-        is not whole counts as whole, and what is whole of an interrupted copy is kept for the next try.
+        Raises UserError: the source is incomplete, changes, or hangs; no room, or the disk is full (exit 73). Only a tree with
+        a manifest counts; the finished files of an interrupted copy are kept for the next try.
         """
 
         def waits(holder: str) -> None:
-            self._tell(f"waits for {holder}, which uses or fills {folder}")
+            self._tell(f"waits for {holder}, which uses or fills {self._cache.root}")
 
         began = time.perf_counter()
-        files = worker.survey(source.root, source.what, self._bounds)
+        files = copy.survey(source.root, source.what, self._stall)
         key, size = key_of(source, files), sum(file.size for file in files)
         folder = self._cache.folder(key)
         copied, removed, deep = 0, list[str](), self._deep
@@ -379,12 +301,13 @@ class Stager:
                     seconds = time.perf_counter() - began
                     return StagedTree(source, folder / source.name, size, len(files), copied, seconds, removed, lease)
                 lease.close()
-                with self._cache.alone(key, wait=None if wrong else waits) as lock:
-                    if lock is None:
+                with self._cache.alone("", wait=waits), self._cache.alone(key, wait=None if wrong else waits) as mine:
+                    if mine is None:
                         fix = "the shared storage is read until that job has ended"
                         raise UserError("is damaged, and another job reads from it", file=str(folder), fix=fix)
                     if wrong or self._find_wrong(folder, source, files, deep=False) != []:
-                        self._spoil(folder, wrong or [])
+                        for name in (MANIFEST, *(wrong or ())):
+                            (folder / name).unlink(missing_ok=True)
                         folder.mkdir(mode=0o700, exist_ok=True)
                         removed += [str(self._cache.folder(t.key)) for t in self._cache.make_room(key, size, self._tell)]
                         copied += self._fill(folder, source, files)
@@ -400,63 +323,44 @@ class Stager:
             self._tell(f"warning: {error.problems[0]}")
             return [MANIFEST]
         recorded = found.meta.get("signs", {})
-        records = {f"{source.name}/{file.name}" for file in files}
+        expected = {f"{source.name}/{file.name}" for file in files}
         # What is not part of the copy: transformers would read some files by their names. Hidden folders are the libraries' own
         # (datasets keeps its tables in .cache beside the data).
-        there = {name for name in list_files(folder) if not any(part.startswith(".") for part in name.split("/"))}
-        wrong = sorted(there ^ records)
-        states = {name: signs(folder / name) for name in sorted(records & found.files.keys())}
+        present = {name for name in list_files(folder) if not any(part.startswith(".") for part in name.split("/"))}
+        wrong = sorted(present ^ expected)
+        states = {name: signs(folder / name) for name in sorted(expected & found.files.keys())}
         suspects = [name for name, state in states.items() if state and (deep or list(state) != recorded.get(name))]
-        wrong += find_differing(folder, {name: found.files[name] for name in suspects}, self._bounds)
+        answers = copy.hash_files([(folder / name, found.files[name]) for name in suspects], XXH3_128, self._stall)
+        wrong += [name for name, answer in zip(suspects, answers, strict=True) if answer != found.files[name]]
         if wrong:
             shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
             self._tell(f"warning: {folder}: damaged, missing or foreign: {shown}")
         return wrong
 
-    def _spoil(self, folder: Path, wrong: Sequence[str]) -> None:
-        """Take the seal off a tree, and keep what is whole of it."""
-        if not (folder / MANIFEST).exists():
-            return
-        with contextlib.suppress(UserError):
-            files = read_manifest(folder, KIND).files
-            write_journal(folder, {name: record for name, record in files.items() if name not in wrong})
-        (folder / MANIFEST).unlink()
-
     def _fill(self, folder: Path, source: SourceFolder, files: Sequence[SourceFile]) -> int:
         """Copy what is missing, and seal the tree. Returns the bytes that were copied."""
-        expected = {f"{source.name}/{file.name}": file for file in files}
-
-        def fits(name: str, record: FileRecord) -> bool:
-            return name in expected and expected[name].fits(record)
-
-        whole = keep_whole(folder, self._bounds, fits, lambda _name: True)
-        wanted = [file for file in files if f"{source.name}/{file.name}" not in whole]
-        size = sum(file.size for file in wanted)
-        if whole:
-            self._tell(f"{len(whole)} files of an earlier copy are whole and kept")
-        self._tell(f"copies {source.name}: {len(wanted)} files, {worker.amount(size)}, {source.root} -> {folder / source.name}")
+        out, expected = folder / source.name, {f"{source.name}/{file.name}" for file in files}
+        for name in list_files(folder):
+            if name not in expected:
+                (folder / name).unlink()
+        size = sum(file.size for file in files)
+        self._tell(f"copies {source.name}: {len(files)} files, {amount(size)}, {source.root} -> {out}")
         try:
-            with journal(folder, whole) as add, worker.shown(f"copying {source.name}", size) as advance:
-
-                def keep(name: str, record: FileRecord) -> None:
-                    add(f"{source.name}/{name}", record)
-
-                worker.copy(source.root, folder / source.name, wanted, self._bounds, done=keep, advance=advance)
+            records, copied = copy.mirror(source.root, out, files, XXH3_128, self._stall)
             # The source is now what it was before the first byte: nothing was added, replaced or removed meanwhile.
-            if worker.survey(source.root, source.what, self._bounds) != list(files):
+            if copy.survey(source.root, source.what, self._stall) != list(files):
                 fix = "run the same command again when nothing writes there any more"
                 raise UserError("changed while it was copied", file=str(source.root), fix=fix, code=ExitCode.AGAIN)
+            named = {f"{source.name}/{name}": record for name, record in records.items()}
             meta = {"source": str(source.root), "revision": source.revision, "host": os.uname().nodename}
-            for name in (JOURNAL, PLANNED):
-                (folder / name).unlink(missing_ok=True)
-            seal(folder, KIND, {**meta, "signs": {name: signs(folder / name) for name in whole}}, whole)
+            seal(folder, KIND, {**meta, "signs": {name: signs(folder / name) for name in named}}, named)
         except (UserError, OSError) as error:
-            # The whole files of a copy that failed stay, unless the disk is full, which harms all who use the node.
+            # The finished files of a copy that failed stay, unless the disk is full, which harms all who use the node.
             if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
                 with contextlib.suppress(OSError):
                     discard(folder)
             raise
-        return size
+        return copied
 
 
 def signs(path: Path) -> tuple[int, int, int] | None:

@@ -9,7 +9,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,11 +29,13 @@ from clustertune.manifest import GIT_SHA1, SHA256, FileRecord
 from clustertune.recipe.load import find_elsewhere
 from clustertune.recipe.tasks import PUNKT, needed, reader_of, with_rows
 from clustertune.resolve.resolved import Resolved
-from clustertune.staging import bundle, cache, needs, worker
-from clustertune.staging.cache import JOURNAL, SPARE
-from clustertune.staging.copier import INDEX, SourceFile, choose
-from clustertune.staging.worker import Bounds, amount
+from clustertune.staging import bundle, copy, needs
+from clustertune.staging.cache import SPARE
+from clustertune.staging.copy import amount
+from clustertune.staging.files import INDEX, SourceFile, choose
 
+BEGUN = ".begun.tmp"
+"""A file in a bundle that is being filled."""
 ROWS = "--eval-data"
 """The option of ``stage`` that names a file of rows."""
 
@@ -72,8 +74,8 @@ class BundlePart:
 class Collector:
     """Gathers the parts of one recipe."""
 
-    def __init__(self, resolved: Resolved, cluster: Cluster, out: Path, rows: Path | None, bounds: Bounds) -> None:
-        self._resolved, self._cluster, self._out, self._rows, self._bounds = resolved, cluster, out, rows, bounds
+    def __init__(self, resolved: Resolved, cluster: Cluster, out: Path, rows: Path | None, stall: float) -> None:
+        self._resolved, self._cluster, self._out, self._rows, self._stall = resolved, cluster, out, rows, stall
         self._tasks = resolved.recipe.eval.tasks
         self.notes: list[str] = []
 
@@ -94,7 +96,7 @@ class Collector:
             return []
         if model.path:
             name = Path(model.path).name
-            files = worker.survey(Path(model.path), "model", self._bounds)
+            files = copy.survey(Path(model.path), "model", self._stall)
             target = f"{bundle.MODEL}/{name}"
             return [BundlePart("model", model.name, target, Path(model.path), files, revision=model.revision, path=target)]
         return [self._repository("model", model.name, model.revision)]
@@ -109,7 +111,7 @@ class Collector:
         root = needs.snapshot(needs.hub_cache(), plural, name, revision)
         if root.is_dir():
             with contextlib.suppress(UserError):
-                files = worker.survey(root, kind, self._bounds)
+                files = copy.survey(root, kind, self._stall)
                 if kind != "model" or any(file.name.endswith((".safetensors", ".bin")) for file in files):
                     return BundlePart(what, name, target, root, files, revision=revision, path=path)
         names = list_hub_files(kind, name, revision)
@@ -133,7 +135,7 @@ class Collector:
         target = f"{bundle.DATA}/{source.name}"
         if source.is_file():
             return [BundlePart("data", data.name, bundle.DATA, source.parent, [_one(source)], path=target)]
-        return [BundlePart("data", data.name, target, source, worker.survey(source, "data", self._bounds), path=target)]
+        return [BundlePart("data", data.name, target, source, copy.survey(source, "data", self._stall), path=target)]
 
     def _benchmark(self) -> list[BundlePart]:
         if (path := self._rows) is not None:
@@ -202,7 +204,7 @@ class Collector:
         folder = Path(self._resolved.folder)
         found = [
             BundlePart(
-                "recipe", folder.name, f"{bundle.RECIPES}/{folder.name}", folder, worker.survey(folder, "recipe", self._bounds)
+                "recipe", folder.name, f"{bundle.RECIPES}/{folder.name}", folder, copy.survey(folder, "recipe", self._stall)
             )
         ]
         recipe = self._resolved.recipe
@@ -212,19 +214,24 @@ class Collector:
         return found
 
     def go(self, parts: Sequence[BundlePart], overrides: Sequence[str]) -> dict[str, Any]:
-        """Fill the folder and seal it; what an earlier try has left whole is kept. Raises UserError."""
+        """Fill the folder and seal it; files of an earlier try are compared and kept. Raises UserError."""
         began = time.perf_counter()
         with storing("cannot be written", self._out, named=True):
-            self._begin_folder()
-            records = self._left_over(parts)
-            needed = sum(f.size for part in parts for f in part.files if f"{part.target}/{f.name}" not in records)
-            if needed + SPARE > (free := shutil.disk_usage(self._out).free):
-                text = f"{worker.amount(needed)} are needed, {worker.amount(free)} are free"
+            before = self._begin_folder()
+            missing = sum(f.size for part in parts for f in part.files if not (self._out / part.target / f.name).is_file())
+            if missing + SPARE > (free := shutil.disk_usage(self._out).free):
+                text = f"{amount(missing)} are needed, {amount(free)} are free"
                 raise UserError(text, file=str(self._out), fix="free space, or give another --to", code=ExitCode.STORAGE)
-            with cache.journal(self._out, records) as add:
-                for part in parts:
-                    say(as_words(part.as_json()))
-                    self._collect(part, records, add)
+            records: dict[str, FileRecord] = {}
+            for part in parts:
+                say(as_words(part.as_json()))
+                found = self._load(part) if part.root is None else self._copy(part, part.root)
+                records |= {f"{part.target}/{name}": record for name, record in found.items()}
+                if part.revision and part.target.startswith(bundle.HUB):
+                    kind = "models" if part.what == "model" else "datasets"
+                    note_revision(self._out / bundle.HUB, kind, part.name, part.revision)
+            for name in before.keys() - records.keys():  # of another revision
+                (self._out / name).unlink(missing_ok=True)
             self._seal(parts, records, overrides)
         size = sum(record.size for record in records.values())
         summary = {"dir": str(self._out), "bytes": size, "files": len(records), "notes": self.notes}
@@ -243,7 +250,7 @@ class Collector:
             raise UserError("is a file, not a folder", file=str(out), key="--to", fix="give another")
         if not out.exists():
             return
-        if any(out.iterdir()) and not (out / JOURNAL).exists() and not (out / manifest.MANIFEST).exists():
+        if any(out.iterdir()) and not (out / BEGUN).exists() and not (out / manifest.MANIFEST).exists():
             raise UserError("holds something else", file=str(out), key="--to", fix="give a new or empty folder")
         if (out / manifest.MANIFEST).exists():
             found = bundle.read(out)
@@ -251,71 +258,45 @@ class Collector:
                 text = f"holds what recipe {found.meta.get('recipe')} needs"
                 raise UserError(text, file=str(out), key="--to", fix="give a new folder")
 
-    def _begin_folder(self) -> None:
-        """Take the seal off a finished one, and keep what is whole of it."""
+    def _begin_folder(self) -> Mapping[str, FileRecord]:
+        """Take the manifest from a finished one. Returns its files."""
         self.check()
         out = self._out
         out.mkdir(parents=True, exist_ok=True)
-        if (out / manifest.MANIFEST).exists():
-            found = bundle.read(out)
-            cache.write_journal(out, {name: record for name, record in found.files.items() if name != bundle.SUMS})
-            (out / manifest.MANIFEST).unlink()
+        (out / BEGUN).touch()
+        if not (out / manifest.MANIFEST).exists():
+            return {}
+        before = bundle.read(out).files
+        (out / manifest.MANIFEST).unlink()
+        return before
 
-    def _left_over(self, parts: Sequence[BundlePart]) -> dict[str, FileRecord]:
-        """What an earlier try has left, hashed again."""
-        wanted = {f"{part.target}/{file.name}": file for part in parts for file in part.files}
-        loaded = {f"{part.target}/{name}" for part in parts for name in part.names}
-        before = cache.read_journal(self._out)
+    def _copy(self, part: BundlePart, root: Path) -> dict[str, FileRecord]:
+        return copy.mirror(root, self._out / part.target, part.files, SHA256, self._stall)[0]
 
-        def fits(name: str, record: FileRecord) -> bool:
-            return wanted[name].fits(record) if name in wanted else name in loaded
-
-        return cache.keep_whole(self._out, self._bounds, fits, lambda name: name in before and f"/{DOWNLOADS}/" not in name)
-
-    def _collect(self, part: BundlePart, records: dict[str, FileRecord], add: Callable[[str, FileRecord], None]) -> None:
+    def _load(self, part: BundlePart) -> dict[str, FileRecord]:
+        """From the network, each file compared with the Hub's own digest of it: ``snapshot_download`` compares sizes."""
         target = self._out / part.target
-        if part.root is not None:
-            wanted = [file for file in part.files if f"{part.target}/{file.name}" not in records]
-
-            def keep(name: str, record: FileRecord) -> None:
-                add(f"{part.target}/{name}", record)
-
-            with worker.shown(f"copying {part.name}", sum(file.size for file in wanted)) as advance:
-                if wanted:
-                    worker.copy(part.root, target, wanted, self._bounds, done=keep, advance=advance, record=SHA256)
-        else:
-            self._load(part, target, records, add)
-        if part.revision and part.target.startswith(bundle.HUB):
-            kind = "models" if part.what == "model" else "datasets"
-            note_revision(self._out / bundle.HUB, kind, part.name, part.revision)
-
-    def _load(
-        self, part: BundlePart, target: Path, records: dict[str, FileRecord], add: Callable[[str, FileRecord], None]
-    ) -> None:
-        """From the network, each file compared with the Hub's own digest of it."""
-        missing = [name for name in part.names if f"{part.target}/{name}" not in records]
-        if missing and part.fetch is not None:
-            part.fetch(target)
-        digests = hub_digests(target)
-        names = [name for name in missing if (target / name).is_file()]
-        answers = worker.hash_files([(target / name, SHA256) for name in names], self._bounds)
-        for name, answer in zip(names, answers, strict=True):
-            if isinstance(answer, str):
-                raise UserError(f"cannot be read: {answer}", file=str(target / name), code=ExitCode.STORAGE)
-            expected = digests.get(name, "")
-            found = answer[1] if len(expected) == 64 else expected
-            if len(expected) == 40:
-                found = manifest.hash_file(target / name, GIT_SHA1).digest
-            if found != expected:
+        assert part.fetch is not None
+        part.fetch(target)
+        digests, records = hub_digests(target), {}
+        names = [name for name in part.names if (target / name).is_file()]
+        answers = copy.hash_files([(target / name, None) for name in names], SHA256, self._stall, f"verifying {part.name}")
+        for name, record in zip(names, answers, strict=True):
+            if isinstance(record, str):
+                raise UserError(f"cannot be read: {record}", file=str(target / name), code=ExitCode.STORAGE)
+            digest, expected = record.digest, digests.get(name)
+            if expected and len(expected) == 40:
+                digest = manifest.hash_file(target / name, GIT_SHA1).digest
+            if expected and digest != expected:
                 (target / name).unlink()
-                text = f"came from the network as {found[:12]}, the Hub says {expected[:12]}"
+                text = f"came from the network as {digest[:12]}, the Hub says {expected[:12]}"
                 raise UserError(text, file=str(target / name), fix="run the same command again", code=ExitCode.AGAIN)
-            add(f"{part.target}/{name}", FileRecord(answer[0], answer[1]))
-        tidy(target)
+            records[name] = record
+        shutil.rmtree(target / DOWNLOADS, ignore_errors=True)
+        return records
 
     def _seal(self, parts: Sequence[BundlePart], records: dict[str, FileRecord], overrides: Sequence[str]) -> None:
         """What lies there and is none of the parts', as NLTK's other languages, goes with them; then sums and manifest."""
-        (self._out / JOURNAL).unlink(missing_ok=True)
         (self._out / bundle.SUMS).unlink(missing_ok=True)
         other = [name for name in manifest.list_files(self._out) if name not in records]
         for name, record in manifest.record_files(self._out, other).items():
@@ -331,6 +312,7 @@ class Collector:
         order = {"recipe": self._resolved.name, "tiny": self._resolved.tiny, "overrides": given}
         meta = {**order, "parts": own, "host": os.uname().nodename}
         manifest.seal(self._out, bundle.KIND, meta, records)
+        (self._out / BEGUN).unlink()
 
 
 def _one(path: Path) -> SourceFile:
@@ -388,11 +370,6 @@ def hub_digests(out: Path) -> dict[str, str]:
         if len(lines) > 1:
             found[path.relative_to(folder).as_posix().removesuffix(".metadata")] = lines[1].strip()
     return found
-
-
-def tidy(out: Path) -> None:
-    """Remove what only a further download would need."""
-    shutil.rmtree(out / DOWNLOADS, ignore_errors=True)
 
 
 @contextlib.contextmanager

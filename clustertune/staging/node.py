@@ -1,6 +1,7 @@
-"""Staging within a training job: each node copies before its ranks start, and a node that cannot reads the shared storage.
+"""Staging in a Slurm job: each node copies in a step of its own before the ranks; a node that cannot reads the shared storage.
 
-What a node did is in ``staged-N.json`` of the attempt: its ranks read it, and rank 0 reports it in the metrics.
+``python -m clustertune.staging.node RUN ATTEMPT`` is that step, one task a node; its end is the barrier. What a node did is in
+``staged-N.json`` of the attempt: its ranks read it, and rank 0 reports it in the metrics.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,18 +20,14 @@ from clustertune.console import say
 from clustertune.errors import UserError
 from clustertune.events import SCHEMA, read_object
 from clustertune.host.mounts import own_mounts
-from clustertune.launch.agent import ask_anew, node_record
-from clustertune.launch.plan import AttemptPlan, newest_attempt
-from clustertune.manifest import write_durably
+from clustertune.launch.agent import ask_anew
+from clustertune.launch.plan import AttemptPlan
+from clustertune.manifest import MANIFEST, write_durably
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
-from clustertune.staging import cache, needs, worker
-from clustertune.staging.cache import SourceFolder, StagedTree, Stager
-from clustertune.staging.worker import Bounds
-
-HEARTBEAT_SECONDS = 5.0
-PEER_SECONDS = 300.0
-"""How long a node waits for a peer that shows no sign: as long as it would for the first node's address."""
+from clustertune.staging import cache, copy, needs
+from clustertune.staging.cache import SourceFolder, StagedTree, Stager, StagingCache
+from clustertune.staging.copy import STALL_SECONDS, amount
 
 
 def record_file(folder: Path, node: int) -> Path:
@@ -38,68 +35,65 @@ def record_file(folder: Path, node: int) -> Path:
     return folder / f"staged-{node}.json"
 
 
-def heartbeat_file(folder: Path, node: int) -> Path:
-    """Touched while a node copies: the others see that it is alive."""
-    return folder / f"staging-{node}.heartbeat"
+def step_command(run_path: Path, attempt: int) -> list[str]:
+    """What copies on a node before an attempt's ranks start."""
+    return [sys.executable, "-m", "clustertune.staging.node", str(run_path.resolve()), str(attempt)]
 
 
-@contextlib.contextmanager
-def staged(run_path: Path, plan: AttemptPlan, node: int) -> Iterator[None]:
-    """Around the ranks of one node: its copies are there, and are not removed meanwhile.
+def is_on(resolved: Resolved, cluster: Cluster) -> bool:
+    """Whether the nodes of a job may copy anything."""
+    return cluster.storage.staging is not None and resolved.recipe.slurm.staging is not False
+
+
+def _cluster(run: RunDir, resolved: Resolved) -> Cluster | None:
+    """The cluster that the run's job wrote down; None where nothing is staged."""
+    body = run.read().get("cluster")
+    try:
+        cluster = None if body is None else Cluster.model_validate(body)
+    except ValueError:
+        return None
+    return cluster if cluster is not None and is_on(resolved, cluster) else None
+
+
+def stage(run_path: Path, attempt: int, node: int) -> None:
+    """Copy what the ranks of this node read, and record it.
 
     Never raises for what goes wrong with a copy: the ranks read the shared storage then, and the record says why.
     """
-    run, leases = RunDir(run_path), list[StagedTree]()
-    folder = run.attempt(plan.attempt)
-    resolved, cluster = run.resolved(), cluster_of(run)
-    if cluster is None or cluster.storage.staging is None or resolved.recipe.slurm.staging is False:
-        yield
+    run = RunDir(run_path)
+    resolved = run.resolved()
+    if (cluster := _cluster(run, resolved)) is None:
         return
-    began = time.perf_counter()
-    with _heartbeat(heartbeat_file(folder, node)):
-        warnings = _stage(run, resolved, cluster, leases)
+    began, trees = time.perf_counter(), list[StagedTree]()
+    warnings = _stage_all(run, resolved, cluster, trees)
     record = {
         "schema": SCHEMA,
         "node": node,
         "host": os.uname().nodename,
-        "trees": [item.as_json() for item in leases],
+        "trees": [item.as_json() for item in trees],
         "seconds": round(time.perf_counter() - began, 3),
         "warnings": warnings,
     }
     for text in warnings:
         say(f"warning: {os.uname().nodename}: {text}")
-    try:
-        with contextlib.suppress(OSError):
-            write_durably(record_file(folder, node), json.dumps(record) + "\n")
-        _await_peers(run_path, folder, plan, node)
-        yield
-    finally:
-        for item in leases:
-            item.release()
+    with contextlib.suppress(OSError):
+        write_durably(record_file(run.attempt(attempt), node), json.dumps(record) + "\n")
+    for item in trees:
+        item.release()
 
 
-def cluster_of(run: RunDir) -> Cluster | None:
-    """The cluster that the run's job wrote down; None where no job did."""
-    body = run.read().get("cluster")
-    try:
-        return None if body is None else Cluster.model_validate(body)
-    except ValueError:
-        return None
-
-
-def _stage(run: RunDir, resolved: Resolved, cluster: Cluster, leases: list[StagedTree]) -> list[str]:
-    """Fill ``leases``; returns messages on what could not be copied."""
-    bounds, warnings = Bounds(), []
-    mounts = own_mounts()
+def _stage_all(run: RunDir, resolved: Resolved, cluster: Cluster, trees: list[StagedTree]) -> list[str]:
+    """Fill ``trees``; returns messages on what could not be copied."""
+    warnings, mounts = [], own_mounts()
     assert cluster.storage.staging is not None
     try:
-        stager = Stager(cache.open_cache(cluster.storage.staging), bounds, deep=False)
+        stager = Stager(cache.open_cache(cluster.storage.staging), deep=False)
     except UserError as error:
         return [f"nothing is staged, the ranks read the shared storage: {error.problems[0]}"]
     for source in needs.sources(resolved, run)[0]:
         try:
-            if needs.is_wanted(resolved, cluster, worker.locate(source.root, bounds), mounts):
-                leases.append(_stage_one(stager, source))
+            if needs.is_wanted(resolved, cluster, copy.locate(source.root, STALL_SECONDS), mounts):
+                trees.append(_stage_one(stager, source))
         except (UserError, OSError) as error:
             problem = error.problems[0] if isinstance(error, UserError) else error
             warnings.append(f"{source.name} is not staged, the ranks read {source.root}: {problem}")
@@ -107,56 +101,47 @@ def _stage(run: RunDir, resolved: Resolved, cluster: Cluster, leases: list[Stage
 
 
 def _stage_one(stager: Stager, source: SourceFolder) -> StagedTree:
-    found = stager.stage(source)
-    if found.copied:
-        rate = found.copied / max(found.seconds, 1e-9) / 1e9
-        say(f"staged {source.name}: {worker.amount(found.copied)} in {found.seconds:.1f} s, {rate:.2f} GB/s, {found.path}")
+    made = stager.stage(source)
+    if made.copied:
+        rate = made.copied / max(made.seconds, 1e-9) / 1e9
+        say(f"staged {source.name}: {amount(made.copied)} in {made.seconds:.1f} s, {rate:.2f} GB/s, {made.path}")
     else:
-        say(f"staged {source.name}: it was there, {found.path}")
-    return found
+        say(f"staged {source.name}: it was there, {made.path}")
+    return made
 
 
 @contextlib.contextmanager
-def _heartbeat(path: Path) -> Iterator[None]:
-    end = threading.Event()
+def leased(run_path: Path, plan: AttemptPlan, node: int) -> Iterator[None]:
+    """Around the ranks of one node: the copies that its record names are not removed meanwhile.
 
-    def heartbeat() -> None:
-        while True:
+    A copy that another job has removed since is taken out of the record: the ranks read the shared storage.
+    """
+    run, leases = RunDir(run_path), list[cache.TreeLock]()
+    file = record_file(run.attempt(plan.attempt), node)
+    record, cluster = read_object(file), _cluster(run, run.resolved())
+    if record.get("trees") and cluster is not None and cluster.storage.staging is not None:
+        with contextlib.suppress(UserError, OSError):
+            on = cache.open_cache(cluster.storage.staging)
+            leases = [lease for tree in record["trees"] if (lease := _lease(on, Path(tree["path"]))) is not None]
+        if len(leases) < len(record["trees"]):
+            keys = {lease.path.stem for lease in leases}
+            record["trees"] = [tree for tree in record["trees"] if Path(tree["path"]).parent.name in keys]
             with contextlib.suppress(OSError):
-                path.write_text(f"{time.time()}\n")
-            if end.wait(HEARTBEAT_SECONDS):
-                return
-
-    thread = threading.Thread(target=heartbeat, daemon=True)
-    thread.start()
+                write_durably(file, json.dumps(record) + "\n")
     try:
         yield
     finally:
-        end.set()
-        thread.join(1)
+        for lease in leases:
+            lease.close()
 
 
-def _await_peers(run_path: Path, folder: Path, plan: AttemptPlan, node: int) -> None:
-    """Until every node has staged: ranks that start before the others' are taken for hung, or give up at the rendezvous.
-
-    A peer that shows no sign for :data:`PEER_SECONDS`, or has failed, is not waited for: the rendezvous tells that better.
-    """
-    waiting = {peer for peer in range(len(plan.nodes)) if peer != node}
-    seen: dict[int, str] = {}
-    heard = dict.fromkeys(waiting, time.monotonic())
-    while waiting and newest_attempt(run_path) <= plan.attempt:
-        ask_anew(folder)
-        for peer in sorted(waiting):
-            if record_file(folder, peer).exists() or node_record(folder, peer).get("code"):
-                waiting.discard(peer)
-                continue
-            with contextlib.suppress(OSError):
-                if (text := heartbeat_file(folder, peer).read_text()) != seen.get(peer):
-                    seen[peer], heard[peer] = text, time.monotonic()
-            if time.monotonic() - heard[peer] > PEER_SECONDS:
-                waiting.discard(peer)
-        if waiting:
-            time.sleep(0.2)
+def _lease(on: StagingCache, path: Path) -> cache.TreeLock | None:
+    """The shared lock of the tree of ``path``; None where the tree is gone."""
+    lease = on.shared(path.parent.name, wait=lambda _holder: None)
+    if (path.parent / MANIFEST).exists():
+        return lease
+    lease.close()
+    return None
 
 
 # --- for the ranks -----------------------------------------------------------------------------------------------------
@@ -180,3 +165,12 @@ def local_folders(folder: Path, node: int) -> Mapping[str, Path]:
             found = {str(tree["what"]): Path(tree["path"]) for tree in record["trees"]}
             return {what: path for what, path in found.items() if path.is_dir()}
     return {}
+
+
+def main() -> None:
+    """The step on one node: its number is Slurm's. Ends with 0 whatever went wrong: ranks without copies train all the same."""
+    stage(Path(sys.argv[1]), int(sys.argv[2]), int(os.environ.get("SLURM_NODEID", "0")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,8 @@
-"""``stage --verify``: the checksums of an offline bundle, then the chain up to its first step with the network off.
+"""``stage --verify``: the checksums of an offline bundle, then what the chain reads of it, in a process without network.
 
-The rehearsal is a process of its own: ``python -m clustertune.staging.verify``, an order as JSON on stdin, without a
-network and with empty caches. It answers with one JSON object a line, for each step what it found or what is wrong.
+The rehearsal has empty caches and, by ``unshare --net``, nothing but loopback. It is the chain's own ``prepare``, which needs
+data, tokenizer and chat template; then ``python -m clustertune.staging.verify``, which loads the model and the evaluation's
+tasks, and answers with one JSON object a line: what a step found, or what is wrong.
 """
 
 from __future__ import annotations
@@ -9,32 +10,28 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from clustertune import manifest
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import SHA256
 from clustertune.process import captured
 from clustertune.recipe.tasks import PUNKT
+from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
-from clustertune.staging import bundle, netwatch, worker
-from clustertune.staging.worker import Bounds
+from clustertune.staging import bundle, copy
 
-STEP_SECONDS = 900.0
-"""How long one step may take: loading some gigabytes from a slow disk."""
-_SHOWN_FRAMES = 8
+SECONDS = 3600.0
+"""How long a part of the rehearsal may take: some gigabytes from a slow disk, some million conversations."""
 _NO_NETWORK = ("unshare", "--user", "--map-root-user", "--net")
-"""A network namespace of its own: nothing but loopback, whatever the program is and whether Python sees it or not."""
 _LOOPBACK = ("sh", "-c", 'ip link set lo up 2> /dev/null; exec "$@"', "sh")
 _INHERITED = (
     "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "OMP_NUM_THREADS", "VIRTUAL_ENV", "TZ", "CUDA_VISIBLE_DEVICES",
@@ -49,62 +46,55 @@ class Verification:
     files: int = 0
     bytes: int = 0
     steps: list[dict[str, Any]] = field(default_factory=list)
-    attempts: list[dict[str, Any]] = field(default_factory=list)
-    """Each thing that was asked of the network: host, port, library, stack, step."""
+    """``{"step", "found", "problems"}`` of each part of the rehearsal."""
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``, without the problems."""
-        found = {"files": self.files, "bytes": self.bytes, "steps": self.steps, "attempts": self.attempts, "notes": self.notes}
-        return {"ok": not self.problems, **found}
+        own = {"files": self.files, "bytes": self.bytes, "steps": self.steps, "notes": self.notes}
+        return {"ok": not self.problems, **own}
 
 
 def verify(
-    folder: Path, recipe: str | None, overrides: Sequence[str], *, tiny: bool, bounds: Bounds, tell: Callable[[str], None]
+    folder: Path, recipe: str | None, overrides: Sequence[str], *, tiny: bool, stall: float, tell: Callable[[str], None]
 ) -> Verification:
     """Check an offline bundle. Problems are in the verdict; raises UserError where the folder is none.
 
     ``recipe``: another one than the copy in the bundle.
     """
     folder = folder.absolute()
-    verdict = Verification()
-    found = bundle.read(folder)
-    _check_sums(folder, found, verdict, bounds)
+    verdict, sealed = Verification(), bundle.read(folder)
+    check_sums(folder, sealed, verdict, stall)
     if verdict.problems:
         return verdict
-    tell(f"{verdict.files} files, {worker.amount(verdict.bytes)}: sums are right")
-    meta = found.meta
-    order = {
-        "folder": str(folder),
-        "recipe": recipe or str(folder / bundle.RECIPES / str(meta["recipe"])),
-        "overrides": list(overrides) or list(meta["overrides"]),
-        "tiny": tiny or (recipe is None and bool(meta["tiny"])),
-    }
+    tell(f"{verdict.files} files, {copy.amount(verdict.bytes)}: sums are right")
+    meta = sealed.meta
+    recipe = recipe or str(folder / bundle.RECIPES / str(meta["recipe"]))
+    words = [*(list(overrides) or list(meta["overrides"])), f"{bundle.STAGED}={folder}"]
+    tiny = tiny or (str(recipe).startswith(str(folder)) and bool(meta["tiny"]))
     with tempfile.TemporaryDirectory(prefix="clustertune-verify-") as scratch:
-        _rehearse(order, Path(scratch), verdict, tell)
+        _rehearse(folder, [recipe, *words, *(["--tiny"] if tiny else [])], Path(scratch), verdict, tell)
     return verdict
 
 
-def _check_sums(folder: Path, found: manifest.Manifest, verdict: Verification, bounds: Bounds) -> None:
+def check_sums(folder: Path, sealed: manifest.Manifest, verdict: Verification, stall: float) -> None:
     """Every file by its SHA-256, several at once, and nothing beside them that a library would read."""
-    names = sorted(found.files)
-    total = sum(record.size for record in found.files.values())
-    with worker.shown("sums", total) as advance:
-        answers = worker.hash_files([(folder / name, SHA256) for name in names], bounds, advance)
+    names = sorted(sealed.files)
+    answers = copy.hash_files([(folder / name, sealed.files[name]) for name in names], SHA256, stall, "sums")
     fix = "copy it again from where it was staged, or stage it again"
     for name, answer in zip(names, answers, strict=True):
-        record, file = found.files[name], str(folder / name)
+        record, file = sealed.files[name], str(folder / name)
         if isinstance(answer, str):
             verdict.problems.append(Problem(f"cannot be read: {answer}", file=file, fix=fix))
-        elif answer[0] != record.size:
-            verdict.problems.append(Problem(f"{answer[0]} bytes, the manifest says {record.size}", file=file, fix=fix))
-        elif answer[1] != record.sha256:
+        elif answer.size != record.size:
+            verdict.problems.append(Problem(f"{answer.size} bytes, the manifest says {record.size}", file=file, fix=fix))
+        elif answer != record:
             verdict.problems.append(Problem("its content differs from the manifest's SHA-256", file=file, fix=fix))
-    for name in sorted(set(manifest.list_files(folder)) - found.files.keys()):
+    for name in sorted(set(manifest.list_files(folder)) - sealed.files.keys()):
         fix = "remove it: a library may read it in place of what was staged"
         verdict.problems.append(Problem("is not named by the manifest", file=str(folder / name), fix=fix))
-    verdict.files, verdict.bytes = len(names), total
+    verdict.files, verdict.bytes = len(names), sum(record.size for record in sealed.files.values())
 
 
 def no_namespace() -> str | None:
@@ -116,311 +106,164 @@ def no_namespace() -> str | None:
     return None if done.returncode == 0 else done.stderr.strip() or "unshare failed"
 
 
-def _rehearse(order: Mapping[str, Any], scratch: Path, verdict: Verification, tell: Callable[[str], None]) -> None:
-    log, errors = scratch / "netwatch.jsonl", scratch / "stderr.txt"
-    environment = _environment(Path(order["folder"]), scratch, log)
-    command = [sys.executable, "-m", "clustertune.staging.verify"]
-    refused = no_namespace()
-    if refused is None:
-        command = [*_NO_NETWORK, *_LOOPBACK, *command]
-    else:
-        text = f"no network namespace here ({refused}): native code could connect unseen, Python cannot"
+def _rehearse(folder: Path, words: list[str], scratch: Path, verdict: Verification, tell: Callable[[str], None]) -> None:
+    prefix: tuple[str, ...] = (*_NO_NETWORK, *_LOOPBACK)
+    if (refused := no_namespace()) is not None:
+        text = f"no network namespace here ({refused}): the rehearsal is not cut off, libraries are only asked to stay offline"
         verdict.notes.append(text)
         tell(f"warning: {text}")
-    with errors.open("wb") as error_log:
-        pipe = subprocess.PIPE
-        child = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=error_log, env=environment, cwd=scratch, start_new_session=True
-        )
-    try:
-        assert child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(json.dumps({**order, "scratch": str(scratch / "work")}).encode() + b"\n")
-            child.stdin.close()
-        text = f"a step of the rehearsal took more than {STEP_SECONDS:.0f} s"
-        for line in worker.lines(child, STEP_SECONDS, UserError(text, fix="is the storage slow?")):
-            verdict.steps.append(line)
-            summary = line["found"] or "; ".join(problem["message"] for problem in line["problems"])
-            tell(f"{line['step']}: {summary}")
-            verdict.problems += [Problem(**problem) for problem in line["problems"]]
-        code = child.wait()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, 9)
-        child.wait()
-    verdict.attempts = _attempts(log)
-    verdict.problems += [_name(attempt) for attempt in verdict.attempts]
-    if code or not verdict.steps:
-        last = errors.read_text(errors="replace").strip().splitlines()[-1:] or ["no word"]
-        verdict.problems.append(Problem(f"the rehearsal ended with code {code}: {last[0]}", file=str(order["folder"])))
+        prefix = ()
+    environment = _environment(folder, scratch)
+
+    def step(name: str, found: str, problems: Sequence[Problem]) -> None:
+        verdict.steps.append({"step": name, "found": found, "problems": [asdict(problem) for problem in problems]})
+        verdict.problems += problems
+        tell(f"{name}: {'; '.join(problem.message for problem in problems) or found}")
+
+    def run(name: str, *command: str) -> subprocess.CompletedProcess[str] | None:
+        """A program that ended well; None, and a step with a problem, where it does not."""
+        try:
+            done = captured([*prefix, sys.executable, "-m", *command], SECONDS, environment)
+        except subprocess.TimeoutExpired:
+            step(name, "", [Problem(f"timed out after {SECONDS:g} s", file=str(folder), fix="is the storage slow?")])
+            return None
+        if done.returncode:
+            lines = [line for line in done.stderr.strip().splitlines() if line] or ["without a message"]
+            shown = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines[-1:]
+            step(name, "", [Problem(f"{name} ended with code {done.returncode}: {text}", file=str(folder)) for text in shown])
+            return None
+        return done
+
+    if "--tiny" in words:  # `prepare` has no such option, `run` prints no counts
+        if run("prepare", "clustertune", "run", *words, "--to", "prepare", "--run-dir", str(scratch / "run")):
+            step("prepare", "made, scaled down", [])
+    elif done := run("prepare", "clustertune", "prepare", *words, "--out", str(scratch / "data"), "--json"):
+        made = json.loads(done.stdout)
+        counts = ", ".join(f"{split}: {made[split]['conversations']} conversations" for split in ("train", "eval"))
+        without = re.search(r"without tokens: (?!.*Megatron)(.*)", done.stderr)
+        problem = Problem(f"the tokenizer is not usable from here: {without[1]}", file=str(folder)) if without else None
+        tokens = f", {made['tokens']:,} tokens" if made["tokens"] is not None else ""
+        step("prepare", counts + tokens, [problem] if problem else [])
+    if done := run("load", "clustertune.staging.verify", json.dumps({"words": words, "scratch": str(scratch)})):
+        for line in done.stdout.splitlines():
+            body = json.loads(line)
+            step(body["step"], body["found"], [Problem(**problem) for problem in body["problems"]])
 
 
-def _environment(folder: Path, scratch: Path, log: Path) -> dict[str, str]:
-    """What a fresh account on a machine without network has: empty caches, and the hook in every Python process."""
-    site, home = scratch / "site", scratch / "home"
-    for path in (site, home, scratch / "work", scratch / "tmp"):
-        path.mkdir()
-    netwatch.write_site(site)
+def _environment(folder: Path, scratch: Path) -> dict[str, str]:
+    """What a fresh account on a machine without network has: empty caches."""
+    for name in ("home", "tmp"):
+        (scratch / name).mkdir()
     inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     package = str(Path(__file__).resolve().parents[2])
-    search = os.pathsep.join(filter(None, [str(site), package, inherited.get("PYTHONPATH", "")]))
     return {
         **inherited,
         **bundle.variables(folder),
-        "HOME": str(home),
+        "HOME": str(scratch / "home"),
         "TMPDIR": str(scratch / "tmp"),
-        "PYTHONPATH": search,
-        netwatch.LOG: str(log),
-        netwatch.STEP: "start",
+        "PYTHONPATH": os.pathsep.join(filter(None, [package, inherited.get("PYTHONPATH", "")])),
         "PYTHONNOUSERSITE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
 
 
-def _attempts(log: Path) -> list[dict[str, Any]]:
-    """What Python processes asked of the network, each thing once."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for text in log.read_text(errors="replace").splitlines() if log.exists() else []:
-        with contextlib.suppress(ValueError):
-            line = json.loads(text)
-            known = found.setdefault((line["library"], line["host"], line["step"]), {**line, "times": 0})
-            known["times"] += 1
-            known["port"] = known["port"] or line["port"]
-    return list(found.values())
-
-
-def _shown(attempt: Mapping[str, Any]) -> list[str]:
-    """The frames for a reader: who asked comes first, no frames of the import system, and of each path its end."""
-    frames = [frame for frame in map(str, attempt["stack"]) if not frame.startswith("<frozen")]
-    library_frames = [number for number, frame in enumerate(frames) if str(attempt["library"]) in frame]
-    return [
-        "/".join(frame.split("/")[-3:]) if "/" in frame.split(":")[0] else frame
-        for frame in frames[min(library_frames, default=0) :]
-    ][:_SHOWN_FRAMES]
-
-
-def _name(attempt: Mapping[str, Any]) -> Problem:
-    """Who tried to reach what, and by which way."""
-    port = f":{attempt['port']}" if attempt["port"] not in (None, 0) else ""
-    times = f", {attempt['times']} times" if attempt["times"] > 1 else ""
-    text = f"{attempt['library']} asked for {attempt['host']}{port} during step {attempt['step']}{times}"
-    stack = " < ".join(_shown(attempt))
-    fix = f"stage what it wanted, or keep it from asking; it came from: {stack}"
-    return Problem(text, file="network", key=str(attempt["event"]), fix=fix)
-
-
-# --- the rehearsal: the chain up to its first step from a bundle alone -----------------------------------------------
+# --- the load: model and evaluation from a bundle alone --------------------------------------------------------------
 
 
 FORWARD_BYTES = 4e9
 """Weights up to this size are loaded, and take one step; of larger ones only the headers are read."""
 _SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-REHEARSED = ("recipe", "libraries", "data", "model", "tokenizer", "training", "forward", "benchmark")
-"""Methods of :class:`Rehearsal`, in order."""
-MADE_PARAMETERS = 200e6
-"""A model that the run makes itself is made up to this size."""
 
 
-class MissingInput(Exception):
-    """A step that has nothing to work on, for one before it has failed: that one is reported, and once is enough."""
+def load_model(resolved: Resolved, _scratch: Path) -> str:
+    """Configuration and the header of every shard; a model that is small enough takes one step."""
+    if resolved.recipe.model.weights == "random":
+        return "the run makes it itself"
+    from transformers import AutoConfig
 
+    from clustertune.evaluate.model import check_weights
+    from clustertune.merge.base import read_base
 
-class Rehearsal:
-    """The steps, each on what those before it left."""
-
-    def __init__(self, order: Mapping[str, Any], out: TextIO) -> None:
-        self._order, self._out = order, out
-        self._folder, self._scratch = Path(order["folder"]), Path(order["scratch"])
-        self._resolved: Resolved | None = None
-        self._example: dict[str, Any] = {}
-        self._model: Path | None = None
-        self._tokenizer: Any = None
-
-    @property
-    def resolved(self) -> Resolved:
-        if self._resolved is None:
-            raise MissingInput("not checked: there is no usable recipe")
-        return self._resolved
-
-    def go(self) -> None:
-        """All steps; one that fails is reported, and the others continue with what there is."""
-        for name in REHEARSED:
-            os.environ[netwatch.STEP] = name
-            began = time.time()
-            problems: list[dict[str, Any]] = []
-            found = ""
-            try:
-                found = getattr(self, name)()
-            except MissingInput as error:
-                found = str(error)
-            except UserError as error:
-                problems = [asdict(problem) for problem in error.problems]
-            except Exception as error:  # whatever a library raises is what the run would meet
-                traceback.print_exc()
-                text = (str(error).splitlines() or [""])[0]
-                problems = [asdict(Problem(f"{type(error).__name__}: {text}", file=str(self._folder)))]
-            line = {"step": name, "found": found, "problems": problems, "began": began, "ended": time.time()}
-            self._out.write(json.dumps(line) + "\n")
-            self._out.flush()
-
-    def recipe(self) -> str:
-        """Resolved, and the bundle belongs to it."""
-        from clustertune.resolve.resolve import resolve
-
-        overrides = [*self._order["overrides"], f"{bundle.STAGED}={self._folder}"]
-        self._resolved = resolve(self._order["recipe"], overrides, tiny=self._order["tiny"])
-        bundle.enter(self._resolved)
-        return f"{self._resolved.name}, {self._resolved.world_size} ranks"
-
-    def libraries(self) -> str:
-        """Everything that a rank and the evaluation import."""
-        wanted = ["accelerate.commands.launch", "clustertune.training.session", "lm_eval.evaluator"]
-        trackers = self._resolved.train_args.get("report_to") if self._resolved else None
-        wanted += [name for name in ([trackers] if isinstance(trackers, str) else trackers or []) if find_spec(name)]
-        for name in wanted:
-            import_module(name)
-        return ", ".join(name.split(".")[0] for name in wanted)
-
-    def data(self) -> str:
-        """The conversations, prepared from the bundle."""
-        from clustertune.data.prepare import prepare
-
-        recipe = self.resolved.recipe
-        out = self._scratch / "data"
-        result = prepare(
-            recipe.data,
-            recipe_folder=Path(self.resolved.folder),
-            seed=int(self.resolved.train_args["seed"]),
-            out=out,
-            input_path=bundle.data_input(self.resolved),
-        )
-        with (out / "train.jsonl").open(encoding="utf-8") as lines:
-            self._example = json.loads(next(lines))
-        return ", ".join(f"{split}: {result[split]['conversations']} conversations" for split in ("train", "eval"))
-
-    def model(self) -> str:
-        """Configuration and the header of every shard; a model that the run makes is made."""
-        from transformers import AutoConfig
-
-        if self.resolved.recipe.model.weights == "random":
-            return self._make_model()
-        folder = bundle.model_folder(self._folder)
-        if folder is None:
-            raise UserError("contains no model", file=str(self._folder), fix="stage the recipe again")
-        from clustertune.errors import raise_if
-        from clustertune.evaluate.model import check_weights
-
-        self._model = folder
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-        raise_if([*check_weights(folder), *self._differences(config.to_dict(), folder / "config.json")])
-        if self.resolved.recipe.lora is None:
-            return f"{config.model_type}, weights are whole"
-        from clustertune.merge.base import read_base
-
+    folder = bundle.model_folder(Path(str(resolved.recipe.staged)))
+    if folder is None:
+        raise UserError("contains no model", file=str(resolved.recipe.staged), fix="stage the recipe again")
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    raise_if([*check_weights(folder), *_differences(resolved, config.to_dict(), folder / "config.json")])
+    text = f"{config.model_type}, weights are complete"
+    if resolved.recipe.lora is not None:
         base = read_base(folder)
-        return f"{config.model_type}, {len(base.tensors)} tensors in {len(base.headers)} files"
+        text = f"{config.model_type}, {len(base.tensors)} tensors in {len(base.headers)} files"
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if not 0 < size <= FORWARD_BYTES:
+        return f"{text}; not loaded: {size / 1e9:.1f} GB of weights"
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    def _differences(self, config: Mapping[str, Any], path: Path) -> list[Problem]:
-        """Where the model is another than the recipe says: its adapter would be refused after the training."""
-        fix = "name the model that the recipe's model.json describes, or correct that file"
-        return [
-            Problem(f"{config[key]}, the recipe's model.json says {wanted}", file=str(path), key=key, fix=fix)
-            for key, wanted in self.resolved.architecture.items()
-            if key in _SIZES and key in config and config[key] != wanted
-        ]
+    model = AutoModelForCausalLM.from_pretrained(str(folder), trust_remote_code=False)
+    ids = AutoTokenizer.from_pretrained(str(folder))("A batch job asks for nodes.", return_tensors="pt")["input_ids"][:, :32]
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    if not bool(torch.isfinite(logits).all()):
+        raise UserError("its logits are not finite", file=str(folder), fix="copy the model again")
+    return f"{text}; {tuple(logits.shape)} logits, finite"
 
-    def _make_model(self) -> str:
-        from clustertune.data.local_model import conversation_texts, make_local_model
-        from clustertune.recipe.parameters import parameter_count
 
-        count = parameter_count(self.resolved.architecture)
-        if count is None or count > MADE_PARAMETERS:
-            return "the run makes it itself; too large to make here"
-        name = self.resolved.recipe.model.name.rsplit("/", 1)[-1]
-        texts = conversation_texts(self._scratch / "data")
-        seed = int(self.resolved.train_args["seed"])
-        self._model = make_local_model(self.resolved.architecture, texts, self._scratch / "model" / name, seed)
-        return f"made here, {count:,} parameters"
+def _differences(resolved: Resolved, config: Mapping[str, Any], path: Path) -> list[Problem]:
+    """Where the model is another than the recipe says: its adapter would be refused after the training."""
+    fix = "name the model that the recipe's model.json describes, or correct that file"
+    return [
+        Problem(f"{config[key]}, the recipe's model.json says {expected}", file=str(path), key=key, fix=fix)
+        for key, expected in resolved.architecture.items()
+        if key in _SIZES and key in config and config[key] != expected
+    ]
 
-    def tokenizer(self) -> str:
-        """Loaded, and the chat template renders a conversation of the data."""
-        if self._model is None:
-            raise MissingInput("not checked: there is no usable model")
-        from clustertune.data import tokens
-        from clustertune.data.chats import messages_of
-        from clustertune.data.tokenizer import load_tokenizer
 
-        args = self.resolved.train_args
-        self._tokenizer = load_tokenizer(
-            str(self._model), None, self.resolved.chat_template, args, chats=self.resolved.recipe.data.has_chats
-        )
-        if not self._example:
-            return "loaded"
-        count, labelled = tokens.look(self._example, self._tokenizer, args)
-        return f"an example of {len(messages_of(self._example)) or 1} messages is {count} tokens, {labelled} of them trained"
+def load_tasks(resolved: Resolved, scratch: Path) -> str:
+    """lm-eval's tasks on the prompts that the chain will score, with the sentence splitter."""
+    from clustertune.evaluate import inputs, punkt, run, tasks
 
-    def training(self) -> str:
-        """The trainer's arguments."""
-        from peft import LoraConfig
-
-        from clustertune.training import build
-
-        build.check_packages(self.resolved.train_args)
-        fitted = build.fit_to_device(self.resolved.train_args, cuda=False).values
-        values = {key: value for key, value in fitted.items() if key != "pad_token"}
-        build.configuration(self.resolved)(output_dir=str(self._scratch / "run"), **values)
-        if self.resolved.recipe.lora is not None:
-            LoraConfig(**self.resolved.recipe.lora)
-        return f"{len(values)} arguments"
-
-    def forward(self) -> str:
-        """One step of a model that is small enough."""
-        if self._model is None or self._tokenizer is None:
-            return "no model here"
-        size = sum(path.stat().st_size for path in self._model.glob("*.safetensors"))
-        if not 0 < size <= FORWARD_BYTES:
-            return f"left out: {size / 1e9:.1f} GB of weights"
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(str(self._model), trust_remote_code=False)
-        ids = self._tokenizer("A batch job asks for nodes.", return_tensors="pt")["input_ids"][:, :32]
-        with torch.no_grad():
-            logits = model(input_ids=ids).logits
-        if not bool(torch.isfinite(logits).all()):
-            raise UserError("its logits are not finite", file=str(self._model), fix="copy the model again")
-        return f"{tuple(logits.shape)} logits, finite"
-
-    def benchmark(self) -> str:
-        """lm-eval's tasks on the prompts that the chain will score, with the sentence splitter."""
-        from clustertune.evaluate import inputs, punkt, run, tasks
-
-        wanted, published = self.resolved.recipe.eval, self.resolved.recipe.model.weights == "hub"
-        given = bundle.prompts(self.resolved)
-        found = []
-        with run.quiet(), inputs.opened(wanted.tasks, given, published, self._scratch) as own:
-            splitter = own.splitter
-            if splitter and splitter.source != punkt.TRAINED and not splitter.path.is_relative_to(self._folder):
-                text = f"the sentence splitter came from {splitter.path}, not from the folder"
-                raise UserError(text, fix="stage the recipe where NLTK_DATA names the data")
-            loaded, _ = tasks.load(wanted.tasks, own.write_tasks(wanted, self._scratch / "task"), wanted)
-            raise_if(own.find_differences(loaded["tasks"]))
-            for rows in own.rows.values():
-                hub, source = rows.task.hub, rows.called
-                lacks = f" (the folder has no {hub.name})" if published and hub and given is None and source != hub.name else ""
-                words = f", sentence splitter: {splitter.source}" if splitter and PUNKT in rows.task.needs else ""
-                found.append(f"{len(rows.rows)} prompts of {source}{words}{lacks}")
-            others = {name: len(task.eval_docs) for name, task in loaded["tasks"].items() if name not in own.rows}
-        others_text = ", ".join(f"{count} documents of {name}" for name, count in others.items())
-        return "; ".join([*found, *([others_text] if others else [])])
+    evaluation, published = resolved.recipe.eval, resolved.recipe.model.weights == "hub"
+    folder, prompts = Path(str(resolved.recipe.staged)), bundle.prompts(resolved)
+    texts = []
+    with run.quiet(), inputs.opened(evaluation.tasks, prompts, published, scratch) as own:
+        splitter = own.splitter
+        if splitter and splitter.source != punkt.TRAINED and not splitter.path.is_relative_to(folder):
+            text = f"the sentence splitter came from {splitter.path}, not from the folder"
+            raise UserError(text, fix="stage the recipe where NLTK_DATA names the data")
+        loaded, _ = tasks.load(evaluation.tasks, own.write_tasks(evaluation, scratch / "task"), evaluation)
+        raise_if(own.find_differences(loaded["tasks"]))
+        for rows in own.rows.values():
+            hub, source = rows.task.hub, rows.called
+            lacks = f" (the folder has no {hub.name})" if published and hub and prompts is None and source != hub.name else ""
+            words = f", sentence splitter: {splitter.source}" if splitter and PUNKT in rows.task.needs else ""
+            texts.append(f"{len(rows.rows)} prompts of {source}{words}{lacks}")
+        others = {name: len(task.eval_docs) for name, task in loaded["tasks"].items() if name not in own.rows}
+    others_text = ", ".join(f"{count} documents of {name}" for name, count in others.items())
+    return "; ".join([*texts, *([others_text] if others else [])])
 
 
 def main() -> int:
-    """Read the order, rehearse; whatever libraries print goes to stderr."""
+    """Load what the order on the command line names; whatever libraries print goes to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    with contextlib.redirect_stdout(sys.stderr):
-        Rehearsal(json.loads(sys.stdin.readline()), out).go()
+    order = json.loads(sys.argv[1])
+    tiny = "--tiny" in order["words"]
+    recipe, *overrides = [word for word in order["words"] if word != "--tiny"]
+    resolved = resolve(recipe, overrides, tiny=tiny)
+    bundle.enter(resolved)
+    for name, load in (("model", load_model), ("benchmark", load_tasks)):
+        found, problems = "", list[Problem]()
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                found = load(resolved, Path(order["scratch"]))
+        except UserError as error:
+            problems = list(error.problems)
+        except Exception as error:  # whatever a library raises is what the run would meet
+            traceback.print_exc()
+            text = (str(error).splitlines() or [""])[0]
+            problems = [Problem(f"{type(error).__name__}: {text}", file=str(resolved.recipe.staged))]
+        out.write(json.dumps({"step": name, "found": found, "problems": [asdict(problem) for problem in problems]}) + "\n")
+        out.flush()
     return 0
 
 

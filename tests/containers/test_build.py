@@ -7,11 +7,9 @@ import hashlib
 import io
 import json
 import os
-import ssl
 import subprocess
 import sys
 import tarfile
-import urllib.error
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -141,7 +139,6 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return []
 
     monkeypatch.setattr(wheelhouse, "fill", fill)
-    monkeypatch.setattr(build, "look_for_registry", lambda *_: None)
     # As an ordinary user: no mount namespace is needed to start a script.
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     return tmp_path
@@ -212,34 +209,6 @@ def test_an_old_sum_never_lies_beside_a_new_image(fake: Path, monkeypatch: pytes
     with pytest.raises(UserError, match="No space left"):
         build.build_sif(BuildRequest("build-sif", base=DIGEST, out=out), lambda _: None)
     assert not (fake / "x.sif.sha256").exists() and out.exists()
-
-
-ANSWERS: dict[str, tuple[str, OSError | None, str]] = {
-    "nvcr.io/nvidia/nemo": ("nvcr.io", OSError("no route"), "nvcr.io does not answer (no route)"),
-    "nvidia/cuda": ("registry-1.docker.io", urllib.error.URLError("unknown name"), "docker.io does not answer"),
-    "docker.io/nvidia/cuda": ("registry-1.docker.io", TimeoutError("timed out"), "BASE=standin"),
-    "localhost/x": ("localhost", urllib.error.URLError(ssl.SSLError("plain")), ""),
-    "example.org:5000/x": ("example.org:5000", urllib.error.HTTPError("u", 401, "who", {}, None), ""),  # type: ignore[arg-type]
-    "example.org/x": ("example.org", None, ""),
-}
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_a_registry_that_does_not_answer_is_told_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three gigabytes are fetched before the engine would say so. One that asks for a password is there."""
-    expected, answer, warning = ANSWERS[name]
-
-    def urlopen(address: str, timeout: float) -> io.BytesIO:
-        assert address == f"https://{expected}/v2/" and timeout < 60
-        if answer:
-            raise answer
-        return io.BytesIO()
-
-    monkeypatch.setattr(build.urllib.request, "urlopen", urlopen)
-    messages: list[str] = []
-    build.look_for_registry(BaseImage(f"{name}@sha256:{'a' * 64}"), messages.append)
-    build.look_for_registry(BaseImage("stand-in", Path("x.tar")), messages.append)
-    assert [warning in line for line in messages] == ([True] if warning else []), messages
 
 
 def test_a_dry_run_does_nothing(fake: Path) -> None:

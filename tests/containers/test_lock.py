@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ import pytest
 from clustertune.containers import __main__ as commands
 from clustertune.containers import lock, pins
 from clustertune.containers import lock as locks
-from clustertune.containers.lock import ANY, ARM, SPECS, X86, LockedPackage, NoDatabase, PackageLock, Vulnerability
+from clustertune.containers.lock import ANY, ARM, SPECS, X86, LockedPackage, NotAudited, PackageLock
 from clustertune.errors import UserError
 from tests import tree
+from tests.folders import program
 from tests.refusal import problems
-from tests.site import site
 
 PINS = pins.read()
 
@@ -256,55 +256,60 @@ def test_bases_are_names_with_digests() -> None:
         assert ":" not in name and len(digest) == 64 and set(digest) <= set("0123456789abcdef")
 
 
-# --- the vulnerability scan against a database on the loopback, one that lies, and none ---------------------------------
+# --- the vulnerability scan: pip-audit is a script here ------------------------------------------------------------------
 
 ENTRIES = {name: LockedPackage(name, version, ("h",)) for name, version in (("kiln", "1.0"), ("oven", "2.0+cpu"))}
 LOCK = PackageLock("x", "3.12", "any", "", ENTRIES)
+KNOWN = [{"id": "PYSEC-1", "aliases": ["CVE-1"]}, {"id": "GHSA-2", "aliases": []}]
+ANSWER = {"dependencies": [{"name": "kiln", "version": "1.0", "vulns": []}, {"name": "oven", "version": "2.0", "vulns": KNOWN}]}
 
 
-def database(answer: Any) -> AbstractContextManager[tuple[str, list[tuple[str, bytes]]]]:
-    """A server that answers everything with one text (or document), and what it was asked."""
-    return site((answer if isinstance(answer, str) else json.dumps(answer)).encode())
+@pytest.fixture
+def uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], Path]:
+    """Have uv print a text and end with a code; gives the file with its arguments and the requirements that it was given."""
+
+    def make(text: str, code: int) -> Path:
+        (tmp_path / "answer").write_text(text)
+        log = tmp_path / "log"
+        program(
+            tmp_path / "uv", f'echo "$@" > {log}; cat "${{@: -1}}" >> {log}; cat {tmp_path}/answer; exit {code}', "/bin/bash"
+        )
+        monkeypatch.setattr(pins, "find_tool", lambda _: str(tmp_path / "uv"))
+        return log
+
+    return make
 
 
-def test_what_is_known_is_told_once() -> None:
+def test_what_is_known_is_told_once(uv: Callable[[str, int], Path]) -> None:
     """With the version that is locked, without torch's mark of a build, which the database does not know."""
-    with database({"results": [{}, {"vulns": [{"id": "PYSEC-1"}, {"id": "GHSA-2"}]}]}) as (address, requests):
-        known = locks.ask([LOCK, LOCK], address)
-    assert known == [Vulnerability("oven", "2.0", "PYSEC-1"), Vulnerability("oven", "2.0", "GHSA-2")]
-    ((path, question),) = requests
-    assert path == "/v1/querybatch"
-    assert json.loads(question)["queries"] == [
-        {"package": {"name": "kiln", "ecosystem": "PyPI"}, "version": "1.0"},
-        {"package": {"name": "oven", "ecosystem": "PyPI"}, "version": "2.0"},
-    ]
-    (problem,) = locks.judge(known, {"GHSA-2": "not used"})
+    log = uv(json.dumps(ANSWER), 1)
+    (problem,) = locks.audit([LOCK], {"GHSA-2": "not used"}, "https://mirror.example")
     assert problem.key == "oven" and "PYSEC-1" in problem.message and "GHSA" not in problem.message
-    assert locks.judge(known, {"GHSA-2": "a", "PYSEC-1": "b"}) == []
+    assert "--osv-url https://mirror.example/v1/query" in log.read_text() and "oven==2.0\n" in log.read_text()
+    assert locks.audit([LOCK], {"GHSA-2": "a", "CVE-1": "b"}) == [], "by any of its names"
 
 
-def test_a_mirror_is_named_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """make lock-check DATABASE=<address>: a machine that reaches a mirror only has it scanned too."""
+def test_the_command_says_what_is_known(
+    uv: Callable[[str, int], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """make lock-check DATABASE=<address>; a database that does not answer is not the same as a clean one."""
     monkeypatch.setattr(commands.lock, "check_all", lambda *_, **__: {"x": LOCK})
-    with database({"results": [{}, {"vulns": [{"id": "PYSEC-1"}]}]}) as (address, requests):
-        assert commands.main(["lock-check", "--database", address]) == 2
-    assert requests and "oven: 2.0: PYSEC-1" in capsys.readouterr().err
-    assert commands.main(["lock-check", "--database", "http://127.0.0.1:9"]) == 0
-    assert "not done: known vulnerabilities" in capsys.readouterr().err
+    uv(json.dumps(ANSWER), 1)
+    assert commands.main(["lock-check", "--database", "https://mirror.example"]) == 2
+    assert "oven: 2.0: PYSEC-1" in capsys.readouterr().err
+    uv("", 1)
+    assert commands.main(["lock-check"]) == 0 and "not done: known vulnerabilities" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("answer", ["<html>", "[]", {"results": [{}]}, {"results": "none"}, {"error": 1}])
-def test_an_answer_that_is_none_is_no_clean_bill(answer: Any) -> None:
+SKIPPED = {"dependencies": [{"name": "kiln", "skip_reason": "not found"}]}
+
+
+@pytest.mark.parametrize("answer", ["", "<html>", "[]", "{}", json.dumps(SKIPPED)])
+def test_an_answer_that_is_none_is_no_clean_bill(uv: Callable[[str, int], Path], answer: str) -> None:
     """A portal's login page is not `nothing known`."""
-    with database(answer) as (address, _), pytest.raises(NoDatabase):
-        locks.ask([LOCK], address)
-
-
-@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "file:///etc/passwd", "nonsense"])
-def test_no_database_is_told(address: str) -> None:
-    """Not done is not the same as clean."""
-    with pytest.raises(NoDatabase):
-        locks.ask([LOCK], address)
+    uv(answer, 0)
+    with pytest.raises(NotAudited):
+        locks.audit([LOCK], {})
 
 
 def test_what_is_accepted_has_a_reason(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from clustertune.recipe.schema import Eval
 from clustertune.report.page import build
 from clustertune.resolve.resolve import resolve
 from clustertune.staging.collect import Collector
-from clustertune.staging.worker import Bounds
 from tests.doctor.recipe_case import make
 from tests.evaluate.conftest import forbid_network
 
@@ -121,7 +120,7 @@ def test_a_file_of_rows_is_for_one_task(tiny_model: Path, folder: Path, tmp_path
 def test_stage_takes_a_file_of_its_rows(folder: Path, tmp_path: Path) -> None:
     def check(tasks: str) -> None:
         resolved = resolve("tiny-oasst2", [f"eval.tasks=[{tasks}]"])
-        Collector(resolved, load_cluster("rno-rtxpro6000"), tmp_path / "out", folder / "few.jsonl", Bounds(1, 60)).check()
+        Collector(resolved, load_cluster("rno-rtxpro6000"), tmp_path / "out", folder / "few.jsonl", 60).check()
 
     check("capitals")
     with pytest.raises(UserError, match=r"few\.jsonl:1: prompt: missing"):

@@ -14,7 +14,6 @@ from clustertune.cluster.schema import Staging
 from clustertune.recipe.tasks import first_task
 from clustertune.staging import cache, needs
 from clustertune.staging.cache import SourceFolder, Stager
-from clustertune.staging.worker import Bounds
 from tests import command
 from tests.command import Done
 from tests.fake_hub import oid
@@ -57,7 +56,7 @@ class Bench:
         path.mkdir(exist_ok=True)
         self.messages: list[str] = []
         self.cache = cache.open_cache(Staging(path=str(path), gb=gb))
-        self.stager = Stager(self.cache, Bounds(workers=4, stall=stall), deep=deep, tell=self.messages.append)
+        self.stager = Stager(self.cache, stall, deep=deep, tell=self.messages.append)
 
     def stage(self, root: Path, what: str = "data") -> Path:
         """Stage a folder and let it go again; the copy's folder."""

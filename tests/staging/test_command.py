@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from clustertune import manifest
-from clustertune.cli.stage import documents
 from clustertune.staging import needs
 from tests.fake_hub import FakeHub, Repo
 from tests.staging.conftest import DATASET, MODEL, REVISION, run, same, write_cluster
@@ -27,7 +26,7 @@ def cluster(tmp_path: Path) -> Path:
 def test_on_this_node_and_away_again(tmp_path: Path, cluster: Path, hub_recipe: tuple[Path, Path]) -> None:
     """As the page tells it: shown, copied, verified, removed."""
     recipe, home = hub_recipe
-    words = ["stage", recipe, "--node-local", "--cluster", cluster, "--run-dir", tmp_path / "run", "--json"]
+    words = ["stage", recipe, "--cluster", cluster, "--run-dir", tmp_path / "run", "--json"]
     shown = run(*words, "--dry-run", HF_HOME=str(home))
     assert shown.code == 0 and shown.json["trees"][0]["there"] is False and not list((tmp_path / "local").rglob("*.json"))
     first = run(*words, HF_HOME=str(home))
@@ -64,12 +63,6 @@ def test_what_is_wrong_is_told(tmp_path: Path, cluster: Path, words: list[str], 
     done = run("stage", *(word.format(cluster=cluster, tmp=tmp_path) for word in words))
     assert done.code == 2 and message in done.err, done.err
     assert not (tmp_path / "o").exists()
-
-
-def test_documents_of_nodes_that_speak_at_once() -> None:
-    """srun labels each line with its task; blanks and line ends vary with the number of tasks."""
-    mixed = '0: {\n1: {\n0:   "host": "a",\n1:   "host": "b"\n0:   "n": 1\n0: }\n1: }\n2: no JSON\n'
-    assert documents(mixed) == {0: {"host": "a", "n": 1}, 1: {"host": "b"}, 2: {"unreadable": "no JSON"}}
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from clustertune.rundir import RunDir
 from clustertune.staging import needs, node
 from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO, events
-from tests.slurm import wait_for
 from tests.slurm_job import Job
 from tests.staging.conftest import MIB, Bench, fill, flip, same, write_cluster
 
@@ -61,16 +59,17 @@ def record(run: RunDir, number: int = 0) -> dict[str, Any]:
 def test_the_ranks_find_their_copies(begin: Begin, tmp_path: Path) -> None:
     """With what it took, and leased for as long as the ranks run."""
     run = begin()
-    with node.staged(run.path, plan(), 0):
+    node.stage(run.path, 1, 0)
+    with node.leased(run.path, plan(), 0):
         near = node.local_folders(run.attempt(1), 0)
         assert same(near["model"], run.local_model("tiny-llama")) and near["model"].name == "tiny-llama"
         assert same(near["data"], run.tokens) and near["data"].is_relative_to(tmp_path / "local")
         bench = Bench(tmp_path / "local")
-        assert not any(bench.cache.remove(tree.key, tree, print, "") for tree in bench.cache.trees())
+        assert not any(bench.cache.remove(tree, print, "") for tree in bench.cache.trees())
     body = record(run)
     assert body["warnings"] == [] and [tree["reused"] for tree in body["trees"]] == [False, False]
     assert body["trees"][0]["copied"] == MIB + 300 + (run.local_model("tiny-llama") / manifest.MANIFEST).stat().st_size
-    assert all(bench.cache.remove(tree.key, tree, print, "") for tree in bench.cache.trees())
+    assert all(bench.cache.remove(tree, print, "") for tree in bench.cache.trees())
     assert node.local_folders(run.attempt(1), 0) == {}, "what is gone is not read from"
 
 
@@ -81,7 +80,8 @@ def test_the_ranks_find_their_copies(begin: Begin, tmp_path: Path) -> None:
 def test_what_lies_on_a_local_disk_is_not_copied(begin: Begin, words: list[str], shared: bool, copied: bool) -> None:
     """Unless the recipe says so; and the recipe may say that nothing is."""
     run = begin(*words, shared=shared)
-    with node.staged(run.path, plan(), 0):
+    node.stage(run.path, 1, 0)
+    with node.leased(run.path, plan(), 0):
         assert bool(node.local_folders(run.attempt(1), 0)) is copied
 
 
@@ -105,49 +105,32 @@ def test_a_copy_that_fails_leaves_the_shared_storage(begin: Begin, tmp_path: Pat
     if fault == "no folder":
         (tmp_path / "local").rmdir()
         (tmp_path / "local").write_text("a file")
-    with node.staged(run.path, plan(), 0):
+    node.stage(run.path, 1, 0)
+    with node.leased(run.path, plan(), 0):
         near = node.local_folders(run.attempt(1), 0)
     assert "model" not in near and ("data" in near) is (fault == "wrong digest")
     assert FAULTS[fault] in " ".join(record(run)["warnings"])
 
 
-def test_no_node_starts_its_ranks_before_all_have_copied(begin: Begin) -> None:
-    """Ranks that wait for a node which still copies would be taken for hung."""
+def test_a_copy_that_was_removed_before_the_ranks_start_is_not_read(begin: Begin, tmp_path: Path) -> None:
+    """Between the step that copies and the ranks another job of this user may need the room."""
     run = begin()
-    started = threading.Event()
-
-    def first() -> None:
-        with node.staged(run.path, plan(2), 0):
-            started.set()
-
-    thread = threading.Thread(target=first, daemon=True)
-    thread.start()
-    wait_for(node.record_file(run.attempt(1), 0).exists, "the first node's copy")
-    assert not started.wait(0.7)
-    with node.staged(run.path, plan(2), 1):
-        assert started.wait(60)
-    thread.join(60)
-    assert len(node.read_records(run.attempt(1), 2)) == 2
-
-
-@pytest.mark.parametrize("sign", ["failed", "silent", "superseded"])
-def test_a_peer_that_does_not_come_is_not_waited_for(begin: Begin, monkeypatch: pytest.MonkeyPatch, sign: str) -> None:
-    """The rendezvous says better who is missing."""
-    run = begin()
-    if sign == "failed":
-        (run.attempt(1) / "node-1.json").write_text('{"node": 1, "code": 1}')
-    elif sign == "superseded":
-        run.attempt(2).mkdir()
-    monkeypatch.setattr(node, "PEER_SECONDS", 0.3 if sign == "silent" else 300.0)
-    with node.staged(run.path, plan(2), 0):
-        pass
+    node.stage(run.path, 1, 0)
+    bench = Bench(tmp_path / "local")
+    gone = next(tree for tree in bench.cache.trees() if tree.key.startswith("model"))
+    assert bench.cache.remove(gone, print, "")
+    with node.leased(run.path, plan(), 0):
+        assert set(node.local_folders(run.attempt(1), 0)) == {"data"}
+        assert not any(bench.cache.remove(tree, print, "") for tree in bench.cache.trees())
+    assert [tree["what"] for tree in record(run)["trees"]] == ["data"]
 
 
 def test_a_cluster_without_staging_changes_nothing(begin: Begin) -> None:
     """Most clusters, and every other launcher."""
     run = begin()
     run.run_json.write_text(json.dumps({key: value for key, value in run.read().items() if key != "cluster"}))
-    with node.staged(run.path, plan(), 0):
+    node.stage(run.path, 1, 0)
+    with node.leased(run.path, plan(), 0):
         assert not node.record_file(run.attempt(1), 0).exists()
 
 
@@ -209,16 +192,20 @@ def test_a_job_on_copies_trains_the_same_weights(jobs: tuple[Job, Job, Path]) ->
 @pytest.mark.jobs
 @pytest.mark.timeout(600)
 def test_by_hand_in_an_allocation(slurm: TemporaryCluster, jobs: tuple[Job, Job, Path], tmp_path: Path) -> None:
-    """``clustertune stage`` in a job copies on every node of it, and says what each has."""
+    """In a job's shell ``clustertune stage`` names the way to all nodes; by srun it copies on every node."""
     near, _, _ = jobs
     cluster = near.words[near.words.index("--cluster") + 1]
-    script = tmp_path / "stage.sh"
-    words = f"stage recipes/tiny-oasst2 --tiny --cluster {cluster} --run-dir {near.run} --json"
-    script.write_text(f"#!/bin/bash\n{REPO}/.venv/bin/python -m clustertune {words} > {tmp_path}/out.json\n")
+    script, out = tmp_path / "stage.sh", tmp_path / "out"
+    command = (
+        f"{REPO}/.venv/bin/python -m clustertune stage recipes/tiny-oasst2 --tiny --cluster {cluster} --run-dir {near.run}"
+    )
+    script.write_text(f"#!/bin/bash\n{command}\nsrun --ntasks-per-node=1 --output={out}-%n.json {command} --json\n")
     options = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", f"--output={tmp_path}/log"]
     number = slurm.submit(script, options=options, cwd=REPO)
     ended = slurm.wait(number)
-    assert ended["ExitCode"] == "0:0", (tmp_path / "log").read_text()
-    body = json.loads((tmp_path / "out.json").read_text())
-    assert [item["node"] for item in body["nodes"]] == ["node1", "node2"]
-    assert all(tree["reused"] for item in body["nodes"] for tree in item["trees"])
+    log = (tmp_path / "log").read_text()
+    assert ended["ExitCode"] == "0:0" and "on all 2 nodes: srun --ntasks-per-node=1" in log, log
+    for number in range(2):
+        text = Path(f"{out}-{number}.json").read_text()
+        body = json.loads(text[text.index("{") : text.rindex("}") + 1])
+        assert body["host"] == f"node{number + 1}" and all(tree["reused"] for tree in body["trees"])
