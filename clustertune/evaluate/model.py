@@ -18,6 +18,7 @@ from clustertune.export.companions import read_json
 from clustertune.merge.base import find_shards, read_base, read_weights
 from clustertune.recipe import quantization
 from clustertune.recipe.architecture import implausible
+from clustertune.training import base_model
 
 SHOWN = 5
 """Tensors that the errors name."""
@@ -151,16 +152,9 @@ def _check_config(folder: Path) -> list[Problem]:
         return [Problem("does not say the architecture", file=str(path), key="model_type")]
     if problem := implausible(config):
         return [Problem(problem[1], file=str(path), key=problem[0], fix="take the file of the model's makers")]
-    kernels = [key for key in KERNELS if "/" in str(config.get(key))]
-    if "auto_map" in config or kernels:
-        fix = "take the model in a form that transformers knows; of a kernel, leave the key out"
-        key = kernels[0] if kernels else "auto_map"
-        return [Problem("names code of a repository, which is never run", file=str(path), key=key, fix=fix)]
+    if lacking := base_model.names_what_is_not_here(config):
+        return [Problem(lacking[1], file=str(path), key=lacking[0], fix=base_model.FIX_NAME)]
     return _accepted(folder)
-
-
-KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
-"""Keys with which transformers loads code from a repository, where they hold its name (integrations/hub_kernels.py)."""
 
 
 def _accepted(folder: Path) -> list[Problem]:

@@ -25,6 +25,12 @@ FIX = (
 )
 
 
+FIX_NAME = "take config.json as the model's makers wrote it, or a release of transformers that knows the name"
+KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+"""Keys with which transformers loads code from a repository, where they hold its name (integrations/hub_kernels.py)."""
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+
+
 def check(source: str, revision: str | None, resolved: Resolved) -> None:
     """Raise UserError where the base is another than the recipe's model.json says, or where it, or what the recipe makes of it,
     is quantised in a way that the run cannot train over.
@@ -36,6 +42,9 @@ def check(source: str, revision: str | None, resolved: Resolved) -> None:
     if differ := contradictions(resolved.architecture, config):
         fix = f"copy these keys from {file} into it, or name the model that it describes"
         raise UserError(Problem(f"not the sizes of the base: {differ}", file=f"{resolved.name}/model.json", fix=fix))
+    if lacking := names_what_is_not_here(config):
+        key, text = lacking
+        raise UserError(Problem(text, file=str(file), key=key, fix=FIX_NAME))
     stored, wanted = _stored(config), quantization.of(resolved.train_args)
     reason = why_not(stored, wanted, parted_by(resolved), lora=resolved.recipe.lora is not None)
     reason = reason or quantization.cast_away(stored or wanted or {}, resolved.train_args, resolved.distribution.type)
@@ -45,6 +54,36 @@ def check(source: str, revision: str | None, resolved: Resolved) -> None:
     if stored is None:
         raise UserError(Problem(reason, key=RECIPE_KEY, fix=FIX))
     raise UserError(Problem(reason, file=str(file), key="quantization_config", fix=FIX))
+
+
+def names_what_is_not_here(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """A key of a config.json and what is wrong with it, where it names code of a repository, which is never run, or an
+    activation or a rotary embedding that the installed transformers lacks, which ends in a bare KeyError.
+    """
+    from transformers.activations import ACT2CLS
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING_NAMES:  # Phi-3 and others are known without it
+        return (
+            "auto_map",
+            "names code of the folder, which is never run, and transformers here knows no such architecture",
+        )
+    for body in (config, config.get("text_config")):
+        if not isinstance(body, Mapping):
+            continue
+        for key in KERNELS:
+            if "/" in str(body.get(key)):
+                return key, f"{body[key]!r} is a kernel of the Hub, code that is never run"
+        for key in ACTIVATIONS:
+            if isinstance(body.get(key), str) and body[key] not in ACT2CLS:
+                return key, f"transformers here knows no activation {body[key]!r}"
+        for key in ("rope_parameters", "rope_scaling"):
+            rope = body.get(key)
+            kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, Mapping) else None
+            if isinstance(kind, str) and kind not in (*ROPE_INIT_FUNCTIONS, "default", "mrope"):
+                return key, f"transformers here knows no rotary embedding {kind!r}"
+    return None
 
 
 def _refuse_wrapper(config: Mapping[str, Any], file: Path | None, resolved: Resolved) -> None:

@@ -98,6 +98,13 @@ def test_what_is_not_here_is_one_sentence(key: str, value: Any, tiny_model: Path
     assert str(problem.file).endswith("config.json") and "\n" not in problem.message
 
 
+def test_code_beside_a_known_architecture_is_not_needed(tiny_model: Path, tmp_path: Path) -> None:
+    """Phi-3's folder and others name code that transformers has long had."""
+    folder = changed(tiny_model, tmp_path / "phi", "config.json", auto_map={"AutoModelForCausalLM": "modeling_x.X"})
+    assert check_model(folder, 8)[1] == []
+    assert answer(folder) == answer(tiny_model)
+
+
 @pytest.mark.parametrize("text", ["[1]", '"x"', '{"do_sample": tr', '{"temperature": NaN}'])
 def test_a_generation_config_that_is_no_object_is_named(text: str, tiny_model: Path, tmp_path: Path) -> None:
     folder = changed(tiny_model, tmp_path / "odd", "config.json")
