@@ -42,6 +42,8 @@ _ROLES = {
     **dict.fromkeys(("function", "ipython", "observation", "tool_response", "function_response"), "tool"),
 }
 """Roles by what other frameworks and older interfaces call them."""
+UNEQUAL = "[] of other roles than assistant with a weight of their own"
+"""Behind a column's name, among what is left out of rows: it matters where all roles are learnt."""
 WEIGHTS = ("weight", "train", "training", "loss", "loss_weight", "train_detail", "training_detail")
 """Fields by which other frameworks say whether a message is trained on (OpenAI, mistral-finetune, axolotl, ms-swift)."""
 TAKEN = frozenset(
@@ -274,6 +276,8 @@ class _ConversationReader:
                 call = _value(entry["function_call"], f"{name}.function_call", dict)
                 more["tool_calls"] = [_call(call, f"{name}.function_call")]
             _check_weight(entry, name)
+        elif any(_is_unequal(entry.get(key)) for key in WEIGHTS):
+            self._leave_out([name.partition("[")[0] + UNEQUAL])
         if role == "tool":
             more |= {key: require(entry, key, str) for key in ("name", "tool_call_id") if entry.get(key) is not None}
         read = {"role", "content", *more, *(("function_call",) if "tool_calls" in more else ())}
@@ -316,9 +320,13 @@ def _check_weight(entry: Mapping[str, Any], name: str) -> None:
     """Raise BadRow where an answer is to be trained on otherwise than the rest: TRL has no such field, it would be learnt."""
     for key in WEIGHTS:
         value = entry.get(key)
-        if value not in (None, 1) and not (isinstance(value, str | list | dict) and not value):
+        if _is_unequal(value):
             text = "all answers of a row are trained on alike; data.format=prompt-completion trains on the completion alone"
             raise BadRow("weighted-message", f"{name}.{key} is {excerpt(value)}: {text}")
+
+
+def _is_unequal(weight: Any) -> bool:
+    return weight not in (None, 1) and not (isinstance(weight, str | list | dict) and not weight)
 
 
 def _part(part: Any, name: str) -> str:

@@ -48,7 +48,7 @@ import numpy.typing as npt
 from clustertune import bounded, secrets
 from clustertune.console import byte_progress, say
 from clustertune.data.answers import MARKS_OR_ALL, NotPrefixPreserving, answer_spans, tokens_within
-from clustertune.data.chats import TOOL_MESSAGES
+from clustertune.data.chats import TOOL_MESSAGES, UNEQUAL
 from clustertune.data.prepare import KIND as DATASET
 from clustertune.data.prepare import SPLITS, locked
 from clustertune.data.tokenizer import MEMORY, has_generation_markers, identity, training_template, within_limits
@@ -216,7 +216,9 @@ def _tokenise(
     if len(missing) < len(everything):
         say(f"tokens: {len(everything) - len(missing)} of {len(everything)} shards existed already")
     encoder = Encoder.of(tokenizer, {key: what.get(key) for key in ("assistant_only_loss", "completion_only_loss")})
-    _check_fields(read_manifest(dataset, DATASET).meta.get("fields", {}), encoder, dataset)
+    meta = read_manifest(dataset, DATASET).meta
+    _check_fields(meta.get("fields", {}), encoder, dataset)
+    _check_weights(meta, encoder, dataset)
     processes = max(1, min(len(os.sched_getaffinity(0)), len(missing)))
     began, longest = time.perf_counter(), tokenizer.model_max_length
     tokenizer.model_max_length = int(1e30)  # no warning for each long conversation
@@ -252,6 +254,15 @@ def _check_fields(fields: Mapping[str, int], encoder: Encoder, dataset: Path) ->
             fix = "name a template that renders them, or leave these examples out of the input"
             raise UserError(text, file=str(dataset), key="model.chat_template", fix=fix)
         say(f"warning: {text}")
+
+
+def _check_weights(meta: Mapping[str, Any], encoder: Encoder, dataset: Path) -> None:
+    """Raise UserError where messages of all roles are learnt alike and some have a weight of their own."""
+    columns = {name.removesuffix(UNEQUAL) for name in meta.get("unused", ()) if name.endswith(UNEQUAL)}
+    if columns - ({"prompt"} if encoder.completions or meta.get("pairs") else set()) and not encoder.answers:
+        text = "false: messages of all roles are learnt alike, and some user or system messages have a weight of their own"
+        fix = "train.assistant_only_loss=true learns answers alone; or leave weight, train and the like out of these messages"
+        raise UserError(text, file=str(dataset), key="train.assistant_only_loss", fix=fix)
 
 
 def _refusal(jobs: list[Job], index: int, text: str, fix: str) -> UserError:

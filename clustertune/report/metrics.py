@@ -131,14 +131,17 @@ class Steps(Sequence[StepRecord]):
 
     def put(self, step: int, attempt: int, *numbers: float | None) -> None:
         """Add a record, in the place of another one of this step; numbers that are left out at the end are None."""
-        steps = self.numbers
-        at = len(steps)
-        if at and step <= steps[-1]:
-            at = bisect_left(steps, step)
-            if steps[at] == step:
-                self._remove(at)
         numbers += (None,) * (len(_NUMBERS) - len(numbers))
-        for column, value in zip(self._columns.values(), (step, attempt, *numbers), strict=True):
+        row = zip(self._columns.values(), (step, attempt, *numbers), strict=True)
+        steps = self.numbers
+        if not steps or step > steps[-1]:
+            for column, value in row:
+                column.append(_MISSING if value is None else value)
+            return
+        at = bisect_left(steps, step)
+        if steps[at] == step:
+            self._remove(at)
+        for column, value in row:
             column.insert(at, _MISSING if value is None else value)
 
     def drop(self, after: int, attempt: int) -> list[tuple[int, int, float | None, float | None]]:
@@ -317,7 +320,7 @@ class MetricsReader:
         if not line.strip():
             return
         try:
-            event = json.loads(line)
+            event = json.loads(line.decode())  # of bytes, json would look for the encoding first
             name = event["event"]
             check_schema(event, self._path)
             handle = getattr(self, f"_on_{name}", None) if isinstance(name, str) else None
@@ -359,15 +362,13 @@ class MetricsReader:
         """No later attempt has this step, or resumes from before it. ``before``: the attempt whose record there is."""
         if before is not None and before > number:
             return False
-        if number >= max(self.attempts, default=0):
-            return True
         starts = (a.get("start_step") for later, a in self.attempts.items() if later > number)
         return not any(s is not None and s < step for s in starts)
 
     def _on_step(self, event: dict[str, Any]) -> None:
         step, number = _whole(event["step"]), _whole(event.get("attempt", 1))
-        attempt, numbers = self.attempts.setdefault(number, {}), [_number(event.get(name)) for name in _NUMBERS]
-        attempt["last_step"], self.latest = step, event
+        self.attempts.setdefault(number, {})["last_step"], self.latest = step, event
+        numbers = [value if type(value) is float else _number(value) for value in map(event.get, _NUMBERS)]
         if self._counts(step, number, self.steps.attempt_of(step)):
             self.steps.put(step, number, *numbers)
 
@@ -426,6 +427,8 @@ class MetricsReader:
 
 def _whole(value: Any) -> int:
     """A step or attempt number. Raises ValueError for anything else: the line is then unreadable."""
+    if type(value) is int and value >= 0:  # nearly all: a million lines hold two each
+        return value
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())  # inf and nan are not
     if isinstance(value, bool) or not whole or value < 0:
         raise ValueError(f"{value!r} is not a step")

@@ -220,6 +220,21 @@ def test_an_answer_that_is_not_to_be_learnt_like_the_rest_refuses_its_row(run, k
         assert read("messages", {"messages": [PAIR[0], PAIR[1] | {key: plain_value}]}) == {"messages": PAIR}
 
 
+def test_a_question_that_is_not_to_be_learnt_is_refused_where_questions_are_learnt(run, tokenizer):
+    rows = {
+        "messages": [{"messages": [PAIR[0] | {"weight": 0}, PAIR[1]]}] * 2,
+        "prompt-completion": [{"prompt": [PAIR[0] | {"train": False}], "completion": [PAIR[1]]}] * 2,
+    }
+    for name, given in rows.items():
+        got = run(given, format=name)
+        settings = {"packing": False, "max_length": None, "assistant_only_loss": False}
+        tokens.make(got.out, tokenizer, settings | {"assistant_only_loss": True})
+        with pytest.raises(UserError, match="assistant_only_loss"):
+            tokens.make(got.out, tokenizer, settings | {"completion_only_loss": False})
+        if name == "prompt-completion":
+            tokens.make(got.out, tokenizer, settings)
+
+
 # --- answers of tools ---
 
 HERMES = [

@@ -390,7 +390,10 @@ REFUSED = (
     "accelerate.dynamo_config.dynamo_backend=zzz", "accelerate.deepspeed_config.deepspeed_multinode_launcher=true",
     "slurm.time=00:00:00", "slurm.time='0'", "slurm.time=01:60:00", "slurm.time=1-24", "slurm.time=999-00:00:00",
     ("train.optim=sgd", "train.optim_args=betas=0.9"),
-    ("train.lr_scheduler_type=linear", "train.lr_scheduler_kwargs={num_cycles: 1}"),
+    ("train.lr_scheduler_type=linear", "train.lr_scheduler_kwargs={num_cycles: 1}"), "train.num_train_epochs=1e9",
+    "train.num_train_epochs=-1", "train.dataloader_num_workers=100000", "train.lr_scheduler_kwargs={num_cycles: -3}",
+    "train.lr_scheduler_kwargs={num_cycles: 0}", "eval.max_gen_toks=1000000000", "slurm.stall_seconds=0",
+    ("train.save_strategy=best", "train.metric_for_best_model=nope"),
 )  # fmt: skip
 TAKEN = (
     "lora.rank_pattern={q_proj: 4}", "lora.rank_pattern={'layers.[01].self_attn.q_proj': 4}",
@@ -398,6 +401,7 @@ TAKEN = (
     "train.lr_scheduler_kwargs={num_cycles: 0.5}", "train.log_level=warning",
     "accelerate.dynamo_config.dynamo_backend=INDUCTOR", "accelerate.dynamo_config.dynamo_backend=no", "slurm.time='90'",
     "slurm.time=36:00:00", "slurm.time=2-12", ("train.optim=sgd", "train.optim_args='momentum=0.9, nesterov=true'"),
+    ("train.save_strategy=best", "train.metric_for_best_model=eval_loss"), "train.dataloader_num_workers=8",
     ("train.optim=rmsprop_bnb", "train.optim_args=anything=1"),
     ("train.lr_scheduler_type=cosine_with_min_lr", "train.lr_scheduler_kwargs={min_lr_rate: 0.1}"),
 )  # fmt: skip
