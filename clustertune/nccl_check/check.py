@@ -179,8 +179,8 @@ def largest_for(backend: str, nodes: int) -> int:
     return GIB if backend == "nccl" else 64 * MIB if nodes > 1 else 16 * MIB
 
 
-def make_setup(target: CheckTarget, options: CheckOptions, changes: Mapping[str, str] | None = None) -> Setup:
-    """The first round of a check. ``changes``: variables that take the place of those of training."""
+def make_setup(target: CheckTarget, options: CheckOptions) -> Setup:
+    """The first round of a check."""
     nodes, cluster = len(target.hosts), target.cluster
     settings = environment(
         cluster,
@@ -201,7 +201,7 @@ def make_setup(target: CheckTarget, options: CheckOptions, changes: Mapping[str,
         addresses=target.addresses,
         start_seconds=min(start, most / 2),
         case_seconds=min(max(least, min(longest, options.seconds / 4)), most / 2),
-        environment={**{setting.name: setting.value for setting in settings}, **(changes or {})},
+        environment={setting.name: setting.value for setting in settings},
         interface=cluster.network.interface if nodes > 1 else None,
         numa_gpus=tuple(tuple(group) for group in cluster.compute.numa_gpus) if options.backend == "nccl" else (),
         numa_cpus=tuple(cluster.compute.numa_cpus) if options.backend == "nccl" else (),

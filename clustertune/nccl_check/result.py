@@ -26,7 +26,6 @@ schema that a saved file must have is :class:`clustertune.plan.measured.CheckFil
       "facts": [{"hostname": "n1", ...}],       // clustertune.host.facts.HostFacts of each node, in the order of hosts
       "software": [{"node": "n1", "torch": "2.13.0", "nccl": "2.28.9", "cuda": "13.0", "python": "3.12.3", "ranks": [0, 1]}],
       "environment": {"NCCL_SOCKET_IFNAME": "=bond0", "NCCL_DEBUG": "WARN"},   // NCCL_*, GLOO_*, TORCH_NCCL_* of training
-      "tune": {...},                            // clustertune.nccl_check.tune, where it was asked for
       "expected": {"intra": {...}, "inter": {...}},      // clustertune.nccl_check.check.expected
       "verdict": {"status": "warn", "headline": "...", "findings": [clustertune.check.rule.as_json]}
     }

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from clustertune.testbed.cluster import enter, inner_ids
+from clustertune.testbed.cluster import enter
 from clustertune.testbed.files import SUBNET
 from tests.command import REPO
 from tests.slurm import FaultyCluster, make, wait_for
@@ -210,23 +210,3 @@ def test_too_little_time_is_told(net: FaultyCluster, tmp_path: Path) -> None:
     assert document["hung"] == [] and document["results"], "small sizes had time"
     assert {entry["bytes"] for entry in document["left_out"]} >= {64 << 20, 16 << 20}
     assert all(entry["reason"] for entry in document["left_out"])
-
-
-@pytest.mark.jobs
-def test_the_faster_interface_is_found(net: FaultyCluster, tmp_path: Path) -> None:
-    """Two cables, the one in use at a quarter of the other's rate: the ratio is measured, the line to set is printed."""
-    for node in (1, 2):
-        net._network_order("ip", "link", "add", f"w{node}", "type", "veth", "peer", "name", f"x{node}")
-        inner = inner_ids(net._inits[node])[-2]
-        net._network_order("ip", "link", "set", f"x{node}", "netns", str(inner), "name", "eth1")
-        net._network_order("ip", "link", "set", f"w{node}", "master", "br0", "up")
-        net.run(["ip", "addr", "add", f"10.78.0.{node}/24", "dev", "eth1"], node=node)
-        net.run(["ip", "link", "set", "eth1", "up"], node=node)
-        shape(net, node, 50)
-        shape(net, node, 400, "eth1", "w{}")
-    words = ["--collectives", "all_gather", "--scopes", "world", "--min", "256K", "--max", "1M"]
-    found, _ = Check(net, tmp_path, 2, [*words, "--seconds", "40", "--tune"]).end()
-    (row,) = found["tune"]["candidates"]
-    assert row["environment"] == {"GLOO_SOCKET_IFNAME": "eth1"}
-    assert len(row["busbw_gb_s"]) >= 2 and row["ratio"] > 3, found["tune"]
-    assert found["tune"]["lines"] == ["GLOO_SOCKET_IFNAME=eth1"]

@@ -64,10 +64,10 @@ def test_what_cannot_be_submitted(nodes: int | None, time: str | None, seconds: 
 def test_the_job_gets_what_was_given() -> None:
     """Another check than the one that was asked for would be worse than none."""
     cluster = machine()
-    words = command_line(cluster="a/b.yaml", seconds=77.0, largest="8M", collectives="p2p", tune=True, save=True)
+    words = command_line(cluster="a/b.yaml", seconds=77.0, largest="8M", collectives="p2p", save=True)
     found = nccl_check.arguments(words, cluster)
     assert found[:2] == ["--cluster", str(Path("a/b.yaml").absolute())]
-    assert " ".join(found[2:]) == "--seconds 77 --max 8M --collectives p2p --save --tune"
+    assert " ".join(found[2:]) == "--seconds 77 --max 8M --collectives p2p --save"
 
 
 def cluster_file(folder: Path, extra: str = "") -> Path:
