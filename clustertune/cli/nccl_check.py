@@ -352,9 +352,9 @@ def _check(args: NcclCheckArguments, cluster: schema.Cluster, target: check.Chec
         where = f"{options.backend} on {', '.join(target.hosts[:4])}{' ...' if len(target.hosts) > 4 else ''}"
         say(f"{where}: {options.seconds:g} s of measuring, over within {options.seconds + setups.MARGIN_SECONDS:g} s")
         with _progress(options.seconds) as tick:
-            rounds = check.measure(target, options, folder, say, tick)
-        found = check.document(target, options, rounds, time.monotonic() - began)
-        check.judge(found, cluster, result.logs(rounds[0]))
+            part = check.measure(target, options, folder, tick)
+        found = check.document(target, options, part, time.monotonic() - began)
+        check.judge(found, cluster, result.logs(part))
         check.write(found, folder / check.RESULT)
     except OSError as error:
         raise storage_error(error, "cannot hold the check", error.filename or folder) from None
