@@ -82,7 +82,7 @@ class JobChain(chain.Chain):
         ranks = self.resolved.world_size // nodes
         target = check.job_target(self.allocation, self.cluster, os.environ)
         say(f"nccl-check: {wanted.seconds} s at most")
-        found = check.before_job(target, check.options_for(wanted.seconds, backend, why, ranks, cpus, nodes), folder, say)
+        found = check.before_job(target, check.options_for(wanted.seconds, backend, why, ranks, cpus, nodes), folder)
         with contextlib.closing(EventLog(self.run.metrics, 0)) as log:
             log.write("nccl", **found.event())
         say(f"nccl-check, {found.seconds:.0f} s: {found.headline}")

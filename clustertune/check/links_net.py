@@ -199,8 +199,8 @@ def one_socket(context: LinkContext) -> Iterator[Seen]:
     """TCP connections for each of NCCL's channels.
 
     Why: One TCP connection is served by one core, which does not fill a line of 100 Gbit/s.
-    Fix: set NCCL_SOCKET_NTHREADS=4 and NCCL_NSOCKS_PERTHREAD=4 (their product is 64 at most); `clustertune nccl-check --tune`
-      measures which pair is best here
+    Fix: set NCCL_SOCKET_NTHREADS=4 and NCCL_NSOCKS_PERTHREAD=4 (their product is 64 at most) below
+      network.environment of the cluster file, and compare the bandwidth of two checks
     See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-nthreads
     """
     if not context.by_socket or context.line_gbit < VERY_FAST:

@@ -589,7 +589,7 @@ def inter_speed(context: LinkContext) -> Iterator[Seen]:
 
     Why: It bounds how fast any job on several nodes can be.
     Fix: look at the other findings first (transport, interface, adapters, GPUDirect, one slow node); then measure the line
-      alone (`ib_write_bw`, `iperf3 -P 8`), and try `clustertune nccl-check --tune`
+      alone (`ib_write_bw`, `iperf3 -P 8`)
     See: https://github.com/NVIDIA/nccl-tests/issues/182
     """
     compute, network = context.section("expected", "compute"), context.section("expected", "network")

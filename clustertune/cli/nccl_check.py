@@ -33,15 +33,13 @@ with deferred():
     from clustertune.nccl_check import check, node, result
     from clustertune.nccl_check import log as recorded
     from clustertune.nccl_check import setup as setups
-    from clustertune.nccl_check import tune as tuning
-    from clustertune.plan import measured
     from clustertune.recipe import load as recipe_load
 GPU_SECONDS, CPU_SECONDS = 300.0, 60.0
 WAIT_SECONDS = 5.0
 """Between two questions to Slurm about a job that is waited for."""
 GIVEN_TO_JOB = (
     *("seconds", "smallest", "largest", "factor", "iterations", "warmup"),
-    *("collectives", "scopes", "backend", "ranks", "save", "tune"),
+    *("collectives", "scopes", "backend", "ranks", "save"),
 )
 """What of the command line the job's has too."""
 JOIN_SECONDS = 900.0
@@ -85,7 +83,6 @@ class NcclCheckArguments:
     ] = None
     out: Annotated[Path | None, path_option("Folder for logs and result.", "--out")] = None
     save: Annotated[bool, typer.Option("--save", help="Save the result next to the cluster file, for plan.")] = False
-    tune: Annotated[bool, typer.Option("--tune", help="Try NCCL variables that may raise the bandwidth.")] = False
     submit: Annotated[bool, typer.Option("--submit", help="Submit the check as a Slurm job on whole nodes.")] = False
     wait: Annotated[bool, typer.Option("--wait", help="With --submit: wait for the verdict and print it.")] = False
     time: Annotated[str | None, typer.Option("--time", help="With --submit: the job's time limit.", show_default=False)] = None
@@ -298,7 +295,7 @@ def submit(args: NcclCheckArguments) -> int:
     cluster = load.load_cluster(args.cluster)
     folder = new_folder(args, cluster, "NEW" if args.dry_run else None)
     seconds = args.seconds or (GPU_SECONDS if cluster.compute.gpus else CPU_SECONDS)
-    wanted = check.job_shape(cluster, args.nodes, args.time, seconds * (2 if args.tune else 1))
+    wanted = check.job_shape(cluster, args.nodes, args.time, seconds)
     job = check.make_job(wanted, folder, arguments(args, cluster))
     if args.dry_run:
         job.show(args.as_json)
@@ -355,13 +352,9 @@ def _check(args: NcclCheckArguments, cluster: schema.Cluster, target: check.Chec
         where = f"{options.backend} on {', '.join(target.hosts[:4])}{' ...' if len(target.hosts) > 4 else ''}"
         say(f"{where}: {options.seconds:g} s of measuring, over within {options.seconds + setups.MARGIN_SECONDS:g} s")
         with _progress(options.seconds) as tick:
-            rounds = check.measure(target, options, folder, say, tick)
-        found = check.document(target, options, rounds, time.monotonic() - began)
-        if args.tune:
-            with _progress(options.seconds) as tick:
-                first = len(rounds) + 1
-                found["tune"] = tuning.tune(target, options, found, folder, first, options.seconds, say, tick)
-        check.judge(found, cluster, result.logs(rounds[0]))
+            part = check.measure(target, options, folder, tick)
+        found = check.document(target, options, part, time.monotonic() - began)
+        check.judge(found, cluster, result.logs(part))
         check.write(found, folder / check.RESULT)
     except OSError as error:
         raise storage_error(error, "cannot hold the check", error.filename or folder) from None
@@ -372,9 +365,6 @@ def _check(args: NcclCheckArguments, cluster: schema.Cluster, target: check.Chec
         with contextlib.suppress(OSError):
             check.finish(target, folder)
     _tell(args, found)
-    file = cluster.source if measured.beside(cluster) else None
-    for line in tuning.lines(found["tune"], cluster, file) if args.tune else []:
-        say(line)
     say(f"result: {folder / check.RESULT}")
     _keep(args, cluster, found)
     return EXIT[found["verdict"]["status"]]

@@ -133,8 +133,8 @@ class Network(Section):
     hca: Annotated[tuple[Adapter, ...], Field(max_length=32)] = ()
     """RDMA adapters (and port) to use, as mlx5_0:1; empty: all active ones."""
     environment: dict[str, Words] = Field(default_factory=dict)
-    """Variables of NCCL, gloo, UCX and libfabric for every rank, instead of those that are derived from the keys above: what
-    ``nccl-check --tune`` found. :mod:`clustertune.cluster.load` says which."""
+    """Variables of NCCL, gloo, UCX and libfabric for every rank, instead of those that are derived from the keys above.
+    :mod:`clustertune.cluster.load` says which."""
 
 
 class Brick(Section):

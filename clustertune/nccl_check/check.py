@@ -1,4 +1,4 @@
-"""A whole check: rounds of measuring, what they found as one document, the verdict over it, and where it is kept."""
+"""A whole check: its measuring, the findings as one document, the verdict over it, and where it is kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ from clustertune.nccl_check.setup import (
     NODE,
     SETUP,
     CheckOptions,
-    CollectiveCase,
     Setup,
     write_whole,
 )
@@ -165,13 +164,10 @@ def join(folder: Path, node: int, seconds: float) -> int:
 RESULT = "result.json"
 REQUESTED = "asked for"
 """``backend_why`` of ``--backend gloo``."""
-MAX_ROUNDS = 4
-"""Starts of all ranks: one more for each thing that hung."""
 CASE_SECONDS = (10.0, 60.0)
 """Least and most that one measurement may take before it counts as hung, where it is not known to be slow."""
 START_SECONDS = (30.0, 90.0)
 """Least and most that the ranks may take to find each other: Python and NCCL start from network storage."""
-LEAST_SECONDS = 10
 
 
 def largest_for(backend: str, nodes: int) -> int:
@@ -179,8 +175,8 @@ def largest_for(backend: str, nodes: int) -> int:
     return GIB if backend == "nccl" else 64 * MIB if nodes > 1 else 16 * MIB
 
 
-def make_setup(target: CheckTarget, options: CheckOptions, changes: Mapping[str, str] | None = None) -> Setup:
-    """The first round of a check. ``changes``: variables that take the place of those of training."""
+def make_setup(target: CheckTarget, options: CheckOptions) -> Setup:
+    """The setup of a check's ranks."""
     nodes, cluster = len(target.hosts), target.cluster
     settings = environment(
         cluster,
@@ -201,7 +197,7 @@ def make_setup(target: CheckTarget, options: CheckOptions, changes: Mapping[str,
         addresses=target.addresses,
         start_seconds=min(start, most / 2),
         case_seconds=min(max(least, min(longest, options.seconds / 4)), most / 2),
-        environment={**{setting.name: setting.value for setting in settings}, **(changes or {})},
+        environment={setting.name: setting.value for setting in settings},
         interface=cluster.network.interface if nodes > 1 else None,
         numa_gpus=tuple(tuple(group) for group in cluster.compute.numa_gpus) if options.backend == "nccl" else (),
         numa_cpus=tuple(cluster.compute.numa_cpus) if options.backend == "nccl" else (),
@@ -210,66 +206,22 @@ def make_setup(target: CheckTarget, options: CheckOptions, changes: Mapping[str,
 
 
 def measure(
-    target: CheckTarget,
-    options: CheckOptions,
-    folder: Path,
-    report: Callable[[str], None],
-    tick: Callable[[Path], None] = lambda _: None,
-) -> list[gather.Round]:
-    """The rounds of a check, at least one. ``report`` receives progress, ``tick`` is called with the folder of a round now and
-    then. Raises OSError where the folder cannot be written.
+    target: CheckTarget, options: CheckOptions, folder: Path, tick: Callable[[Path], None] = lambda _: None
+) -> gather.Round:
+    """Start all ranks once and return what they measured; it ends with the first thing that hangs.
+
+    ``tick`` is called with the folder of the round now and then. Raises OSError where the folder cannot be written.
     """
-    began, spent = time.monotonic(), 0.0
     setup = make_setup(target, options)
-    rounds: list[gather.Round] = []
-    for number in range(1, MAX_ROUNDS + 1):
-        run_round(target, round_folder(folder, number), setup, tick)
-        found = gather.read_round(round_folder(folder, number), setup)
-        rounds.append(found)
-        spent += found.spent
-        left = options.whole_seconds - (time.monotonic() - began)
-        following = next_setup(found, options.seconds - spent, left)
-        if following is None or number == MAX_ROUNDS:
-            break
-        given_up = ", ".join(dict.fromkeys(f"{name} ({scope})" for scope, name, _ in following.skip))
-        report(f"did not end: {given_up}; the rest is measured without")
-        setup = following
-    return rounds
+    run_round(target, round_folder(folder, 1), setup, tick)
+    return gather.read_round(round_folder(folder, 1), setup)
 
 
-def next_setup(found: gather.Round, left: float, most: float) -> Setup | None:
-    """The round after one in which something hung, without that; None where there is no fault, no time or nothing to win.
-
-    ``left``: seconds for measuring; ``most``: for everything.
-    """
-    setup = found.setup
-    broken = [step for step in found.broken if not found.cut_off(step)]
-    if not broken or min(left, most) < LEAST_SECONDS or len(found.up) < setup.world_size:
-        return None
-    skip = {*setup.skip, *((step.case["scope"], step.case["collective"], int(step.case["turn"])) for step in broken)}
-    no_pairs = sum(scope == "pair" for scope, _, _ in skip) > 1  # a node that hangs with one hangs with all
-    scopes = tuple(scope for scope in setup.scopes if scope != "pair" or not no_pairs)
-    whole = [(CollectiveCase(**step.case), step) for step in found.steps if step.whole]
-    known = {(*case.track, case.bytes, max(float(d["median_s"]) for d in step.done.values())) for case, step in whole}
-    changed = {name: value for node in found.nodes for name, value in (node.get("changed") or {}).items()}
-    return replace(
-        setup,
-        seconds=left,
-        most_seconds=most,
-        scopes=scopes,
-        skip=tuple(sorted(skip)),
-        known=tuple(sorted({*setup.known, *known})),
-        environment={**setup.environment, **changed},
-        facts=False,
-        probe=False,
-    )
-
-
-def document(target: CheckTarget, options: CheckOptions, rounds: list[gather.Round], seconds: float) -> dict[str, Any]:
+def document(target: CheckTarget, options: CheckOptions, part: gather.Round, seconds: float) -> dict[str, Any]:
     """What was found, without a verdict: :mod:`clustertune.nccl_check.result` explains each key."""
-    first, measured = rounds[0], gather.measurements(rounds)
-    hung, problems = gather.faults(rounds)
-    logs = gather.logs(first)
+    measured = gather.measurements(part)
+    hung, problems = gather.faults(part)
+    logs = gather.logs(part)
     found: dict[str, Any] = {
         "schema": SCHEMA,
         "cluster": target.cluster.name,
@@ -278,21 +230,21 @@ def document(target: CheckTarget, options: CheckOptions, rounds: list[gather.Rou
         "gpus_per_node": options.ranks_per_node,
         "backend": options.backend,
         "backend_why": options.backend_why,
-        "transport": transport(options.backend, first, logs),
+        "transport": transport(options.backend, part, logs),
         "hosts": list(target.hosts),
         "seconds": round(seconds, 1),
-        "connect_s": first.connected,
+        "connect_s": part.connected,
         **measured,
-        "p2p_probe": [entry for node in first.nodes for entry in node.get("probe", [])],
+        "p2p_probe": [entry for node in part.nodes for entry in node.get("probe", [])],
         "hung": hung,
-        "left_out": gather.left_out(rounds, measured),
+        "left_out": gather.left_out(part, measured),
         "problems": problems,
-        "facts": gather.facts(rounds),
-        "software": gather.software(first),
-        "environment": gather.steering(first),
+        "facts": gather.facts(part),
+        "software": gather.software(part),
+        "environment": gather.steering(part),
     }
-    if first.setup.interface:
-        found["interface"] = first.setup.interface
+    if part.setup.interface:
+        found["interface"] = part.setup.interface
     return found
 
 
@@ -470,7 +422,7 @@ def options_for(seconds: float, backend: str, why: str, ranks_per_node: int, cpu
     )
 
 
-def before_job(target: CheckTarget, options: CheckOptions, folder: Path, report: Callable[[str], None]) -> LinkVerdict:
+def before_job(target: CheckTarget, options: CheckOptions, folder: Path) -> LinkVerdict:
     """Measure and judge into ``folder``. What breaks in the check itself is ``unknown``, never raised."""
     began, number = time.monotonic(), 1
     wanted = folder
@@ -478,16 +430,16 @@ def before_job(target: CheckTarget, options: CheckOptions, folder: Path, report:
         number += 1
         folder = wanted.with_name(f"{wanted.name}-{number}")
     try:
-        rounds = measure(target, options, folder, report)
-        found = document(target, options, rounds, time.monotonic() - began)
-        why = rounds[0].inconclusive
+        part = measure(target, options, folder)
+        found = document(target, options, part, time.monotonic() - began)
+        why = part.inconclusive
         if why:
             # The command says that this is a fault; a job that would have trained does not end for it.
             for entry in found["hung"]:
                 text = str(entry["message"] or f"{entry['collective']} did not end")[:300]
                 found["problems"].append({"node": target.hosts[0], "message": f"{why}: {text}"})
             found["hung"] = []
-        findings = judge(found, target.cluster, gather.logs(rounds[0]))
+        findings = judge(found, target.cluster, gather.logs(part))
         write(found, folder / RESULT)
         status, headline = found["verdict"]["status"], found["verdict"]["headline"]
         if why and status != FAIL:

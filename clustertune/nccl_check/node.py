@@ -233,7 +233,6 @@ class NodeCheck:
             "codes": list(codes),
             "probe": list(probed),
             "problems": self.problems,
-            "changed": self.changed,
             "python": ".".join(map(str, sys.version_info[:3])),
             "environment": steering(environment(self.setup)),
         }

@@ -26,7 +26,6 @@ schema that a saved file must have is :class:`clustertune.plan.measured.CheckFil
       "facts": [{"hostname": "n1", ...}],       // clustertune.host.facts.HostFacts of each node, in the order of hosts
       "software": [{"node": "n1", "torch": "2.13.0", "nccl": "2.28.9", "cuda": "13.0", "python": "3.12.3", "ranks": [0, 1]}],
       "environment": {"NCCL_SOCKET_IFNAME": "=bond0", "NCCL_DEBUG": "WARN"},   // NCCL_*, GLOO_*, TORCH_NCCL_* of training
-      "tune": {...},                            // clustertune.nccl_check.tune, where it was asked for
       "expected": {"intra": {...}, "inter": {...}},      // clustertune.nccl_check.check.expected
       "verdict": {"status": "warn", "headline": "...", "findings": [clustertune.check.rule.as_json]}
     }
@@ -177,8 +176,6 @@ class Round:
     """Ranks that reached the first one."""
     connected: dict[str, float] = field(default_factory=dict)
     """Seconds that making the communicators of a scope took, of the slowest rank; pairs are made turn by turn."""
-    spent: float = 0.0
-    """Seconds of measuring, by rank 0."""
     early: dict[int, str] = field(default_factory=dict)
     """Ranks that failed or waited in vain before that, with their messages."""
     left_out: list[dict[str, Any]] = field(default_factory=list)
@@ -217,7 +214,7 @@ class Round:
         return ""
 
 
-def read_round(folder: Path, setup: Setup) -> Round:  # noqa: PLR0912 - one branch for each kind of event
+def read_round(folder: Path, setup: Setup) -> Round:
     """A round's files."""
     found = Round(folder, setup)
     steps: dict[tuple[int, tuple[int, ...]], CaseTimes] = {}
@@ -226,8 +223,6 @@ def read_round(folder: Path, setup: Setup) -> Round:  # noqa: PLR0912 - one bran
         for event in read_events(folder / RECORDS.format(rank=rank)):
             kind, number = event.get("event"), event.get("step")
             step = mine.get(number) if isinstance(number, int) else None
-            if rank == 0 and 0 in found.up:
-                found.spent = max(found.spent, float(event.get("at", 0.0)) - float(found.up[0]["at"]))
             if kind == "start":
                 found.started.add(rank)
             elif kind == "up":
@@ -279,7 +274,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def measurements(rounds: Sequence[Round]) -> dict[str, list[dict[str, Any]]]:
+def measurements(part: Round) -> dict[str, list[dict[str, Any]]]:
     """``results``, ``per_node`` and ``per_pair``. What was measured twice counts with the most iterations."""
     per_node: dict[Any, dict[str, Any]] = {}
     per_pair: dict[Any, dict[str, Any]] = {}
@@ -289,20 +284,19 @@ def measurements(rounds: Sequence[Round]) -> dict[str, list[dict[str, Any]]]:
         if key not in table or entry["iterations"] >= table[key]["iterations"]:
             table[key] = entry
 
-    for part in rounds:
-        for step in part.steps:
-            if not step.whole:
-                continue
-            found, scope = _figures(step), step.case["scope"]
-            kind = (found["collective"], found["bytes"])
-            nodes = part.setup.hosts_of(step.ranks)
-            if scope == "pair":
-                nodes = nodes[::-1] if step.case.get("back") else nodes
-                keep(per_pair, (*nodes, *kind), {"nodes": nodes, **found})
-            elif scope == "intra":
-                keep(per_node, (nodes[0], *kind), {"node": nodes[0], **found})
-            else:
-                keep(results, (scope, *kind), {"scope": scope, **found})
+    for step in part.steps:
+        if not step.whole:
+            continue
+        found, scope = _figures(step), step.case["scope"]
+        kind = (found["collective"], found["bytes"])
+        nodes = part.setup.hosts_of(step.ranks)
+        if scope == "pair":
+            nodes = nodes[::-1] if step.case.get("back") else nodes
+            keep(per_pair, (*nodes, *kind), {"nodes": nodes, **found})
+        elif scope == "intra":
+            keep(per_node, (nodes[0], *kind), {"node": nodes[0], **found})
+        else:
+            keep(results, (scope, *kind), {"scope": scope, **found})
     same: dict[Any, list[dict[str, Any]]] = {}
     for (_, *kind), entry in per_node.items():
         same.setdefault(("intra", *kind), []).append(entry)
@@ -317,25 +311,24 @@ def measurements(rounds: Sequence[Round]) -> dict[str, list[dict[str, Any]]]:
 # --- faults ------------------------------------------------------------------------------------------------------------
 
 
-def faults(rounds: Sequence[Round]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def faults(part: Round) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """``hung`` and ``problems``."""
-    hung, problems = [], []
-    for part in rounds:
-        hung += [_hung(part, step) for step in part.broken if not part.cut_off(step)]
-        if absent := [rank for rank in range(part.setup.world_size) if rank not in part.up]:
-            guilty = [r for r in absent if r not in part.early] or [r for r in absent if r not in part.met] or absent
-            own = (text for text in part.early.values() if text and not _of_others(text))
-            message = next(own, "") or _as_text(part, guilty)
-            lacking = [part.setup.hosts[node] for node, seen in enumerate(part.nodes) if seen.get("problems")]
-            waited = part.setup.start_seconds
-            text = f"the ranks did not find each other within {waited:.0f} s" + (f": {message}" if message else "")
-            entry = {"scope": "world", "collective": "init", "bytes": 0, "seconds": waited, "ranks": absent}
-            hung.append({**entry, "hosts": lacking or part.setup.hosts_of(guilty), "message": text})
-        for node, seen in enumerate(part.nodes):
-            name = part.setup.hosts[node]
-            if not seen:
-                problems.append({"node": name, "message": "left no record: it was lost, or does not see the folder"})
-            problems += [{"node": name, "message": str(text)} for text in seen.get("problems", [])]
+    hung = [_hung(part, step) for step in part.broken if not part.cut_off(step)]
+    problems = []
+    if absent := [rank for rank in range(part.setup.world_size) if rank not in part.up]:
+        guilty = [r for r in absent if r not in part.early] or [r for r in absent if r not in part.met] or absent
+        own = (text for text in part.early.values() if text and not _of_others(text))
+        message = next(own, "") or _as_text(part, guilty)
+        lacking = [part.setup.hosts[node] for node, seen in enumerate(part.nodes) if seen.get("problems")]
+        waited = part.setup.start_seconds
+        text = f"the ranks did not find each other within {waited:.0f} s" + (f": {message}" if message else "")
+        entry = {"scope": "world", "collective": "init", "bytes": 0, "seconds": waited, "ranks": absent}
+        hung.append({**entry, "hosts": lacking or part.setup.hosts_of(guilty), "message": text})
+    for node, seen in enumerate(part.nodes):
+        name = part.setup.hosts[node]
+        if not seen:
+            problems.append({"node": name, "message": "left no record: it was lost, or does not see the folder"})
+        problems += [{"node": name, "message": str(text)} for text in seen.get("problems", [])]
     return hung, list({tuple(entry.values()): entry for entry in problems}.values())
 
 
@@ -375,15 +368,15 @@ def _as_text(part: Round, ranks: Sequence[int]) -> str:
     return ""
 
 
-def left_out(rounds: Sequence[Round], found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """What no round measured, for want of time or memory."""
+def left_out(part: Round, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """What was not measured, for want of time or memory."""
     there = defaultdict(list)
     for entry in [*found["results"], *({"scope": "pair", **pair} for pair in found["per_pair"])]:
         there[(entry["scope"], entry["collective"])].append(entry["bytes"])
     unique: dict[Any, dict[str, Any]] = {}
     reason = {"reason": "cut off in the middle"}
-    cut = [{**step.about, **reason} for part in rounds for step in part.broken if part.cut_off(step)]
-    for entry in [*(rounds[-1].left_out if rounds else []), *cut]:
+    cut = [{**step.about, **reason} for step in part.broken if part.cut_off(step)]
+    for entry in [*part.left_out, *cut]:
         near = any(0 <= entry["bytes"] - size < 4096 for size in there[(entry["scope"], entry["collective"])])
         if not near:  # whole elements of all ranks are a little less than what was asked for
             unique[(entry["scope"], entry["collective"], entry["bytes"])] = entry
@@ -393,15 +386,14 @@ def left_out(rounds: Sequence[Round], found: Mapping[str, Sequence[Mapping[str, 
 # --- what else is there ------------------------------------------------------------------------------------------------
 
 
-def facts(rounds: Sequence[Round]) -> list[dict[str, Any]]:
+def facts(part: Round) -> list[dict[str, Any]]:
     """Those of each host, in the order of hosts; a host without any is left out."""
     found: list[dict[str, Any]] = []
-    for part in rounds:
-        for node in range(len(part.setup.hosts)):
-            document = read_object(part.folder / FACTS.format(node=node))
-            if document and part.setup.facts:
-                # A scheduler's name of a node may be another one than its own: it is the one that all else here has.
-                found.append({**document, "hostname": part.setup.hosts[node]})
+    for node in range(len(part.setup.hosts)):
+        document = read_object(part.folder / FACTS.format(node=node))
+        if document and part.setup.facts:
+            # A scheduler's name of a node may be another one than its own: it is the one that all else here has.
+            found.append({**document, "hostname": part.setup.hosts[node]})
     return found
 
 

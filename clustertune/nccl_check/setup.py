@@ -1,6 +1,6 @@
 """What one round of a check measures, on which hosts and in which order: the file that every node and every rank reads first.
 
-Standard library only. A round is one start of all ranks: where a collective hangs, the next round begins without it.
+Standard library only. A round is one start of all ranks; it ends with the first collective that hangs.
 """
 
 from __future__ import annotations
@@ -110,10 +110,6 @@ class Setup(CheckOptions):
     """What every rank gets beside what is there: the environment that training has."""
     interface: str | None = None
     """That must be there on every node; None: no word of it."""
-    skip: tuple[tuple[str, str, int], ...] = ()
-    """Scope, collective and turn of what hung or failed in an earlier round."""
-    known: tuple[tuple[str, str, int, bool, int, float], ...] = ()
-    """Of the cases that earlier rounds measured, which are not made again: their track, bytes and seconds."""
     facts: bool = True
     """Whether the nodes' facts are to be collected."""
     probe: bool = True
@@ -207,9 +203,6 @@ class CaseSchedule:
         self._left_out: set[tuple[str, str, int]] = set()
         self._measured: dict[tuple[str, str, int, bool], dict[int, float]] = {}
         """Of a track: seconds by bytes."""
-        for scope, name, turn, back, size, seconds in sorted(setup.known):
-            self._measured.setdefault((scope, name, turn, back), {})[size] = seconds
-        self._done = {known[:5] for known in setup.known}
 
     def run(self) -> Cases:
         setup = self.setup
@@ -306,8 +299,6 @@ class CaseSchedule:
         yield from self._try(replace(case, iterations=iterations, warmup=warmup, seconds=round(allowed, 3)))
 
     def _try(self, case: CollectiveCase) -> Cases:
-        if (*case.track, case.bytes) in self._done or (case.scope, case.collective, case.turn) in self.setup.skip:
-            return
         if self._left() <= 0:
             self._leave_out(case, "no time was left")
             return

@@ -111,7 +111,6 @@ class CheckFile(StrictSection):
     facts: list[dict[str, Any]] | None = None
     software: list[dict[str, Any]] | None = None
     environment: dict[str, str] | None = None
-    tune: dict[str, Any] | None = None
     expected: dict[str, Any] | None = None
     verdict: dict[str, Any] | None = None
     """From ``backend_why`` on: what ``clustertune nccl-check`` adds for its own verdict and the report

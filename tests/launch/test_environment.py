@@ -123,7 +123,7 @@ def test_the_jobs_folder_is_for_its_user_only(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_cluster_file_wins_and_it_is_told(cluster: Cluster) -> None:
-    """What nccl-check --tune found takes the place of what is derived, each variable once; without GPUs only gloo's counts."""
+    """network.environment takes the place of what is derived, each variable once; without GPUs only gloo's counts."""
     own = {"NCCL_SOCKET_NTHREADS": "2", "NCCL_NSOCKS_PERTHREAD": "4", "NCCL_MIN_NCHANNELS": "8", "GLOO_SOCKET_IFNAME": "eth9"}
     file = with_network(cluster, environment=own)
     assert values(file).items() >= own.items()

@@ -43,7 +43,7 @@ class Files:
 
     def node(self, number: int, codes: list[int | None] | None = None, **values: Any) -> None:
         codes = [0] * self.setup.ranks_per_node if codes is None else codes
-        empty: dict[str, Any] = {"probe": [], "problems": [], "changed": {}}
+        empty: dict[str, Any] = {"probe": [], "problems": []}
         found = {"python": "3.11.9", "environment": {"GLOO_SOCKET_IFNAME": "eth0"}}
         record = {"node": number, "host": self.setup.hosts[number], "codes": codes, **empty, **found, **values}
         (self.folder / NODE.format(node=number)).write_text(json.dumps(record))

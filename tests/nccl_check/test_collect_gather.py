@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from clustertune.host.system import MIB
-from clustertune.nccl_check import check
 from clustertune.nccl_check import result as gather
 from clustertune.nccl_check.setup import CollectiveCase
 from tests.nccl_check.documents import Files, setup
 
 
 def measured(files: Files, name: str = "results") -> list[dict[str, Any]]:
-    return gather.measurements([gather.read_round(files.folder, files.setup)])[name]
+    return gather.measurements(gather.read_round(files.folder, files.setup))[name]
 
 
 def test_the_slowest_rank_counts(tmp_path: Path) -> None:
@@ -77,16 +76,11 @@ def test_the_silent_rank_is_named(tmp_path: Path) -> None:
     for node, codes in enumerate(([3], [None], [3])):
         files.node(node, codes)
     part = gather.read_round(tmp_path, files.setup)
-    hung, problems = gather.faults([part])
+    hung, problems = gather.faults(part)
     assert problems == [] and [(e["collective"], e["bytes"], e["hosts"], e["ranks"], e["seconds"]) for e in hung] == [
         ("all_reduce", MIB, ["n2"], [0, 1, 2], 10.02)
     ]
-    assert len(gather.measurements([part])["results"]) == 1
-    following = check.next_setup(part, 30.0, 60.0)
-    assert following is not None and following.skip == (("world", "all_reduce", 0),)
-    assert following.known == (("world", "all_gather", 0, False, MIB, 0.1),), "else it would plan as on a link without limits"
-    assert following.most_seconds == 60.0 and not (following.facts or following.probe)
-    assert check.next_setup(part, 5.0, 60.0) is None is check.next_setup(part, 60.0, 5.0), "no time for another round"
+    assert len(gather.measurements(part)["results"]) == 1
 
 
 LOST = "RuntimeError: [pair.cc:547] Connection closed by peer [10.0.0.3]:4711"
@@ -111,7 +105,7 @@ def test_the_rank_at_fault_is_named(
         files.say(rank, "failed", step=1, message=text)
     for node, code in enumerate(codes):
         files.node(node, [code])
-    (entry,), _ = gather.faults([gather.read_round(tmp_path, files.setup)])
+    (entry,), _ = gather.faults(gather.read_round(tmp_path, files.setup))
     assert (entry["hosts"], entry["message"]) == ([guilty], message)
 
 
@@ -122,11 +116,10 @@ def test_the_end_of_the_time_is_no_hang(tmp_path: Path) -> None:
     files.node(0, [None])
     files.node(1, [None])
     part = gather.read_round(tmp_path, files.setup)
-    assert gather.faults([part]) == ([], [])
-    assert gather.left_out([part], gather.measurements([part])) == [
+    assert gather.faults(part) == ([], [])
+    assert gather.left_out(part, gather.measurements(part)) == [
         {"scope": "world", "collective": "broadcast", "bytes": MIB, "reason": "cut off in the middle"}
     ]
-    assert check.next_setup(part, 100.0, 160.0) is None
 
 
 @pytest.mark.parametrize("came", [True, False])
@@ -140,11 +133,10 @@ def test_a_node_that_met_nobody(tmp_path: Path, came: bool) -> None:
             for event in ["hung"] if rank == 1 else ["met", "hung"]:
                 files.say(rank, event, **({"step": 0, "seconds": 20.0} if event == "hung" else {}))
     part = gather.read_round(tmp_path, files.setup)
-    (entry,), problems = gather.faults([part])
+    (entry,), problems = gather.faults(part)
     assert (entry["collective"], entry["bytes"], entry["hosts"]) == ("init", 0, ["n2"])
     lost = {"node": "n2", "message": "left no record: it was lost, or does not see the folder"}
     assert problems == ([] if came else [lost])
-    assert check.next_setup(part, 100.0, 160.0) is None, "the same nodes would not find each other again"
 
 
 @pytest.mark.parametrize("torn", ['{"event":"done","step":2,"med', "\x00\x00\x00", "[]\n", '"x"\n', "{}\n", "\xff\xfe"])
@@ -160,17 +152,17 @@ def test_a_torn_line_loses_itself_only(tmp_path: Path, torn: str) -> None:
 def test_an_empty_folder_is_a_lost_round(tmp_path: Path) -> None:
     """The step never began: nothing raises, both nodes are named."""
     part = gather.read_round(tmp_path, setup(2))
-    hung, problems = gather.faults([part])
+    hung, problems = gather.faults(part)
     assert [entry["collective"] for entry in hung] == ["init"]
     assert [entry["node"] for entry in problems] == ["n1", "n2"]
-    assert gather.measurements([part]) == {"results": [], "per_node": [], "per_pair": []}
+    assert gather.measurements(part) == {"results": [], "per_node": [], "per_pair": []}
 
 
 def test_facts_have_the_names_that_all_else_has(tmp_path: Path) -> None:
     """A scheduler's name of a node may be another than its own: findings of both must meet."""
     files = Files(tmp_path, setup(2))
     (tmp_path / "facts-1.json").write_text("{torn")
-    assert [f["hostname"] for f in gather.facts([gather.read_round(tmp_path, files.setup)])] == ["n1"]
+    assert [f["hostname"] for f in gather.facts(gather.read_round(tmp_path, files.setup))] == ["n1"]
 
 
 def test_what_a_smaller_group_rounds_is_not_left_out(tmp_path: Path) -> None:
@@ -180,20 +172,7 @@ def test_what_a_smaller_group_rounds_is_not_left_out(tmp_path: Path) -> None:
     files.say(0, "left_out", scope="world", collective="all_gather", bytes=MIB, reason="no time was left")
     files.say(0, "left_out", scope="world", collective="all_gather", bytes=4 * MIB, reason="no time was left")
     part = gather.read_round(tmp_path, files.setup)
-    assert [entry["bytes"] for entry in gather.left_out([part], gather.measurements([part]))] == [4 * MIB]
-
-
-def test_pairs_that_hang_again_are_given_up(tmp_path: Path) -> None:
-    """A node that hangs with one hangs with all: each would cost the whole limit."""
-    files = Files(tmp_path, setup(4, skip=(("pair", "p2p", 0),)))
-    files.begin(1, CollectiveCase("pair", "p2p", MIB, 20, turn=1), [0, 3])
-    files.say(0, "hung", step=1, seconds=10.0)
-    files.whole(1, CollectiveCase("pair", "p2p", MIB, 20, turn=1), {1: 0.1, 2: 0.1})
-    part = gather.read_round(tmp_path, files.setup)
-    assert [entry["nodes"] for entry in gather.measurements([part])["per_pair"]] == [["n2", "n3"]]
-    following = check.next_setup(part, 100.0, 160.0)
-    assert following is not None
-    assert "pair" not in following.scopes
+    assert [entry["bytes"] for entry in gather.left_out(part, gather.measurements(part))] == [4 * MIB]
 
 
 def test_a_long_log_is_judged_at_both_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,10 +64,10 @@ def test_what_cannot_be_submitted(nodes: int | None, time: str | None, seconds: 
 def test_the_job_gets_what_was_given() -> None:
     """Another check than the one that was asked for would be worse than none."""
     cluster = machine()
-    words = command_line(cluster="a/b.yaml", seconds=77.0, largest="8M", collectives="p2p", tune=True, save=True)
+    words = command_line(cluster="a/b.yaml", seconds=77.0, largest="8M", collectives="p2p", save=True)
     found = nccl_check.arguments(words, cluster)
     assert found[:2] == ["--cluster", str(Path("a/b.yaml").absolute())]
-    assert " ".join(found[2:]) == "--seconds 77 --max 8M --collectives p2p --save --tune"
+    assert " ".join(found[2:]) == "--seconds 77 --max 8M --collectives p2p --save"
 
 
 def cluster_file(folder: Path, extra: str = "") -> Path:
@@ -157,7 +157,7 @@ def test_it_measures_and_judges_within_its_time(tmp_path: Path) -> None:
     target = check.local_target(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
     began = time.monotonic()
     short = replace(options(60.0), largest=check.MIB, collectives=("all_gather",), iterations=3)
-    found = check.before_job(target, short, tmp_path / "1-0", lambda _text: None)
+    found = check.before_job(target, short, tmp_path / "1-0")
     assert time.monotonic() - began < 60 + 20
     assert found.status == UNKNOWN and "NCCL was not touched" in found.headline, found
     assert found.file == tmp_path / "1-0-2" / "result.json"
@@ -171,7 +171,7 @@ def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], c
         program(tmp_path / "srun", answer)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         target = check.job_target(Allocation("7", 0, ("n1", "n2"), 0, 2, 1, None), machine(gpus=0), os.environ)
-        return check.before_job(target, options(10.0), tmp_path / "run", lambda _text: None)
+        return check.before_job(target, options(10.0), tmp_path / "run")
 
     return called
 
@@ -209,7 +209,7 @@ def test_a_check_that_breaks_itself_is_unknown(tmp_path: Path) -> None:
     """A file where its folder must be, or a fault in a rule: told, not raised, and no reason to stop."""
     (tmp_path / "file").write_text("")
     target = check.local_target(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
-    found = check.before_job(target, options(10.0), tmp_path / "file" / "x", lambda _text: None)
+    found = check.before_job(target, options(10.0), tmp_path / "file" / "x")
     assert found.status == UNKNOWN
     assert "could not be made" in found.headline
     check.decide(found, "stop")
