@@ -26,7 +26,8 @@ from typing import Any
 
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
-from clustertune.evaluate.model import Backend, ModelFacts, check_tensors, weight_bytes
+from clustertune.evaluate.model import Backend, ModelFacts, weight_bytes
+from clustertune.merge.base import check_tensors
 from clustertune.host.network import by_socket
 from clustertune.launch.rendezvous import first_port, free_port
 from clustertune.launch.serving import ModelSize, Serving, serving, start_seconds
