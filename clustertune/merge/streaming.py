@@ -497,9 +497,7 @@ def prepare(base_folder: Path, adapter_folder: Path, out: Path, shard_size: str 
         _check_architecture(base_folder)
         if base.unrecorded:
             names = base.unrecorded[0] + (f" and {more} more" if (more := len(base.unrecorded) - 1) else "")
-            say(
-                f"{base_folder}: no digest of {names} is known (MANIFEST.json, Hub's cache): damaged values would not be noticed"
-            )
+            say(f"{base_folder}: no digest of {names} is known (MANIFEST.json, Hub's cache): damage would not be noticed")
     return MergeJob(base, adapter, out, shards, files, changed, limit, inputs, identity, finished)
 
 

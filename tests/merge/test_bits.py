@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from clustertune.errors import UserError
 from clustertune.merge import merge, pieces
+from clustertune.merge.lora import is_finite
 from clustertune.merge.pieces import MIN_ROWS, Scratch, add_update, parse_size, plan_shards, row_blocks
 from clustertune.tensorfile import Tensor
 from tests.merge.conftest import SHAPES, load_all, peft_merged, same_bytes, save_adapter, save_llama
