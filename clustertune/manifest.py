@@ -58,8 +58,8 @@ _FIXES = {
     "parcel": "copy it again from where it was staged, or stage it again",
     "tokens": "remove the folder, then run the same command again: they are recreated",
     "staged": "remove the folder, then run the same command again: it is copied again",
-    _HUB: "remove the file, and the blob that it links to, then fetch it again (hf download); if the change is yours, remove its"
-    " .metadata below .cache/huggingface/download",
+    _HUB: "remove the file, and the blob that it links to, then fetch it again (hf download); if the change is yours, remove"
+    " its .metadata below .cache/huggingface/download",
 }
 """What to do about a damaged file, by the kind of its folder."""
 SMALL = 64 << 20
