@@ -58,7 +58,8 @@ _FIXES = {
     "parcel": "copy it again from where it was staged, or stage it again",
     "tokens": "remove the folder, then run the same command again: they are recreated",
     "staged": "remove the folder, then run the same command again: it is copied again",
-    _HUB: "remove the file and the blob that it links to, then fetch it again (hf download)",
+    _HUB: "remove the file, and the blob that it links to, then fetch it again (hf download); if the change is yours, remove"
+    " its .metadata below .cache/huggingface/download",
 }
 """What to do about a damaged file, by the kind of its folder."""
 SMALL = 64 << 20
@@ -361,7 +362,7 @@ def find_problem(
             return None
     except FileNotFoundError:
         return Problem("missing", file=str(path), fix=fix)
-    source = "the name of its blob" if kind == _HUB else f"the manifest's {_WORDS[record.algorithm]}"
+    source = "the Hub's digest" if kind == _HUB else f"the manifest's {_WORDS[record.algorithm]}"
     text = f"content differs from {source}: {found.digest[:12]} found, {record.digest[:12]} expected"
     return Problem(text, file=str(path), fix=fix)
 
@@ -375,18 +376,33 @@ def _readable(path: Path, *args: Any, **more: Any) -> Problem | None:
 
 
 def hub_digest(path: Path) -> tuple[str, str] | None:
-    """The digest and its algorithm by which the Hub's cache names a file: it keeps each content once, and links to it."""
+    """The digest of a file's content at the Hub, and its algorithm; None where the Hub's client recorded none.
+
+    Its cache keeps each content once, by its digest, and links to it; ``hf download --local-dir`` notes the digest below
+    ``.cache/huggingface/download`` (huggingface_hub 1.x, ``_local_folder.py``).
+    """
     target = path.readlink() if path.is_symlink() else path
-    if target.parent.name != "blobs" or not _BLOB.fullmatch(target.name):
+    digest = target.name if target.parent.name == "blobs" else _noted_etag(path.absolute())
+    if not _BLOB.fullmatch(digest):
         return None
-    return target.name, SHA256 if len(target.name) == 64 else GIT_SHA1
+    return digest, SHA256 if len(digest) == 64 else GIT_SHA1
+
+
+def _noted_etag(path: Path) -> str:
+    """The second line of the client's note about a file in a ``--local-dir``, which may be any folder around it; or ``""``."""
+    for around in path.parents:
+        note = around / ".cache/huggingface/download" / f"{path.relative_to(around)}.metadata"
+        if note.is_file():
+            with contextlib.suppress(OSError, ValueError):
+                return [*note.read_text().splitlines(), "", ""][1].strip()
+    return ""
 
 
 def find_records(folder: Path) -> tuple[str, dict[Path, FileRecord]]:
     """The digests that lie beside the files of a folder, and the kind of what records them.
 
-    They stand in the folder's own manifest; in that of staged inputs around it; or, in the Hub's cache, in the names of the
-    blobs that its files link to. Nothing is found for any other folder. Raises UserError for an unreadable manifest of its own.
+    They stand in the folder's own manifest; in that of staged inputs around it; or with the Hub's client (:func:`hub_digest`).
+    Nothing is found for any other folder. Raises UserError for an unreadable manifest of its own.
     """
     if (folder / MANIFEST).exists():
         found = read_manifest(folder)
@@ -423,6 +439,8 @@ class DigestComparison:
     ) -> None:
         self._kind, records = find_records(folder)
         records = {path: record for path, record in records.items() if only is None or path.name in only}
+        self.recorded = frozenset(path.absolute() for path in records)
+        """The files for which there is a digest."""
         large = {path for path, record in records.items() if record.size > small or path.suffix == ".safetensors"}
         self._share = {path: records[path] for path in _share_out(records, large, rank, world_size)}
         self.bytes = sum(record.size for record in self._share.values())

@@ -185,6 +185,33 @@ def test_the_hubs_cache_names_blobs_by_their_content(tmp_path: Path, name: str) 
     assert found(snapshot) == [name]
 
 
+@pytest.mark.parametrize("name", ["config.json", "model-3.safetensors"])
+@pytest.mark.parametrize("below", ["", "sub/model"])
+def test_what_the_hubs_client_notes_about_a_local_dir_is_compared(tmp_path: Path, name: str, below: str) -> None:
+    """The notes are written by huggingface_hub itself, as ``hf download --local-dir`` does."""
+    from huggingface_hub._local_folder import write_download_metadata
+
+    folder = model_folder(tmp_path / "local" / below)
+    assert manifest.DigestComparison(folder).recorded == frozenset()
+    for path in folder.glob("model*"):
+        write_download_metadata(tmp_path / "local", str(Path(below) / path.name), "f" * 40, manifest.hash_file(path).digest)
+    path = folder / "config.json"
+    git = subprocess.run(["git", "hash-object", path], capture_output=True, text=True, check=True).stdout.strip()
+    write_download_metadata(tmp_path / "local", str(Path(below) / path.name), "f" * 40, git)
+    assert found(folder) == []
+    flip(folder / name)
+    assert found(folder) == [name]
+
+
+@pytest.mark.parametrize("text", ["", "one line", "\n\n\n", "c\nno digest\n1.0\n"])
+def test_a_note_without_a_digest_is_no_note(tmp_path: Path, text: str) -> None:
+    folder = model_folder(tmp_path / "local")
+    note = folder / ".cache/huggingface/download/config.json.metadata"
+    note.parent.mkdir(parents=True)
+    note.write_text(text)
+    assert found(folder) == []
+
+
 @pytest.mark.parametrize("kind", ["parcel", "staged"])
 def test_staged_inputs_are_compared_by_the_manifest_around_them(tmp_path: Path, kind: str) -> None:
     folder = model_folder(tmp_path / "all" / "hub" / "model")

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from clustertune import manifest
@@ -15,13 +14,11 @@ from clustertune.console import say
 from clustertune.data.tokenizer import render_turn
 from clustertune.errors import Problem, UserError, collect_problems
 from clustertune.export.companions import read_json
-from clustertune.merge.base import find_shards, read_base, read_weights
+from clustertune.merge.base import check_tensors as check_tensors  # noqa: PLC0414 - also a check of a model that is served
+from clustertune.merge.base import read_base, read_weights
 from clustertune.recipe import quantization
 from clustertune.recipe.architecture import implausible
 from clustertune.training import base_model
-
-SHOWN = 5
-"""Tensors that the errors name."""
 
 
 @dataclass(frozen=True)
@@ -186,40 +183,6 @@ def check_weights(folder: Path) -> list[Problem]:
         read_weights(folder)
     except UserError as error:
         return error.problems
-    return []
-
-
-def check_tensors(folder: Path) -> list[Problem]:
-    """Every tensor that the architecture of ``config.json`` has and no file holds, or holds in another shape: vLLM 0.30.0
-    serves a model without a layer's ``q_proj`` or an untied ``lm_head``, and answers differently.
-
-    The names of the files go through transformers' own renaming; the model is made on the ``meta`` device. What is quantised
-    is not looked at. Raises UserError for files that are not whole.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    from clustertune.training.loading_sources import Unfollowed, find, survey
-
-    try:
-        config: Any = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    # An architecture that the installed transformers does not know, or values that its class refuses.
-    except Exception as error:
-        return [Problem(f"transformers does not accept it: {error}", file=str(folder / "config.json"))]
-    if getattr(config, "quantization_config", None):
-        return []
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    files, named, _ = find_shards(folder)
-    rules = SimpleNamespace(weight_mapping=get_model_conversion_mapping(model), dtype_plan=None)
-    try:
-        find(model, survey(files, named or None), rules, model.state_dict())
-    except UserError as error:
-        more = len(error.problems) - SHOWN
-        return error.problems[:SHOWN] + ([Problem(f"{more} more tensors", file=str(folder))] if more > 0 else [])
-    except Unfollowed:
-        pass  # transformers' own loading, or vLLM's, says what is wrong
     return []
 
 

@@ -26,11 +26,12 @@ from typing import Any
 
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
-from clustertune.evaluate.model import Backend, ModelFacts, check_tensors, weight_bytes
+from clustertune.evaluate.model import Backend, ModelFacts, weight_bytes
 from clustertune.host.network import by_socket
 from clustertune.launch.rendezvous import first_port, free_port
 from clustertune.launch.serving import ModelSize, Serving, serving, start_seconds
 from clustertune.manifest import write_durably
+from clustertune.merge.base import check_tensors
 from clustertune.process import Stopped, captured, die_with_parent, stop_signals
 from clustertune.recipe.schema import Eval
 from clustertune.tensorfile import FLOATS, read_header

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,31 +120,46 @@ def stop_ids(files: Mapping[str, Path]) -> dict[str, int]:
 
     A token that the files do not name, or give no id, is left out. Raises UserError for a file that is not JSON.
     """
-    settings = [read_json(files[name]) for name in (TOKENIZER_CONFIG, _SPECIAL) if name in files]
-    named = {name: text for body in reversed(settings) for name in _STOPS if (text := _content(body.get(name)))}
+    bodies = {name: read_json(files[name]) for name in _NUMBERED if name in files}
+    settings = [bodies[name] for name in (_SPECIAL, TOKENIZER_CONFIG) if name in bodies]
+    named = {name: text for body in settings for name in _STOPS if (text := _content(body.get(name)))}
     ids = dict[str, int]()
-    if not named:
-        return ids
-    for text, number in _numbered(files, settings):
-        ids |= {f"{name}_id": number for name, token in named.items() if token == text}
+    for file, body in bodies.items() if named else ():
+        for key, read in _NUMBERED[file].items():
+            try:
+                numbers = {text: int(number) for text, number in read(body) if text in named.values()}
+            except (TypeError, ValueError, AttributeError, LookupError, OverflowError):
+                fix = "take the file of the model's makers"
+                raise UserError("does not give tokens their ids", file=str(files[file]), key=key or None, fix=fix) from None
+            ids |= {f"{name}_id": numbers[token] for name, token in named.items() if token in numbers}
     return ids
 
 
-def _numbered(files: Mapping[str, Path], settings: list[dict[str, Any]]) -> Iterable[tuple[Any, int]]:
-    """The tokens of a tokenizer's files with their ids; what counts more comes later."""
-    for name in ("vocab.json", "added_tokens.json"):
-        if name in files:
-            yield from read_json(files[name]).items()
-    for body in settings:
-        yield from ((_content(token), int(number)) for number, token in (body.get("added_tokens_decoder") or {}).items())
-    if "tokenizer.json" not in files:
-        return
-    body = read_json(files["tokenizer.json"])
+_Pairs = Iterable[tuple[Any, Any]]
+
+
+def _decoder(body: dict[str, Any]) -> _Pairs:
+    return [(_content(token), int(number)) for number, token in (body.get("added_tokens_decoder") or {}).items()]
+
+
+def _vocabulary(body: dict[str, Any]) -> _Pairs:
     vocabulary = (body.get("model") or {}).get("vocab") or {}
     if isinstance(vocabulary, list):  # a Unigram model's: [token, score], numbered by their places
-        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
-    yield from vocabulary.items()
-    yield from ((token["content"], int(token["id"])) for token in body.get("added_tokens") or [])
+        return [(entry[0], number) for number, entry in enumerate(vocabulary)]
+    return dict(vocabulary).items()
+
+
+_NUMBERED: dict[str, dict[str, Callable[[dict[str, Any]], _Pairs]]] = {
+    "vocab.json": {"": dict.items},
+    "added_tokens.json": {"": dict.items},
+    TOKENIZER_CONFIG: {"added_tokens_decoder": _decoder},
+    _SPECIAL: {"added_tokens_decoder": _decoder},
+    "tokenizer.json": {
+        "model.vocab": _vocabulary,
+        "added_tokens": lambda body: [(token["content"], int(token["id"])) for token in body.get("added_tokens") or []],
+    },
+}
+"""The files, and the keys in them, that give tokens their ids; what counts more comes later."""
 
 
 def has_template(files: Mapping[str, Path]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from clustertune.errors import Problem, UserError, collect_problems, raise_if
@@ -12,6 +13,8 @@ from clustertune.export.companions import read_json
 from clustertune.manifest import DigestComparison
 from clustertune.tensorfile import Tensor, TensorHeader, read_header
 
+SHOWN = 5
+"""Tensors that the errors name."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONV1D_MODELS = {"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"}
@@ -28,6 +31,8 @@ class Base:
     tensors: dict[str, Tensor]
     headers: dict[Path, TensorHeader]
     index_metadata: dict[str, Any] = field(default_factory=dict)
+    unrecorded: list[str] = field(default_factory=list)
+    """Names of the weight files that no digest is known of."""
 
     @property
     def tied(self) -> bool:
@@ -103,6 +108,42 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[Path, TensorHead
     return tensors, headers, metadata
 
 
+def check_tensors(folder: Path) -> list[Problem]:
+    """Every tensor that the architecture of ``config.json`` has and no file holds, or holds in another shape: vLLM 0.30.0
+    serves a model without a layer's ``q_proj`` or an untied ``lm_head``, and answers differently.
+
+    The names of the files go through transformers' own renaming; the model is made on the ``meta`` device. What is quantised
+    is not looked at. Raises UserError for files that are not whole.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    from clustertune.training.loading_sources import Unfollowed, find, survey
+
+    try:
+        config: Any = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        if getattr(config, "quantization_config", None):
+            return []
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    # An architecture that the installed transformers does not know, or values that its classes refuse.
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return [Problem(f"transformers does not accept it: {text}", file=str(folder / "config.json"))]
+    files, named, _ = find_shards(folder)
+    rules = SimpleNamespace(weight_mapping=get_model_conversion_mapping(model), dtype_plan=None)
+    tensors = survey(files, named or None)  # vLLM loads what the index names, transformers all that the files hold
+    try:
+        find(model, {n: t for n, t in tensors.items() if not named or n in named}, rules, model.state_dict())
+    except UserError as error:
+        more = len(error.problems) - SHOWN
+        return error.problems[:SHOWN] + ([Problem(f"{more} more tensors", file=str(folder))] if more > 0 else [])
+    except Unfollowed:
+        pass  # transformers' own loading, or vLLM's, says what is wrong
+    return []
+
+
 def _config_problems(config: dict[str, Any], path: Path) -> list[Problem]:
     problems = []
     if config.get("quantization_config"):
@@ -131,13 +172,16 @@ def read_base(folder: Path) -> Base:
         raise UserError("no such folder", file=str(folder))
     problems: list[Problem] = []
     config: dict[str, Any] = {}
+    recorded = frozenset[Path]()
     with collect_problems(problems):
         config = read_json(folder / "config.json")
         problems += _config_problems(config, folder / "config.json")
     try:
-        problems += DigestComparison(folder).problems
+        comparison = DigestComparison(folder)
+        recorded, problems = comparison.recorded, problems + comparison.problems
         tensors, headers, metadata = read_weights(folder)
     except UserError as error:
         problems += [p for p in error.problems if p not in problems]
     raise_if(problems)
-    return Base(folder, config, tensors, headers, metadata)
+    unrecorded = [path.name for path in headers if path.absolute() not in recorded]
+    return Base(folder, config, tensors, headers, metadata, unrecorded)

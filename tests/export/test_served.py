@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from clustertune.data.local_model import train_tokenizer
+from clustertune.errors import UserError
 from clustertune.export.companions import stop_ids
 from clustertune.export.export import export
 from clustertune.export.whole import export_model
@@ -193,6 +194,39 @@ def test_ids_are_read_from_any_form_of_a_tokenizer(tmp_path: Path, kind: str, to
     for name, body in bodies.items():
         (tmp_path / name).write_text(json.dumps(body))
     assert stop_ids({name: tmp_path / name for name in bodies}) == {"eos_token_id": 9}
+
+
+MALFORMED: dict[str, tuple[str, Any]] = {
+    "decoder is a list": ("tokenizer_config.json", {"added_tokens_decoder": [1]}),
+    "decoder is a text": ("tokenizer_config.json", {"added_tokens_decoder": "x"}),
+    "decoder by name": ("tokenizer_config.json", {"added_tokens_decoder": {"nine": {"content": "<e>"}}}),
+    "decoder of the map": ("special_tokens_map.json", {"added_tokens_decoder": [1]}),
+    "added tokens by name": ("tokenizer.json", {"added_tokens": {"<e>": 9}}),
+    "added tokens are a text": ("tokenizer.json", {"added_tokens": "x"}),
+    "added tokens are texts": ("tokenizer.json", {"added_tokens": ["<e>"]}),
+    "added token without id": ("tokenizer.json", {"added_tokens": [{"content": "<e>"}]}),
+    "id is a list": ("tokenizer.json", {"added_tokens": [{"content": "<e>", "id": [9]}]}),
+    "content is a list": ("tokenizer.json", {"added_tokens": [{"content": ["<e>"], "id": 9}, 3]}),
+    "model is a list": ("tokenizer.json", {"model": [1]}),
+    "vocabulary is a text": ("tokenizer.json", {"model": {"vocab": "abc"}}),
+    "vocabulary of numbers": ("tokenizer.json", {"model": {"vocab": [1, 2]}}),
+    "vocabulary of nothing": ("tokenizer.json", {"model": {"vocab": [[]]}}),
+    "id is no number": ("vocab.json", {"<e>": "nine"}),
+    "id is null": ("added_tokens.json", {"<e>": None}),
+    "id without end": ("vocab.json", {"<e>": float("inf")}),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_tokenizer_files_of_another_form_are_one_sentence(tmp_path: Path, case: str) -> None:
+    name, body = MALFORMED[case]
+    bodies = {"tokenizer_config.json": {"eos_token": "<e>"}}
+    bodies[name] = {**bodies.get(name, {}), **body}
+    for file, content in bodies.items():
+        (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(UserError) as caught:
+        stop_ids({file: tmp_path / file for file in bodies})
+    assert caught.value.problems[0].file == str(tmp_path / name)
 
 
 def test_a_padding_token_without_a_row_is_not_named(tmp_path: Path) -> None:

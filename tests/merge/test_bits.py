@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from clustertune.errors import UserError
 from clustertune.merge import merge, pieces
+from clustertune.merge.lora import is_finite
 from clustertune.merge.pieces import MIN_ROWS, Scratch, add_update, parse_size, plan_shards, row_blocks
 from clustertune.tensorfile import Tensor
 from tests.merge.conftest import SHAPES, load_all, peft_merged, same_bytes, save_adapter, save_llama
@@ -197,3 +198,17 @@ def test_sizes(text: str | int, size: int) -> None:
 def test_what_is_no_size(text: str | int) -> None:
     with pytest.raises(UserError, match="not a size"):
         parse_size(text)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_nan_and_infinity_of_both_signs_are_noticed_anywhere(dtype: torch.dtype) -> None:
+    name = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}[dtype]
+    largest = torch.finfo(dtype).max
+    plain = torch.tensor([0.0, -0.0, largest, -largest, 1.0, -1.0] * 9).to(dtype)
+    assert is_finite(memoryview(plain.view(torch.uint8).numpy()), name)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        for at in (0, 31, 53):
+            spoilt = plain.clone()
+            spoilt[at] = value
+            for values in (spoilt, -spoilt):
+                assert not is_finite(memoryview(values.view(torch.uint8).numpy()), name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub._local_folder import write_download_metadata
 from safetensors.torch import load_file, save_file
 
 from clustertune import manifest
@@ -166,6 +168,74 @@ def test_bases_that_are_refused(own_base: Path, adapter: Path, tmp_path: Path, c
     change(own_base)
     with pytest.raises(UserError, match=word):
         merge(own_base, adapter, tmp_path / "out")
+
+
+def rewrite(base: Path, change: Callable[[dict[str, torch.Tensor]], object], index: bool = True) -> None:
+    """Change the tensors of the files that ``change`` raises no KeyError for, and the index with them."""
+    weights = {}
+    for path in shards(base):
+        tensors = load_file(path)
+        with contextlib.suppress(KeyError):
+            change(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+        weights |= dict.fromkeys(tensors, path.name)
+    if index:
+        edit_json(base / INDEX, weight_map=weights)
+
+
+def unlisted(base: Path, name: str) -> None:
+    weights = json.loads((base / INDEX).read_text())["weight_map"]
+    edit_json(base / INDEX, weight_map={key: file for key, file in weights.items() if key != name})
+
+
+def swap(base: Path) -> None:
+    one, two, *_ = shards(base)
+    one.rename(base / "between")
+    two.rename(one)
+    (base / "between").rename(two)
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated file": (lambda b: truncate(shards(b)[0]), "model-00001"),
+    "flipped byte": (lambda b: flip_somewhere(shards(b)[1], 1), "model-00002"),
+    "missing shard": (lambda b: shards(b)[1].unlink(), "model-00002"),
+    "swapped shards": (swap, "not in the file"),
+    "no head": (lambda b: rewrite(b, lambda t: t.pop("lm_head.weight")), "lm_head.weight"),
+    "no last norm": (lambda b: rewrite(b, lambda t: t.pop("model.norm.weight")), "model.norm.weight"),
+    "no norm of a layer": (lambda b: rewrite(b, lambda t: t.pop(NORM)), NORM),
+    "renamed tensor": (lambda b: rewrite(b, lambda t: t.update(other=t.pop(NORM))), NORM),
+    "stale index": (lambda b: rewrite(b, lambda t: t.pop(NORM), index=False), NORM),
+    "index without a tensor": (lambda b: unlisted(b, NORM), NORM),
+    "fewer layers in the files": (lambda b: edit_json(b / "config.json", num_hidden_layers=4), "layers.3"),
+    "another width": (lambda b: edit_json(b / "config.json", intermediate_size=102), "mlp"),
+    "another vocabulary": (lambda b: edit_json(b / "config.json", vocab_size=302), "lm_head|embed_tokens"),
+    "other heads": (lambda b: edit_json(b / "config.json", num_key_value_heads=4), "k_proj"),
+    "heads that do not divide": (lambda b: edit_json(b / "config.json", num_attention_heads=5), "config.json|proj"),
+    "unknown architecture": (lambda b: edit_json(b / "config.json", model_type="lama"), "config.json"),
+    "no language model": (lambda b: edit_json(b / "config.json", model_type="clip"), "config.json"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_base_is_refused_before_a_byte_is_written(own_base: Path, adapter: Path, tmp_path: Path, case: str) -> None:
+    """By what evaluation compares, and by the digests that the Hub's client noted where the structure is the same."""
+    change, word = DAMAGE[case]
+    for path in shards(own_base) if case in ("flipped byte", "swapped shards") else ():
+        write_download_metadata(own_base, path.name, "f" * 40, manifest.hash_file(path).sha256)
+    change(own_base)
+    with refused(word):
+        merge(own_base, adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not [*tmp_path.glob(".out.merging/model*")]
+
+
+def test_a_base_without_digests_is_said(own_base: Path, adapter: Path, tmp_path: Path, capfd: Any) -> None:
+    merge(own_base, adapter, tmp_path / "one")
+    assert "no digest of model-00001" in capfd.readouterr().err
+    for path in shards(own_base):
+        write_download_metadata(own_base, path.name, "f" * 40, manifest.hash_file(path).sha256)
+    merge(own_base, adapter, tmp_path / "two")
+    assert "digest" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("settings", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["embed_tokens"]}])
