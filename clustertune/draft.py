@@ -206,6 +206,8 @@ def draft(model: FoundModel, method: str, data: MeasuredData | None, nodes: int,
         train["max_length"] = longest
     if model.pad_token:
         train["pad_token"] = model.pad_token
+    if data and data.section["format"] == "text":
+        train["packing_strategy"] = "bfd_split"  # a document goes on in another piece, where TRL's default drops the rest
     if method != "full":
         train["model_init_kwargs"] = loading(method)
         names, what = targets(model.architecture)
@@ -239,20 +241,22 @@ def _sequences(data: MeasuredData, longest: int, *, packed: bool) -> int:
     """Of an epoch: the conversations, or what they fill."""
     if not packed:
         return sum(data.tokens.values())
-    return math.ceil(sum(min(length, longest) * number for length, number in data.tokens.items()) / (longest * PACKED_SHARE))
+    most = math.inf if data.section["format"] == "text" else longest
+    return math.ceil(sum(min(length, most) * number for length, number in data.tokens.items()) / (longest * PACKED_SHARE))
 
 
 def _enough_steps(data: MeasuredData, world: int, longest: int, *, pairs: bool) -> tuple[dict[str, Any], str]:
     """Batch, packing and epochs with which the data give :data:`STEPS` optimizer steps, or as many as they can; and a sentence.
 
     What changes the training least is taken first: a smaller batch, then more epochs, then rows that are not packed, again
-    from one epoch on.
+    from one epoch on. Text that may be longer than a row stays packed, which is what splits it.
     """
     sequences = {packed: _sequences(data, longest, packed=packed) for packed in (True, False)}
     small = (_batch(BATCH // 2, world), _batch(SMALL_BATCH, world))
     tries = [(_batch(BATCH, world), not pairs, 1), *((batch, not pairs, 1) for batch in small)]
     tries += [(small[1], not pairs, epochs) for epochs in range(2, EPOCHS + 1)]
-    tries += [(small[1], False, epochs) for epochs in range(1, EPOCHS + 1) if not pairs]
+    split = data.section["format"] == "text" and 2 * max(data.tokens) > longest  # of an estimate, as in on_cpus
+    tries += [(small[1], False, epochs) for epochs in range(1, EPOCHS + 1) if not pairs and not split]
 
     def steps(one: tuple[int, bool, int]) -> int:
         batch, packed, epochs = one
@@ -292,7 +296,8 @@ def look_at_tokenizer(model: FoundModel, data: MeasuredData, stated: Mapping[str
     try:
         tokenizer = load_tokenizer(str(folder), None, None, train, chats=False)
     except UserError as error:
-        return {}, [f"{error.problems[0].message}: clustertune prepare will refuse it"]
+        problem = error.problems[0]
+        return {}, [f"{problem.message}: clustertune prepare and run will refuse it; {problem.fix}"]
     if chats and not tokenizer.chat_template:
         tokenizer.chat_template = (RECIPES / "_base" / PLAIN_TEMPLATE).read_text(encoding="utf-8")
         keys["model"] = {"chat_template": PLAIN_TEMPLATE}

@@ -282,6 +282,38 @@ def test_a_small_model_without_gpus_runs_as_new_wrote_it(format: str, tmp_path: 
 
 
 @pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("documents", [1, 3])
+def test_all_of_a_long_text_is_trained(documents: int, tmp_path: Path) -> None:
+    """Documents many times as long as a row are split over rows; where a recipe cuts them, prepare counts the tokens lost."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(documents):
+        words = "".join(f"Line {number} {line} of a long document.\n" for line in range(600))
+        (folder / f"{number}.txt").write_text(words, encoding="utf-8")
+    done = run("new", tmp_path / "mine", "--model", small_model(tmp_path / "hf", None), "--data", folder, stack=True)
+    assert done.code == 0, done.err
+    made = run("prepare", tmp_path / "mine", "--out", tmp_path / "data", "--json", stack=True)
+    assert made.code == 0, made.err
+    train, size = made.json["train"], resolve(tmp_path / "mine").train_args["max_length"]
+    assert train["labelled"] == train["tokens"] > 2 * size and train["sequences"] > 2 and not train["cut_tokens"]
+    cutting = run("prepare", tmp_path / "mine", "--out", tmp_path / "data", "train.packing=false", stack=True)
+    assert cutting.code == 0 and f"{train['tokens'] - train['conversations'] * size:,} tokens" in cutting.err, cutting.err
+
+
+def test_a_tokenizer_that_cannot_be_read_is_said_with_its_remedy(tmp_path: Path) -> None:
+    """A SentencePiece file alone: what is written is refused by prepare, which new says, and with which file it is not."""
+    model = small_model(tmp_path / "hf")
+    for file in model.glob("*token*"):
+        file.unlink()
+    (model / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    data = rows(tmp_path / "mine.jsonl", ROWS["messages"], 40)
+    done = run("new", tmp_path / "mine", "--model", model, "--data", data, "--json", stack=True)
+    assert done.code == 0, done.err
+    assert any("will refuse it" in line and "tokenizer.json" in line for line in done.json["assumed"]), done.json["assumed"]
+    assert run("prepare", tmp_path / "mine", "--out", tmp_path / "data", stack=True).code == 2
+
+
+@pytest.mark.usefixtures("no_gpu")
 def test_a_recipe_for_gpus_trains_a_small_model_on_cpus_and_refuses_a_large_one(tmp_path: Path) -> None:
     """Nobody edits the recipe; the number of processes is said, with what the recipe asks for."""
     data = rows(tmp_path / "mine.jsonl", ROWS["messages"], 300)

@@ -91,7 +91,7 @@ def print_summary(document: dict[str, Any]) -> None:
         text = f"{split}: {one['conversations']:,} conversations, {one['messages']:,} messages"
         if "tokens" in one:
             text += f", {one['tokens']:,} tokens, {one['labelled']:,} of them trained, in {one['sequences']:,} sequences"
-            text += f"; {one['cut']:,} cut at max_length" if one["cut"] else ""
+            text += f"; {one['cut']:,} cut at max_length, which leaves out {one['cut_tokens']:,} tokens" if one["cut"] else ""
             text += f", {one['dropped']:,} left out without a label in it" if one["dropped"] else ""
         say(text)
     for part in document.get("sources", ()):

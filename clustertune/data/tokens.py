@@ -131,11 +131,11 @@ def make(
     made there first. Rows are always the dataset's own.
 
     Returns ``{"tokens", "sequences", "labelled_share", "tokens_per_s", "tokens_per_cpu_s", "processes", "reused",
-    "splits": {split: {"conversations", "tokens", "labelled", "sequences", "cut", "dropped"}}}``: ``tokens`` as the chat
-    template gives them, before ``max_length``; ``sequences`` the rows; ``labelled_share`` of the tokens; rates of what was
-    tokenised when they were made (None: all shards were there). Of each split, ``cut`` counts the conversations longer than
-    ``max_length``, and ``dropped`` those left out because they have no label within it. A preference is one conversation and
-    two sequences.
+    "splits": {split: {"conversations", "tokens", "labelled", "sequences", "cut", "cut_tokens", "dropped"}}}``: ``tokens`` as
+    the chat template gives them, before ``max_length``; ``sequences`` the rows; ``labelled_share`` of the tokens; rates of what
+    was tokenised when they were made (None: all shards were there). Of each split, ``cut`` counts the conversations that lose
+    what is beyond ``max_length``, ``cut_tokens`` the tokens that they lose, and ``dropped`` those left out because they have no
+    label within it. A preference is one conversation and two sequences.
     Raises UserError.
     """
     what = made_from(dataset, tokenizer, train_args)
@@ -355,14 +355,16 @@ def _write_rows(out: Path, meta: dict[str, Any], settings: dict[str, Any], recor
         for name, array in zip(row_files(split, settings), (pieces, begins), strict=True):
             np.save(out / name, array)
             names.append(name)
-        size = settings["max_length"]
+        size = None if settings["packing"][split] in SPLITTING else settings["max_length"]
+        over = np.maximum(index["length"].astype(np.int64) - size, 0) if size is not None else np.zeros(0, int)
         each = 2 if settings.get("pairs") else 1
         splits[split] = {
             "conversations": meta["splits"][split]["conversations"] // each,
             "tokens": meta["splits"][split]["tokens"],
             "labelled": int(count(pieces).sum()),
             "sequences": (len(begins) - 1) * each,
-            "cut": int((index["length"] > size).sum()) if size is not None else 0,
+            "cut": int((over > 0).sum()),
+            "cut_tokens": int(over.sum()),
             "dropped": int((~_trained(index, pieces).reshape(-1, each).all(axis=1)).sum()),
         }
     records |= record_files(out, names)
@@ -386,6 +388,8 @@ GROUP = 1000
 """Conversations that are packed together: the batch of ``datasets.map``, in which TRL's ``pack_dataset`` packs."""
 SEPARATED = ("bfd", "bfd_split")
 """Strategies whose rows say how long each part is; ``wrapped`` joins conversations without a boundary."""
+SPLITTING = ("bfd_split", "wrapped")
+"""Strategies that keep what is beyond ``max_length``, in another row."""
 
 INDEX = np.dtype([("offset", "<i8"), ("length", "<i4"), ("first_label", "<i4"), ("last_label", "<i4"), ("labelled", "<i4")])
 """A conversation: its first token's place, its tokens, places of the first and the last labelled one, how many are labelled.
