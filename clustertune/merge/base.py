@@ -112,15 +112,19 @@ def check_tensors(folder: Path) -> list[Problem]:
     """Every tensor that the architecture of ``config.json`` has and no file holds, or holds in another shape: vLLM 0.30.0
     serves a model without a layer's ``q_proj`` or an untied ``lm_head``, and answers differently.
 
-    The names of the files go through transformers' own renaming; the model is made on the ``meta`` device. What is quantised
-    is not looked at. Raises UserError for files that are not whole.
+    The names of the files go through transformers' own renaming; the model is made on the ``meta`` device. What is quantised,
+    and an architecture that the installed transformers does not have as a causal language model, is not looked at. Raises
+    UserError for files that are not whole.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from clustertune.training.loading_sources import Unfollowed, find, survey
 
+    if read_json(folder / "config.json").get("model_type") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return []
     try:
         config: Any = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
         if getattr(config, "quantization_config", None):
