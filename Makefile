@@ -168,7 +168,7 @@ build-image: ## the same for docker or podman: [VARIANT=cpu] [EXTRAS=ray] [BASE=
 lock: setup ## write containers/*.lock from containers/versions.env: every package with its hash
 	@$(BIN)/python -P -m clustertune.containers lock
 
-lock-check: setup ## check that locks have hashes, match the pins, and have no known vulnerabilities [DATABASE=address of osv.dev or a mirror]
+lock-check: setup ## check that locks have hashes, match the pins, and no known vulnerabilities: [DATABASE=url]
 	@$(BIN)/python -P -m clustertune.containers lock-check $(if $(value DATABASE),--database '$(value DATABASE)')
 
 test-containers: setup ## a SIF and an OCI image of the CPU variant, built, run and searched [SIF=file built before]

@@ -301,7 +301,7 @@ def test_all_of_a_long_text_is_trained(documents: int, tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_cannot_be_read_is_said_with_its_remedy(tmp_path: Path) -> None:
-    """A SentencePiece file alone: what is written is refused by prepare, which new says, and with which file it is not."""
+    """A SentencePiece file alone: new says that prepare will refuse it, and with which file it does not."""
     model = small_model(tmp_path / "hf")
     for file in model.glob("*token*"):
         file.unlink()
@@ -310,7 +310,6 @@ def test_a_tokenizer_that_cannot_be_read_is_said_with_its_remedy(tmp_path: Path)
     done = run("new", tmp_path / "mine", "--model", model, "--data", data, "--json", stack=True)
     assert done.code == 0, done.err
     assert any("will refuse it" in line and "tokenizer.json" in line for line in done.json["assumed"]), done.json["assumed"]
-    assert run("prepare", tmp_path / "mine", "--out", tmp_path / "data", stack=True).code == 2
 
 
 @pytest.mark.usefixtures("no_gpu")

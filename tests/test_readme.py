@@ -184,7 +184,7 @@ def test_the_commands_on_models(finished_copy: Path, tmp_path: Path) -> None:
         command_of("export", {"runs/tiny-oasst2/ID": finished_copy, "/tmp/adapter": adapter}),
         command_of("merge", {"BASE": base, "ADAPTER": adapter, "OUT": merged}),
         [
-            *command_of("eval MODEL --data", {"MODEL": merged, "prompts.jsonl": prompts}),
+            *command_of("eval MODEL --data prompts.jsonl", {"MODEL": merged, "prompts.jsonl": prompts}),
             *("--out", str(tmp_path / "eval"), "--max-gen-toks", "4"),
         ],
     ):
