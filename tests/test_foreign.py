@@ -69,7 +69,7 @@ def test_nothing_printed_steers_a_terminal(monkeypatch: pytest.MonkeyPatch) -> N
     from rich.text import Text
 
     out = io.StringIO()
-    monkeypatch.setattr(console.stderr, "file", out)
+    monkeypatch.setattr(console.stderr, "_file", out)
     name = "run\x1b]0;x\x07\x1b[2J\u202etxt"
     table = Table("run")
     table.add_row(name)
