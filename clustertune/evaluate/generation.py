@@ -40,8 +40,8 @@ FILE = "generation_config.json"
 def settings_of(folder: Path, tokenizer: Any) -> Any:
     """transformers' ``GenerationConfig`` of a model folder, without what does not hold here; a note says what that is.
 
-    A token id that the vocabulary lacks is replaced with the tokenizer's. A model without the file may have the same keys in
-    its ``config.json``. Raises UserError for a file that is no JSON object.
+    A token id that the vocabulary lacks is replaced with the tokenizer's. What the file lacks may stand in
+    ``config.json``. Raises UserError for a file that is no JSON object.
     """
     from transformers import GenerationConfig
 
@@ -53,7 +53,7 @@ def settings_of(folder: Path, tokenizer: Any) -> Any:
     if not kept.get("do_sample"):  # transformers warns of what only sampling reads
         kept = {key: kept[key] for key in ("repetition_penalty", "no_repeat_ngram_size") if key in kept}
     for key in TOKENS:
-        ids: Any = values.get(key)
+        ids: Any = own.get(key, config.get(key))
         listed: list[Any] = ids if isinstance(ids, list) and ids else [ids]
         kept[key] = ids if all(_count(one) and one < len(tokenizer) for one in listed) else getattr(tokenizer, key)
     harmless = {*KEPT, "transformers_version", "_from_model_config", "max_length", "max_new_tokens", "use_cache"}

@@ -479,7 +479,7 @@ def load_lm(folder: Path, device: str, batch_size: int, adapter: Path | None = N
     parts = {"peft": adapter and str(adapter), "tokenizer": None if own else str(tokenizer)}
     with out_of_memory(folder), _watched() as reports:
         try:
-            words = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+            words = AutoTokenizer.from_pretrained(str(tokenizer or folder), trust_remote_code=False)
             parts["generation_config"] = generation.settings_of(folder, words)
             lm = HFLM(pretrained=str(folder), dtype="auto", batch_size=batch_size, **parts, **placing)
         except (UserError, torch.OutOfMemoryError):

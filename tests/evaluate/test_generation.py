@@ -71,6 +71,16 @@ def test_an_end_that_is_no_token_is_the_tokenizers(eos: Any, tiny_model: Path, t
     assert generation.settings_of(folder, tokenizer).eos_token_id == tokenizer.eos_token_id
 
 
+def test_ends_of_config_json_hold_where_the_file_names_none(tiny_model: Path, tmp_path: Path) -> None:
+    """And a model without a tokenizer of its own is loaded with another's."""
+    folder = changed(tiny_model, tmp_path / "ends", "config.json", eos_token_id=[6, 3])
+    (folder / generation.FILE).write_text('{"temperature": 0.6}')
+    for path in folder.glob("token*"):
+        path.unlink()
+    lm = load_lm(folder, "cpu", 1, tokenizer=tiny_model)
+    assert lm.model.generation_config.eos_token_id == [6, 3]
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
