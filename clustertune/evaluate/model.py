@@ -14,7 +14,6 @@ from clustertune.console import say
 from clustertune.data.tokenizer import render_turn
 from clustertune.errors import Problem, UserError, collect_problems
 from clustertune.export.companions import read_json
-from clustertune.merge.base import check_tensors as check_tensors  # noqa: PLC0414 - also a check of a model that is served
 from clustertune.merge.base import read_base, read_weights
 from clustertune.recipe import quantization
 from clustertune.recipe.architecture import implausible

@@ -16,10 +16,11 @@ from lm_eval.api.instance import Instance
 from clustertune.errors import UserError
 from clustertune.evaluate import run as evaluating
 from clustertune.evaluate import servers
-from clustertune.evaluate.model import check_model, check_tensors
+from clustertune.evaluate.model import check_model
 from clustertune.evaluate.run import evaluate
 from clustertune.evaluate.servers import READY, Servers, ServingJob, ask, commands, find_program, lora_rank
 from clustertune.launch.serving import Serving
+from clustertune.merge.base import check_tensors
 from clustertune.recipe.schema import Eval
 from tests.command import run
 from tests.serving.conftest import FAKE, Start, alive, gone, job, processes, program, step, without
