@@ -18,13 +18,13 @@ from clustertune.console import say
 from clustertune.errors import UserError, raise_if
 
 with deferred():
+    from clustertune import merge as merging
     from clustertune.cluster import load
     from clustertune.evaluate import model as models
     from clustertune.evaluate import run as evaluation
     from clustertune.evaluate import servers
     from clustertune.launch import batch, cluster_paths, serving, step
     from clustertune.launch import shape as shapes
-    from clustertune.merge import base
     from clustertune.recipe import schema
 Model = Annotated[
     Path,
@@ -134,7 +134,7 @@ def serve(
 def _server(folder: Path, port: int, cluster: str | None) -> tuple[list[str], dict[str, str]]:
     """The server's command and what it needs in its environment. Raises UserError where there is no server."""
     facts = _facts(folder, 1)
-    raise_if(base.check_tensors(folder))
+    raise_if(merging.check_tensors(folder))
     program = servers.find_program()
     if program is None and cluster:  # one without containers names vLLM's program
         settings = load.load_cluster(cluster).container
