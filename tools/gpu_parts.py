@@ -331,7 +331,7 @@ def evaluation(check: GpuCheck) -> dict[str, Any]:
     if done.code:
         raise Failed(f"exit code {done.code}: {done.last_error()}")
     document = done.document()
-    return {"why": f"{document.get('prompts', document.get('samples', 16))} prompts", "scores": document.get("scores")}
+    return {"why": f"{sum(task['n'] for task in document['tasks'].values())} prompts", "scores": document["tasks"]}
 
 
 # --- every strategy -----------------------------------------------------------------------------------------------------
@@ -374,7 +374,8 @@ def _tiny(recipe: str) -> Part:
 
 
 def _has_lora(check: GpuCheck, recipe: str) -> bool:
-    return bool((check.clustertune("show", f"recipes/{recipe}", "--json").document().get("recipe") or {}).get("lora"))
+    values = check.clustertune("show", f"recipes/{recipe}", "--json").document().get("values") or {}
+    return any(key.startswith("lora.") for key in values)
 
 
 # --- speed --------------------------------------------------------------------------------------------------------------

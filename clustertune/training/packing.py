@@ -23,6 +23,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from clustertune.resolve.kernels import PACKED
 
 _sdpa: Callable[..., tuple[Tensor, None]] = sdpa_attention_forward
+_SAYS_GROUPED = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+"""torch 2.11 has no such argument: its kernel takes fewer key-value heads unasked."""
 
 
 def attend(
@@ -68,9 +70,9 @@ def attend(
     before = -1 if sliding_window is None else sliding_window - 1
     if flat[0].dtype in types:
         longest = int(begins.diff().max()) if max_length_q is None else max_length_q
-        grouped = query.shape[1] != key.shape[1]
+        grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _SAYS_GROUPED else {}
         found: Any = varlen.varlen_attn(
-            *flat, begins, begins, longest, longest, scale=scaling, window_size=(before, 0), enable_gqa=grouped
+            *flat, begins, begins, longest, longest, scale=scaling, window_size=(before, 0), **grouped
         )
     else:
         found = _one_by_one(begins, *flat, scale=scaling, before=before)
@@ -126,8 +128,8 @@ def register() -> None:
     types = [torch.bfloat16, torch.float16]
     if not torch.cuda.is_available():
         types += [torch.float32, torch.float64]  # by the kernel below
-    elif torch.cuda.get_device_capability() < (8, 0) or "enable_gqa" not in inspect.signature(varlen.varlen_attn).parameters:
-        types = []  # FlashAttention 2 begins with Ampere; torch 2.11 has no grouped heads here
+    elif torch.cuda.get_device_capability() < (8, 0):
+        types = []  # FlashAttention 2 begins with Ampere
     AttentionInterface.register(PACKED, partial(attend, types=frozenset(types)))
     AttentionMaskInterface.register(PACKED, _mask)
 

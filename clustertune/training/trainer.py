@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import accelerator
-from accelerate.utils import DeepSpeedSchedulerWrapper, load_fsdp_optimizer, save_fsdp_model
+from accelerate.utils import load_fsdp_optimizer, save_fsdp_model
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
+from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper  # the package leaves it out where DeepSpeed is not installed
 from peft import PeftModel
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
