@@ -23,8 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from clustertune.resolve.kernels import PACKED
 
 _sdpa: Callable[..., tuple[Tensor, None]] = sdpa_attention_forward
-_SAYS_GROUPED = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-"""torch 2.11 has no such argument: its kernel takes fewer key-value heads unasked."""
+_ARGUMENTS = inspect.signature(varlen.varlen_attn).parameters
 
 
 def attend(
@@ -70,13 +69,18 @@ def attend(
     before = -1 if sliding_window is None else sliding_window - 1
     if flat[0].dtype in types:
         longest = int(begins.diff().max()) if max_length_q is None else max_length_q
-        grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _SAYS_GROUPED else {}
+        heads = grouped(query.shape[1] != key.shape[1])
         found: Any = varlen.varlen_attn(
-            *flat, begins, begins, longest, longest, scale=scaling, window_size=(before, 0), **grouped
+            *flat, begins, begins, longest, longest, scale=scaling, window_size=(before, 0), **heads
         )
     else:
         found = _one_by_one(begins, *flat, scale=scaling, before=before)
     return found.unflatten(0, (batch, tokens)), None
+
+
+def grouped(fewer: bool) -> dict[str, bool]:
+    """What tells torch's operation of fewer key-value heads; torch 2.11 has no such argument and takes them unasked."""
+    return {"enable_gqa": fewer} if "enable_gqa" in _ARGUMENTS else {}
 
 
 def _begins(positions: Tensor) -> tuple[Tensor | None, int | None]:

@@ -263,7 +263,9 @@ def test_on_a_gpu_the_kernel_is_the_cpus(size: int) -> None:
         results = []
         for tensors in (exact, there):
             at = begins.to(tensors[0].device)
-            results.append(packing.varlen.varlen_attn(*tensors, at, at, 700, 700, window_size=(window, 0), enable_gqa=True))
+            results.append(
+                packing.varlen.varlen_attn(*tensors, at, at, 700, 700, window_size=(window, 0), **packing.grouped(True))
+            )
             results[-1].square().sum().backward()
         for one, other in zip([*there, None], [*exact, None], strict=True):
             found, wanted = (results[1], results[0]) if one is None else (one.grad, other.grad)
