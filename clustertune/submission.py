@@ -15,7 +15,7 @@ from clustertune.cluster.load import argument, load_cluster
 from clustertune.cluster.schema import Cluster
 from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import cluster_paths, container, image, megatron, serving, shape, signal_margin
+from clustertune.launch import bill, cluster_paths, container, image, megatron, serving, shape, signal_margin
 from clustertune.launch import submit as launch
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import Setting, environment
@@ -229,6 +229,9 @@ class Submission:
             margin = {"seconds": self.margin.seconds, "reason": self.margin.reason}
             document: dict[str, Any] = {"run_dir": str(self.path), "cluster": self.machine.name, "jobs": jobs, "lead": margin}
             document["evaluation"] = self.evaluation.as_json()
+            planned = bill.of_recipe(self.resolved, self.machine) if self.trains else None
+            document["total"] = None if planned is None else planned[1].as_json()
+            document["step_s"] = None if planned is None else planned[0].step.seconds
             document["job_environment"] = [vars(setting) for setting in self.variables]
             if self.resolved.recipe.megatron is not None:
                 document["megatron"] = shown.document(self.resolved, self.machine, self.path)
@@ -248,6 +251,7 @@ class Submission:
             "",
             *(f"{job.stage:<{width}}  {job.shape}{then}" for job, then in zip(self.jobs, after, strict=False)),
             *([str(self.evaluation)] if "eval" in self.stages else []),
+            *self._whole(),
             *self._site_lines(),
             "",
             *([self._signal()] if self.trains else []),
@@ -276,6 +280,16 @@ class Submission:
             if self.resolved.recipe.megatron is not None:
                 found += shown.lines(self.resolved, self.machine, self.path)
         return found
+
+    def _whole(self) -> list[str]:
+        """What the run takes by the plan, in a line each; nothing of a tiny run, or of one that has trained already."""
+        planned = bill.of_recipe(self.resolved, self.machine) if self.trains else None
+        if planned is None:
+            return []
+        plan, whole = planned
+        seconds = plan.step.seconds
+        step = f"planned: {seconds:.3g} s a step (80 % range {seconds * plan.low:.3g} to {seconds * plan.high:.3g} s)"
+        return ["", step, *(f"{name}: {text}" for name, text in whole.rows(plan.machine.gpu).items())]
 
     def _signal(self) -> str:
         return f"Slurm signals the job {self.margin.seconds} s before its time limit so that it can save: {self.margin.reason}"

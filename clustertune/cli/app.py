@@ -363,6 +363,7 @@ def run_command(app: typer.Typer) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _stop)
     try:
+        _require_once("--cluster", "--gpus", "--model")
         code = app(standalone_mode=False)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a warning that comes now finds nothing to save
     except BrokenPipeError:  # the reader has seen enough
@@ -381,6 +382,15 @@ def run_command(app: typer.Typer) -> int:
         if as_json:
             emit_json({**known.as_dict(), "exit_code": code})
     return int(code or 0)
+
+
+def _require_once(*options: str) -> None:
+    """Raise UserError where one of the options is given twice: of two values all but the last would be dropped silently."""
+    words = sys.argv[1 : sys.argv.index("--") if "--" in sys.argv else None]
+    for option in options:
+        if sum(word == option or word.startswith(f"{option}=") for word in words) > 1:
+            fix = "plan RECIPE --clusters A,B compares clusters" if option == "--cluster" else "give it once"
+            raise UserError("is given more than once", file="command line", key=option, fix=fix)
 
 
 def explain(error: BaseException) -> UserError:

@@ -10,8 +10,7 @@ import typer
 from clustertune import console
 from clustertune.arguments import AsJson, path_argument, path_option
 from clustertune.console import reply, say
-from clustertune.errors import storing
-from clustertune.manifest import require_replaceable, write_durably
+from clustertune.manifest import replace_ours
 
 
 def add(app: typer.Typer) -> None:
@@ -41,8 +40,8 @@ def compare(
     for note in found.notes:
         say(f"note: {note}")
     if out is not None:
-        with storing("cannot be written", out):
-            require_replaceable(out, room.PAGE_MARK if out.suffix == ".html" else room.MARK)
-            out.parent.mkdir(parents=True, exist_ok=True)
-            write_durably(out, room.page(found) if out.suffix == ".html" else room.markdown(found))
+        if out.suffix == ".html":
+            replace_ours(out, room.page(found), room.PAGE_MARK)
+        else:
+            replace_ours(out, room.markdown(found), room.MARK)
         say(f"in {out}")

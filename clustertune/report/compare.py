@@ -395,7 +395,14 @@ def _strategy(entry: ComparedRun) -> str:
 def page(found: Comparison) -> str:
     """The drawings and the table as one self-contained page."""
     head = ["", *(entry.name for entry in found.entries)]
-    values = {"plots": drawings(found), "columns": head, "rows": cells(found), "notes": found.notes}
+    return table_page("Runs side by side", head, cells(found), found.notes, drawings(found))
+
+
+def table_page(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str], plots: Sequence[Any] = ()
+) -> str:
+    """A table as a self-contained page, with drawings above it and notes below."""
+    values = {"title": title, "plots": plots, "columns": columns, "rows": rows, "notes": notes}
     return render(Path(__file__).with_name("compare.html.jinja"), values) + "\n"
 
 
