@@ -29,6 +29,8 @@ from clustertune.arguments import (
     eval_folder,
     eval_settings,
     existing_folder,
+    existing_run,
+    merged_or_model,
     newest_merged,
     path_given,
     path_option,
@@ -237,7 +239,7 @@ def export(
 
     Exports the adapter of a LoRA run, or the model if all parameters were trained.
     """
-    _summarise(whole.export_either(existing_folder(source, "a run folder or a checkpoint"), out, base), as_json)
+    _summarise(whole.export_either(existing_run(source, "a run folder or a checkpoint"), out, base), as_json)
 
 
 @app.command()
@@ -262,7 +264,9 @@ def merge(
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[Path | None, path_given("Model folder. Default: the newest merged model of a run.", "MODEL")] = None,
+    model: Annotated[
+        Path | None, path_given("Run or model folder. Default: the newest merged model of a run.", "RUN|MODEL")
+    ] = None,
     tasks: Annotated[
         str | None, typer.Option(metavar="LIST", help="lm-eval tasks, separated by commas. Default: that of a recipe.")
     ] = None,
@@ -287,7 +291,7 @@ def evaluate(
 ) -> None:
     """Score a model with lm-eval, alone or next to its base."""
     below = cluster_paths.enter_local()
-    model = newest_merged(below) if model is None else existing_folder(model, "a model")
+    model = newest_merged(below) if model is None else merged_or_model(model)
     given: dict[str, Any] = {"num_fewshot": num_fewshot, "max_gen_toks": max_gen_toks, "batch_size": batch_size, "limit": limit}
     given |= {} if tasks is None else {"tasks": tasks.split(",")}
     settings = eval_settings({**given, "apply_chat_template": apply_chat_template, "backend": backend.value})
@@ -310,12 +314,12 @@ def evaluate(
 
 @app.command()
 def report(
-    run_dir: Annotated[Path, path_given("A run folder.", "RUN")],
+    run_dir: Annotated[Path, path_given("A run folder, latest, a recipe, or the beginning of a run's id.", "RUN")],
     out: Annotated[Path | None, path_option("Page to write. Default: RUN/report.html.", "--out", metavar="FILE")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a run's one-page report, and report.json next to it."""
-    run_dir = existing_folder(run_dir, "a run folder")
+    run_dir = existing_run(run_dir)
     RunDir(run_dir).read()
     path = page.build(run_dir, out)
     reply(as_json, {"report": str(path)}, f"wrote {path}")

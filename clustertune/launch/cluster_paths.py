@@ -86,8 +86,47 @@ def existing(path: Path) -> Path:
     """``runs/NAME/ID`` in the folder of the cluster that this machine belongs to, where it is not in the working folder."""
     if path.exists() or path.is_absolute() or path.parts[:1] != ("runs",):
         return path
-    found = runs(local_cluster()).joinpath(*path.parts[1:])
+    found = found_runs().joinpath(*path.parts[1:])
     return found if found.exists() else path
+
+
+def found_runs() -> Path:
+    """Where there are runs: the folder of this machine's cluster, else ``runs`` of the working folder or of one above it."""
+    below = runs(local_cluster())
+    if below.is_absolute() or below.is_dir():
+        return below
+    return next((above / below for above in Path.cwd().parents if (above / below).is_dir()), below)
+
+
+def run_folders(below: Path) -> list[Path]:
+    """Run folders, those of a sweep's points too, the newest first."""
+    found = [path for pattern in ("*/run.json", "*/*/run.json", "*/*/points/*/run.json") for path in below.glob(pattern)]
+    return [path.parent for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
+
+
+LATEST = "latest"
+SHORTEST_ID = 4
+"""Characters of a run's id that name it."""
+
+
+def named_run(text: str) -> Path | None:
+    """The run that ``latest``, a recipe's name or the beginning of an id names; the newest where a recipe has several.
+
+    None where the text names none. Raises UserError where the beginning of an id names several.
+    """
+    if Path(text).name != text:
+        return None
+    folders = run_folders(found_runs())
+    if text == LATEST:
+        return folders[0] if folders else None
+    of_recipe = [folder for folder in folders if text in (folder.parent.name, folder.name)]
+    if of_recipe:
+        return of_recipe[0]
+    begin = [folder for folder in folders if len(text) >= SHORTEST_ID and folder.name.startswith(text)]
+    if len(begin) > 1:
+        names = ", ".join(str(folder) for folder in begin[:4])
+        raise UserError(f"{text!r} is the beginning of {len(begin)} runs", file="command line", fix=f"one of {names}")
+    return begin[0] if begin else None
 
 
 def parse(assignments: Iterable[str]) -> dict[str, str]:
