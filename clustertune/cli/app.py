@@ -56,6 +56,7 @@ with deferred():
     from clustertune.export import whole
     from clustertune.launch import cluster_paths, node
     from clustertune.plan import schedule
+    from clustertune.recipe import library_facts
     from clustertune.report import page
     from clustertune.resolve import megatron, resolve
     from clustertune.resolve import show as view
@@ -440,9 +441,20 @@ def _usage(error: typer.TyperException) -> UserError:
         say(text)
         return UserError(f"{command}: a command is missing", code=ExitCode.CONFIG)
     usage = context.get_usage().removeprefix("Usage: ") if context else command
-    known = UserError(text, file="command line", fix=f"usage: {usage}; --help explains", code=ExitCode.CONFIG)
+    fix = f"usage: {usage}; --help explains"
+    if (key := getattr(error, "option_name", "").lstrip("-")) and "section.key=value" in usage:
+        fix = _as_override(key) or fix
+    known = UserError(text, file="command line", fix=fix, code=ExitCode.CONFIG)
     show_error(known)
     return known
+
+
+def _as_override(key: str) -> str | None:
+    """How a setting of a recipe is given that was written as an option, as accelerate and TRL's programs take it."""
+    section, _, name = key.replace("-", "_").rpartition(".")
+    sections = {"train": library_facts.facts("trl")["fields"], "lora": library_facts.facts("peft")["fields"]}
+    found = section or next((known for known, keys in sections.items() if name in keys), None)
+    return f"settings of a recipe are given without dashes: {found}.{name}=VALUE" if found else None
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
