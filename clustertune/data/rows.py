@@ -476,8 +476,8 @@ def _table(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[
         if len(values) != len(names):
             yield at, BadRow("wrong-column", f"{len(values)} values, the first line names {len(names)} columns")
         elif found := next(filter(None, map(_ESCAPED_BYTE.search, values)), None):
-            text = f"byte 0x{ord(found.group()) - 0xDC00:02x} in the row; of Latin-1: {LATIN1} {shlex.quote(shown)} > utf8.csv"
-            yield at, BadRow("not-utf8", text)
+            why = f"byte 0x{ord(found.group()) - 0xDC00:02x} in the row; of Latin-1: {LATIN1} {shlex.quote(shown)} > utf8.csv"
+            yield at, BadRow("not-utf8", why)
         else:
             yield at, dict(zip(names, (value or None for value in values), strict=True))
 

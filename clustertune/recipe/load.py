@@ -220,8 +220,8 @@ def _cut_by_the_shell(overrides: Sequence[str]) -> Problem | None:
         key, _, value = text.partition("=")
         if value[:1] in ("{", "[") and value.count(value[0]) > value.count({"{": "}", "[": "]"}[value[0]]):
             whole = " ".join(overrides[number:])
-            text = f"the shell has cut {value!r} off from {overrides[number + 1]!r}"
-            return Problem(text, file=COMMAND_LINE, key=key, fix=f"quote it: {shlex.quote(whole)}")
+            said = f"the shell has cut {value!r} off from {overrides[number + 1]!r}"
+            return Problem(said, file=COMMAND_LINE, key=key, fix=f"quote it: {shlex.quote(whole)}")
     return None
 
 
