@@ -22,13 +22,22 @@ from clustertune.launch.environment import Setting, environment
 from clustertune.launch.plan import newest_attempt
 from clustertune.megatron import settings, shown
 from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
+from clustertune.recipe.schema import Recipe
 from clustertune.resolve.models import find_obstacles
 from clustertune.resolve.resolved import Resolved, expand_home, is_there
 from clustertune.rundir import STAGES, RunDir, keep_private, require_stage
 from clustertune.staging import bundle
 from clustertune.tree import ROOT
 
+
+def needs_hub(recipe: Recipe) -> bool:
+    """Whether the model's files come from the Hub."""
+    return recipe.model.weights == "hub" and recipe.model.path is None
+
+
 DONE = "every stage is finished: nothing is left to submit"
+KEYS = {"models": "model.name", "datasets": "data.name"}
+"""The key of a recipe by the Hub's kind of repository."""
 PLANNED = "JOB"
 """Stands for a job's id where nothing was submitted yet."""
 
@@ -72,7 +81,7 @@ class Submission:
                 require_stage(stage, key)
         machine = load_cluster(cluster)
         resolved, shaped = shape.resolve_on(recipe, overrides, machine, tiny=tiny)
-        variables = cluster_paths.settings(machine)
+        variables = cluster_paths.of_jobs(machine)
         collected, notes = bundle.offered(resolved, cluster_paths.folder(machine, "models"))
         if collected is not None:
             shaped += [f"staged={collected}"]
@@ -130,7 +139,7 @@ class Submission:
         elif not dry_run and not os.access(there, os.W_OK | os.X_OK):
             problems.append(Problem("you may not write there, where the run folder is to be", file=str(there), fix=fix))
         if not wrong and "prepare" in self.stages:
-            problems += bundle.missing_inputs(self.resolved)
+            problems += bundle.missing_inputs(self.resolved) + self._not_reached()
         if dry_run:
             return problems
         fix = "call this on a login node of the cluster; --dry-run needs no Slurm, clustertune demo-slurm brings its own"
@@ -139,6 +148,33 @@ class Submission:
             fix = "add a slurm section to its file, or --cluster names another one"
             problems.append(Problem(f"cluster {self.machine.name} has no Slurm", file=self.machine.source, fix=fix))
         return [*problems, *self._image_problems()]
+
+    def _not_reached(self) -> list[Problem]:
+        """What prepare would ask the Hub for on a node that does not reach it: neither staged nor in the cache."""
+        from clustertune.doctor.recipe_context import snapshot
+
+        recipe, internet = self.resolved.recipe, self.machine.network.internet
+        if internet == "all" or self.resolved.tiny or recipe.staged:
+            return []
+        cache = {setting.name: Path(setting.value) for setting in self.variables if setting.name.startswith("HF_H")}
+        hub = cache.get("HF_HUB_CACHE") or cache.get("HF_HOME", Path.home() / ".cache" / "huggingface") / "hub"
+        asked = [("models", recipe.model.name, recipe.model.revision)] if needs_hub(recipe) else []
+        asked += [("datasets", part.name, part.revision) for _, part in recipe.data.keyed_parts() if part.input is None]
+        where = f"network.internet: {internet} of {self.machine.source}"
+        models = cluster_paths.folder(self.machine, "models")
+        to = f" --to {models / self.resolved.name}" if models else " --to DIR"
+        who = "on a login node" if internet == "login" else "on a machine with a network, and copy it"
+        fix = f"clustertune stage {self.resolved.folder}{to}, {who}; then submit again"
+        return [
+            Problem(
+                f"{name} is not in {hub}, and the nodes reach no Hub ({where})",
+                file=self.resolved.name,
+                key=KEYS[kind],
+                fix=fix,
+            )
+            for kind, name, revision in asked
+            if (folder := snapshot(hub, kind, str(name), revision)) is not None and not is_there(folder)
+        ]
 
     def _base_problems(self) -> list[Problem]:
         """What of a base that lies here is not what the recipe says: its first job would end with it."""

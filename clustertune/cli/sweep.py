@@ -125,7 +125,7 @@ def _array(
         problems += launch.find_missing(machine, [("the sweep folder", made.path.absolute())], fix)
     raise_if(problems)
     flags = [] if cluster is None else ["--cluster", load.argument(cluster)]
-    flags += cluster_paths.flags(cluster_paths.settings(machine))
+    flags += cluster_paths.flags(cluster_paths.of_jobs(machine))
     job = array.make_job(made, resolved, machine, at_once=at_once, flags=flags) if made.left() else None
     return made, resolved, job
 

@@ -187,6 +187,19 @@ def _absolute(name: str, value: str) -> str:
     return ":".join(os.path.abspath(os.path.expanduser(part)) for part in parts)  # noqa: PTH100, PTH111
 
 
+OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+"""What keeps the libraries of a job from asking servers that its node does not reach: each waits for minutes."""
+
+
+def of_jobs(cluster: Cluster) -> list[Setting]:
+    """:func:`settings` of the stages on a cluster's nodes, which may reach less than the machine that submits them."""
+    found = settings(cluster)
+    if cluster.network.internet == "all":
+        return found
+    known, why = {setting.name for setting in found}, f"network.internet: {cluster.network.internet} of {cluster.source}"
+    return [*found, *(Setting(name, value, why) for name, value in OFFLINE.items() if name not in known)]
+
+
 def flags(found: Sequence[Setting]) -> list[str]:
     """The arguments by which a job gets them."""
     return [word for setting in found for word in ("--env", f"{setting.name}={setting.value}")]

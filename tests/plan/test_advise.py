@@ -313,7 +313,9 @@ def test_a_winner_says_what_it_saves(tmp_path: Path, where: Callable[[int], Plan
     recipe = write_recipe(tmp_path / "recipe", train=train, activation_checkpointing={"ratio": 1}, nodes=1)
     given = "train.max_length=1024"
     shown = run("plan", str(recipe), "--cluster", str(tmp_path / "hgx.yaml"), given, "--advise").out
-    assert re.search(r"h of training; the whole run costs [\d,.]+ USD; saves [\d.]+ h and [\d,.]+ USD of the recipe's", shown.splitlines()[0])
+    assert re.search(
+        r"h of training; the whole run costs [\d,.]+ USD; saves [\d.]+ h and [\d,.]+ USD of the recipe's", shown.splitlines()[0]
+    )
     program, *words = shlex.split(shown.splitlines()[1])
     assert program == "clustertune" and words[0] == "plan" and given in words
     again = run(*words, "--advise").out
