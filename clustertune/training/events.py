@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from clustertune.events import SCHEMA
 from clustertune.manifest import open_plain
+from clustertune.plan.constants import duration
 
 
 class EventLog:
@@ -58,6 +59,8 @@ class TrainingConsole:
 
     def __init__(self, out: TextIO, total_steps: int) -> None:
         self._total = total_steps
+        self._first: tuple[int, float] | None = None
+        """The first step that was shown, and when: what is left is counted from there."""
         self._console = Console(file=out, highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
         if self._console.is_terminal:
@@ -79,8 +82,11 @@ class TrainingConsole:
         """Show the figures of one optimizer step."""
         if self._progress:
             self._progress.update(self._task, completed=step, shown=shown)
-        else:
-            self.say(f"step {step}/{self._total}  {shown}")
+            return
+        now = time.monotonic()
+        first, began = self._first = self._first or (step, now)
+        left = (self._total - step) * (now - began) / (step - first) if step > first else 0.0
+        self.say(f"step {step}/{self._total}  {shown}" + (f"  about {duration(left)} left" if left else ""))
 
     def close(self) -> None:
         if self._progress:
