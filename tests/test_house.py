@@ -187,7 +187,6 @@ READERS = {
 """Keys of accelerate's and of DeepSpeed's file, and who may spell them."""
 NOT_OF_THE_FILE = {
     "clustertune/training/cpu_fsdp.py": "distributed_type",  # a field of accelerate's state in memory
-    "clustertune/check/script_rules.py": "num_processes main_process_ip main_process_port",  # options in a job script
     "clustertune/megatron/settings.py": "mixed_precision",  # a section of Megatron-Bridge's configuration
     "clustertune/megatron/bridge.py": "mixed_precision",
 }

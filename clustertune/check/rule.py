@@ -41,7 +41,7 @@ _HOMES = {
     MACHINE: ("Machine", "clustertune.check", ("machine_",)),
     NODES: ("JobNodes", "clustertune.check", ("nodes",)),
     LINKS: ("LinkContext", "clustertune.check", ("links_",)),
-    SCRIPT: ("Batch", "clustertune.check", ("script_",)),
+    SCRIPT: ("Script", "clustertune.check", ("sbatch",)),
     LOOKS: ("tuple[str, str]", "clustertune.check", ("report",)),
     RECIPE: ("RecipeContext", "clustertune.doctor", ("data_", "recipe_", "run_", "stack_")),
     REFUSED: ("UserError", "clustertune.doctor", ("recipe_findings",)),
@@ -156,6 +156,9 @@ def checks(*subjects: str) -> list[Check]:
 @lru_cache(maxsize=None)  # noqa: UP033 - Python 3.8
 def _rules_in(module: str) -> tuple[Check, ...]:
     """The rules of a module: those that are made already, and each public function that yields what it saw."""
+    listed = getattr(importlib.import_module(module), "RULES", None)
+    if listed is not None:
+        return tuple(listed)
     looks = [(value, getattr(value, "look", value)) for value in vars(importlib.import_module(module)).values()]
     own = [value for value, look in looks if getattr(look, "__module__", "") == module]
     return tuple(
