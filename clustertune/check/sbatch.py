@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -522,15 +522,14 @@ def _secrets(script: Script) -> Iterator[Hit]:
 READERS: tuple[Callable[[Script], Iterator[Hit]], ...] = (_matches, _header, _early, _steps, _ports, _secrets)
 
 
-def _of_row(row: Mapping[str, Any], script: Script) -> Iterator[Seen]:
-    """What was found of one rule, once a line."""
-    for line, words in script.hits.get(row["id"], {}).items():
-        named = {"path": script.path, **words}
-        yield Seen(WARN, row["found"].format(**named), row["fix"].format(**named), str(line))
-
-
 def _made(row: Mapping[str, Any]) -> Check:
-    return rule_of(row["id"], row["title"], row["why"], row["see"], look=partial(_of_row, row), subject=SCRIPT)
+    def look(script: Script) -> Iterator[Seen]:
+        """What was found of one rule, once a line."""
+        for line, words in script.hits.get(row["id"], {}).items():
+            named = {"path": script.path, **words}
+            yield Seen(WARN, row["found"].format(**named), row["fix"].format(**named), str(line))
+
+    return Check(rule_of(row["id"], row), look, SCRIPT)
 
 
 RULES = tuple(map(_made, TABLE["rules"]))

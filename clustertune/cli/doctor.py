@@ -98,7 +98,7 @@ def _group() -> None:
 def check(args: DoctorArguments) -> None:
     """Check this machine, or all nodes of this job, and a recipe.
 
-    Exit 0: nothing found; 1: warnings; 2: what would stop or spoil a job. python3 -m clustertune.doctor needs only PyYAML.
+    Exit 0: nothing found; 1: warnings; 2: what would stop or spoil a job.
     """
     raise typer.Exit(answer(args))
 
@@ -184,8 +184,7 @@ def answer(args: DoctorArguments) -> int:
         return 0
     else:
         found, facts, hosts = _on_nodes(args, cluster, job)
-    found = reports.deduplicate(found, _of_recipe(args, cluster, facts))
-    return _tell(args, cluster, reports.Report(found, left_out), facts, hosts)
+    return _tell(args, cluster, reports.Report([*found, *_of_recipe(args, cluster, facts)], left_out), facts, hosts)
 
 
 def _contradictions(args: DoctorArguments) -> Iterator[Problem]:

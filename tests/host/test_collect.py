@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from clustertune.doctor import wire
 from clustertune.host import collect as look
 from clustertune.host import credentials, gpus, mounts, network, probe_process, system
 from clustertune.host import gpus as gpu_text
@@ -346,12 +347,12 @@ def pool(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         pytest.skip("mounting a pool needs root")
 
     def look(mode: str, state: str) -> dict[str, Any]:
-        doctor = [sys.executable, "-m", "clustertune.doctor", "--facts", f"--folder={tmp_path}/pool", "--seconds=8"]
+        doctor = [sys.executable, "-m", "clustertune.doctor", f"--folder={tmp_path}/pool", "--seconds=8"]
         command = ["unshare", "--mount", "--propagation", "private", "bash", "-c", POOL, "pool", str(tmp_path), mode, state]
         done = subprocess.run([*command, *doctor], capture_output=True, text=True, timeout=120, check=False, cwd=REPO)
         assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        (facts,) = wire.decode(done.stdout.splitlines())[0].values()
+        return facts.as_dict()
 
     return look
 
