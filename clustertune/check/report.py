@@ -47,7 +47,7 @@ def run(looks: Iterable[Callable[[Any], Iterable[Finding]]], context: Any, where
         try:
             yield from look(context)
         except Exception as error:
-            name = look.name if isinstance(look, Check) else f"{look.__module__}.{look.__name__}"
+            name = look.rule.id if isinstance(look, Check) else look.__name__
             message = f"{name}: {type(error).__name__}: {error}"
             yield from rule_broken((message[:300], where))
 

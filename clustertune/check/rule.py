@@ -18,12 +18,10 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
-
-import yaml
 
 PASS, WARN, FAIL, UNKNOWN = "pass", "warn", "fail", "unknown"
 STATUSES = (PASS, UNKNOWN, WARN, FAIL)
@@ -105,9 +103,13 @@ Look = Callable[[Any], Iterable[Seen]]
 class Check:
     """A rule with the function that looks. Calling it with a subject gives findings."""
 
-    def __init__(self, rule: Rule, look: Look, subject: str) -> None:
-        self.rule, self.look, self.subject = rule, look, subject
-        self.name = f"{look.__module__}.{rule.id}"
+    def __init__(self, rule: Rule | Callable[[], Rule], look: Look, subject: str) -> None:
+        self._made, self.look, self.subject = rule, look, subject
+
+    @cached_property
+    def rule(self) -> Rule:
+        """The rule itself; texts are read when they are first asked for."""
+        return self._made if isinstance(self._made, Rule) else self._made()
 
     def __call__(self, subject: Any) -> Iterator[Finding]:
         """What the rule finds on ``subject``."""
@@ -123,6 +125,8 @@ def rule_of(name: str, texts: Mapping[str, Any]) -> Rule:
 
 @cache
 def _texts(folder: Path) -> dict[str, dict[str, Any]]:
+    import yaml  # a command that only looks at its arguments must not pay for it
+
     found: dict[str, dict[str, Any]] = yaml.safe_load((folder / "rules.yaml").read_text(encoding="utf-8"))
     return found
 
@@ -138,7 +142,7 @@ class Rules(list[Check]):
         """Decorates the function that looks, and adds its rule ``name`` to the list; ``subject``: another than the module's."""
 
         def add(look: Look) -> Check:
-            self.append(Check(rule_of(name, _texts(self.folder)[name]), look, subject or self.subject))
+            self.append(Check(lambda: rule_of(name, _texts(self.folder)[name]), look, subject or self.subject))
             return self[-1]
 
         return add
