@@ -1,11 +1,11 @@
-"""Shared memory, limits, cores, memory, kernel and clock of one machine."""
+"""Shared memory, limits, cores, memory and clock of one machine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clustertune.check.machine import LOGIN, Machine, first_part, gigabytes
-from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Rules, Seen, either, listed
+from clustertune.check.machine import LOGIN, Machine, gigabytes
+from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Rules, Seen, either
 from clustertune.host.system import GIB, MIB
 
 RULES = Rules(MACHINE, __file__)
@@ -115,47 +115,3 @@ def clock(m: Machine) -> Iterator[Seen]:
         yield Seen(PASS, "synchronised" if f.clock_offset_s is None else f"off by {f.clock_offset_s * 1000:.1f} ms")
     else:
         yield Seen(UNKNOWN, "no service reports whether the clock is synchronised")
-
-
-# --- machine slurm --------------------------------------------------------------------------------------------------------
-
-# Slurm as a login node sees it: the controller, accounting, and whether jobs keep to their own GPUs.
-
-
-@RULES("slurm-controller")
-def slurm_controller(m: Machine) -> Iterator[Seen]:
-    """It answers."""
-    f = m.facts
-    yield from either(FAIL, f.slurm_silent or "", f.slurm.get("SLURM_VERSION", "answers") if f.slurm else "")
-
-
-@RULES("slurm-nodes")
-def slurm_nodes(m: Machine) -> Iterator[Seen]:
-    """All nodes of the cluster file take jobs."""
-    f = m.facts
-    if f.slurm_silent or not f.slurm:
-        return
-    wanted = {first_part(name) for name in m.names_with("compute")}
-    bad = [f"{name}: {state}" for name, state in sorted(f.slurm_nodes.items()) if not wanted or first_part(name) in wanted]
-    yield from either(WARN, listed(bad, 8, "; ", "; and"), "all take jobs")
-
-
-@RULES("slurm-accounting")
-def slurm_accounting(m: Machine) -> Iterator[Seen]:
-    """Accounting is as the cluster file says."""
-    kind = m.facts.slurm.get("AccountingStorageType", "")
-    runs = not kind.endswith("/none") and kind != "(null)"
-    lacking = kind and not runs and m.section("slurm").get("accounting")
-    good = "slurmdbd" if runs else "none: clustertune asks squeue and scontrol"
-    yield from either(WARN, "the cluster file counts on it, and Slurm has none" if lacking else "", good if kind else "")
-
-
-@RULES("slurm-devices")
-def slurm_devices(m: Machine) -> Iterator[Seen]:
-    """Jobs are kept apart by their GPUs."""
-    config = m.facts.slurm
-    # Slurm before 22.05 does not show cgroup.conf
-    unseen = "ConstrainDevices" not in config and "cgroup" in config.get("TaskPlugin", "")
-    if not m.rehearsal and "gpu" in config.get("GresTypes", "") and not unseen:
-        off = config.get("ConstrainDevices", "no").lower() != "yes"
-        yield Seen(WARN if off else PASS, f"ConstrainDevices is {'off' if off else 'on'}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterator, Sequence
 
 from clustertune.check.machine import Machine, first_part, gigabytes
@@ -12,6 +13,8 @@ from clustertune.host.mounts import lies_elsewhere
 RULES = Rules(MACHINE, __file__)
 
 TIGHT, FEW_INODES = 10**10, 10_000
+PATIENT = 100
+"""Tenths of a second before NFS asks again, the least that is sensible over TCP; its own is 600 (nfs(5), timeo)."""
 
 
 def _named(m: Machine) -> dict[str, str]:
@@ -97,30 +100,61 @@ def nfs_fault(options: Sequence[str]) -> tuple[str, str]:
 
 @RULES("nfs-options")
 def nfs_options(m: Machine) -> Iterator[Seen]:
-    """NFS is mounted hard, and with locks."""
+    """NFS is mounted hard, with locks, and patiently; branches by the version that the cluster file says."""
+    storage = m.section("storage")
+    branches = {str(brick.get("mount")) for brick in storage.get("bricks") or ()}
     for mount in m.facts.mounts:
-        if mount.kind.startswith("nfs"):
-            status, bad = nfs_fault(mount.options)
-            yield from either(status, f"{mount.point}: {bad}" if bad else "", f"{mount.point}: hard")
+        if not mount.kind.startswith("nfs"):
+            continue
+        status, bad = nfs_fault(mount.options)
+        values = dict(word.partition("=")[::2] for word in mount.options)
+        stated, spoken = str(storage.get("nfs_version") or ""), values.get("vers", values.get("nfsvers", ""))
+        hurried = f"timeo={values['timeo']}" if values.get("timeo", "").isdigit() and int(values["timeo"]) < PATIENT else ""
+        other = (
+            f"version {spoken}, the cluster file says {stated}"
+            if mount.point in branches and spoken not in ("", stated)
+            else ""
+        )
+        bad = ", ".join(filter(None, (bad, hurried, other if stated else "")))
+        yield from either(status if status != PASS else WARN, f"{mount.point}: {bad}" if bad else "", f"{mount.point}: hard")
 
 
-@RULES("pool-mmap")
-def pool_mmap(m: Machine) -> Iterator[Seen]:
-    """Pools can map files."""
+@RULES("pool-options")
+def pool_options(m: Machine) -> Iterator[Seen]:
+    """Pools can map files, move what outgrows its branch, and choose branches as the cluster file says."""
+    pool = m.section("storage").get("pool") or {}
     for mount in _pools(m):
-        bad = [word for word in mount.options if word in ("cache.files=off", "direct_io")]
+        off = [word for word in mount.options if word in ("cache.files=off", "direct_io")]
         tried = [p.ok for p in m.facts.probes if p.what == "mmap" and p.ok is not None and m.mount_of(p.folder) is mount]
-        if bad and not tried:  # what was tried is known, with kernels that map such files too: the rule mmap tells
+        # What was tried is known, with kernels that map such files too: the rule mmap tells.
+        bad = ([] if tried else off) + [word for word in mount.options if word == "moveonenospc=false"]
+        chosen = next((word for word in mount.options if word.startswith("category.create=")), "")
+        if chosen and mount.point == pool.get("mount") and chosen != f"category.create={pool.get('create', 'epmfs')}":
+            bad.append(f"{chosen}, the cluster file says {pool.get('create', 'epmfs')}")
+        if bad:
             yield Seen(WARN, f"{mount.point}: {', '.join(bad)}")
 
 
 @RULES("nfs-over-fuse")
 def nfs_over_fuse(m: Machine) -> Iterator[Seen]:
     """No FUSE file system is exported."""
-    below = [(path, m.mount_of(path)) for path in m.facts.exports]
-    for path, mount in below:
+    for path in m.facts.exports:
+        mount = m.mount_of(path)
         if mount is not None and mount.kind.startswith("fuse."):
             yield Seen(FAIL, f"/etc/exports: {path} is on {mount.kind} at {mount.point}")
+
+
+@RULES("export-options")
+def export_options(m: Machine) -> Iterator[Seen]:
+    """Exports write before they answer; root is mapped away, but where a pool has to make folders as root."""
+    create = str((m.section("storage").get("pool") or {}).get("create") or "ep")
+    for path, text in m.facts.exports.items():
+        options = set(re.split(r"[(),\s]+", text))
+        lost = f"{path}: async" if "async" in options else ""
+        # mergerfs makes a folder that another branch has as root (github.com/trapexit/mergerfs/issues/1218).
+        needed = not create.startswith("ep") and m.several
+        root = f"{path}: no_root_squash" if "no_root_squash" in options and not needed else ""
+        yield from either(FAIL if lost else WARN, lost or root, f"{path}: {text}" if text else "")
 
 
 @RULES("pool-branch")

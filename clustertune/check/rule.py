@@ -33,7 +33,8 @@ RECIPE, REFUSED, RULE_ERRORS = "recipe", "refused", "looks"
 """A resolved recipe with its stack, data and run folder; why one could not be resolved; a rule that ended in an error."""
 
 MODULES = {
-    MACHINE: "check.machine_gpu check.machine_limits check.machine_network check.machine_stack check.machine_storage",
+    MACHINE: "check.machine_gpu check.machine_limits check.machine_slurm check.machine_network check.machine_stack"
+    " check.machine_storage",
     NODES: "check.nodes",
     LINKS: "check.links_net check.links_run",
     RULE_ERRORS: "check.report",

@@ -20,6 +20,7 @@ from clustertune.launch.allocation import Allocation
 from tests.doctor.machine_cases import CASES, COMPARED, EDGES, GOOD, LOGIN, TWO_PCIE_GPUS, XID, Patch, machine
 
 RULES = {one.rule.id for one in checks(MACHINE)}
+WELL: Patch = {"slurm_gres": {"gpu01": "gpu:h100:8"}, "slurm_scripts": {"/etc/slurm/prolog.sh": ""}}
 BROKEN = report.rule_broken.rule.id
 
 
@@ -72,12 +73,13 @@ def test_every_rule_has_a_bad_case_and_a_good_one() -> None:
         ({}, {}, {}),
         (TWO_PCIE_GPUS, {}, {"gpus": 2}),
         ({"environment.OMP_NUM_THREADS": "16", "container": "docker", "mounts.0.kind": "overlay"}, {}, {}),
-        ({"+": "HERE", "slurm": {"+": "SLURM"}, "slurm_silent": ""}, {}, {}),
+        ({"+": "HERE", "slurm": {"+": "SLURM"}, "slurm_silent": "", **WELL}, {}, {}),
+        ({"exports": {"/tmp/x": "*(rw,sync)"}}, {}, {}),
         ({"mounts.+": pool}, {"storage.pool": {"mount": "/pool"}}, {}),
         ({}, {"network": {"interface": "bond0", "kind": "roce", "gbit": 200}}, {}),
     ]
     found = [item for facts, cluster, expects in good for item in looked(facts, cluster, **expects)]
-    assert RULES - {item.rule for item in found if item.status == PASS} == {"pool-mmap", "nfs-over-fuse", "inodes"}
+    assert RULES - {item.rule for item in found if item.status == PASS} == {"pool-options", "nfs-over-fuse", "inodes"}
     assert {name for name, _ in faults(found)} <= {"cuda-visible-devices", "rdma-verbs"}
 
 
