@@ -14,7 +14,7 @@ from typing import Any
 
 from clustertune.check.log_read import Log, LoggedDevice
 from clustertune.check.machine import Expects, Machine
-from clustertune.check.rule import FAIL, LINKS, MACHINE, NODES, Check, Seen, checks, described, listed, rule_of
+from clustertune.check.rule import FAIL, LINKS, MACHINE, NODES, Check, Rule, Seen, checks, described, listed
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
 from clustertune.host.gpus import has_nvlink
 
@@ -269,7 +269,7 @@ def logged(*kinds: str, status: str = FAIL, name: str = "") -> Callable[[Callabl
                 yield Seen(status, f"{found[0].text}{again}", where=names(fault.host for fault in found))
 
         look.__module__ = named.__module__
-        return rule_of(name or kinds[0], *described(named.__doc__ or ""), look=look, subject=LINKS)
+        return Check(Rule(name or kinds[0], *described(named.__doc__ or "")), look, LINKS)
 
     return make_rule
 
