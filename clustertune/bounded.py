@@ -18,7 +18,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from clustertune.host.mounts import MountLine, mount_lines, own_mounts
 from clustertune.process import die_with_parent
@@ -76,6 +76,50 @@ def ask(work: Work, seconds: float, memory: int | None = None) -> Answer:
     return ask_all({"": work}, seconds, memory)[""]
 
 
+class Worker:
+    """A child that does one piece of work after the other; ``work`` says with :func:`allow` how long each may take.
+
+    For many pieces: a child for each would copy this process's pages and fill the libraries' caches anew.
+    """
+
+    def __init__(self, work: Callable[[Any], Mapping[str, Any]], memory: int | None = None) -> None:
+        """``memory``: bytes that the child may take beside what this process holds."""
+        requests, self._requests = os.pipe()
+
+        def serve(pipe: BinaryIO) -> None:
+            with open(requests, "rb") as lines:  # noqa: PTH123
+                for line in lines:
+                    pipe.write(_answer(lambda: work(json.loads(line))) + b"\n")  # noqa: B023 - called at once
+                    pipe.flush()
+
+        self._pid, answers = _fork(serve, memory, (requests,))
+        os.close(requests)
+        self._answers = open(answers, "rb")  # noqa: PTH123, SIM115
+        self.ended = False
+        """Whether the child is gone, by its own limits or by :meth:`close`."""
+
+    def ask(self, request: Any) -> Answer:
+        """What comes of one piece of work. ``request`` is sent as JSON. A child that gives no answer has :attr:`ended`."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._requests, json.dumps(request).encode() + b"\n")
+        if (line := self._answers.readline()).endswith(b"\n"):
+            return Answer(**json.loads(line))
+        return _without_answer(self.close())
+
+    def close(self) -> int | None:
+        """End the child. Returns how it has ended, as ``waitpid`` says it; None where it has not."""
+        if self.ended:
+            return None
+        self.ended = True
+        os.close(self._requests)
+        self._answers.close()
+        if (status := _reap(self._pid, time.monotonic() + 1.0)) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            status = _reap(self._pid, time.monotonic() + 0.5)
+        return status
+
+
 PATTERN_SECONDS = 5.0
 """For all names of a model, which take a millisecond: a pattern that goes back again and again can take years."""
 
@@ -99,6 +143,19 @@ def _limit_memory(memory: int) -> None:
 
 
 def _start(work: Work, memory: int | None = None) -> tuple[int, int]:
+    return _fork(lambda pipe: pipe.write(_answer(work)), memory)
+
+
+def _answer(work: Work) -> bytes:
+    try:
+        answer: dict[str, Any] = {"found": dict(work())}
+    except OSError as error:
+        answer = {"errno": error.errno or errno.EIO}
+    return json.dumps(answer).encode()
+
+
+def _fork(talk: Callable[[BinaryIO], Any], memory: int | None, kept: Iterable[int] = ()) -> tuple[int, int]:
+    """A child that talks into a pipe, with its limits and no file of ours but ``kept``; its id, and the pipe's other end."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid:
@@ -112,16 +169,15 @@ def _start(work: Work, memory: int | None = None) -> tuple[int, int]:
         nothing = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):
             os.dup2(nothing, fd)
-        os.closerange(3, writer)
-        os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
+        first = 3
+        for fd in sorted((writer, *kept)):
+            os.closerange(first, fd)
+            first = fd + 1
+        os.closerange(first, os.sysconf("SC_OPEN_MAX"))
         if memory is not None:
             _limit_memory(memory)
-        try:
-            answer: dict[str, Any] = {"found": dict(work())}
-        except OSError as error:
-            answer = {"errno": error.errno or errno.EIO}
         with open(writer, "wb") as pipe:  # noqa: PTH123 - one write of a pipe may take a part only
-            pipe.write(json.dumps(answer).encode())
+            talk(pipe)
     os._exit(0)
 
 
@@ -130,9 +186,14 @@ def _end(pid: int, fd: int, text: bytes, done: bool, gone_by: float) -> Answer:
     status = _reap(pid, gone_by + 10.0 if done else gone_by)  # what has closed its pipe is at its end
     if done and text:
         return Answer(**json.loads(text))
-    if done:  # it died, of want of memory or by a hand: nothing is known
-        return Answer(errno=errno.ECHILD, signal=os.WTERMSIG(status) if status and os.WIFSIGNALED(status) else None)
+    if done:
+        return _without_answer(status)
     return Answer(silent=True, left=pid if status is None else None)
+
+
+def _without_answer(status: int | None) -> Answer:
+    """Of a child that died, of want of memory or by a hand: nothing is known."""
+    return Answer(errno=errno.ECHILD, signal=os.WTERMSIG(status) if status and os.WIFSIGNALED(status) else None)
 
 
 def _reap(pid: int, deadline: float) -> int | None:
