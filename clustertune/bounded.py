@@ -13,12 +13,13 @@ import errno
 import json
 import os
 import resource
+import select
 import selectors
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 from clustertune.host.mounts import MountLine, mount_lines, own_mounts
 from clustertune.process import die_with_parent
@@ -49,31 +50,40 @@ def ask_all(works: Mapping[str, Work], seconds: float, memory: int | None = None
 
     ``memory``: bytes that each may take beside what this process holds; beyond them it gets MemoryError, or ends.
     """
-    started = {name: _start(work, memory) for name, work in works.items()}
-    texts: dict[str, bytes] = dict.fromkeys(started, b"")
-    done: set[str] = set()
-    deadline = time.monotonic() + seconds
-    with selectors.DefaultSelector() as waiting:
-        for name, (_, fd) in started.items():
-            waiting.register(fd, selectors.EVENT_READ, name)
-        while waiting.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, _ in waiting.select(min(left, 3600.0)):
-                if data := os.read(key.fd, 65536):
-                    texts[key.data] += data
-                else:
-                    waiting.unregister(key.fd)
-                    done.add(key.data)
-    for name, (pid, _) in started.items():
-        if name not in done:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    gone_by = time.monotonic() + 0.5
-    return {name: _end(pid, fd, texts[name], name in done, gone_by) for name, (pid, fd) in started.items()}
+    return _collect({name: _start(work, memory) for name, work in works.items()}, time.monotonic() + seconds)
 
 
 def ask(work: Work, seconds: float, memory: int | None = None) -> Answer:
     """:func:`ask_all` of one."""
     return ask_all({"": work}, seconds, memory)[""]
+
+
+class Pending:
+    """A work in a child, beside what this process goes on with. As a context, it ends a child whose answer nobody wants."""
+
+    def __init__(self, work: Work, seconds: float, memory: int | None = None) -> None:
+        """Begin. ``seconds`` and ``memory`` as of :func:`ask_all`."""
+        self._child, self._deadline = _start(work, memory), time.monotonic() + seconds
+        self._answer: Answer | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._answer is None:
+            self._deadline = 0.0
+            self.answer()
+
+    def is_ready(self) -> bool:
+        """Whether :meth:`answer` returns at once, or all but that."""
+        late = time.monotonic() > self._deadline
+        return self._answer is not None or late or bool(select.select([self._child[1]], [], [], 0)[0])
+
+    def answer(self) -> Answer:
+        """What came of it; waits for it."""
+        if self._answer is None:
+            self._answer = _collect({"": self._child}, self._deadline)[""]
+        return self._answer
 
 
 class Worker:
@@ -140,6 +150,28 @@ def _limit_memory(memory: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def _collect(started: Mapping[str, tuple[int, int]], deadline: float) -> dict[str, Answer]:
+    """Answers of children (each its id and the pipe that it answers through); what has none in time is killed, or left."""
+    texts: dict[str, bytes] = dict.fromkeys(started, b"")
+    done: set[str] = set()
+    with selectors.DefaultSelector() as waiting:
+        for name, (_, fd) in started.items():
+            waiting.register(fd, selectors.EVENT_READ, name)
+        while waiting.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in waiting.select(min(left, 3600.0)):
+                if data := os.read(key.fd, 65536):
+                    texts[key.data] += data
+                else:
+                    waiting.unregister(key.fd)
+                    done.add(key.data)
+    for name, (pid, _) in started.items():
+        if name not in done:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    gone_by = time.monotonic() + 0.5
+    return {name: _end(pid, fd, texts[name], name in done, gone_by) for name, (pid, fd) in started.items()}
 
 
 def _start(work: Work, memory: int | None = None) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from clustertune.plan.advise import CostedCandidate, advise
 from clustertune.plan.calibration import CalibratedCluster, find_calibrated
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, of_counts
 from clustertune.plan.predict import fewest_nodes
+from clustertune.plan.schedule import FEW_STEPS
 from clustertune.recipe.accelerate_file import ALONE, REPLICATED, SHARDED, merged
 from clustertune.recipe.load import RECIPES, read_overrides
 from clustertune.recipe.parameters import count, parameter_count
@@ -174,7 +175,12 @@ def on_cpus(
     ``stated``: keys of the recipe that hold whatever is chosen.
     """
     need = 2 * max(data.tokens, default=CPU_LENGTHS[-1])  # an estimate: digits and other languages take up to twice
-    made = draft(model, method, data, 1, RANKS, next((length for length in CPU_LENGTHS if length >= need), CPU_LENGTHS[-1]))
+    longest = next((length for length in CPU_LENGTHS if length >= need), CPU_LENGTHS[-1])
+    if data.section["format"] == "text":  # which is split anyway: the longest rows of which there are enough
+        total = EPOCHS * sum(length * count for length, count in data.tokens.items())
+        enough = (length for length in reversed(CPU_LENGTHS) if length <= longest and total >= STEPS * SMALL_BATCH * length)
+        longest = next(enough, CPU_LENGTHS[0])
+    made = draft(model, method, data, 1, RANKS, longest)
     made.recipe["train"].pop("model_init_kwargs", None)  # bfloat16, which many CPUs emulate
     own = {"train": {"bf16": False, "report_to": "none"}, "activation_checkpointing": {"ratio": 0}, "eval": CPU_EVAL}
     recipe = merged(merged(made.recipe, own), stated)
@@ -274,7 +280,8 @@ def _enough_steps(data: MeasuredData, world: int, longest: int, *, pairs: bool) 
     """Batch, packing and epochs with which the data give :data:`STEPS` optimizer steps, or as many as they can; and a sentence.
 
     What changes the training least is taken first: a smaller batch, then more epochs, then rows that are not packed, again
-    from one epoch on. Text that may be longer than a row stays packed, which is what splits it.
+    from one epoch on. Where a training would still be warned of, the batch is smaller than :data:`SMALL_BATCH`. Text that may
+    be longer than a row stays packed, which is what splits it.
     """
     sequences = {packed: _sequences(data, longest, packed=packed) for packed in (True, False)}
     small = (_batch(BATCH // 2, world), _batch(SMALL_BATCH, world))
@@ -282,12 +289,14 @@ def _enough_steps(data: MeasuredData, world: int, longest: int, *, pairs: bool) 
     tries += [(small[1], not pairs, epochs) for epochs in range(2, EPOCHS + 1)]
     split = data.section["format"] == "text" and 2 * max(data.tokens) > longest  # of an estimate, as in on_cpus
     tries += [(small[1], False, epochs) for epochs in range(1, EPOCHS + 1) if not pairs and not split]
+    least = [(_batch(batch, world), tries[-1][1], EPOCHS) for batch in (SMALL_BATCH, SMALL_BATCH // 2, 1)]
 
     def steps(one: tuple[int, bool, int]) -> int:
         batch, packed, epochs = one
         return epochs * math.ceil(sequences[packed] / batch)
 
-    chosen = next((one for one in tries if steps(one) >= STEPS), tries[-1])
+    chosen = next((one for one in tries if steps(one) >= STEPS), None)
+    chosen = chosen or next((one for one in least if steps(one) >= FEW_STEPS), least[-1])
     batch, packed, epochs = chosen
     keys: dict[str, Any] = {"global_batch_size": batch}
     keys |= {"num_train_epochs": epochs} if epochs > 1 else {}
