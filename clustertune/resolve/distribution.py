@@ -154,7 +154,7 @@ class Distribution:
 
 
 def format_distribution(distributed: Any) -> str | None:
-    """A run's recorded distribution (``distributed`` of run.json, results of ``bench``) as ``FSDP 2 (tp 2)``.
+    """A run's recorded distribution (``distributed`` of run.json and of ``bench``) as ``FSDP 2 (tp 2)``.
 
     None if ``distributed`` is anything else.
     """
