@@ -31,7 +31,6 @@ from clustertune.launch.plan import PLAN, AttemptPlan, check_fence
 from clustertune.monitor.machine import gpu_names
 from clustertune.plan.schedule import seconds_between_ends
 from clustertune.process import StopFlag, die_with_parent
-from clustertune.recipe.schema import Save
 from clustertune.report import cost
 from clustertune.report.cost import failures
 from clustertune.resolve.resolved import Resolved
@@ -202,21 +201,16 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
         return program.train(attempt)
     attempt.notes += _set_environment(resolved, run, source[0], has_key="WANDB_API_KEY" in keys)
 
-    from clustertune.checkpoint.local import LocalTier
     from clustertune.training import measure
     from clustertune.training.session import Session
 
     session, save = Session(attempt), resolved.recipe.save
     limit, milestones = resolved.train_args.get("save_total_limit"), save.milestones if save is not None else ()
     store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence, milestones)
-    local = save.local if save is not None else None
     with session.startup.part("digests"):
-        tier = LocalTier.open(local, run.path, run.read().get("created"), store) if local is not None else None
-        latest = tier.newest() if tier is not None else store.latest()
+        latest = store.latest()
     if latest and latest[1].get("final"):
         session.tell(f"{latest[0].name} is the final checkpoint: nothing is left to train")
-        if tier is not None:
-            tier.clear()
         return ExitCode.OK
 
     data = near.get("data", run.tokens)
@@ -228,12 +222,7 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
         trainer.cadence = Cadence(save, _between_ends(run, plan))
     if (steps := bench_schedule.read(run.path)) is not None:
         measure.attach(trainer, steps, records)
-    if tier is not None:
-        trainer.save_to(tier, Cadence(Save(every=tier.every.every), _between_ends(run, plan)))
-    code = session.run(latest)
-    if tier is not None and code is ExitCode.OK:
-        tier.clear()
-    return code
+    return session.run(latest)
 
 
 def _between_ends(run: RunDir, plan: AttemptPlan | None) -> float:

@@ -29,7 +29,6 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
-from clustertune.checkpoint.local import LocalTier
 from clustertune.checkpoint.shards import Planner, ShardWriter, as_bytes, write_new
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.host.probe import Probe
@@ -107,7 +106,7 @@ def digest(tensors: list[torch.Tensor], algorithm: str = XXH3_128) -> str:
 class StateWriter:
     """One rank's side of all saves of an attempt: one save at a time, in a thread, from host memory that is reused."""
 
-    def __init__(self, store: CheckpointStore | LocalTier, ranks: Ranks, group: Any) -> None:
+    def __init__(self, store: CheckpointStore, ranks: Ranks, group: Any) -> None:
         """``store`` and ``ranks`` meet on ``group``, never the one of training: the collectives of two threads would cross."""
         self._store, self._ranks, self._group = store, ranks, group
         self._cuda = cuda = torch.cuda.is_available()
@@ -198,13 +197,12 @@ class StateWriter:
         state: RankState,
         meta: Mapping[str, Any],
         folder: Path | None = None,
-        store: CheckpointStore | LocalTier | None = None,
         *,
         copied: bool = False,
     ) -> Future[WrittenCheckpoint]:
         """Have the thread make the checkpoint of a step, or finish the one in ``folder`` that others have begun to write.
 
-        ``store``: another than the writer's, on the same group. ``copied``: from a copy, so that training may change the state
+        ``copied``: from a copy, so that training may change the state
         after :meth:`wait_for_copy`; else it must not before the future is done.
 
         The future raises NotSaved, NotFinite, OSError or UserError on all ranks alike; anything else where a peer is lost.
@@ -213,7 +211,7 @@ class StateWriter:
         if copied:
             self._is_copied.clear()
             ready = torch.cuda.current_stream().record_event() if self._cuda else None
-        return self._pool.submit(self._save, step, state, meta, folder, store or self._store, copied, ready)
+        return self._pool.submit(self._save, step, state, meta, folder, copied, ready)
 
     def _copy_of(self, state: RankState, ready: Any) -> RankState:
         """The state in host memory. On CUDA on a stream beside training's, behind ``ready``."""
@@ -229,7 +227,6 @@ class StateWriter:
         state: RankState,
         meta: Mapping[str, Any],
         folder: Path | None,
-        store: CheckpointStore | LocalTier,
         copied: bool,
         ready: Any,
     ) -> WrittenCheckpoint:
@@ -241,7 +238,7 @@ class StateWriter:
                     self._is_copied.set()
                     state, copying = copy_of, time.perf_counter() - began
                     began += copying
-            written = self._write_all(step, state, meta, folder, store)
+            written = self._write_all(step, state, meta, folder)
         finally:
             self._is_copied.set()
         size, removed = written
@@ -263,12 +260,10 @@ class StateWriter:
             self._stager = self._new_stager()
         return state, "; ".join(reasons)
 
-    def _write_all(
-        self, step: int, state: RankState, meta: Mapping[str, Any], folder: Path | None, store: CheckpointStore | LocalTier
-    ) -> tuple[int, list[Path]]:
+    def _write_all(self, step: int, state: RankState, meta: Mapping[str, Any], folder: Path | None) -> tuple[int, list[Path]]:
         """Write, hash and commit a state; the checkpoint's bytes, and the checkpoints that went in its place."""
         records, fault, found, finite = dict[str, FileRecord](), None, state.digest, True
-        folder = folder or store.begin(step)
+        folder = folder or self._store.begin(step)
         try:
             records = self._write(folder, state)
             finite = all(bool(torch.isfinite(part).all()) for part in state.parts[: state.trained])
@@ -280,8 +275,8 @@ class StateWriter:
             raise NotSaved("; ".join(failed), stored=any(one and one[1] for one, _, _ in gathered))
         if ranks := [rank for rank, (_, _, good) in enumerate(gathered) if not good]:
             raise NotFinite(ranks)
-        size = store.commit(folder, {**meta, "state_digests": [one for _, one, _ in gathered if one]}, records)
-        return size, store.prune()
+        size = self._store.commit(folder, {**meta, "state_digests": [one for _, one, _ in gathered if one]}, records)
+        return size, self._store.prune()
 
     def _write(self, folder: Path, state: RankState) -> dict[str, FileRecord]:
         """Write this rank's files, durably; returns those whose digests are known."""

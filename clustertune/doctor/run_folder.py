@@ -350,29 +350,6 @@ def disk_space(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(FAIL if need > free else WARN, text if need > free else f"tight: {text}", where=str(context.run_dir))
 
 
-def local_disk(context: RecipeContext) -> Iterator[Seen]:
-    """Looks at: the nodes' own folder for checkpoints, save.local.path
-
-    Why: if the folder is missing or full nothing is saved there, and saves to shared storage instead cost more time
-    Fix: name a folder on a disk of each node with the room, or leave save.local out
-    See: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
-    """
-    local = context.recipe.save and context.recipe.save.local
-    if not local:
-        return
-    path, lies = Path(local.path), context.lies_on(Path(local.path))
-    if lies.remote:
-        yield Seen(WARN, f"{path} is on {lies}, which all nodes share", where=str(path))
-    if not context.is_ours:
-        return  # what is here at this path says nothing of the nodes
-    need, free = context.plan.schedule.local_bytes if context.plan is not None else 0.0, _free(context, path)
-    if not is_there(path):
-        yield Seen(WARN, f"{path} is missing on this machine", where=str(path))
-    elif free is not None and need > free:
-        text = f"local checkpoints take {need / 1e9:,.1f} GB of a node, {free / 1e9:,.1f} GB are free"
-        yield Seen(WARN, text, where=str(path))
-
-
 def _free(context: RecipeContext, path: Path) -> float | None:
     """Bytes that a user may still write where ``path`` lies: what was collected of its mount, else what the system says."""
     for mount in sorted(context.facts.mounts if context.facts else [], key=lambda m: -len(m.point)):

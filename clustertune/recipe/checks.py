@@ -194,15 +194,6 @@ def check_native(section: NativeSection, given: Mapping[str, Any]) -> tuple[dict
     return checked, found
 
 
-def check_local_saves(save: Any, distribution: Mapping[str, Any], *, megatron: bool) -> Iterator[Found]:
-    """Local checkpoints where the state is not FSDP2's: the files of other kinds have not been proved to come back."""
-    if isinstance(save, Mapping) and save.get("local") is not None:
-        kind = "Megatron" if megatron else acc.distributed_type(distribution) or "NO"
-        if kind != "FSDP" or acc.fsdp_generation(distribution) != 2:
-            text = f"checkpoints on the nodes' own disks are for FSDP2, this is {'FSDP1' if kind == 'FSDP' else kind}"
-            yield ("save", "local"), text, "leave it out, and lower save.every"
-
-
 def check_train(train: Mapping[str, Any]) -> Iterator[Found]:
     """What ``SFTConfig`` or clustertune refuses for the values of several keys together."""
     if train.get("fp16"):

@@ -414,17 +414,6 @@ def _check_every(value: Any) -> Any:
     return value
 
 
-class LocalSave(Section):
-    """Checkpoints on the nodes' own disks, between those on shared storage."""
-
-    path: Annotated[str, form(r"/[^\0\n]*", "an absolute path")]
-    """An absolute folder that is there on each node."""
-    every: Annotated[Any, AfterValidator(_check_every)] = "auto"
-    """As ``save.every``."""
-    neighbour: bool = True
-    """Each node keeps a copy of another node's files."""
-
-
 class Save(Section):
     """When a training saves, instead of ``train.save_steps``."""
 
@@ -433,20 +422,6 @@ class Save(Section):
     :mod:`clustertune.checkpoint.cadence` says."""
     milestones: tuple[Positive, ...] = ()
     """Steps that are saved besides, whose checkpoints stay beside those that ``save_total_limit`` counts."""
-    local: LocalSave | None = None
-    """A second tier, saved more often (:mod:`clustertune.checkpoint.local`)."""
-
-    @model_validator(mode="after")
-    def _is_rarer_than_local(self) -> Save:
-        if self.local is None:
-            return self
-        if self.every == "auto":
-            raise ValueError("auto beside save.local: give save.every as steps or a time, longer than save.local.every")
-        often, rare = self.local.every, self.every
-        one_unit = isinstance(often, int) == isinstance(rare, int) and often != "auto"
-        if one_unit and (often >= rare if isinstance(often, int) else seconds_of(often) >= seconds_of(rare)):
-            raise ValueError(f"save.local.every={often} is not below save.every={rare}: lower it, or leave save.local out")
-        return self
 
 
 class Push(Section):

@@ -309,7 +309,6 @@ class _Resolution:
             return
         if self.values.get("save") is not None:
             self.report(self._find_saved_twice(given))
-            self.report(checks.check_local_saves(self.values["save"], distribution, megatron=self.megatron is not None))
             given = {key: value for key, value in given.items() if key not in _SAVING}
         self.train, found = checks.check_native(checks.train_section(self.trainer), given)
         self.report([*found, *checks.check_train(train_defaults(self.trainer) | self.train)])

@@ -335,10 +335,6 @@ def many_kept(case: Case) -> None:
     case.cluster["storage.write_gb_s"] = 1000
 
 
-def no_local_disk(case: Case) -> None:
-    case.recipe["save"] = {"every": case.recipe["train"].pop("save_steps"), "local": {"path": str(case.root / "none")}}
-
-
 def home_cache(case: Case) -> None:
     """A model of 16 GB, and no variable that says where the cache is."""
     case.environment = {"NLTK_DATA": case.environment["NLTK_DATA"]}
@@ -360,7 +356,7 @@ RUN_CASES: list[tuple[str, str, Callable[[Case], object]]] = [
     ("adapter-shapes", FAIL, lambda case: whole_adapter(case, A=[16, 4096])),
     ("adapter-shapes", FAIL, lambda case: whole_adapter(case, A=[32, 2048])), ("adapter-shapes", FAIL, cut_adapter),
     ("adapter-shapes", FAIL, lambda case: adapter(case, {})), ("left-overs", WARN, left_over),
-    ("disk-space", FAIL, full_disk(0.9)), ("disk-space", WARN, full_disk(1.05)), ("local-disk", WARN, no_local_disk),
+    ("disk-space", FAIL, full_disk(0.9)), ("disk-space", WARN, full_disk(1.05)),
     ("checkpoints-kept", WARN, many_kept), ("env-file", FAIL, env(mode=0o644)),
     ("env-file", FAIL, env("export HF_TOKEN=x\n")), ("env-in-git", FAIL, tracked),
     ("token-in-environment", WARN, lambda case: case.environment.update(WANDB_API_KEY="x")),
