@@ -311,7 +311,7 @@ def _set_environment(resolved: Resolved, run: RunDir, model: str, *, has_key: bo
 
     notes += deepspeed.set_environment(resolved, _tracker_id(run, resolved), cuda=torch.cuda.is_available())
     if not torch.cuda.is_available() and not resolved.distribution.is_deepspeed:
-        notes += cpu_fsdp.set_environment(fsdp1=resolved.distribution.kind == "FSDP1")
+        cpu_fsdp.set_environment()
         cpu_fsdp.install()
     build.set_tracker_environment(run.path, _tracker_id(run, resolved), "clustertune", has_key=has_key)
     return notes

@@ -175,21 +175,6 @@ def test_killed_warned_and_resumed_it_ends_with_the_same_bytes(finished: tuple[P
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(900)
-def test_fsdp1_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    """The stock load of an FSDP1 checkpoint starts from a fresh adapter and says nothing: the bytes would differ."""
-    settings = [*SHORT, "train.max_steps=4", "accelerate=accelerate-fsdp1.yaml"]
-    reference, folder = tmp_path / "reference", tmp_path / "run"
-    assert run("run", RECIPE, "--run-dir", reference, "--to", "export", *settings).code == 0
-    assert json.loads((reference / "run.json").read_text())["distributed"]["fsdp_version"] == 1
-    arguments = ["run", RECIPE, "--run-dir", folder, "--to", "export", *settings]
-    assert run_until(lambda: bool(events(folder, "checkpoint")), kill(folder, 0, signal.SIGKILL), *arguments).code == 75
-    assert run(*arguments).code == 0
-    assert events(folder, "start")[-1]["resumed_from"] is not None
-    assert adapter_sha(folder) == adapter_sha(reference)
-
-
-@pytest.mark.jobs
 def test_weights_that_are_not_finite_stop_before_the_first_step(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file

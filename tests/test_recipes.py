@@ -41,7 +41,7 @@ ON_THE_COMMAND_LINE = {
         "model.path", "slurm.stall_seconds", "slurm.staging", "staged",
     ),
     "data of one's own": ("data.config", "data.split", "data.columns", "data.sources", "data.max_rejected"),
-    "another file of the folder: accelerate=accelerate-fsdp1.yaml": ("accelerate",),
+    "another file of the folder: accelerate=accelerate-zero1.yaml": ("accelerate",),
     "a model with experts under Megatron, a trial of FP8, a comparison of optimizers": (
         "megatron.expert_model_parallel_size", "megatron.expert_tensor_parallel_size", "megatron.fp8",
         "megatron.use_distributed_optimizer",

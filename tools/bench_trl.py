@@ -202,7 +202,7 @@ def train(settings: Path, out: Path) -> None:
     if given["sft"] is not None and not cuda and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         from clustertune.training import cpu_fsdp  # accelerate follows the recipe's file on CPUs too, as bench's ranks do
 
-        cpu_fsdp.set_environment(fsdp1=os.environ.get("FSDP_VERSION", "1") == "1")
+        cpu_fsdp.set_environment()
         cpu_fsdp.install()
 
     from datasets import load_dataset

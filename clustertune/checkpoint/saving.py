@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -152,7 +151,7 @@ class StateWriter:
         The state of a training keeps its place. So the second copy makes nothing again (torch's stager copies each DTensor's
         description too, which takes longer than the bytes of a small one): it moves the bytes.
         """
-        taken = {"states": _local(states), "parts": parts}
+        taken = {"states": states, "parts": parts}
         leaves = _leaves(taken)
         places = [tree_structure(taken), *map(_identity, leaves)]
         if self._copied is not None and places == self._places:
@@ -169,12 +168,12 @@ class StateWriter:
             self._places = places
             self.copied_bytes = sum(part.nbytes for part in parts)
         held = _with_values_of(taken, self._copied)
-        return _put(states, held["states"]), held["parts"]
+        return held["states"], held["parts"]
 
     def equals(self, folder: Path, states: Mapping[str, Any]) -> bool:
         """Whether this rank's part of ``states`` is what a checkpoint's folders of these names hold, however it was sharded."""
         for name, state in states.items():
-            stored = _put(state, self._stager.stage(_local(state)))
+            stored = self._stager.stage(state)
             for part in _tensors(stored):
                 part.zero_()
             dcp.load(stored, storage_reader=dcp.FileSystemReader(folder / name), process_group=self._group)
@@ -309,39 +308,10 @@ def _with_values_of(state: Any, copied: Any) -> Any:
     return tree_map(lambda one, other: other if isinstance(one, torch.Tensor) else copy.deepcopy(one), state, copied)
 
 
-def _local(state: Any) -> Any:
-    """A state with the shards of FSDP1's tensors in their place: torch's stager cannot copy a ShardedTensor."""
-
-    def shards_of(one: Any) -> Any:
-        return [shard.tensor for shard in one.local_shards()] if isinstance(one, ShardedTensor) else one
-
-    return tree_map(shards_of, state)
-
-
-def _put(state: Any, copied: Any) -> Any:
-    """``copied``, which is of :func:`_local`, with its shards as tensors like those of ``state``, in host memory."""
-    return tree_map(lambda one, other: _sharded(one, other) if isinstance(one, ShardedTensor) else other, state, copied)
-
-
-def _sharded(like: Any, tensors: list[torch.Tensor]) -> Any:
-    """This rank's shards of a tensor like ``like``, in host memory."""
-    whole = copy.deepcopy(like.metadata())
-    mine = [copy.deepcopy(shard.metadata) for shard in like.local_shards()]
-    for shard in [*whole.shards_metadata, *mine]:
-        shard.placement._device = torch.device("cpu")  # as ShardedTensor.cpu does
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        [Shard(tensor, metadata) for tensor, metadata in zip(tensors, mine, strict=True)],
-        sharded_tensor_metadata=whole,
-        process_group=like._process_group,
-    )
-
-
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
     """This rank's part of each tensor of a state."""
     for value in flatten_state_dict(state)[0].values():
-        if isinstance(value, ShardedTensor):
-            yield from (shard.tensor for shard in value.local_shards())
-        elif isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
             yield value.to_local() if hasattr(value, "to_local") else value
 
 

@@ -119,7 +119,7 @@ def adapter_of_rank_0(c: RecipeContext) -> bool:
 def frozen_base(c: RecipeContext) -> bool:
     """FSDP2 casts the frozen base to float32 too: twice the memory of bfloat16 weights.
 
-    Why: a LoRA run that fits under FSDP1 is out of memory under FSDP2
+    Why: a LoRA run that should fit is out of memory
     Fix: accelerate 1.13 or later
     See: https://github.com/huggingface/accelerate/pull/3848
     """
@@ -140,14 +140,14 @@ def no_master(c: RecipeContext) -> bool:
 
 @fault("empty-adapter", "peft", ">=0.21.0,<=0.21.2", FAIL)
 def empty_adapter(c: RecipeContext) -> bool:
-    """The saved adapter is empty under FSDP1 and under FSDP's activation checkpointing.
+    """The saved adapter is empty under FSDP's activation checkpointing.
 
-    Why: PEFT looks its keys up by names with _fsdp_wrapped_module or _checkpoint_wrapped_module in them and finds none: the
+    Why: PEFT looks its keys up by names with _checkpoint_wrapped_module in them and finds none: the
       adapter is lost, without a message
     Fix: the release that containers/versions.env pins
     See: https://github.com/huggingface/peft/issues/970
     """
-    return lora(c) and (c.resolved.distribution.kind == "FSDP1" or c.resolved.distribution.recompute.by == "fsdp")
+    return lora(c) and c.resolved.distribution.recompute.by == "fsdp"
 
 
 LOADS_ALL = f"{acc.key_of('cpu_ram_efficient_loading')} does not spare the other ranks: each makes the whole model in RAM"

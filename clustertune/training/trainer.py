@@ -19,18 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import accelerator
-from accelerate.utils import load_fsdp_optimizer, save_fsdp_model
-from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
+from accelerate.utils import load_fsdp_optimizer
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper  # the package leaves it out where DeepSpeed is not installed
 from peft import PeftModel
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.fsdp import FSDPModule
 from transformers import set_seed
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -578,10 +570,7 @@ class RankTrainer(Base):  # type: ignore[misc]
         return (self._resumed.get("world_size", world), self._resumed.get("mesh", mesh)) != (world, mesh)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._is_fsdp1:
-            _save_fsdp1(self.accelerator, self.model, self.optimizer, Path(output_dir))
-        else:
-            super()._save_optimizer_and_scheduler(output_dir)
+        super()._save_optimizer_and_scheduler(output_dir)
         if self.group.rank == 0 and self._has_own_scheduler:
             Path(output_dir, SCHEDULER_NAME).unlink(missing_ok=True)  # the Trainer's, a pickle
             self._save_scheduler(Path(output_dir))
@@ -614,10 +603,7 @@ class RankTrainer(Base):  # type: ignore[misc]
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with self.startup.part("resume"), restricted.reading(resume_from_checkpoint):
             restricted.check(Path(resume_from_checkpoint))
-            if self._is_fsdp1 and isinstance(self.accelerator.unwrap_model(self.model), PeftModel):
-                _load_fsdp1_adapter(model or self.model, Path(resume_from_checkpoint))
-            else:
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -640,9 +626,7 @@ class RankTrainer(Base):  # type: ignore[misc]
         if checkpoint is None:
             return
         with restricted.reading(checkpoint):
-            if self._is_fsdp1:
-                _load_fsdp1_optimizer(self.model, self.optimizer, Path(checkpoint))
-            elif self.is_fsdp_enabled:
+            if self.is_fsdp_enabled:
                 plugin = self.accelerator.state.fsdp_plugin
                 load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, checkpoint, adapter_only=True)
             elif not self.is_deepspeed_enabled:
@@ -681,10 +665,6 @@ class RankTrainer(Base):  # type: ignore[misc]
         with tempfile.TemporaryDirectory() as aside, collected(self.accelerator.state.fsdp_plugin) as states:
             self._save_optimizer_and_scheduler(aside)
         return self.writer.equals(checkpoint, states)
-
-    @property
-    def _is_fsdp1(self) -> bool:
-        return self.is_fsdp_enabled and not self.accelerator.is_fsdp2
 
 
 class Trainer(RankTrainer, TokenMeans, SFTTrainer):  # type: ignore[misc]
@@ -728,38 +708,3 @@ def state_parts(model: Any, optimizer: Any) -> list[torch.Tensor]:
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = [*parameters, *(value for p in parameters for _, value in sorted(inner.state.get(p, {}).items()))]
     return [local(tensor) for tensor in found if isinstance(tensor, torch.Tensor)]
-
-
-# -- FSDP1 ----------------------------------------------------------------------------------------------------------------
-# The stock way loses the adapter and the optimizer state, without a message. Seen with accelerate 1.15, peft 0.20, torch 2.13:
-# ``set_peft_model_state_dict`` looks for keys without the prefixes of FSDP1's and activation checkpointing's wrappers, torch
-# skips what it does not find, and a resumed run starts over from a fresh adapter with exit code 0. torch's own state-dict
-# functions know these wrappers.
-
-
-def _load_fsdp1_adapter(model: Any, checkpoint: Path) -> None:
-    """Load an adapter-only sharded checkpoint into the wrapped model. The files name tensors without the adapter's name."""
-    trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
-    stored = {name.replace(".default.", "."): name for name in trained}
-    shards = {"model": {name: trained[own] for name, own in stored.items()}}
-    dcp.load(shards, storage_reader=dcp.FileSystemReader(checkpoint / f"{FSDP_MODEL_NAME}_0"))
-    loaded = {own: shards["model"][name] for name, own in stored.items()}
-    set_model_state_dict(model, loaded, options=StateDictOptions(strict=False))
-
-
-def _save_fsdp1(accelerator: Any, model: Any, optimizer: Any, checkpoint: Path) -> None:
-    """Write the model's shards as accelerate does, and the optimizer state by parameter name."""
-    adapter_only = isinstance(accelerator.unwrap_model(model), PeftModel)
-    save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, str(checkpoint), adapter_only=adapter_only)
-    inner = getattr(optimizer, "optimizer", optimizer)
-    state = get_optimizer_state_dict(model, inner, options=StateDictOptions(ignore_frozen_params=True))
-    dcp.save({"optimizer": state}, storage_writer=dcp.FileSystemWriter(checkpoint / f"{OPTIMIZER_NAME}_0"))
-
-
-def _load_fsdp1_optimizer(model: Any, optimizer: Any, checkpoint: Path) -> None:
-    """Load what :func:`_save_fsdp1` wrote."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    options = StateDictOptions(ignore_frozen_params=True)
-    state = {"optimizer": get_optimizer_state_dict(model, inner, options=options)}
-    dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint / f"{OPTIMIZER_NAME}_0"))
-    set_optimizer_state_dict(model, inner, state["optimizer"], options=options)

@@ -142,7 +142,7 @@ def test_the_chat_template_is_read_and_counts(recipes: Path, refused: Refuse) ->
     [
         ("train.learning_rate=1e-4", True), ("train.seed=1", True), ("lora.r=8", True), ("data.language=de", True),
         ("train.weight_decay=0.3", True),
-        ("accelerate=accelerate-fsdp1.yaml", True), ("lora=null", True),
+        ("lora=null", True),
         ("train.report_to=none", False), ("expect.eval_loss=1.0", False), ("slurm.time=01:00:00", False),
         ("eval.limit=3", False), ("train.save_total_limit=9", False), ("train.ddp_timeout=7200", False),
         ("train.logging_steps=3", False), ("train.logging_first_step=false", False), ("train.eval_steps=3", False),

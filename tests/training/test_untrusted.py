@@ -24,7 +24,7 @@ from tests.training.benches import Bench, output_of
 
 pytestmark = pytest.mark.timeout(900)
 
-STRATEGIES = ["ddp", "fsdp1", "fsdp2", "fsdp2-slices", "zero2", "zero3"]
+STRATEGIES = ["ddp", "fsdp2", "fsdp2-slices", "zero2", "zero3"]
 
 
 def need(strategy: str) -> None:
@@ -105,7 +105,6 @@ OLD = {"optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"}
 SHARDED = ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata", "optimizer_0!value", "scheduler.pt", "rng_state_0.pth"]
 PLACES = {
     "fsdp2": SHARDED,
-    "fsdp1": SHARDED,
     "ddp": ["optimizer.pt", "scheduler.pt", "rng_state_1.pth"],
     "zero2": ["global_step*/*_rank_0_mp_rank_00_optim_states.pt", "global_step*/mp_rank_00_model_states.pt", "scheduler.pt"],
     "zero3": ["global_step*/*_rank_1_mp_rank_00_optim_states.pt", "global_step*/*_rank_0_*_model_states.pt", "rng_state_0.pth"],
@@ -172,9 +171,7 @@ def tensors(checkpoint: Path) -> dict[str, str]:
     return {name: record.digest for name, record in found.files.items() if name.endswith(manifest.TENSORS)}
 
 
-@pytest.mark.parametrize(
-    "strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.jobs), pytest.param("fsdp1", marks=pytest.mark.jobs)]
-)
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.jobs)])
 def test_a_checkpoint_of_an_earlier_release_is_gone_on_from_to_the_same_bytes(strategy: str, bench: Bench) -> None:
     path = bench.make(strategy, "lora.lora_dropout=0.2")  # random numbers count
     assert bench.go(path) == [0, 0], output_of(path)
