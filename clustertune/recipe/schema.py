@@ -261,6 +261,9 @@ class Slurm(Section):
         str, form(r"(\d+-)?\d{1,3}(:\d{2}){0,2}", "a Slurm time such as 48:00:00 or 2-00:00:00"), AfterValidator(check_time)
     ] = "24:00:00"
     """Wall time limit in Slurm's form."""
+    signal_seconds: Annotated[Positive, Field(le=65_535)] = 600
+    """Seconds before the time limit at which Slurm signals the job, which ends its step, saves and goes back into the queue.
+    Slurm keeps the number in 16 bits."""
     stall_seconds: Annotated[Number, Field(ge=1)] | None = None
     """Silence of a rank after which its attempt is ended and begun again; None: 300 s, or 5 times the longest so far."""
     staging: bool | None = None

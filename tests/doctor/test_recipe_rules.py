@@ -256,7 +256,7 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("prepare-time", WARN, both(cluster(slurm__max_time="24:00:00"), override("data.expect.train=1000000000000"))),
     ("saves-seldom", WARN, both(long_steps(120), section("train", save_steps=80), section("slurm", time="5-00:00:00"))),
     ("saves-often", WARN, both(section("train", save_steps=1), cluster(storage__write_gb_s=0.05))),
-    ("signal-margin", WARN, both(long_steps(300), section("train", save_steps=5), section("slurm", time="20-00:00:00"))),
+    ("signal-margin", WARN, both(long_steps(600), section("train", save_steps=5), section("slurm", time="20-00:00:00"))),
     ("signal-margin", FAIL, override("slurm.time=00:05:00")),
     ("time-limit", WARN, both(override("train.num_train_epochs=30", "slurm.time=02:00:00"))),
     ("much-evaluation", WARN, override("train.eval_steps=1")),
