@@ -24,7 +24,6 @@ from clustertune import manifest, secrets
 from clustertune.checkpoint.cadence import Cadence
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
-from clustertune.events import SCHEMA
 from clustertune.launch import binding
 from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.plan import PLAN, AttemptPlan, check_fence
@@ -85,7 +84,7 @@ def main(run_dir: Path, attempt: int, *, quiet: bool = False) -> int:
     heartbeat("end")
     record = {"rank": rank, "host": os.uname().nodename, "step": heartbeat.step, "code": int(code), "time": time.time()}
     for leave in (
-        lambda: _fill(records / f"rank-{rank}.json", {"schema": SCHEMA, **record, "problems": problems}),
+        lambda: _fill(records / f"rank-{rank}.json", {**record, "problems": problems}),
         sys.stdout.flush,
         sys.stderr.flush,
     ):

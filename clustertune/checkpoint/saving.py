@@ -93,9 +93,9 @@ def describe_error(error: BaseException) -> str:
     return next(iter(str(storage_cause(error) or error).splitlines()), type(error).__name__)
 
 
-def digest(tensors: list[torch.Tensor], algorithm: str = XXH3_128) -> str:
+def digest(tensors: list[torch.Tensor]) -> str:
     """The digest (hex) over the bytes of tensors, in their order."""
-    found = new_hasher(algorithm)
+    found = new_hasher(XXH3_128)
     for tensor in tensors:
         for piece in as_bytes(tensor):
             found.update(piece)

@@ -130,7 +130,7 @@ def _begun(job: str, run_dir: Path | None, cluster: str | None) -> tuple[Path, i
 
 
 def _recorded(run_dir: Path | None, number: int | None, *, of_sweep: bool) -> Description | None:
-    """What ``submit``, or ``sweep`` for a point, decided; None for a job by hand, and for sweeps of releases without it.
+    """What ``submit``, or ``sweep`` for a point, decided; None for a job by hand.
 
     Raises UserError where the run folder does not say it.
     """

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -92,7 +91,7 @@ TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}$")
 MetricName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+-]{1,80}(,[A-Za-z0-9_.+-]{1,80})?$")]
 """lm-eval's ``METRIC``, or ``METRIC,FILTER``."""
 FIRST_TASK = "ifeval"
-"""What ``eval.tasks`` is by default: the only task of the first releases, whose keys and files bear its name."""
+"""What ``eval.tasks`` is by default."""
 
 Scores = dict[TaskName, dict[MetricName, Score]]
 Differences = dict[TaskName, dict[MetricName, Annotated[Number, Field(ge=-1, le=1)]]]
@@ -321,19 +320,6 @@ class Expect(Section):
     trainable_parameters: Positive | None = None
 
 
-def without_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe's values with ``eval.TASK`` and ``expect.TASK``, from when there was one task, where they stand today."""
-    found = dict(values)
-    if isinstance(section := found.get("eval"), dict) and isinstance(old := section.get(FIRST_TASK), dict):
-        marks = {"pass_mark": {FIRST_TASK: old["pass_mark"]} if old["pass_mark"] else {}} if "pass_mark" in old else {}
-        rest = {key: value for key, value in section.items() if key != FIRST_TASK}
-        found["eval"] = {**{key: value for key, value in old.items() if key != "pass_mark"}, **marks, **rest}
-    if isinstance(section := found.get("expect"), dict) and FIRST_TASK in section:
-        scores = {"tasks": {FIRST_TASK: section[FIRST_TASK]} if section[FIRST_TASK] else {}}
-        found["expect"] = {**scores, **{key: value for key, value in section.items() if key != FIRST_TASK}}
-    return found
-
-
 class ActivationCheckpointing(Section):
     """Which decoder layers keep only their input and compute the rest again in backward, and what they keep beside it."""
 
@@ -437,11 +423,6 @@ class Push(Section):
 
 class Recipe(Section):
     """One recipe, after its base and the overrides are laid over each other."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_old_runs(cls, values: Any) -> Any:
-        return without_old_keys(values) if isinstance(values, Mapping) else values
 
     base: Annotated[list[str], BeforeValidator(named_bases)] | None = None
     """A file of ``recipes/_base``, without ``.yaml``, or several, the last the strongest; one level, never a chain."""

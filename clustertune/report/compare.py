@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storing
-from clustertune.events import check_schema
 from clustertune.report import cost, forms, plots, telemetry
 from clustertune.report.content import dataset_of, get, is_number, model_of
 from clustertune.report.metrics import Metrics, read_metrics
@@ -26,7 +25,6 @@ from clustertune.resolve import distribution as distributions
 if TYPE_CHECKING:
     from rich.table import Table
 
-SCHEMA = "clustertune.compare/1"
 GIVE = "give a run folder, or a metrics.json"
 LARGEST = 64 << 20
 """Bytes of a JSON file that is read."""
@@ -68,7 +66,6 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """The document of ``compare --json``; numbers as they were read, not rounded for the table."""
         return {
-            "schema": SCHEMA,
             "runs": [{"name": e.name, "kind": e.kind, **{key: e.values.get(key) for key in ROWS}} for e in self.entries],
             "notes": self.notes,
         }
@@ -178,7 +175,6 @@ def read(path: Path) -> ComparedRun:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(Problem(f"unreadable: {str(error).splitlines()[0]}", file=str(path), fix=GIVE)) from None
     if isinstance(body, dict) and all(key in body for key in FIELDS[:4]):
-        check_schema(body, path)
         return _metrics(path, body)
     missing = [key for key in FIELDS[:4] if not isinstance(body, dict) or key not in body]
     raise UserError(Problem(f"is no metrics.json: it lacks {', '.join(missing)}", file=str(path), fix=GIVE))

@@ -193,8 +193,8 @@ def read(
 ) -> Distribution:
     """The distribution of a checked recipe.
 
-    ``train``: the arguments after derivation. ``deepspeed``: DeepSpeed's file, None where there is none; records of former
-    releases do not have it, and stage 3 is taken for them. ``layers``: decoder layers.
+    ``train``: the arguments after derivation. ``deepspeed``: DeepSpeed's file, None where there is none.
+    ``layers``: decoder layers.
     """
     compiled, by_layer = acc.compiled(train, accelerate)
     found = Distribution(

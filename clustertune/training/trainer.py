@@ -44,7 +44,7 @@ from clustertune.checkpoint.saving import (
 )
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.manifest import SHA256, XXH3_128, FileRecord
+from clustertune.manifest import FileRecord
 from clustertune.replaced import replaced
 from clustertune.storage import free_bytes, is_full, storage_cause
 from clustertune.training import context, deepspeed, tensor
@@ -613,7 +613,7 @@ class RankTrainer(Base):  # type: ignore[misc]
             set_seed((self.args.seed + self.start_step * self.group.world_size + self.group.rank) % 2**32)
             return
         states = self._stored(checkpoint, values.random_of(self.group.rank, self.group.world_size))
-        if states is None:  # of an export, or of a release that kept none: each rank resumes from the seed
+        if states is None:  # of an export: each rank resumes from the seed
             return
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
@@ -654,8 +654,8 @@ class RankTrainer(Base):  # type: ignore[misc]
         digests = self._resumed.get("state_digests") or []
         if len(digests) not in (1, self.group.world_size):
             return True
-        found = digests[self.group.rank % len(digests)]  # one where every rank has the same; of former releases SHA-256
-        return bool(found == digest(state_parts(self.model, self.optimizer), XXH3_128 if len(found) == 32 else SHA256))
+        found = digests[self.group.rank % len(digests)]  # one where every rank has the same
+        return bool(found == digest(state_parts(self.model, self.optimizer)))
 
     def _holds_other_ranks(self, checkpoint: Path) -> bool:
         """Whether the restored state is what other ranks saved: this rank's part of it, read once more and compared."""
