@@ -50,7 +50,6 @@ class Submission:
     machine: Cluster
     path: Path
     stages: list[str]
-    margin: signal_margin.SignalMargin
     jobs: list[launch.StageJob]
     variables: list[Setting]
     """Of every stage and rank: where caches lie."""
@@ -89,7 +88,6 @@ class Submission:
         path = (run_dir or chain.default_run_dir(resolved, cluster_paths.runs(machine))).absolute()
         finished = [stage for stage in STAGES if RunDir(path).stage(stage) is not None]
         stages = launch.left_to_do(finished, first, last)
-        needed = signal_margin.needed(path, resolved)
         shapes = shape.stage_shapes(resolved, machine)
         evaluation = serving.evaluation(resolved, machine)
         number = RunDir(path).describe(resolved, machine, shapes, evaluation, write=False)
@@ -107,10 +105,10 @@ class Submission:
                     *cluster_paths.flags(variables),
                     *("--description", str(number)),
                 ],
-                signal_seconds=min(needed.seconds, signal_margin.LONGEST_SECONDS),
+                signal_seconds=resolved.recipe.slurm.signal_seconds,
                 one_job=one_job,
             )
-        return cls(resolved, machine, path, stages, needed, jobs, variables, shapes, evaluation, number, notes=notes)
+        return cls(resolved, machine, path, stages, jobs, variables, shapes, evaluation, number, notes=notes)
 
     @property
     def trains(self) -> bool:
@@ -131,7 +129,7 @@ class Submission:
             problems += image.trackers(self.resolved.train_args)
         if self.trains:
             minutes = shape.train_shape(self.resolved, self.machine).minutes
-            problems += signal_margin.find_problems(self.margin, minutes, file=self.resolved.name)
+            problems += signal_margin.find_problems(self.resolved.recipe.slurm.signal_seconds, minutes, file=self.resolved.name)
         there = next(path for path in (self.path, *self.path.parents) if path.exists())
         fix = "give another --run-dir, or correct storage.runs in the cluster file"
         if not there.is_dir():
@@ -262,8 +260,8 @@ class Submission:
                 }
                 for job, command_line in zip(self.jobs, self.commands(), strict=True)
             ]
-            margin = {"seconds": self.margin.seconds, "reason": self.margin.reason}
-            document: dict[str, Any] = {"run_dir": str(self.path), "cluster": self.machine.name, "jobs": jobs, "lead": margin}
+            document: dict[str, Any] = {"run_dir": str(self.path), "cluster": self.machine.name, "jobs": jobs}
+            document["signal_seconds"] = self.resolved.recipe.slurm.signal_seconds
             document["evaluation"] = self.evaluation.as_json()
             planned = bill.of_recipe(self.resolved, self.machine) if self.trains else None
             document["total"] = None if planned is None else planned[1].as_json()
@@ -328,7 +326,8 @@ class Submission:
         return ["", step, *(f"{name}: {text}" for name, text in whole.rows(plan.machine.gpu).items())]
 
     def _signal(self) -> str:
-        return f"Slurm signals the job {self.margin.seconds} s before its time limit so that it can save: {self.margin.reason}"
+        seconds = self.resolved.recipe.slurm.signal_seconds
+        return f"Slurm signals the job {seconds} s before its time limit so that it can save (slurm.signal_seconds)"
 
     def _site_lines(self) -> list[str]:
         """What of the shell takes the place of the header: sbatch reads SBATCH_ACCOUNT and its like before a script's lines."""

@@ -1,4 +1,4 @@
-"""``clustertune compare``: runs, benchmarks and published metrics side by side."""
+"""``clustertune compare``: runs and published metrics side by side."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add(app: typer.Typer) -> None:
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN_OR_JSON", help="Two or more: run folders, results of bench, metrics.json files."),
+        typer.Argument(metavar="RUN_OR_JSON", help="Two or more: run folders, metrics.json files."),
     ],
     out: Annotated[
         Path | None, path_option("Write a page with plots (.html) or the table as Markdown.", "--out", metavar="FILE")

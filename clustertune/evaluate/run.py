@@ -40,8 +40,7 @@ from clustertune.replaced import replaced
 
 KIND = "evaluation"
 SAMPLES, TASK = "samples.jsonl", "task"
-_OURS = {RESULT, SAMPLES, TASK, manifest.MANIFEST, inputs.NLTK, "prompts.jsonl"}
-"""The last is a former release's."""
+_OURS = {RESULT, SAMPLES, TASK, manifest.MANIFEST, inputs.NLTK}
 _PACKAGES = ("lm_eval", "torch", "transformers", "datasets", "nltk", "langdetect")
 
 
@@ -265,7 +264,6 @@ class _Evaluation:
                     row[key] = clustered_stderr(mine)
         details = {name: self._detail(name, raw) for name in scores}
         found: dict[str, Any] = {
-            "schema": 2,
             "model": self.label,
             "path": str(self.facts.folder.resolve()),
             "adapter": self.adapter and str(self.adapter.resolve()),

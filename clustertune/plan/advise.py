@@ -92,7 +92,7 @@ def _sizes(found: Candidate) -> Iterator[Candidate]:
         if used.virtual > 1 and accumulation % used.pp:
             continue  # the interleaved schedule takes whole rounds of micro batches
         for ratio in RATIOS:
-            if ratio not in (0.0, 1.0) and used.kind not in ("FSDP1", "FSDP2"):
+            if ratio not in (0.0, 1.0) and used.kind != "FSDP2":
                 continue
             recomputed = share(found.resolved, ratio, used.kind)
             by = used.recompute.by if ratio == 1 else "model"  # FSDP's own takes all layers
@@ -438,7 +438,7 @@ def _changes(plan: Plan) -> Iterator[_Change]:
             size = used.micro_batch // smaller
             text = f"a micro batch of {size}, accumulated {used.accumulation * smaller} times"
             yield _Change(text, [f"train.per_device_train_batch_size={size}"])
-    if used.kind in ("FSDP1", "FSDP2") and used.offload_params == "none":
+    if used.kind == "FSDP2" and used.offload_params == "none":
         yield _Change("weights and optimizer state in host memory", [f"accelerate.{acc.key_of('offload_params')}=true"])
     if used.lora and not plan.shape.quantised and used.kind in ("FSDP2", "DDP", "NO"):
         yield _Change("a base quantised to NF4", loaded(start, "nf4"), same=False)
@@ -451,7 +451,7 @@ def _sharded(plan: Plan) -> Iterator[_Change]:
     """What is whole on every rank, split over them."""
     used, start = plan.strategy, plan.resolved
     nodes = start.recipe.slurm.nodes
-    if used.kind in ("FSDP2", "FSDP1") and not used.reshard and used.weight_shards > 1:
+    if used.kind == "FSDP2" and not used.reshard and used.weight_shards > 1:
         layout = RequestedLayout("FSDP2", nodes, used.replicas, used.tp, cp=used.cp, offload_params=used.offload_params)
         yield _Change("give the weights back after forward", distribution(start, layout))
     elif used.kind in ("DDP", "ZeRO-0", "ZeRO-1", "ZeRO-2") and used.world_size > 1:

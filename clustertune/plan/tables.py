@@ -86,8 +86,6 @@ def _rows(plan: Plan, whole: Mapping[str, str]) -> dict[str, str]:
             disk += f", {saves * plan.schedule.save.value / 36 / plan.hours:.1f} % of the time"
         if plan.schedule.interval is not None:
             disk += f", one every {plan.schedule.interval.value:,.0f} s ({plan.schedule.save_steps:,} steps)"
-    if plan.schedule.local_bytes:
-        disk += f"; {plan.schedule.local_bytes / 1e9:,.1f} GB on each node's own disk"
     return found | {"storage": disk}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError, collect_problems
-from clustertune.recipe.schema import NAME, named_bases, without_old_keys
+from clustertune.recipe.schema import NAME, named_bases
 from clustertune.recipe.yamlfile import Document, Emptied, KeyPath, parse_value, read_yaml
 from clustertune.tree import ROOT
 
@@ -49,7 +49,7 @@ class Layers:
         values: dict[str, Any] = {}
         owners: dict[KeyPath, Layer] = {}
         for layer in self.layers:
-            _lay_over(values, owners, without_old_keys(layer.document.data), layer, ())
+            _lay_over(values, owners, layer.document.data, layer, ())
         return values, owners
 
     def position(self, path: KeyPath, owners: Mapping[KeyPath, Layer]) -> str:

@@ -12,7 +12,6 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from clustertune.events import SCHEMA
 from clustertune.manifest import open_plain
 from clustertune.plan.constants import duration
 
@@ -20,12 +19,11 @@ from clustertune.plan.constants import duration
 class EventLog:
     """Append events to ``metrics.jsonl``; each line is whole or, after a crash, a torn last line that readers skip.
 
-    The first event has a ``schema``. ``fence`` raises where another attempt has taken over; it is asked before each write.
+    ``fence`` raises where another attempt has taken over; it is asked before each write.
     """
 
     def __init__(self, path: Path, attempt: int, fence: Callable[[], object] = lambda: None) -> None:
         self._attempt, self._path, self._fence = attempt, path, fence
-        self._first = {"schema": SCHEMA}
         fence()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.fdopen(open_plain(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b")
@@ -37,8 +35,7 @@ class EventLog:
     def write(self, event: str, **values: Any) -> None:
         """One event, flushed to the file (not to the device: :meth:`sync` does that). Raises what the fence raises."""
         self._fence()
-        line = {"event": event, "time": round(time.time(), 3), "attempt": self._attempt, **self._first, **values}
-        self._first = {}
+        line = {"event": event, "time": round(time.time(), 3), "attempt": self._attempt, **values}
         try:
             self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
             self._file.flush()
