@@ -44,7 +44,7 @@ def render(plan: Plan, price: Price | None, console: Console) -> None:
         console.print(Text(f"- {line}"), soft_wrap=True)
 
 
-def _table(*columns: str, title: str | None = None, text_columns: int = 1) -> Table:
+def make_table(*columns: str, title: str | None = None, text_columns: int = 1) -> Table:
     """A plain table, whose first columns hold text and the others numbers."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
     for index, name in enumerate(columns):
@@ -53,7 +53,7 @@ def _table(*columns: str, title: str | None = None, text_columns: int = 1) -> Ta
 
 
 def _answers(plan: Plan, price: Price | None) -> Table:
-    table = _table("", "", title=f"{plan.resolved.name} on {plan.machine.name}", text_columns=2)
+    table = make_table("", "", title=f"{plan.resolved.name} on {plan.machine.name}", text_columns=2)
     for name, value in _rows(plan, price).items():
         table.add_row(Text(name), Text(value, style="red" if name == "fits" and not plan.fits else ""))
     return table
@@ -111,7 +111,7 @@ def _bar(plan: Plan, console: Console) -> None:
 
 
 def _memory(plan: Plan) -> Table:
-    table = _table("part", "GiB", title=f"GPU memory at its peak: {plan.peak.name}")
+    table = make_table("part", "GiB", title=f"GPU memory at its peak: {plan.peak.name}")
     for name, value in memory_parts(plan).items():
         if value >= 0.005:
             table.add_row(name, f"{value:.2f}")
@@ -120,7 +120,7 @@ def _memory(plan: Plan) -> Table:
 
 def compare(one: Plan, other: Plan, prices: Sequence[Price | None], console: Console) -> None:
     """Two plans side by side, and what makes the difference."""
-    table = _table("", one.resolved.name, other.resolved.name, text_columns=3)
+    table = make_table("", one.resolved.name, other.resolved.name, text_columns=3)
     rows = [_rows(plan, price) for plan, price in zip((one, other), prices, strict=True)]
     for name in rows[0]:
         table.add_row(*map(Text, (name, rows[0][name], rows[1].get(name, ""))))
@@ -156,7 +156,7 @@ def advice(
         console.print()
         why[winner.candidate.family] = winner.why
     title = f"{found.searched:,} strategies searched, by {found.goal}"
-    table = _table("strategy", "nodes", "micro batch", "recomputed", "s per step", "hours", "cost", "GiB", title=title)
+    table = make_table("strategy", "nodes", "micro batch", "recomputed", "s per step", "hours", "cost", "GiB", title=title)
     table.columns[0].no_wrap = True
     shown = [*local[:ROWS], *elsewhere[:1]]
     for index, option in enumerate(shown):
@@ -219,7 +219,7 @@ def _worth(option: CostedCandidate, plan: Plan, price: Price | None) -> str:
 
 def calibration(found: Fit, console: Console) -> None:
     """What runs taught: errors before and after, and what they say nothing of."""
-    table = _table("run", "measured s", "before s", "error", "after s", "error")
+    table = make_table("run", "measured s", "before s", "error", "after s", "error")
     for run in found.runs:
         both = ((f"{at:.3g}", f"{at / run.measured_s - 1:+.1%}") for at in (run.before_s, run.after_s))
         table.add_row(Text(run.name), f"{run.measured_s:.3g}", *(cell for pair in both for cell in pair))
