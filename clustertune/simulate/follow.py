@@ -185,6 +185,8 @@ class Call:
     """Ranks from one member of the group to the next."""
     bytes: int
     """Of the whole tensor: what is gathered, or goes into a reduction."""
+    times: int = 1
+    """How many micro batches of a step it stands for."""
 
 
 KINDS = {
@@ -231,8 +233,12 @@ class Follow(TorchDispatchMode):  # type: ignore[misc]
         """Set for the step that is looked at."""
         self.calls: dict[str, list[Call]] = {"loading": []}
         """In their order, by stage: loading, step 1, step 2 ..."""
-        self.stage = "loading"
+        self._stage, self._times = "loading", 1
         self._groups: dict[str, tuple[int, int]] = {}
+
+    def begin(self, stage: str, times: int) -> None:
+        """What follows belongs to this stage, and happens so many times in a real one."""
+        self._stage, self._times = stage, times
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -241,7 +247,7 @@ class Follow(TorchDispatchMode):  # type: ignore[misc]
             self._collective(func.name(), args, kwargs)
         waits, result = self._answer(func, args, kwargs)
         if waits and self.counted is not None:
-            self.counted.waits[(self.memory.moment, str(func.overloadpacket), _where())] += 1
+            self.counted.waits[(self.memory.moment, str(func.overloadpacket), _where())] += self._times
         if result is NotImplemented:
             result = func(*args, **kwargs)
         name = str(func)
@@ -276,20 +282,20 @@ class Follow(TorchDispatchMode):  # type: ignore[misc]
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, results: list[torch.Tensor]) -> None:
         counted = self.counted
         assert counted is not None
-        counted.operators += 1
+        counted.operators += self._times
         if func.is_view or not results or results[0].device.type != self._device or "empty" in func.name():
             return
         if func.namespace in ("c10d", "_c10d_functional") or func is aten.detach.default:
             return
-        counted.launches += 1
+        counted.launches += self._times
         flops = 0.0
         if (formula := flop_registry.get(func.overloadpacket)) is not None:
             # The formulas do not know the type that a product may be asked for.
             flops = float(formula(*(a for a in args if not isinstance(a, torch.dtype)), **kwargs, out_val=result))
         tensors = {id(t): t for t in (*(a for a in tree_leaves(args) if isinstance(a, torch.Tensor)), *results)}
         moved = sum(size for t in tensors.values() if (size := _bytes(t)) > CACHE)
-        counted.flops += flops
-        counted.device_seconds += max(flops / self._flops_per_s, moved / self._bytes_per_s)
+        counted.flops += flops * self._times
+        counted.device_seconds += max(flops / self._flops_per_s, moved / self._bytes_per_s) * self._times
 
     def _collective(self, name: str, args: Any, kwargs: Any) -> None:
         leaves = tree_leaves((args, kwargs))
@@ -302,7 +308,7 @@ class Follow(TorchDispatchMode):  # type: ignore[misc]
         kind = kind_of(name)
         if kind == "all-gather" and "functional" in name:  # its operand is the part of this rank
             size *= ranks
-        self.calls.setdefault(self.stage, []).append(Call(kind, ranks, stride, size))
+        self.calls.setdefault(self._stage, []).append(Call(kind, ranks, stride, size, self._times))
 
     def _group(self, leaf: Any) -> tuple[int, int] | None:
         if isinstance(leaf, str):

@@ -43,6 +43,9 @@ from clustertune.training.trainer import PreferenceTrainer, RankTrainer, Trainer
 
 STEPS = 2
 """The first makes the optimizer's states; the second is looked at."""
+MICRO_BATCHES = 2
+"""At most: one that accumulates, and the last one, which reduces. Those between are like the first; what is counted of it is
+multiplied."""
 _KEPT = frozenset({"weights", "adapters", stand_ins.GATHERED})
 
 
@@ -138,8 +141,11 @@ class _Simulated:
     def _join(self) -> None:
         spec, resolved = self._spec, self.resolved
         world, on_node = spec["world"], spec["on_node"]
-        os.environ |= {"RANK": str(self._rank), "LOCAL_RANK": str(self._local), "WORLD_SIZE": str(world)}
-        os.environ["LOCAL_WORLD_SIZE"] = str(on_node)
+        ranks = {"RANK": self._rank, "LOCAL_RANK": self._local, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": on_node}
+        for key, value in ranks.items():
+            os.environ.pop(key, None)
+            if world > 1:  # accelerate takes a rank of one for one of several
+                os.environ[key] = str(value)
         file = self._folder / "accelerate.yaml"
         file.write_text(yaml.safe_dump(resolved.accelerate))
         for key, value in accelerate_env.accelerate_environment(file, world).items():
@@ -173,6 +179,8 @@ class _Simulated:
         }  # fmt: skip
         if values.get("padding_free") and not values.get("packing"):
             values["max_length"] = None
+        self._micro_batches = int(values["gradient_accumulation_steps"])
+        values["gradient_accumulation_steps"] = min(MICRO_BATCHES, self._micro_batches)
         kind = build.configuration(resolved)
         return kind(output_dir=str(self._folder / "out"), **build.spelt(values, kind.__dataclass_fields__))
 
@@ -241,6 +249,9 @@ class _Simulated:
         outer.get(id(last), last).register_forward_hook(self._end_layers)
 
     def _begin_micro_batch(self, inputs: Any) -> None:  # noqa: ARG002
+        self._micro_batch += 1
+        is_last = self._micro_batch == self.trainer.args.gradient_accumulation_steps
+        self._follow.begin(f"step {self._step + 1}", times=1 if is_last else self._micro_batches - MICRO_BATCHES + 1)
         self.memory.enter(FORWARD)
 
     def _begin_layer(self, number: int, layers: int) -> None:
@@ -266,8 +277,7 @@ class _Simulated:
             hidden.register_hook(lambda _: self.memory.enter(BACKWARD))
 
     def begin_step(self, step: int) -> None:
-        self._step = step
-        self._follow.stage = f"step {step + 1}"
+        self._step, self._micro_batch = step, 0
         if step == STEPS - 1:
             self.memory.forget()
             self._rest = self.memory.now
@@ -297,7 +307,8 @@ class _Simulated:
             "rest_bytes": self._rest,
             "moments": {name: asdict(peak) for name, peak in self.memory.moments.items()},
             "traffic": {stage: _sums(found) for stage, found in calls.items()},
-            "sequence": {stage: [list(vars(call).values()) for call in found] for stage, found in calls.items()},
+            "simulated_micro_batches": int(self.trainer.args.gradient_accumulation_steps),
+            "sequence": {stage: [[c.kind, c.ranks, c.stride, c.bytes] for c in found] for stage, found in calls.items()},
             "waits": [
                 {"moment": moment, "operator": operator, "where": where, "count": count}
                 for (moment, operator, where), count in sorted(counted.waits.items())
@@ -306,7 +317,7 @@ class _Simulated:
             "launches": counted.launches,
             "flops": counted.flops,
             "device_seconds": counted.device_seconds,
-            "micro_batches": int(self.trainer.args.gradient_accumulation_steps),
+            "micro_batches": self._micro_batches,
             "sharding": self._sharding,
             "recomputed": self._recomputed,
             "notes": notes,
@@ -320,8 +331,8 @@ def _sums(calls: list[Any]) -> list[dict[str, Any]]:
     size: Counter[tuple[str, int, int]] = Counter()
     for call in calls:
         key = (call.kind, call.ranks, call.stride)
-        count[key] += 1
-        size[key] += call.bytes
+        count[key] += call.times
+        size[key] += call.bytes * call.times
     return [
         {
             "kind": kind,

@@ -13,6 +13,7 @@ from typing import Any
 
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.plan.machine import PlanMachine
+from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
 from clustertune.resolve.resolved import Resolved
 from clustertune.simulate import guard
@@ -32,7 +33,7 @@ def refusals(resolved: Resolved) -> Iterator[Problem]:
     elif used.kind not in ("FSDP2", "NO") and used.world_size > 1:
         yield Problem(f"{used.kind} reduces in C++ code that needs data, and cannot be simulated", file=file, fix=_INSTEAD)
     if used.compiled:
-        fix = "simulate it uncompiled: accelerate.dynamo_config=null"
+        fix = f"simulate it uncompiled: accelerate.{acc.COMPILER}=null"
         yield Problem("code that Inductor compiles cannot be simulated", file=file, fix=fix)
     config = quantization.of(resolved.train_args)
     if config is not None:

@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed import device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param_group
 from torch.utils._python_dispatch import _disable_current_modes
+from transformers import core_model_loading
 
 from clustertune.checkpoint.shards import DTYPES
 from clustertune.simulate.follow import Memory
@@ -37,6 +38,8 @@ class Inline:
 
     def __exit__(self, *exc: object) -> None: ...
 
+    def shutdown(self, *args: Any, **kwargs: Any) -> None: ...
+
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
         done: Future[Any] = Future()
         try:
@@ -56,6 +59,13 @@ class Reading:
         kind, count = DTYPES[tensor.dtype], max(end - begin, 0)
         self.bytes += count * kind.itemsize
         return torch.empty(count, dtype=kind)
+
+    def whole(self, tensor: Any, device: Any = None, dtype: Any = None) -> torch.Tensor:
+        """One rank alone: transformers reads a whole tensor, of which ``tensor`` is safetensors' slice."""
+        kind = DTYPES[tensor.get_dtype()]
+        made = torch.empty(tensor.get_shape(), dtype=kind)
+        self.bytes += made.numel() * kind.itemsize
+        return made.to(device=device, dtype=dtype)
 
 
 def _attention(
@@ -78,6 +88,8 @@ def _move(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``Module.to`` as for real tensors: another device makes new parameters. Fake ones would be swapped, which weak references
     forbid."""
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    if device is not None and device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     for module in self.modules():
         for held in (module._parameters, module._buffers):
             for key, value in held.items():
@@ -157,6 +169,7 @@ def _replace_own() -> Reading:
     reading = Reading()
     put(RowReader, flat=lambda _, tensor, begin, end: reading.flat(tensor, begin, end))
     put(loading, ThreadPoolExecutor=Inline)
+    put(core_model_loading, ThreadPoolExecutor=Inline, _materialize_copy=reading.whole)
     put(Group, gather=lambda self, value: [value] * self.world_size, broadcast=lambda _, value: value)
     put(Group, maximum=lambda _, values: list(values))
     put(context, causal_lower_right=lambda *_: "lower right")
