@@ -71,7 +71,7 @@ class Memory:
     """Sums the storages of one device that live."""
 
     def __init__(self, device: str) -> None:
-        self._device = device
+        self.device = device
         self.now, self.moment = 0, LOADING
         self.parts: Counter[str] = Counter()
         self.moments: dict[str, Peak] = defaultdict(Peak)
@@ -119,7 +119,7 @@ class Memory:
 
     def add(self, tensor: torch.Tensor, operator: str) -> None:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        if local.device.type != self._device or not isinstance(local, FakeTensor):
+        if local.device.type != self.device or not isinstance(local, FakeTensor):
             return
         storage = local.untyped_storage()
         key = storage._cdata

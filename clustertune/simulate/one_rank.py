@@ -125,7 +125,7 @@ class _Simulated:
         args = self._arguments()
         parameters = base_files.write(self._folder / "base", self.resolved.architecture)
         self._reading = stand_ins.install(self.memory)
-        self.tell(progress=f"{parameters / 1e9:,.1f} billion parameters, {spec['world']} ranks")
+        self.tell(progress=f"{parameters:,} parameters, {spec['world']} ranks")
         loading = Loading(self.resolved.distribution, Startup(), Group()).install()
         torch.set_grad_enabled(True)
         with FakeTensorMode(allow_non_fake_inputs=True), self._follow:

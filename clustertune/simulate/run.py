@@ -106,8 +106,16 @@ def simulate(
     """
     raise_if(refusals(resolved))
     library, why = guard.build()
+    with tempfile.TemporaryDirectory(prefix="clustertune-simulate-") as folder:
+        found = _run(Path(folder), specification(resolved, machine, ranks, library), tell)
+    note = "" if library is not None else f"{why}: tensors are called cpu, and a wrong device is not found"
+    return Simulation(resolved, found, note)
+
+
+def specification(resolved: Resolved, machine: PlanMachine, ranks: Sequence[int], library: Path | None) -> dict[str, Any]:
+    """What the child process reads. ``library``: the guard's; None: tensors are called cpu."""
     on_node = min(resolved.world_size, resolved.distribution.ranks_per_node)
-    spec = {
+    return {
         "resolved": resolved.as_dict(),
         "library": None if library is None else str(library),
         "world": resolved.world_size,
@@ -122,10 +130,6 @@ def simulate(
             "bytes_per_s": machine.hbm_bytes_per_s,
         },
     }
-    with tempfile.TemporaryDirectory(prefix="clustertune-simulate-") as folder:
-        found = _run(Path(folder), spec, tell)
-    note = "" if library is not None else f"{why}: tensors are called cpu, and a wrong device is not found"
-    return Simulation(resolved, found, note)
 
 
 def progress(body: dict[str, Any]) -> str:

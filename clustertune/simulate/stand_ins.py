@@ -120,6 +120,17 @@ def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _without_index(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A real tensor on ``cpu:0`` is on ``cpu``; a fake one would differ from it."""
+
+    def new(cls: Any, mode: Any = None, elements: Any = None, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(device, torch.device) and device.type == "cpu":
+            device = torch.device("cpu")
+        return make(cls, mode, elements, device, *args, **kwargs)
+
+    return new
+
+
 def put(owner: Any, **values: Any) -> None:
     """Replace for the rest of this process."""
     for name, value in values.items():
@@ -131,11 +142,15 @@ def install(memory: Memory) -> Reading:
     put(FakeTensorMode, avoid_device_init=property(lambda _: True))
     # accelerate finds the optimizer's parameters by address (accelerator.py:4020).
     put(FakeTensor, data_ptr=lambda self: self.untyped_storage()._cdata)
+    put(FakeTensor, __new__=staticmethod(_without_index(FakeTensor.__new__)))
     put(torch.nn.Module, to=_move)
     put(torch.nn.functional, scaled_dot_product_attention=_attention)
     resize = torch.UntypedStorage.resize_
     put(torch.UntypedStorage, resize_=lambda storage, size: memory.resized(storage, size, resize))
-    # On a GPU TRL's tiles are Triton's: its torch ones would be counted.
+    # On a GPU TRL's tiles are Triton's: its torch ones would be counted. On "cpu" it takes those.
+    if memory.device == "cpu":
+        nothing = lambda *_, **__: None  # noqa: E731
+        put(chunked, _forward_tile=nothing, _backward_tile=nothing, _addmm_fp32=nothing)
     put(chunked, _forward_kernel=_Kernel(), _backward_kernel=_Kernel(), _TRITON_AVAILABLE=True)
     put(chunked, triton=types.SimpleNamespace(cdiv=lambda a, b: -(-a // b)))
     mesh = device_mesh.DeviceMesh
