@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from clustertune.plan.lengths import Lengths
     from clustertune.plan.predict import Plan
     from clustertune.resolve.resolved import Resolved
+    from clustertune.simulate.run import Simulation
 
 with deferred():
     from clustertune import draft
@@ -44,6 +45,9 @@ with deferred():
     from clustertune.report import content, metrics
     from clustertune.resolve import overrides as recipe_source
     from clustertune.resolve import resolve
+    from clustertune.simulate import compare as simulation_compare
+    from clustertune.simulate import run as simulator
+    from clustertune.simulate import show as simulation_show
 
 Targets = Annotated[
     list[str] | None,
@@ -92,6 +96,17 @@ class PlanArguments:
     )
     lengths: Annotated[
         str | None, typer.Option(metavar="FILE", help="File with tokens per conversation, one number a line.")
+    ] = None
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Run two training steps of one rank at full size on fake tensors, without a GPU.")
+    ] = False
+    depth: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Layers that --simulate makes, each as wide as the recipe's; all by default."),
+    ] = None
+    ranks: Annotated[
+        str | None,
+        typer.Option(metavar="R[,R...]", help="Ranks that --simulate runs, compared: numbers, first, last, each-node."),
     ] = None
     as_document: AsJson = False
 
@@ -183,7 +198,19 @@ def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedClu
         _advise(calibrated, plans[0], bills[0], args, overrides)
     else:
         scored = serving.evaluation(plans[0].resolved, calibrated.cluster)
-        _show(plans[0], bills[0], tuple(overrides), args.as_document, scored)
+        simulated = _simulate(plans[0], args) if args.simulate else None
+        _show(plans[0], bills[0], tuple(overrides), args.as_document, scored, simulated)
+
+
+def _simulate(found: Plan, args: PlanArguments) -> tuple[Plan, Simulation]:
+    """The simulation, and the plan of what was simulated: of the same depth, of full rows. Says how far it is on stderr."""
+    resolved = found.resolved if args.depth is None else simulator.with_depth(found.resolved, args.depth)
+    ranks = simulator.read_ranks(args.ranks, resolved)
+    longest = known_lengths.Lengths((int(resolved.train_args["max_length"]),), "full rows")
+    same = prediction.make_plan(resolved, found.machine, found.constants, lengths=longest, sure=False)
+    return same, simulator.simulate(
+        resolved, found.machine, ranks=ranks, tell=lambda body: console.say(simulator.progress(body))
+    )
 
 
 def _end(fits: bool) -> None:
@@ -207,9 +234,12 @@ def _check_usage(args: PlanArguments) -> None:
     elif not args.calibrate and len(args.names) != wanted and args.model is None:
         text = f"{'--compare needs two recipes' if args.compare else 'one recipe is needed'}, got {len(args.names)}"
         wrong("RECIPE", text, "clustertune plan RECIPE [section.key=value]..., or --model OWNER/NAME")
-    if sum((args.compare, args.calibrate, args.advise, args.why is not None, args.clusters is not None)) > 1:
-        text = "--compare, --calibrate, --advise, --why and --clusters exclude each other"
+    if sum((args.compare, args.calibrate, args.advise, args.why is not None, args.clusters is not None, args.simulate)) > 1:
+        text = "--compare, --calibrate, --advise, --why, --clusters and --simulate exclude each other"
         wrong(None, text, "ask one after the other")
+    for key, value in (("--depth", args.depth), ("--ranks", args.ranks)):
+        if value is not None and not args.simulate:
+            wrong(key, "is read only with --simulate", "add --simulate")
     if args.nodes is not None and not args.advise:
         wrong("--nodes", "is read only with --advise", "add --advise, or slurm.nodes=N for a plan on so many nodes")
     if args.calibrate and args.overrides:
@@ -234,10 +264,19 @@ def _plan(calibrated: CalibratedCluster, recipe: str, changes: list[str], tiny: 
     return plan
 
 
-def _show(found: Plan, whole: bill.Bill, given: tuple[str, ...], as_document: bool, scored: serving.Evaluation) -> None:
+def _show(
+    found: Plan,
+    whole: bill.Bill,
+    given: tuple[str, ...],
+    as_document: bool,
+    scored: serving.Evaluation,
+    simulated: tuple[Plan, Simulation] | None = None,
+) -> None:
     better = [] if found.fits else advisor.remedies(found, given)
     if as_document:
         body = explanation.as_json(found) | {"evaluation": scored.as_json(), "total": whole.as_json()}
+        if simulated is not None:
+            body["simulation"] = simulation_compare.as_json(*simulated)
         if not found.fits:
             body["remedies"] = [{"change": r.what, "overrides": r.arguments, "step_s": r.plan.step.seconds} for r in better]
         emit_json(body)
@@ -251,6 +290,9 @@ def _show(found: Plan, whole: bill.Bill, given: tuple[str, ...], as_document: bo
         arguments = " ".join(remedy.arguments or ["not on this cluster"])
         needed = f"{remedy.plan.needed / GIB:.1f} GiB"
         show(f"  {remedy.what}: {remedy.plan.step.seconds:.3g} s a step, {needed}  ({arguments})")
+    if simulated is not None:
+        show("")
+        simulation_show.render(*simulated, console.stdout)
     return _end(found.fits)
 
 

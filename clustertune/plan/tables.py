@@ -46,7 +46,7 @@ def render(plan: Plan, headline: str, whole: Mapping[str, str], console: Console
         console.print(Text(f"- {line}"), soft_wrap=True)
 
 
-def _table(*columns: str, title: str | None = None, text_columns: int = 1) -> Table:
+def make_table(*columns: str, title: str | None = None, text_columns: int = 1) -> Table:
     """A plain table, whose first columns hold text and the others numbers."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
     for index, name in enumerate(columns):
@@ -56,7 +56,7 @@ def _table(*columns: str, title: str | None = None, text_columns: int = 1) -> Ta
 
 def _answers(plan: Plan, headline: str, whole: Mapping[str, str]) -> Table:
     title = f"{plan.resolved.name} on {plan.machine.name}" + (f": {headline}" if headline else "")
-    table = _table("", "", title=title, text_columns=2)
+    table = make_table("", "", title=title, text_columns=2)
     for name, value in _rows(plan, whole).items():
         table.add_row(Text(name), Text(value, style="red" if name == "fits" and not plan.fits else ""))
     return table
@@ -102,7 +102,7 @@ def _bar(plan: Plan, console: Console) -> None:
 
 
 def _memory(plan: Plan) -> Table:
-    table = _table("part", "GiB", title=f"GPU memory at its peak: {plan.peak.name}")
+    table = make_table("part", "GiB", title=f"GPU memory at its peak: {plan.peak.name}")
     for name, value in memory_parts(plan).items():
         if value >= 0.005:
             table.add_row(name, f"{value:.2f}")
@@ -111,7 +111,7 @@ def _memory(plan: Plan) -> Table:
 
 def compare(one: Plan, other: Plan, wholes: Sequence[Mapping[str, str]], console: Console) -> None:
     """Two plans side by side, and what makes the difference."""
-    table = _table("", one.resolved.name, other.resolved.name, text_columns=3)
+    table = make_table("", one.resolved.name, other.resolved.name, text_columns=3)
     rows = [_rows(plan, whole) for plan, whole in zip((one, other), wholes, strict=True)]
     for name in rows[0] | rows[1]:
         table.add_row(*map(Text, (name, rows[0].get(name, ""), rows[1].get(name, ""))))
@@ -132,7 +132,7 @@ def clusters(recipe: str, columns: Sequence[str], rows: Sequence[Sequence[str]],
     """A recipe on several clusters, a row each; what keeps it from one below the table."""
     fitting, others = ([row for row in rows if (row[2] == "yes") == fits] for fits in (True, False))
     if fitting:
-        table = _table(*columns, title=f"{recipe}, the cheapest first", text_columns=3)
+        table = make_table(*columns, title=f"{recipe}, the cheapest first", text_columns=3)
         for row in fitting:
             table.add_row(*map(Text, row))
         console.print(table)
@@ -162,7 +162,7 @@ def advice(
         console.print()
         why[winner.candidate.family] = winner.why
     title = f"{found.searched:,} strategies searched, by {found.goal}"
-    table = _table(
+    table = make_table(
         "strategy", "nodes", "micro batch", "recomputed", "s per step", "hours", currency or "cost", "GiB", title=title
     )
     table.columns[0].no_wrap = True
@@ -225,7 +225,7 @@ def _worth(option: CostedCandidate, plan: Plan, money: Callable[[float | None], 
 
 def calibration(found: Fit, console: Console) -> None:
     """What runs taught: errors before and after, and what they say nothing of."""
-    table = _table("run", "measured s", "before s", "error", "after s", "error")
+    table = make_table("run", "measured s", "before s", "error", "after s", "error")
     for run in found.runs:
         both = ((f"{at:.3g}", f"{at / run.measured_s - 1:+.1%}") for at in (run.before_s, run.after_s))
         table.add_row(Text(run.name), f"{run.measured_s:.3g}", *(cell for pair in both for cell in pair))

@@ -81,7 +81,8 @@ FSDP2 = f"{VERSION}: 2"
 TYPE, MESH, PRECISION = "distributed_type", "parallelism_config", "mixed_precision"
 """Keys as errors name them: what distributes, the sizes of the mesh, and what is computed in, which is also a field of
 ``recipe.distribution`` in run.json."""
-DYNAMIC, BY_LAYER, BACKEND = (f"dynamo_config.dynamo_{key}" for key in ("use_dynamic", "use_regional_compilation", "backend"))
+COMPILER = "dynamo_config"
+DYNAMIC, BY_LAYER, BACKEND = (f"{COMPILER}.dynamo_{key}" for key in ("use_dynamic", "use_regional_compilation", "backend"))
 """Key paths of the compiler: how it takes lengths, whether it compiles one layer for all, and by what."""
 USE_FSDP2 = f"write {TYPE}: FSDP with {FSDP2}"
 SECTIONS = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
