@@ -40,7 +40,7 @@ LOOKS = "looks"
 _HOMES = {
     MACHINE: ("Machine", "clustertune.check", ("machine_",)),
     NODES: ("JobNodes", "clustertune.check", ("nodes",)),
-    LINKS: ("LinkContext", "clustertune.check", ("links_",)),
+    LINKS: ("LinkContext", "clustertune.nccl_check", ("link_rules",)),
     SCRIPT: ("Batch", "clustertune.check", ("script_",)),
     LOOKS: ("tuple[str, str]", "clustertune.check", ("report",)),
     RECIPE: ("RecipeContext", "clustertune.doctor", ("data_", "recipe_", "run_", "stack_")),
@@ -156,7 +156,8 @@ def checks(*subjects: str) -> list[Check]:
 @lru_cache(maxsize=None)  # noqa: UP033 - Python 3.8
 def _rules_in(module: str) -> tuple[Check, ...]:
     """The rules of a module: those that are made already, and each public function that yields what it saw."""
-    looks = [(value, getattr(value, "look", value)) for value in vars(importlib.import_module(module)).values()]
+    contents = vars(importlib.import_module(module))
+    looks = [(value, getattr(value, "look", value)) for value in [*contents.get("CHECKS", ()), *contents.values()]]
     own = [value for value, look in looks if getattr(look, "__module__", "") == module]
     return tuple(
         value if isinstance(value, Check) else rule(value) for value in own if isinstance(value, Check) or _is_rule(value)
