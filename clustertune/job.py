@@ -174,7 +174,6 @@ class JobChain(chain.Chain):
         names = self.allocation.nodes
         traces = str(self.run.attempt(attempt).resolve())
         settings = settings_of(self.resolved, self.cluster, self.allocation, traces)
-        compute = self.cluster.compute
         return AttemptPlan(
             attempt=attempt,
             nodes=tuple(Node(name, name) for name in names),
@@ -187,8 +186,6 @@ class JobChain(chain.Chain):
             from_step=from_step,
             interface=self.cluster.network.interface if len(names) > 1 else None,
             environment={setting.name: setting.value for setting in settings},
-            numa_gpus=tuple(tuple(group) for group in compute.numa_gpus or ()),
-            numa_cpus=tuple(compute.numa_cpus or ()),
             stall_seconds=self.resolved.recipe.slurm.stall_seconds,
             port=first_port(self.allocation.job_id, attempt),
         )

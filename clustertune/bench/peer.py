@@ -28,7 +28,8 @@ from typing import Any
 from clustertune import secrets
 from clustertune.chain import visible_gpus
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import binding, rendezvous
+from clustertune.launch import rendezvous
+from clustertune.launch.environment import one_gpu
 from clustertune.launch.node import accelerate_command
 from clustertune.launch.plan import AttemptPlan
 from clustertune.process import die_with_parent, end
@@ -121,7 +122,7 @@ def run_node(order: Path, node: int) -> int:
     with (folder / f"node-{node}.{LOG}").open("ab") as log:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            env={"HF_HUB_OFFLINE": "1", **known, **plan.environment, **binding.one_gpu(plan.world_size, known)},
+            env={"HF_HUB_OFFLINE": "1", **known, **plan.environment, **one_gpu(plan.world_size, known)},
             preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # noqa: PLW1509 - no thread is running here
         )  # fmt: skip
         try:

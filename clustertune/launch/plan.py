@@ -59,10 +59,6 @@ class AttemptPlan:
     """Network interface between the nodes; None: the one that the route to the first node takes."""
     environment: dict[str, str] = field(default_factory=dict)
     """NCCL's, gloo's and torch's variables for every rank."""
-    numa_gpus: tuple[tuple[int, ...], ...] = ()
-    """GPU indices of each NUMA node; empty: ranks are not bound."""
-    numa_cpus: tuple[str, ...] = ()
-    """CPU list of each NUMA node in the kernel's form (``0-63,128-191``); empty: read on the node."""
     stall_seconds: float | None = None
     """Seconds without a sign of life from a rank after which the attempt is ended; None: derived from what was measured."""
     begun: float = field(default_factory=time.time, compare=False)
@@ -100,8 +96,6 @@ class AttemptPlan:
             body.setdefault("sigterm_asks", body.get("launcher") != "slurm")
             body.setdefault("node_per_rank", body.get("launcher") == "ray")
             body["nodes"] = tuple(Node(**node) for node in body["nodes"])
-            body["numa_gpus"] = tuple(tuple(group) for group in body["numa_gpus"])
-            body["numa_cpus"] = tuple(body["numa_cpus"])
             return cls(**body)
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserError(f"no plan of an attempt: {error}", file=str(folder / PLAN)) from None
