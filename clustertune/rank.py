@@ -24,8 +24,8 @@ from clustertune import manifest, secrets
 from clustertune.checkpoint.cadence import Cadence
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
-from clustertune.launch import binding
 from clustertune.launch.agent import launcher_pid_file
+from clustertune.launch.environment import one_gpu
 from clustertune.launch.plan import PLAN, AttemptPlan, check_fence
 from clustertune.monitor.machine import gpu_names
 from clustertune.plan.schedule import seconds_between_ends
@@ -276,7 +276,7 @@ def _take_secrets() -> dict[str, str]:
 
 
 def _follow_plan(plan: AttemptPlan | None) -> list[str]:
-    """The plan's variables and this rank's CPUs, before torch is loaded. Returns a note for what was otherwise before."""
+    """The plan's variables, before torch is loaded. Returns a note for what was otherwise before."""
     if plan is None:
         return []
     notes = []
@@ -284,19 +284,13 @@ def _follow_plan(plan: AttemptPlan | None) -> list[str]:
         if (before := os.environ.get(key)) not in (None, value):
             notes.append(f"{key}={value} by the plan of this attempt; it was {before} in the environment")
         os.environ[key] = value
-    if plan.numa_gpus:
-        rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-        bound = binding.bind(rank, local_rank, plan.ranks_per_node, plan.numa_gpus, plan.numa_cpus)
-        sys.stderr.write(bound + "\n")  # each rank's own log has its own line
-        if "not bound" in bound:
-            notes.append(bound)
     return notes
 
 
 def _set_environment(resolved: Resolved, run: RunDir, model: str, *, has_key: bool) -> list[str]:
     """What accelerate and the trackers read from the environment; before either is imported."""
     bundle.enter(resolved)
-    os.environ.update(binding.one_gpu(resolved.world_size, os.environ))
+    os.environ.update(one_gpu(resolved.world_size, os.environ))
     if Path(model).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # PEFT asks the Hub for the base's config at every save otherwise
     from clustertune.training import accelerate_env

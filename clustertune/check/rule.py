@@ -36,7 +36,7 @@ MODULES = {
     MACHINE: "check.machine_gpu check.machine_limits check.machine_slurm check.machine_network check.machine_stack"
     " check.machine_storage",
     NODES: "check.nodes",
-    LINKS: "check.links_net check.links_run",
+    LINKS: "nccl_check.link_rules",
     RULE_ERRORS: "check.report",
     SCRIPT: "check.sbatch",
     RECIPE: "doctor.data_files doctor.recipe_findings doctor.recipe_plan doctor.run_folder doctor.stack_faults",

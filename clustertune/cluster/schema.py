@@ -111,9 +111,9 @@ class Compute(Section):
     memory_gb: Quantity
     """RAM that jobs may use, GiB as Slurm counts them (``--mem=1G`` is 1024 MiB)."""
     numa_gpus: tuple[tuple[Count, ...], ...] = ()
-    """GPU indices (as ``nvidia-smi`` counts) of each NUMA node; empty: ranks are not bound."""
+    """GPU indices (as ``nvidia-smi`` counts) of each NUMA node, for the Cores of gres.conf."""
     numa_cpus: tuple[str, ...] = ()
-    """CPU list of each NUMA node in the kernel's form (``0-63,128-191``); empty: read on the node."""
+    """CPU list of each NUMA node in the kernel's form (``0-63,128-191``), for the Cores of gres.conf."""
 
 
 class Network(Section):

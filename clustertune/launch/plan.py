@@ -58,10 +58,6 @@ class AttemptPlan:
     """Network interface between the nodes; None: the one that the route to the first node takes."""
     environment: dict[str, str] = field(default_factory=dict)
     """NCCL's, gloo's and torch's variables for every rank."""
-    numa_gpus: tuple[tuple[int, ...], ...] = ()
-    """GPU indices of each NUMA node; empty: ranks are not bound."""
-    numa_cpus: tuple[str, ...] = ()
-    """CPU list of each NUMA node in the kernel's form (``0-63,128-191``); empty: read on the node."""
     stall_seconds: float | None = None
     """Seconds without a sign of life from a rank after which the attempt is ended; None: derived from what was measured."""
     begun: float = field(default_factory=time.time, compare=False)
@@ -93,8 +89,6 @@ class AttemptPlan:
         try:
             body: dict[str, Any] = json.loads((folder / PLAN).read_bytes())
             body["nodes"] = tuple(Node(**node) for node in body["nodes"])
-            body["numa_gpus"] = tuple(tuple(group) for group in body["numa_gpus"])
-            body["numa_cpus"] = tuple(body["numa_cpus"])
             return cls(**body)
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserError(f"no plan of an attempt: {error}", file=str(folder / PLAN)) from None

@@ -1,52 +1,22 @@
-"""What the rules of the links between GPUs look at: a result of ``nccl-check`` and NCCL's logs. Python 3.8, standard library.
-
-Of findings that are alike bad the one whose rule stands first in :data:`VERDICT` is the headline.
-"""
+"""What the rules of the links between GPUs look at: a result of ``nccl-check`` and NCCL's logs."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from clustertune.check.log_read import Log, LoggedDevice
-from clustertune.check.machine import Expects, Machine
-from clustertune.check.rule import FAIL, LINKS, MACHINE, NODES, Check, Rule, Seen, checks, described, listed
+from clustertune.check.machine import RDMA_KINDS, Expects, Machine
+from clustertune.check.rule import FAIL, Seen, listed
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
 from clustertune.host.gpus import has_nvlink
+from clustertune.nccl_check.nccl_log import Log, LoggedDevice
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "p2p")
 """What is measured, in the order of what training needs most: sharded data parallelism gathers and scatters."""
-INTERFACES = """
-interface-down wrong-interface ifname-prefix extra-interfaces several-subnets link-local bond-hash one-socket
-interface interface-subnet bond mtu nodes-network
-"""
-"""The rules of interfaces, which gloo uses too."""
-VERDICT = f"""
-socket-fallback driver
-duplicate-gpu gpu-missing nccl-memory gpu-fault nvls imex
-p2p-hang p2p-refused small-shm shm-lost low-memlock shm memlock
-{INTERFACES}
-roce-unused ib-disabled no-verbs rdma-port-down net-plugin mixed-plugins gdr-off adapters-unused
-gpudirect-rdma rdma-port rdma-verbs
-mixed-nccl mixed-torch mixed-driver nccl-fault gloo-with-gpus small-world forced-algorithm debug-left-on mixed-settings
-nodes-driver
-nvlink-unused p2p-disabled shm-disabled acs-redirect gpu-pcie pcie-p2p
-rdma-timeout rdma-connect collectives-differ port-refused
-slow-node asymmetric slow-pair
-intra-speed inter-speed jitter not-measured
-wrong-result
-cuda rdma-link rdma-error peers-disagree descriptors collective-hung peer-lost unexplained-error other-warning
-debug-variables
-""".split()
-"""The rules of ``nccl-check``, for links, machines and nodes: the likeliest causes come first, what often follows from another
-fault comes last. A new rule about links needs no place here."""
-ENOUGH = 0.8
-"""Share of the expected bandwidth below which a rule warns: published figures of healthy clusters spread by a fifth
-(ops/hardware.yaml)."""
 PLUGIN_KINDS = ("efa", "slingshot")
 """Networks that NCCL reaches through a plugin only."""
 
@@ -143,13 +113,6 @@ class LinkContext:
         return kind if kind not in ("unknown", "none") else ""
 
     @cached_property
-    def line_gbit(self) -> float:
-        """Speed of a node's network: by the cluster file, else of the interface in use; 0: not known."""
-        stated = number(self.section("expected", "network").get("gbit"))
-        used = [nic.mbit / 1000 for facts in self.facts for nic in self.used_nics(facts) if nic.mbit]
-        return stated or max(used, default=0.0)
-
-    @cached_property
     def configured_interface(self) -> str:
         """The interface that ranks of several nodes must use; empty: none is named."""
         return self.text("interface") or self.stated("network", "interface")
@@ -193,11 +156,14 @@ class LinkContext:
         network, hca = self.section("expected", "network"), self.section("expected", "network").get("hca")
         tried = [(str(item.get("node")), str(item.get("status"))) for item in self.entries("p2p_probe")]
         variables = {name: value for name, value in self.section("environment").items() if isinstance(value, str)}
+        if not self.rdma_active() and self.kind not in RDMA_KINDS:  # there is nothing that the variable could take away
+            variables.pop("NCCL_IB_DISABLE", None)
         stated = {
             "kind": self.kind,
             "subnet": self.stated("network", "subnet") or None,
             "hca": [name for name in hca if isinstance(name, str)] if isinstance(hca, (list, tuple)) else [],
             "ports": int(number(network.get("ports"))),
+            "environment": self.section("expected", "network", "environment"),
         }
         compute = {"interconnect": self.stated("compute", "interconnect") or None}
         gpus = (self.ranks or None) if self.backend == "nccl" else None
@@ -247,31 +213,6 @@ class LinkContext:
     def nvlink(self) -> bool:
         """Whether NVLink joins the GPUs of a node."""
         return self.interconnect.startswith("nvlink")
-
-
-def ranked() -> list[Check]:
-    """The rules of ``nccl-check`` in the order of :data:`VERDICT`; those about links that it does not name come last."""
-    asked = [one for one in checks(LINKS, MACHINE, NODES) if one.subject == LINKS or one.rule.id in VERDICT]
-    return sorted(asked, key=lambda one: VERDICT.index(one.rule.id) if one.rule.id in VERDICT else len(VERDICT))
-
-
-def logged(*kinds: str, status: str = FAIL, name: str = "") -> Callable[[Callable[[], None]], Check]:
-    """Makes a rule of a docstring: it repeats what NCCL said about these faults. ``name``: without it the first kind's."""
-
-    def make_rule(named: Callable[[], None]) -> Check:
-        def look(context: LinkContext) -> Iterator[Seen]:
-            found = [fault for fault in context.log.faults if fault.kind in kinds]
-            if found:
-                times = sum(context.log.faults[fault] for fault in found)
-                # What torch says around a reason is longer than the reason, and comes first.
-                found.sort(key=lambda fault: "NCCL error" in fault.text or "ncclRemoteError" in fault.text)
-                again = f" ({times} times)" if times > 1 else ""
-                yield Seen(status, f"{found[0].text}{again}", where=names(fault.host for fault in found))
-
-        look.__module__ = named.__module__
-        return Check(Rule(name or kinds[0], *described(named.__doc__ or "")), look, LINKS)
-
-    return make_rule
 
 
 def number(value: object) -> float:

@@ -1,27 +1,42 @@
-"""The verdict over a result of ``nccl-check`` and NCCL's logs, without side effects.
-
-``python3 -m clustertune.nccl_check.judge`` writes docs/nccl-verdicts.md on stdout.
-"""
+"""The verdict over a result of ``nccl-check`` and NCCL's logs, without side effects."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from clustertune.check.links import INTERFACES, LinkContext, names, ranked
-from clustertune.check.log_read import Log, read
 from clustertune.check.nodes import JobNodes
 from clustertune.check.report import grouped, run
-from clustertune.check.rule import FAIL, LINKS, NODES, PASS, UNKNOWN, WARN, Finding, in_order, worst
+from clustertune.check.rule import FAIL, LINKS, MACHINE, NODES, PASS, UNKNOWN, WARN, Check, Finding, checks, in_order, worst
+from clustertune.nccl_check.link_context import LinkContext, names
+from clustertune.nccl_check.nccl_log import Log, read
+
+INTERFACES = ("wrong-interface", "interface", "interface-subnet", "bond", "mtu", "nodes-network")
+"""The rules of interfaces, which gloo uses too."""
+VERDICT = f"""
+socket-fallback driver duplicate-gpu gpu-missing nccl-memory gpu-fault nvls imex p2p-hang p2p-refused small-shm shm-lost
+low-memlock shm memlock interface-down {" ".join(INTERFACES)} net-plugin gdr-off adapters-unused gpudirect-rdma rdma-port
+rdma-verbs nodes-differ gloo-with-gpus small-world forced-algorithm nccl-settings debug-settings nodes-driver nvlink-unused
+p2p-disabled gpu-pcie pcie-p2p rdma-open rdma-timeout rdma-connect collectives-differ port-refused slow-node asymmetric
+slow-pair intra-speed inter-speed wrong-result cuda rdma-link rdma-error peers-disagree descriptors collective-hung peer-lost
+unexplained-error other-warning
+""".split()
+"""The rules for links, machines and nodes: among findings of equal severity, the first in this order becomes the headline. The
+likeliest causes come first, what often follows from another fault comes last. A new rule about links needs no place here."""
+
+
+def ranked() -> list[Check]:
+    """The rules of ``nccl-check`` in the order of :data:`VERDICT`; those about links that it does not name come last."""
+    asked = [one for one in checks(LINKS, MACHINE, NODES) if one.subject == LINKS or one.rule.id in VERDICT]
+    return sorted(asked, key=lambda one: VERDICT.index(one.rule.id) if one.rule.id in VERDICT else len(VERDICT))
 
 
 def judge(document: Mapping[str, Any], logs: Mapping[str, str]) -> list[Finding]:
     """What is wrong with a cluster's collectives, worst first; every rule that applies says what it saw.
 
-    ``document`` as in :mod:`clustertune.nccl_check.result`, every key optional: what is absent is unknown. ``logs``: NCCL's
-    logs by name, of any version. Never raises.
+    ``document`` as in :mod:`clustertune.nccl_check.link_records`, every key optional: what is absent is unknown.
+    ``logs``: NCCL's logs by name, of any version. Never raises.
     """
     return judge_log(document, read(logs.values()))
 
@@ -34,14 +49,14 @@ def judge_log(document: Mapping[str, Any], log: Log) -> list[Finding]:
     for one in ranked():
         if one.subject == LINKS:
             found += one(context)
-        elif context.backend == "nccl" or (context.nodes > 1 and one.rule.id in INTERFACES.split()):
+        elif context.backend == "nccl" or (context.nodes > 1 and one.rule.id in INTERFACES):
             subjects: Sequence[Any] = [several] if one.subject == NODES else several.machines
             seen = [item for subject in subjects for item in run([one], subject, getattr(subject, "where", ""))]
             found += [replace(item, where=names(places)) for item, places in grouped(seen)]
     return in_order(found)
 
 
-def headline(document: Mapping[str, Any], log: Log, findings: Sequence[Finding]) -> str:
+def headline_of(document: Mapping[str, Any], log: Log, findings: Sequence[Finding]) -> str:
     """The verdict in one plain sentence."""
     status = worst(findings)
     if status in (FAIL, WARN):
@@ -83,8 +98,7 @@ def page() -> str:
     lines = [
         "# What nccl-check judges",
         "",
-        "Written from the rules by `python3 -m clustertune.nccl_check.judge`. Each rule says `pass`, `warn` "
-        "or `fail`, `unknown`",
+        "Written from the rules by `python -m tests.goldens`. Each rule says `pass`, `warn` or `fail`, `unknown`",
         "where what it looks at could not be seen, and nothing where it does not apply. The verdict is the worst of them, or",
         "`unknown` where nothing could be judged. Exit codes, as of the doctor: 0 pass, 1 warnings or unknown, 2 failures.",
         "Rules named in `doctor: {ignore: [...]}` of the cluster file do not count. The same rules judge recorded logs of any",
@@ -102,7 +116,3 @@ def page() -> str:
     for one in rules:
         lines += [f"## {one.id}", "", f"{one.title}. {one.why}", "", f"What to do: {one.fix}.", "", f"<{one.link}>", ""]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

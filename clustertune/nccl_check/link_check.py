@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.check.log_read import Log, read
 from clustertune.check.report import Report
 from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, as_json
 from clustertune.cluster.hardware import HARDWARE, LinkFacts, NetworkFacts, read_hardware
@@ -25,26 +24,18 @@ from clustertune.cluster.ignoring import ignored
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.host.system import GIB, MIB
-from clustertune.launch import batch, step
-from clustertune.launch.agent import await_object
+from clustertune.launch import batch, rendezvous, step
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import environment
 from clustertune.launch.shape import JobShape
 from clustertune.manifest import write_durably
-from clustertune.nccl_check import judge as judging
-from clustertune.nccl_check import result as gather
-from clustertune.nccl_check.node import FACTS_SECONDS, start
-from clustertune.nccl_check.result import SCHEMA
-from clustertune.nccl_check.setup import (
-    END,
-    LAUNCHED,
-    MARGIN_SECONDS,
-    NODE,
-    SETUP,
-    CheckOptions,
-    Setup,
-    write_whole,
-)
+from clustertune.nccl_check import link_records
+from clustertune.nccl_check.gpu_pairs import start
+from clustertune.nccl_check.link_node import FACTS_SECONDS
+from clustertune.nccl_check.link_records import SCHEMA
+from clustertune.nccl_check.nccl_log import Log, read
+from clustertune.nccl_check.schedule import LAUNCHED, MARGIN_SECONDS, CheckOptions, Setup
+from clustertune.nccl_check.verdict import headline_of, judge_log
 from clustertune.plan.measured import SUFFIX, beside, read_measured
 from clustertune.process import kill_group
 from clustertune.recipe.schema import parse_minutes
@@ -52,12 +43,11 @@ from clustertune.tree import ROOT
 
 # --- where it runs ----------------------------------------------------------------------------------------------------
 
-NODE_MODULE = "clustertune.nccl_check.node"
+NODE_MODULE = "clustertune.nccl_check.link_node"
 SLACK_SECONDS = 15.0
 """For the start of a step, of a container, and of Python, and for their end."""
-TICK_SECONDS = 0.5
-RECORD_SECONDS = 12.0
-"""How long the other nodes may take to end what is left of a round: they notice within a second that this one has ended."""
+RECORDS = "records"
+"""The folder of what nodes and ranks wrote, below that of the check."""
 
 
 @dataclass(frozen=True)
@@ -65,98 +55,47 @@ class CheckTarget:
     """Where a check runs."""
 
     hosts: tuple[str, ...]
-    addresses: tuple[str, ...]
+    address: str
+    """Of the first host, as the others reach it."""
     cluster: Cluster
     command: Callable[[Path], list[str]]
-    """What runs a round whose folder is given."""
+    """What runs ``NODE_MODULE`` on every host, with the folder that is given."""
     job: str | None = None
-    by_hand: bool = False
-    """Whether the nodes are machines that are each started with their number: this is the first of several."""
 
 
-def node_command(folder: Path, node: int = 0) -> list[str]:
-    """What runs one node of a round."""
-    return [sys.executable, "-m", NODE_MODULE, "--folder", str(folder), "--node", str(node)]
+def local_target(host: str, cluster: Cluster) -> CheckTarget:
+    """This machine alone."""
+    return CheckTarget((host,), "127.0.0.1", cluster, lambda folder: [*_node_command(folder), "--node", "0"])
 
 
-def local_target(hosts: tuple[str, ...], addresses: tuple[str, ...], cluster: Cluster) -> CheckTarget:
-    """One node of its own number: the only one, or the first of several that were started by hand."""
-    return CheckTarget(hosts, addresses, cluster, node_command, by_hand=len(hosts) > 1)
+def _node_command(folder: Path) -> list[str]:
+    return [sys.executable, "-m", NODE_MODULE, "--folder", str(folder)]
 
 
 def job_target(allocation: Allocation, cluster: Cluster, environ: Mapping[str, str]) -> CheckTarget:
     """The nodes of a Slurm job, reached by srun, in the cluster's container if it has one."""
 
     def command(folder: Path) -> list[str]:
-        words = [sys.executable, "-m", NODE_MODULE, "--folder", str(folder)]
-        return step.in_job(words, cluster, allocation, binds=[folder.parent], environ=environ)
+        return step.in_job(_node_command(folder), cluster, allocation, binds=[folder.parent], environ=environ)
 
     # Slurm's names resolve on every node: training meets by them, too.
-    return CheckTarget(allocation.nodes, allocation.nodes, cluster, command, allocation.job_id)
+    return CheckTarget(allocation.nodes, allocation.nodes[0], cluster, command, allocation.job_id)
 
 
-def _run_node(command: Sequence[str], folder: Path, output: str, seconds: float, tick: Callable[[Path], None]) -> None:
-    """Run a round's command to its end, or end it after ``seconds``."""
-    deadline = time.monotonic() + seconds
-    child = start(command, folder / output, signal.SIGTERM, cwd=ROOT)
+def run_ranks(target: CheckTarget, folder: Path, setup: Setup) -> None:
+    """Run all ranks to their end, or end them after ``setup.most_seconds``. Raises OSError where a folder cannot be written."""
+    setup.write(folder)
+    limit = min(setup.limit + SLACK_SECONDS + (FACTS_SECONDS if setup.facts else 0), setup.most_seconds)
+    child = start(target.command(folder), folder / LAUNCHED, signal.SIGTERM, cwd=ROOT)
     try:
-        while child.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(TICK_SECONDS)
-            tick(folder)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(limit)
     finally:
         if child.poll() is None:  # it took too long, or this process was asked to stop
             child.send_signal(signal.SIGTERM)  # srun ends its tasks, a node ends its ranks and leaves its record
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(5)
             kill_group(child)
-
-
-def run_round(target: CheckTarget, folder: Path, setup: Setup, tick: Callable[[Path], None] = lambda _: None) -> None:
-    """Run a round to its end, or end it. Raises OSError where its folder cannot be written.
-
-    It is ended at the latest after its ``most_seconds``. ``tick`` is called with the folder now and then.
-    """
-    setup.write(folder)
-    began = time.monotonic()
-    limit = min(setup.limit + SLACK_SECONDS + (FACTS_SECONDS if setup.facts else 0), setup.most_seconds)
-    _run_node(target.command(folder), folder, LAUNCHED, limit, tick)
-    if target.by_hand:  # srun waits for all nodes by itself
-        until = min(time.monotonic(), began + setup.most_seconds) + RECORD_SECONDS
-        for node in range(len(target.hosts)):
-            await_object(folder / NODE.format(node=node), until - time.monotonic())
-
-
-def round_folder(folder: Path, number: int) -> Path:
-    """Of the rounds of a check, counted from 1."""
-    return folder / f"round-{number}"
-
-
-def finish(target: CheckTarget, folder: Path) -> None:
-    """Tell nodes that were started by hand that there is no further round. Raises OSError."""
-    if target.by_hand:
-        write_whole(folder / END, {})
-
-
-def join(folder: Path, node: int, seconds: float) -> int:
-    """Take part as one of the other nodes until the first one says that it is over. Returns the number of rounds.
-
-    ``seconds``: how long to wait for a round or for the end. Raises TimeoutError where neither comes.
-    """
-    for number in itertools.count(1):
-        following = round_folder(folder, number)
-        deadline = time.monotonic() + seconds
-        while not (following / SETUP).exists():
-            if (folder / END).exists():
-                return number - 1
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{following / SETUP} did not appear within {seconds:.0f} s")
-            await_object(following / SETUP, 0.5)
-        setup = Setup.read(following)
-        limit = setup.limit + SLACK_SECONDS + FACTS_SECONDS
-        _run_node(node_command(following, node), following, f"launch-{node}.out", limit, lambda _: None)
-        seconds = min(seconds, setup.most_seconds + RECORD_SECONDS + SLACK_SECONDS)  # the first node ends its round by then
-    raise AssertionError("there is always a next number")
 
 
 # --- what it finds ----------------------------------------------------------------------------------------------------
@@ -188,40 +127,37 @@ def make_setup(target: CheckTarget, options: CheckOptions) -> Setup:
         present=options.cpus_per_node,
     )
     least, longest = CASE_SECONDS
-    start = max(START_SECONDS[0], min(START_SECONDS[1], 2 * options.seconds))
+    patience = max(START_SECONDS[0], min(START_SECONDS[1], 2 * options.seconds))
     most = options.whole_seconds
     given = {**vars(options), "most_seconds": most}
     return Setup(
         **given,
         hosts=target.hosts,
-        addresses=target.addresses,
-        start_seconds=min(start, most / 2),
+        address=target.address,
+        port=rendezvous.free_port(rendezvous.first_port(target.job or os.getpid(), 1)),
+        start_seconds=min(patience, most / 2),
         case_seconds=min(max(least, min(longest, options.seconds / 4)), most / 2),
         environment={setting.name: setting.value for setting in settings},
         interface=cluster.network.interface if nodes > 1 else None,
-        numa_gpus=tuple(tuple(group) for group in cluster.compute.numa_gpus) if options.backend == "nccl" else (),
-        numa_cpus=tuple(cluster.compute.numa_cpus) if options.backend == "nccl" else (),
         pairwise=not (cluster.compute.interconnect or "pcie").startswith("nvlink"),
     )
 
 
-def measure(
-    target: CheckTarget, options: CheckOptions, folder: Path, tick: Callable[[Path], None] = lambda _: None
-) -> gather.Round:
+def measure(target: CheckTarget, options: CheckOptions, folder: Path) -> link_records.CheckRecords:
     """Start all ranks once and return what they measured; it ends with the first thing that hangs.
 
-    ``tick`` is called with the folder of the round now and then. Raises OSError where the folder cannot be written.
+    Raises OSError where the folder cannot be written.
     """
     setup = make_setup(target, options)
-    run_round(target, round_folder(folder, 1), setup, tick)
-    return gather.read_round(round_folder(folder, 1), setup)
+    run_ranks(target, folder / RECORDS, setup)
+    return link_records.read_records(folder / RECORDS, setup)
 
 
-def document(target: CheckTarget, options: CheckOptions, part: gather.Round, seconds: float) -> dict[str, Any]:
-    """What was found, without a verdict: :mod:`clustertune.nccl_check.result` explains each key."""
-    measured = gather.measurements(part)
-    hung, problems = gather.faults(part)
-    logs = gather.logs(part)
+def document(target: CheckTarget, options: CheckOptions, part: link_records.CheckRecords, seconds: float) -> dict[str, Any]:
+    """What was found, without a verdict: :mod:`clustertune.nccl_check.link_records` explains each key."""
+    measured = link_records.measurements(part)
+    hung, problems = link_records.faults(part)
+    logs = link_records.logs(part)
     found: dict[str, Any] = {
         "schema": SCHEMA,
         "cluster": target.cluster.name,
@@ -237,24 +173,24 @@ def document(target: CheckTarget, options: CheckOptions, part: gather.Round, sec
         **measured,
         "p2p_probe": [entry for node in part.nodes for entry in node.get("probe", [])],
         "hung": hung,
-        "left_out": gather.left_out(part, measured),
+        "left_out": link_records.left_out(part, measured),
         "problems": problems,
-        "facts": gather.facts(part),
-        "software": gather.software(part),
-        "environment": gather.steering(part),
+        "facts": link_records.facts(part),
+        "software": link_records.software(part),
+        "environment": link_records.steering(part),
     }
     if part.setup.interface:
         found["interface"] = part.setup.interface
     return found
 
 
-def transport(backend: str, part: gather.Round, logs: Mapping[str, str]) -> str:
+def transport(backend: str, part: link_records.CheckRecords, logs: Mapping[str, str]) -> str:
     """How bytes go between nodes (inside one where there is one), as NCCL says; of gloo the interface that it was given."""
     if backend == "nccl":
         log = read(logs.values())
         between = [f"NET/{plugin}" for plugin, _ in log.between().most_common()] if len(part.setup.hosts) > 1 else []
         return ", ".join(between or [name for name, _ in log.transports.most_common(3)])[:200]
-    interface = gather.steering(part).get("GLOO_SOCKET_IFNAME", "")
+    interface = link_records.steering(part).get("GLOO_SOCKET_IFNAME", "")
     return f"gloo TCP on {interface}"[:200] if interface else "gloo TCP"
 
 
@@ -272,7 +208,7 @@ def expected(cluster: Cluster) -> dict[str, Any]:
     """
     compute, network, hardware = cluster.compute, cluster.network, read_hardware()
     asked = {"gpus", "gpu", "interconnect", "nvlink_domain"}
-    named = {"kind", "gbit", "ports", "interface", "subnet", "hca"}
+    named = {"kind", "gbit", "ports", "interface", "subnet", "hca", "environment"}
     found: dict[str, Any] = {
         "compute": {**compute.model_dump(include=asked), "nvlink_domain": compute.nvlink_domain or 0},
         "network": network.model_dump(include=named, mode="json"),
@@ -302,17 +238,17 @@ def judge(found: dict[str, Any], cluster: Cluster, logs: Mapping[str, str]) -> l
     found["expected"] = expected(cluster)
     if why := not_judged(found, cluster):
         found["not_judged"] = why
-    findings, found["verdict"] = verdict(found, read(logs.values()), ignored(cluster))
+    findings, found["verdict"] = judged(found, read(logs.values()), ignored(cluster))
     return findings
 
 
-def verdict(found: Mapping[str, Any], log: Log, left_out: Sequence[str] = ()) -> tuple[list[Finding], dict[str, Any]]:
+def judged(found: Mapping[str, Any], log: Log, left_out: Sequence[str] = ()) -> tuple[list[Finding], dict[str, Any]]:
     """The findings over a document and logs, and the part of the document that reports them.
 
     ``left_out``: ids of rules that do not count; ``ignored`` in the document are those of them that found a fault.
     """
-    report = Report(judging.judge_log(found, log), tuple(left_out))
-    headline = judging.headline(found, log, report.counted)
+    report = Report(judge_log(found, log), tuple(left_out))
+    headline = headline_of(found, log, report.counted)
     status = headline.partition(":")[0].lower()
     part = {"status": status, "headline": headline, "findings": as_json(report.counted), "ignored": report.ignored_faults}
     return report.counted, part
@@ -410,11 +346,7 @@ def options_for(seconds: float, backend: str, why: str, ranks_per_node: int, cpu
         ranks_per_node=ranks_per_node,
         cpus_per_node=cpus_per_node,
         seconds=max(4.0, 0.5 * seconds),
-        smallest=MIB,
         largest=min(largest_for(backend, nodes), 256 * MIB),
-        factor=16,
-        iterations=10,
-        warmup=2,
         collectives=("all_gather", "reduce_scatter", "all_reduce", "p2p"),
         scopes=("world", "intra", "pair"),
         place="step",
@@ -439,7 +371,7 @@ def before_job(target: CheckTarget, options: CheckOptions, folder: Path) -> Link
                 text = str(entry["message"] or f"{entry['collective']} did not end")[:300]
                 found["problems"].append({"node": target.hosts[0], "message": f"{why}: {text}"})
             found["hung"] = []
-        findings = judge(found, target.cluster, gather.logs(part))
+        findings = judge(found, target.cluster, link_records.logs(part))
         write(found, folder / RESULT)
         status, headline = found["verdict"]["status"], found["verdict"]["headline"]
         if why and status != FAIL:

@@ -26,16 +26,16 @@ schema that a saved file must have is :class:`clustertune.plan.measured.CheckFil
       "facts": [{"hostname": "n1", ...}],       // clustertune.host.facts.HostFacts of each node, in the order of hosts
       "software": [{"node": "n1", "torch": "2.13.0", "nccl": "2.28.9", "cuda": "13.0", "python": "3.12.3", "ranks": [0, 1]}],
       "environment": {"NCCL_SOCKET_IFNAME": "=bond0", "NCCL_DEBUG": "WARN"},   // NCCL_*, GLOO_*, TORCH_NCCL_* of training
-      "expected": {"intra": {...}, "inter": {...}},      // clustertune.nccl_check.check.expected
+      "expected": {"intra": {...}, "inter": {...}},      // clustertune.nccl_check.link_check.expected
       "verdict": {"status": "warn", "headline": "...", "findings": [clustertune.check.rule.as_json]}
     }
 
 ``scope``: ``intra`` is a collective of the ranks of each node, all nodes at once, and the figure is that of the slowest node
 (``per_node`` has each); ``inter`` is one of the first ranks of all nodes; ``world`` is one of all ranks. ``collective``:
 ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, and ``p2p``: every rank sends to the next one and gets from
-the one before. In ``per_pair`` ``p2p`` goes one way, from every rank of the first node to its counterpart on the second: the
-bandwidth is that of all of them together; the other way has an entry with the nodes in turn. Other collectives of a pair are of
-all ranks of both nodes. Pairs that share no node are measured side by side.
+the one before. In ``per_pair`` it goes one way, from every rank of the first node to its counterpart on the second: the
+bandwidth is that of all of them together; the other way has an entry with the nodes in turn. Pairs that share no node are
+measured side by side.
 
 ``bytes``: the whole buffer for all_gather and reduce_scatter, what each rank holds for the others, all that one node sends for
 ``p2p`` of a pair. ``algbw_gb_s`` is bytes by time, ``busbw_gb_s`` is that times the factor of nccl-tests' doc/PERFORMANCE.md.
@@ -54,26 +54,18 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from clustertune.check import links
-from clustertune.console import escape
 from clustertune.events import read_events, read_object
-from clustertune.nccl_check.setup import FACTS, LAUNCHED, LOGS, NODE, OUTPUT, RECORDS, Setup
+from clustertune.nccl_check.link_context import COLLECTIVES
+from clustertune.nccl_check.schedule import FACTS, LAUNCHED, LOGS, NODE, OUTPUT, RECORDS, Setup
 
 SCHEMA = "clustertune.nccl-check/1"
 """The name and version of the document."""
-COLLECTIVES = links.COLLECTIVES
-"""What is measured."""
 
 
 def bus_factor(collective: str, ranks: int) -> float:
@@ -90,34 +82,8 @@ def bus_factor(collective: str, ranks: int) -> float:
     return 1.0
 
 
-# --- sizes ----------------------------------------------------------------------------------------------------------------
-
-# Sizes as people write them: ``1K``, ``64M``, ``1GiB``; a K is 1024, as in nccl-tests.
-
-_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-
-
-def parse_size(text: str) -> int:
-    """Bytes. Raises ValueError."""
-    match = re.fullmatch(r"(\d{1,15})([kmgt]?)(i?b)?", text.strip().lower())
-    if match is None or not int(match[1]):
-        raise ValueError(f"{text[:40]!r} is not a size")
-    return int(match[1]) << (10 * _UNITS[match[2]])
-
-
-def show_size(size: int) -> str:
-    """The shortest form, with one decimal where it is not a whole number of a unit."""
-    value, unit = float(size), 0
-    while value >= 1024 and unit < 3:
-        value, unit = value / 1024, unit + 1
-    names = ("B", "KiB", "MiB", "GiB")
-    return f"{value:.0f} {names[unit]}" if value == int(value) or value >= 100 else f"{value:.1f} {names[unit]}"
-
-
-# --- gather -----------------------------------------------------------------------------------------------------------
-
-# From the files of a check's rounds to its document: what every rank wrote, put together. Reads only; nothing raises for a
-# file that is torn, missing or half written, because that is how a check looks after a fault.
+# From the files of a check to its document: what every rank wrote, put together. Reads only; nothing raises for a file that is
+# torn, missing or half written, because that is how a check looks after a fault.
 
 
 LEAST_START_SECONDS = 10.0
@@ -162,8 +128,8 @@ class CaseTimes:
 
 
 @dataclass
-class Round:
-    """What is in the folder of one round."""
+class CheckRecords:
+    """What is in the folder of a check."""
 
     folder: Path
     setup: Setup
@@ -214,9 +180,9 @@ class Round:
         return ""
 
 
-def read_round(folder: Path, setup: Setup) -> Round:
-    """A round's files."""
-    found = Round(folder, setup)
+def read_records(folder: Path, setup: Setup) -> CheckRecords:
+    """The files of a check."""
+    found = CheckRecords(folder, setup)
     steps: dict[tuple[int, tuple[int, ...]], CaseTimes] = {}
     for rank in range(setup.world_size):
         mine: dict[int, CaseTimes] = {}
@@ -274,7 +240,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def measurements(part: Round) -> dict[str, list[dict[str, Any]]]:
+def measurements(part: CheckRecords) -> dict[str, list[dict[str, Any]]]:
     """``results``, ``per_node`` and ``per_pair``. What was measured twice counts with the most iterations."""
     per_node: dict[Any, dict[str, Any]] = {}
     per_pair: dict[Any, dict[str, Any]] = {}
@@ -311,7 +277,7 @@ def measurements(part: Round) -> dict[str, list[dict[str, Any]]]:
 # --- faults ------------------------------------------------------------------------------------------------------------
 
 
-def faults(part: Round) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def faults(part: CheckRecords) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """``hung`` and ``problems``."""
     hung = [_hung(part, step) for step in part.broken if not part.cut_off(step)]
     problems = []
@@ -332,7 +298,7 @@ def faults(part: Round) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return hung, list({tuple(entry.values()): entry for entry in problems}.values())
 
 
-def _hung(part: Round, step: CaseTimes) -> dict[str, Any]:
+def _hung(part: CheckRecords, step: CaseTimes) -> dict[str, Any]:
     """Who is to blame: a rank that went silent, or one that failed by itself; the others waited for it."""
     silent = [r for r in step.ranks if r not in step.done and r not in step.hung and r not in step.failed]
     broke = [rank for rank, text in step.failed.items() if not _of_others(text)]
@@ -350,7 +316,7 @@ def _of_others(text: str) -> bool:
     return any(phrase in text.lower() for phrase in _OTHERS)
 
 
-def _as_text(part: Round, ranks: Sequence[int]) -> str:
+def _as_text(part: CheckRecords, ranks: Sequence[int]) -> str:
     """The last line of what a rank wrote, or how it was ended."""
     for rank in ranks:
         node, local = divmod(rank, part.setup.ranks_per_node)
@@ -368,7 +334,7 @@ def _as_text(part: Round, ranks: Sequence[int]) -> str:
     return ""
 
 
-def left_out(part: Round, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def left_out(part: CheckRecords, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """What was not measured, for want of time or memory."""
     there = defaultdict(list)
     for entry in [*found["results"], *({"scope": "pair", **pair} for pair in found["per_pair"])]:
@@ -386,7 +352,7 @@ def left_out(part: Round, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> l
 # --- what else is there ------------------------------------------------------------------------------------------------
 
 
-def facts(part: Round) -> list[dict[str, Any]]:
+def facts(part: CheckRecords) -> list[dict[str, Any]]:
     """Those of each host, in the order of hosts; a host without any is left out."""
     found: list[dict[str, Any]] = []
     for node in range(len(part.setup.hosts)):
@@ -397,7 +363,7 @@ def facts(part: Round) -> list[dict[str, Any]]:
     return found
 
 
-def software(part: Round) -> list[dict[str, Any]]:
+def software(part: CheckRecords) -> list[dict[str, Any]]:
     """Versions of each node, one entry for ranks that have the same."""
     found: dict[str, dict[str, Any]] = {}
     for rank, event in part.up.items():
@@ -408,12 +374,12 @@ def software(part: Round) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def steering(part: Round) -> dict[str, str]:
+def steering(part: CheckRecords) -> dict[str, str]:
     """The variables that training has, as the first node that tells had them."""
     return next((dict(seen["environment"]) for seen in part.nodes if seen.get("environment")), {})
 
 
-def logs(part: Round) -> dict[str, str]:
+def logs(part: CheckRecords) -> dict[str, str]:
     """NCCL's log of each rank, by file name; one that is not there is left out."""
     found = {}
     for rank in range(part.setup.world_size):
@@ -433,148 +399,3 @@ def _text(path: Path, most: int, *, ends: bool = False) -> str:
             return data.decode(errors="replace")
     except OSError:
         return ""
-
-
-def progress(folder: Path) -> tuple[int, str]:
-    """How many measurements a round has made, and what it measures now, by the file of rank 0."""
-    done, now = 0, "the ranks find each other"
-    for event in read_events(folder / RECORDS.format(rank=0)):
-        if event.get("event") == "done":
-            done += 1
-        elif event.get("event") == "begin":
-            case = event["case"]
-            now = f"{case['collective']} ({case['scope']})"
-    return done, now
-
-
-# --- table ------------------------------------------------------------------------------------------------------------
-
-# The table of a check, for people: the largest sizes of each collective, the slow ones of the nodes and pairs, the verdict.
-
-
-MARKS = {"fail": "FAIL", "warn": "WARN", "unknown": "?", "pass": "pass"}
-STYLES = {"fail": "bold red", "warn": "yellow", "unknown": "dim", "pass": "green"}
-COLUMNS = ("scope", "collective", "size", "algbw", "busbw", "of nominal", "median", "spread", "result")
-PAIR_COLUMNS = ("from", "to", "size", "GB/s", "of the median pair", "spread")
-WIDTH = 200
-"""More than any line: figures are looked for by programs and people alike, and a cut one is none."""
-SHOWN_SIZES = 3
-SHOWN_PAIRS = 5
-"""Of the slowest pairs; ``--json`` and result.json have all."""
-
-
-def render(found: Mapping[str, Any], console: Console) -> None:
-    """Print a document."""
-    for line in head(found):
-        console.print(Text(escape(line)), soft_wrap=True)
-    if rows := list(result_rows(found)):
-        console.print(_table(COLUMNS, rows))
-    if rows := list(pair_rows(found)):
-        console.print(Text("\nslowest pairs of nodes, one way"))
-        console.print(_table(PAIR_COLUMNS, rows), width=WIDTH, crop=False)
-    for line in notes(found):
-        console.print(Text(escape(line)), soft_wrap=True)
-    verdict(found.get("verdict") or {}, console)
-
-
-def head(found: Mapping[str, Any]) -> Iterator[str]:
-    """What was measured, on what."""
-    each, nodes = found["gpus_per_node"], found["nodes"]
-    unit = "GPUs" if found["backend"] == "nccl" else "CPU ranks"
-    on = f"{nodes} nodes with {each} {unit} each" if nodes > 1 else f"{each} {unit} of one node"
-    yield f"{found['backend']} over {found['transport']}: {on}, {found['seconds']:g} s ({found.get('backend_why', '')})"
-    if made := found.get("connect_s"):
-        yield "communicators: " + ", ".join(f"{scope} in {seconds:.3g} s" for scope, seconds in made.items())
-    yield "busbw as nccl-tests defines it, GB/s of 10^9 bytes; the slowest rank's median"
-
-
-def nominal_of(found: Mapping[str, Any], scope: str) -> float | None:
-    """What the links of a scope carry nominally, GB/s; None where it is unknown."""
-    level = (found.get("expected") or {}).get("intra" if scope == "intra" else "inter") or {}
-    value = level.get("nominal_gb_s")
-    return float(value) if isinstance(value, int | float) and value > 0 else None
-
-
-def result_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
-    """The largest sizes of every collective, worded."""
-    kinds = dict.fromkeys((entry["scope"], entry["collective"]) for entry in found["results"])
-    for scope, name in sorted(kinds, key=lambda kind: ("world intra inter".find(kind[0]), COLLECTIVES.index(kind[1]))):
-        same = [entry for entry in found["results"] if (entry["scope"], entry["collective"]) == (scope, name)]
-        nominal = nominal_of(found, scope)
-        for entry in sorted(same, key=lambda entry: -int(entry["bytes"]))[:SHOWN_SIZES]:
-            yield [
-                scope,
-                name,
-                show_size(entry["bytes"]),
-                f"{entry['algbw_gb_s']:.4g}",
-                f"{entry['busbw_gb_s']:.4g}",
-                f"{entry['busbw_gb_s'] / nominal:.0%}" if nominal else "",
-                f"{entry['median_s'] * 1e3:.4g} ms",
-                f"{entry['spread']:.0%}",
-                "ok" if entry["correct"] else "WRONG",
-            ]
-
-
-def pair_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
-    """The slowest pairs one way, each beside the median of all pairs."""
-    sized = sorted(found.get("per_pair", []), key=lambda entry: int(entry["bytes"]))
-    ways = {
-        tuple(entry["nodes"]): entry for entry in sized if entry["collective"] == "p2p"
-    }.values()  # the largest size of each
-    if not ways:
-        return
-    middle = statistics.median(entry["busbw_gb_s"] for entry in ways)
-    for entry in sorted(ways, key=lambda entry: float(entry["busbw_gb_s"]))[:SHOWN_PAIRS]:
-        share = f"{entry['busbw_gb_s'] / middle:.0%}" if middle else ""
-        size = show_size(entry["bytes"])
-        yield [*entry["nodes"], size, f"{entry['busbw_gb_s']:.4g}", share, f"{entry['spread']:.0%}"]
-
-
-def notes(found: Mapping[str, Any]) -> Iterator[str]:
-    """What did not end, what was left out, what else went wrong."""
-    for entry in found.get("hung", []):
-        where = f" on {', '.join(entry['hosts'])}" if entry["hosts"] else ""
-        size = f" of {show_size(entry['bytes'])}" if entry["bytes"] else ""
-        text = f": {entry['message']}" if entry["message"] else ""
-        yield f"did not end: {entry['collective']} ({entry['scope']}){size}{where}{text}"
-    for entry in found.get("problems", []):
-        yield f"{entry['node']}: {entry['message']}"
-    kinds: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
-    for entry in found.get("left_out", []):
-        kinds.setdefault((entry["scope"], entry["collective"], "memory" in entry["reason"]), []).append(entry)
-    for (scope, name, _), entries in kinds.items():
-        sizes = ", ".join(show_size(entry["bytes"]) for entry in sorted(entries, key=lambda entry: -int(entry["bytes"]))[:4])
-        more = f" and {len(entries) - 4} more" if len(entries) > 4 else ""
-        yield f"left out: {name} ({scope}) of {sizes}{more}: {entries[0]['reason']}"
-
-
-def verdict(document: Mapping[str, Any], console: Console) -> None:
-    """The findings, worst first; those that passed are counted."""
-    findings = document.get("findings", [])
-    for item in findings:
-        if item["status"] not in ("fail", "warn"):
-            continue
-        where = f" {item['where']}:" if item["where"] else ""
-        line = Text(f"\n{MARKS[item['status']]}", style=STYLES[item["status"]])
-        line.append(escape(f" {item['rule']}:{where} {item['found']}"), style="default")
-        console.print(line, soft_wrap=True)
-        for text in (item["why"], f"-> {item['fix']}", item["link"]):
-            if text:
-                console.print(Text(escape(f"     {text}")), soft_wrap=True)
-    passed = sum(item["status"] == "pass" for item in findings)
-    unknown = sum(item["status"] == "unknown" for item in findings)
-    status = document.get("status", "unknown")
-    headline = document.get("headline") or MARKS.get(status, status)
-    console.print()
-    console.print(Text(escape(headline), style=STYLES.get(status, "")), soft_wrap=True)
-    console.print(Text(f"{passed} rules passed, {unknown} could not be seen here", style="dim"), soft_wrap=True)
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    headers = ("scope", "collective", "from", "to", "result")
-    for name in names:
-        table.add_column(name, justify="left" if name in headers else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(escape(cell), style="bold red" if cell == "WRONG" else "") for cell in row))
-    return table

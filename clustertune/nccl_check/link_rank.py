@@ -1,4 +1,4 @@
-"""The program of one rank: ``python -m clustertune.nccl_check.rank --folder DIR --node N --local L``.
+"""The program of one rank: ``python -m clustertune.nccl_check.link_rank --folder DIR --node N --local L``.
 
 Rank 0 says what is measured next, through the store; each rank writes what it sees into a file of its own, line by line: it is
 there whatever happens next. A measurement that does not end is noticed by every rank that waits in it.
@@ -27,20 +27,16 @@ import torch.distributed as dist
 from clustertune.errors import UserError
 from clustertune.host.probe import Probe
 from clustertune.host.system import MIB, memory
-from clustertune.launch import binding, rendezvous
-from clustertune.launch.agent import await_object
-from clustertune.nccl_check.setup import (
+from clustertune.nccl_check.schedule import (
     CHECKED,
     LEAST_ITERATIONS,
     RECORDS,
-    RENDEZVOUS,
     Cases,
     CaseSchedule,
     CollectiveCase,
     Setup,
     members,
     shapes,
-    write_whole,
 )
 
 # --- one collective --------------------------------------------------------------------------------------------------
@@ -329,9 +325,7 @@ class Rank:
         """Exit code."""
         step = 0
         try:
-            setup = self.setup
-            bound = binding.bind(self.rank, self.local, setup.ranks_per_node, setup.numa_gpus, setup.numa_cpus)
-            self.records.write("start", rank=self.rank, pid=os.getpid(), bound=bound)
+            self.records.write("start", rank=self.rank, pid=os.getpid())
             self.watchdog.arm(self.setup.start_seconds, 0)
             self._meet()
             self.buffers = Buffers.make(min(self.setup.largest, self._room()), self.device)
@@ -357,21 +351,11 @@ class Rank:
         return 0
 
     def _meet(self) -> None:
-        """Find the others: rank 0 opens a store and tells its port through the folder."""
+        """Find the others: rank 0 opens a store, all others connect to it over TCP."""
         setup, limit = self.setup, datetime.timedelta(seconds=self.setup.start_seconds)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        address = setup.addresses[0]
-        if self.rank == 0:
-            # From the ports that training takes: a firewall that lets one through lets the other.
-            port = rendezvous.free_port(rendezvous.first_port(os.getpid(), 1))
-            self.store = dist.TCPStore(address, port, None, True, limit, wait_for_workers=False)
-            write_whole(self.folder / RENDEZVOUS, {"address": address, "port": self.store.port})
-        else:
-            found = await_object(self.folder / RENDEZVOUS, setup.start_seconds)
-            if not found:
-                raise RuntimeError(f"{setup.hosts[0]} gave no rendezvous address within {setup.start_seconds:.0f} s")
-            self.store = dist.TCPStore(found["address"], int(found["port"]), None, False, limit)
+        self.store = dist.TCPStore(setup.address, setup.port, None, self.rank == 0, limit, wait_for_workers=False)
         self.records.write("met")
         dist.init_process_group(
             setup.backend,
@@ -495,7 +479,7 @@ def _message(error: Exception) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program."""
-    parser = argparse.ArgumentParser(prog="clustertune.nccl_check.rank")
+    parser = argparse.ArgumentParser(prog="clustertune.nccl_check.link_rank")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--node", type=int, required=True)
     parser.add_argument("--local", type=int, required=True)
