@@ -270,17 +270,11 @@ def scratch(m: Machine) -> Iterator[Seen]:
         yield from either(FAIL if m.in_step else WARN, untried, f"{path} on {mount.kind}", fix)
 
 
-def _open_to_others(m: Machine, what: str, bits: int, change: str) -> Iterator[Seen]:
-    """The files of a kind on which others have one of the permission ``bits``."""
-    files = [file for file in m.facts.files if file.what == what]
-    bad = [file for file in files if file.mode & bits]
-    for file in bad:
-        yield Seen(WARN, f"{file.path} has mode {file.mode:04o}", f"chmod {change} {file.path}")
-    if files and not bad:
-        yield Seen(PASS, f"{len(files)} files")
-
-
 @RULES("secret-mode")
 def secret_mode(m: Machine) -> Iterator[Seen]:
     """Secrets are read by their owner only."""
-    yield from _open_to_others(m, "secret", 0o077, "600")
+    bad = [file for file in m.facts.files if file.mode & 0o077]
+    for file in bad:
+        yield Seen(WARN, f"{file.path} has mode {file.mode:04o}", f"chmod 600 {file.path}")
+    if m.facts.files and not bad:
+        yield Seen(PASS, f"{len(m.facts.files)} files")

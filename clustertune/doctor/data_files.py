@@ -15,6 +15,7 @@ from clustertune.doctor.recipe_context import RecipeContext, snapshot
 from clustertune.doctor.recipe_plan import hours
 from clustertune.errors import UserError
 from clustertune.evaluate import punkt
+from clustertune.host.mounts import lies_elsewhere
 from clustertune.recipe.architecture import contradictions
 from clustertune.recipe.native_rules import show_value
 from clustertune.recipe.parameters import weight_bytes
@@ -211,10 +212,10 @@ def weights_on_network(context: RecipeContext) -> Iterator[Seen]:
     lies = context.lies_on(_real(context)) if context.is_real and context.inputs_seen else None
     # Each node copies the model to its own disk before its ranks start (clustertune/staging/node.py).
     copied = context.cluster.storage.staging is not None and context.recipe.slurm.staging is not False
-    if lies is None or not lies.remote or copied or not size:
+    if lies is None or not lies_elsewhere(lies.kind) or copied or not size:
         return
     planned = context.plan.machine.storage_read_bytes_per_s / 1e9 if context.plan else None
-    text = f"{size / 1e9:,.0f} GB of weights are read from {lies}"
+    text = f"{size / 1e9:,.0f} GB of weights are read from {lies.kind} at {lies.point}"
     if speed := context.cluster.storage.read_gb_s or planned:
         first, low, high = (hours(times * size / 1e9 / speed) for times in (1, *MAPPED))
         text += f": {first} if read sequentially at {speed:g} GB/s, {low} to {high} through mmap"
