@@ -34,6 +34,7 @@ ORDER = (
     ("data",),
     ("checkpoint",),
     ("training",),
+    ("simulate",),
     ("export",),
     ("merge",),
     ("evaluate",),

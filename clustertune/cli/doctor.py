@@ -33,7 +33,7 @@ with deferred():
     from clustertune.doctor import preflight, recipe_context
     from clustertune.host import collect
     from clustertune.launch import allocation, batch, cluster_paths, shape
-    from clustertune.nccl_check import check as links
+    from clustertune.nccl_check import link_check as links
 COMMAND_LINE = "command line"
 Looked = tuple[list[Finding], HostFacts | None, list[str]]
 """What was found, the facts of one machine if any answered, and the machines looked at."""

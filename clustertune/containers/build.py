@@ -1,10 +1,9 @@
-"""Images: the options, what they are built from, the engine that builds them, and the bill of materials beside them."""
+"""Images: the options, what they are built from, the engine that builds them, and what lies beside them."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import platform
 import re
@@ -13,19 +12,15 @@ import shutil
 import subprocess
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from clustertune.containers import lock as locks
 from clustertune.containers import pins, wheelhouse
 from clustertune.containers.lock import PackageLock
-from clustertune.containers.pins import FOLDER
-from clustertune.containers.wheelhouse import Wheel
+from clustertune.containers.pins import FOLDER, TOOL
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storing
 from clustertune.lock import in_turn
 from clustertune.process import captured
@@ -72,9 +67,10 @@ class BaseImage:
     """What an image starts from."""
 
     name: str
-    """As labels and SBOM tell it: never a path of this machine."""
+    """As labels tell it: never a path of this machine."""
     archive: Path | None = None
-    """A docker-archive; None: ``name`` is pulled."""
+    """A docker-archive, or the files of a stand-in as tar; None: ``name`` is pulled."""
+    standin: bool = False
 
 
 def arguments(parser: argparse.ArgumentParser, kind: str) -> None:
@@ -149,7 +145,7 @@ def base_of(what: BuildRequest, python: str, say: Say) -> BaseImage:
         archive = WORK / f"standin-{wheelhouse.suite_of(python)}.tar"
         if not archive.exists() and not what.dry_run:
             wheelhouse.make_standin(python, archive, say)
-        return BaseImage(f"stand-in {wheelhouse.suite_of(python)}", archive)
+        return BaseImage(f"stand-in {wheelhouse.suite_of(python)}", archive, standin=True)
     if what.base and not _REFERENCE.fullmatch(what.base):
         return BaseImage(Path(what.base).name, Path(what.base).resolve())
     return BaseImage(what.base or pins.read_bases()["BASE_MEGATRON" if what.definition == "megatron" else "BASE_TRAIN"])
@@ -181,7 +177,7 @@ def environ() -> dict[str, str]:
 
 BUILD_SECONDS, TEST_SECONDS, PROBE_SECONDS = 7200, 1800, 60
 SELFTEST = "/usr/local/share/clustertune/selftest.py"
-VENV_PYTHON = "/usr/local/venv/bin/python"
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LIMIT = 4096
 """Open files and processes of an image's own test."""
 SQUASH = "-comp zstd -Xcompression-level 3"
@@ -202,7 +198,6 @@ class Gathered:
     base: BaseImage
     wheelhouse: Path | None
     """Of the lock and its layers; None: the base has all."""
-    wheels: list[Wheel]
     context: Path
     """The folder that the engine builds in; beside it there is room for its own files."""
 
@@ -270,25 +265,18 @@ def _as_user(command: list[str], scratch: Path) -> list[str]:
     return ["unshare", "--mount", "--propagation", "private", "--", "sh", "-eu", "-c", _AS_ROOT, "sh", str(ids), *command]
 
 
-def in_sif(program: str, image: Path, *command: str) -> list[str]:
-    """A command in a SIF that sees nothing of this machine: no home, no environment, no network."""
-    # Root on a machine without every capability (a container, a small VM) may not start it otherwise.
-    user = ["--userns"] if os.geteuid() == 0 else []
-    alone = ["--containall", "--cleanenv", "--no-home", "--net", "--network", "none"]
-    return [program, "exec", *user, *alone, str(image), *command]
-
-
 @contextlib.contextmanager
 def _gathered(what: BuildRequest, lock: PackageLock | None, recipe: str, image: str, say: Say) -> Iterator[Gathered]:
     """What a build needs, for as long as it takes. Raises UserError where storage fails."""
-    folder, wheels = None, []
+    folder = None
     with storing("build the image", image):
         # One build at a time: base and wheels are kept for the next one.
         with in_turn(WORK / "lock", lambda: say("another build is collecting its packages: waiting for it")):
             base = base_of(what, lock.python if lock else "3.12", say)
             if lock:
-                folder = WORK / "wheels" / "+".join((lock.name, *what.extras))
-                wheels = wheelhouse.fill(lock, folder, WORK / "tools", say)
+                # Of another lock another folder: what a former one left is never installed.
+                folder = WORK / "wheels" / "-".join((lock.name, *what.extras, locks.text_digest(lock.text())[:12]))
+                wheelhouse.fill(lock, folder, WORK / "tools", say)
         with tempfile.TemporaryDirectory(dir=WORK, prefix="build-") as scratch:
             # The folder that the engine builds in: the recipe, what goes into the image, and nothing of this machine.
             context = Path(scratch) / "context"
@@ -301,7 +289,7 @@ def _gathered(what: BuildRequest, lock: PackageLock | None, recipe: str, image: 
                 (context / "image.lock").write_text(lock.text())
             for path in context.iterdir():
                 path.chmod(0o644)
-            yield Gathered(base, folder, wheels, context)
+            yield Gathered(base, folder, context)
 
 
 def build_sif(what: BuildRequest, say: Say) -> dict[str, Any]:
@@ -315,17 +303,26 @@ def build_sif(what: BuildRequest, say: Say) -> dict[str, Any]:
     with _gathered(what, lock, f"{what.definition}.def", str(out), say) as given:
         out.parent.mkdir(parents=True, exist_ok=True)
         with _partial(out) as part:
-            command = _sif_command(what, program, lock, given, part)
+            command = _sif_command(what, program, lock, given, part, say)
             run(command, "the build", say, cwd=given.context, env=_caches(given.context.parent))
-            inventory = _inventory(in_sif(program, part, VENV_PYTHON, SELFTEST, "--inventory")) if lock else None
-            return _publish(part, out, lock, given, inventory, started)
+            return _publish(part, out, lock, given, started, say)
 
 
-def _sif_command(what: BuildRequest, program: str, lock: PackageLock | None, gathered: Gathered, out: Path) -> list[str]:
+def _sif_command(
+    what: BuildRequest, program: str, lock: PackageLock | None, gathered: Gathered, out: Path, say: Say
+) -> list[str]:
     """Everything relative to the context: what stands in the definition ends up in the image."""
     base, context = gathered.base, gathered.context
     given = labels(lock, base)
-    if base.archive:
+    if base.archive and base.standin:
+        (context / "base").mkdir()
+        run(
+            ["tar", "--extract", "--no-same-owner", "--file", str(base.archive), "--directory", str(context / "base")],
+            "tar",
+            say,
+        )
+        given |= {"bootstrap": "localimage", "base": "base"}
+    elif base.archive:
         (context / "base.tar").symlink_to(base.archive)
         given |= {"bootstrap": "docker-archive", "base": "base.tar"}
     else:
@@ -374,7 +371,7 @@ def build_image(what: BuildRequest, say: Say) -> dict[str, Any]:
             except OSError:
                 shutil.copy(path, given.context / "wheels" / path.name)
         labelled = {key.upper(): value for key, value in labels(lock, given.base).items()}
-        arguments = {"BASE_IMAGE": _loaded(engine, given.base), **labelled}
+        arguments = {"BASE_IMAGE": _loaded(engine, given.base, say), **labelled}
         build_arguments = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
         # OCI's own format has no SHELL and no health check, and enroot reads both.
         style = ["--format", "docker", "--layers=false"] if engine == "podman" else []
@@ -383,15 +380,14 @@ def build_image(what: BuildRequest, say: Say) -> dict[str, Any]:
         run(command, "the build", say, env={"DOCKER_BUILDKIT": "1"})
         alone = [engine, "run", "--rm", "--network", "none", *limits(engine), tag]
         run([*alone, "python", SELFTEST], "the image's own test", say, seconds=TEST_SECONDS)
-        inventory = _inventory([*alone, "python", SELFTEST, "--inventory"])
         if what.out is None:
-            bill = _write_bill(ROOT / tag.replace("/", "-").replace(":", "-"), tag, lock, given, inventory)
+            bill = _write_bill(ROOT / tag.replace("/", "-").replace(":", "-"), lock, given, say)
             size = int((answer([engine, "image", "inspect", "--format", "{{.Size}}", tag]) or "0").strip() or 0)
             return {"image": tag, "bytes": size, "seconds": round(time.monotonic() - started), **bill}
         out = what.out.absolute()
         with _partial(out) as part:
             run([engine, "save", "--output", str(part), tag], "saving the image", say)
-            return {"image": tag, **_publish(part, out, lock, given, inventory, started)}
+            return {"image": tag, **_publish(part, out, lock, given, started, say)}
 
 
 def limits(engine: str) -> list[str]:
@@ -400,10 +396,15 @@ def limits(engine: str) -> list[str]:
     return [word for name in names for word in ("--ulimit", f"{name}={LIMIT}:{LIMIT}")]
 
 
-def _loaded(engine: str, base: BaseImage) -> str:
+def _loaded(engine: str, base: BaseImage, say: Say) -> str:
     """The base's name for ``FROM``: an archive is loaded first."""
     if base.archive is None:
         return base.name
+    if base.standin:
+        name = f"clustertune-{base.archive.stem.replace('-', ':')}"
+        # A base of files has no settings: PATH is what the Dockerfile puts the venv in front of.
+        run([engine, "import", "--change", f"ENV PATH={PATH}", str(base.archive), name], "the import of the stand-in", say)
+        return name
     text = answer([engine, "load", "--input", str(base.archive)], seconds=900) or ""
     named = re.search(r"Loaded image(?:\(s\)| ID)?: (\S+)", text)
     if not named:
@@ -413,17 +414,6 @@ def _loaded(engine: str, base: BaseImage) -> str:
 
 
 # --- beside the image --------------------------------------------------------------------------------------------------
-
-
-def _inventory(command: Sequence[str]) -> Mapping[str, Any]:
-    reply = answer(command, seconds=TEST_SECONDS)
-    if reply is None:
-        raise UserError("the image does not say what it holds", ExitCode.FAILED, fix="its test's output above")
-    try:
-        return dict(json.loads(reply))
-    except ValueError:
-        text = "the image says what it holds in a form that is not JSON"
-        raise UserError(text, ExitCode.FAILED, fix="its output above; the definition's selftest.py must match") from None
 
 
 def _plan(what: BuildRequest, lock: PackageLock | None, base: BaseImage, program: str, image: str) -> dict[str, Any]:
@@ -444,95 +434,32 @@ def _partial(out: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def _write_bill(beside: Path, name: str, lock: PackageLock, given: Gathered, inventory: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the SBOM of image ``name`` next to ``beside``. Returns what the result says about it."""
-    document = bill_of(name, lock, given.wheels, inventory, given.base.name, datetime.now(UTC))
+def _write_bill(beside: Path, lock: PackageLock, given: Gathered, say: Say) -> dict[str, Any]:
+    """Write the bill of materials next to ``beside``: CycloneDX, of the requirements that were installed.
+
+    ``cyclonedx-py`` runs in an environment of its own, by uv. Where there is none, or no index, the image is there without it.
+    """
     bill = beside.with_name(beside.name + ".cdx.json")
-    bill.write_text(json.dumps(document, indent=1) + "\n")
-    return {"sbom": str(bill), "lock": lock.name}
+    bill.unlink(missing_ok=True)
+    made, version = {"lock": lock.name}, pins.read()[TOOL]["cyclonedx-bom"]
+    try:
+        tool = [pins.find_tool("uv"), "tool", "run", "--quiet", "--from", f"cyclonedx-bom=={version}", "cyclonedx-py"]
+        requirements = str(given.context / wheelhouse.REQUIREMENTS)
+        run([*tool, "requirements", requirements, "--of", "JSON", "--output-file", str(bill)], "cyclonedx-py", say, seconds=600)
+    except UserError as error:
+        say(f"warning: no bill of materials: {error.problems[0]}")
+        return made
+    return {**made, "sbom": str(bill)}
 
 
-def _publish(
-    part: Path, out: Path, lock: PackageLock | None, given: Gathered, inventory: Mapping[str, Any] | None, started: float
-) -> dict[str, Any]:
+def _publish(part: Path, out: Path, lock: PackageLock | None, given: Gathered, started: float, say: Say) -> dict[str, Any]:
     """The image in its place, and beside it the SBOM and, last, the sum: who finds the sum finds a whole image."""
     total = out.with_name(out.name + ".sha256")
     total.unlink(missing_ok=True)
     digest, size = locks.file_digest(part), part.stat().st_size
     part.replace(out)
     made: dict[str, Any] = {"file": str(out), "sha256": digest, "bytes": size, "base": given.base.name}
-    if lock and inventory:
-        made |= _write_bill(out, out.name, lock, given, inventory)
+    if lock:
+        made |= _write_bill(out, lock, given, say)
     total.write_text(f"{digest}  {out.name}\n")
     return {**made, "seconds": round(time.monotonic() - started)}
-
-
-# --- the bill of materials --------------------------------------------------------------------------------------------
-
-# The bill of materials beside an image: CycloneDX 1.6 as JSON.
-#
-# Our own in place of cyclonedx-bom 7.5: `cyclonedx-py environment` must run in the image and lists Python packages without
-# the hash of the installed wheel; `cyclonedx-py requirements` knows hashes, but no licences and no dependencies. Neither lists
-# the distribution's packages. Images are also built where no Python package is installed yet.
-# `uv export --format cyclonedx1.5` (uv 0.13.9) lists a project with a uv.lock; it takes no requirement locks with hashes.
-
-
-def bill_of(
-    image: str, lock: PackageLock, wheels: Sequence[Wheel], inventory: Mapping[str, Any], base: str, made: datetime
-) -> dict[str, Any]:
-    """What the image holds: each Python package with its licence and the hash of its file, and the distribution's packages.
-
-    The form: https://cyclonedx.org/docs/1.6/json/ .
-    ``inventory``: what ``selftest.py --inventory`` printed in the image. Raises UserError where it is not what was locked.
-    """
-    by_name = {wheel.entry.name: wheel for wheel in wheels}
-    if strange := sorted({item["name"] for item in inventory["python"]} ^ set(by_name)):
-        text = f"the image holds other packages than {lock.name}.lock: {', '.join(strange)} are installed or locked, not both"
-        fix = "the image is there, without its list of packages and its sum: make lock, then build again"
-        raise UserError(text, ExitCode.FAILED, file=image, fix=fix)
-    python = [_python(item, by_name[item["name"]]) for item in inventory["python"]]
-    distribution, release = inventory["distribution"], inventory["release"]
-    system = [_system(name, version, arch, distribution, release) for name, version, arch in inventory["system"]]
-    refs = {component["name"]: component["bom-ref"] for component in python}
-    root = f"image:{image}"
-    needs = {item["name"]: sorted(refs[name] for name in item["requires"] if name in refs) for item in inventory["python"]}
-    needed = [{"ref": refs[name], "dependsOn": on} for name, on in needs.items()]
-    properties = {"lock": lock.name, "lock.before": lock.before, "python": lock.python, "platform": lock.platform, "base": base}
-    return {
-        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
-        "bomFormat": "CycloneDX",
-        "specVersion": "1.6",
-        "serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_OID, lock.text() + made.isoformat())}",
-        "version": 1,
-        "metadata": {
-            "timestamp": made.isoformat(timespec="seconds"),
-            "component": {
-                "type": "container", "bom-ref": root, "name": image,
-                "properties": [{"name": f"clustertune:{key}", "value": value} for key, value in properties.items()],
-            },
-        },
-        "components": [*python, *system],
-        "dependencies": [{"ref": root, "dependsOn": sorted([*refs.values(), *(item["bom-ref"] for item in system)])}, *needed],
-    }  # fmt: skip
-
-
-def _python(item: Mapping[str, Any], wheel: Wheel) -> dict[str, Any]:
-    name, version = item["name"], item["version"]
-    purl = f"pkg:pypi/{quote(name)}@{quote(version, safe='.')}"
-    component: dict[str, Any] = {
-        "type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl,
-        "hashes": [{"alg": "SHA-256", "content": wheel.digest}],
-    }  # fmt: skip
-    if item["expression"]:
-        component["licenses"] = [{"expression": item["expression"]}]
-    elif item["license"]:
-        component["licenses"] = [{"license": {"name": item["license"]}}]
-    if wheel.source:
-        component["properties"] = [{"name": "clustertune:built-from-sha256", "value": wheel.source}]
-    return component
-
-
-def _system(name: str, version: str, arch: str, distribution: str, release: str) -> dict[str, Any]:
-    where = f"arch={quote(arch)}&distro={quote(distribution)}-{quote(release)}"
-    purl = f"pkg:deb/{quote(distribution)}/{quote(name)}@{quote(version, safe='.')}?{where}"
-    return {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}

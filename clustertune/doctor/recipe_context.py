@@ -254,7 +254,9 @@ class RecipeContext:
 
     @property
     def offline(self) -> bool:
-        """The Hub is not to be asked."""
+        """The Hub is not to be asked, or not reached by the nodes."""
+        if self.cluster.network.internet != "all":
+            return True
         return any(self.environment.get(key, "").upper() in _TRUE for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
 
     def version(self, package: str) -> str | None:

@@ -20,6 +20,8 @@ RULES = Rules(RECIPE, __file__)
 TIGHT = 0.95
 """Share of a GPU's memory above which a plan is called tight: its activations are predicted within a few per cent
 (docs/results/planner.md)."""
+STEP_FACTOR, MARGIN_SECONDS = 1.5, 30.0
+"""The step that a signal meets may be slower than planned; seconds for the way of the signal to every rank, and for its end."""
 LOST_HOURS = 1.0
 """Work between two saves, hours, that is called much to lose."""
 SAVING, CHEAP = 0.05, 0.01
@@ -124,19 +126,18 @@ def saves_often(context: RecipeContext) -> Iterator[Seen]:
 
 @RULES("signal-margin")
 def signal_margin(context: RecipeContext) -> Iterator[Seen]:
-    # The header that submit writes warns as early as the recipe's own figures say; the plan may know better.
     if not context.is_real or context.cluster.slurm is None:
         return
-    wanted = margins.needed(context.run_dir, context.resolved)
+    wanted = context.resolved.recipe.slurm.signal_seconds
     for problem in margins.find_problems(wanted, context.minutes, file=context.where):
         yield Seen(FAIL, f"{problem.key}: {problem.message}", problem.fix or "a longer slurm.time")
-    if context.plan is None or (context.run_dir is not None and margins.measured(context.run_dir)[0]):
+    if context.plan is None:
         return
     step, save = context.plan.step.seconds, context.plan.schedule.checkpoint.value
-    need = margins.STEP_FACTOR * step + save + margins.MARGIN_SECONDS
-    if need > wanted.seconds:
-        text = f"the job is warned {wanted.seconds} s before its end ({wanted.reason}); a predicted step of {step:.0f} s and"
-        fix = f"give expect: {{hours, steps}} in the recipe, or smaller steps; sbatch --signal=B:USR1@{math.ceil(need)} by hand"
+    need = STEP_FACTOR * step + save + MARGIN_SECONDS
+    if need > wanted:
+        text = f"the job is signalled {wanted} s before its end; a predicted step of {step:.0f} s and"
+        fix = f"slurm.signal_seconds={math.ceil(need)}"
         yield Seen(WARN, f"{text} a save of {save:.0f} s need {math.ceil(need)} s", fix)
 
 

@@ -335,10 +335,6 @@ def many_kept(case: Case) -> None:
     case.cluster["storage.write_gb_s"] = 1000
 
 
-def no_local_disk(case: Case) -> None:
-    case.recipe["save"] = {"every": case.recipe["train"].pop("save_steps"), "local": {"path": str(case.root / "none")}}
-
-
 def home_cache(case: Case) -> None:
     """A model of 16 GB, and no variable that says where the cache is."""
     case.environment = {"NLTK_DATA": case.environment["NLTK_DATA"]}

@@ -130,8 +130,8 @@ def fsdp(**changes: Any) -> Spoil:
     return spoil
 
 
-def fsdp1(**changes: Any) -> Spoil:
-    return fsdp(fsdp_version=1, fsdp_use_orig_params=True, fsdp_sync_module_states=True, **changes)
+whole_copies = fsdp(fsdp_cpu_ram_efficient_loading=False)
+"""Each rank loads the whole base."""
 
 
 def arm(case: Case) -> None:
@@ -234,13 +234,13 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("not-planned", UNKNOWN, cluster(compute__gpu="my-gpu")),
     ("shape-refused", FAIL, both(shared, section("slurm", time="2-00:00:00"), cluster(slurm__max_time="24:00:00"))),
     ("gpu-memory", FAIL, override("train.per_device_train_batch_size=2", "train.max_length=131072")),
-    ("host-memory", FAIL, both(fsdp1(), cluster(compute__memory_gb=24))),
-    ("load-timeout", WARN, both(fsdp1(), slow_storage(0.012))),
-    ("load-timeout", FAIL, both(fsdp1(), slow_storage(0.005))),
+    ("host-memory", FAIL, both(whole_copies, cluster(compute__memory_gb=24))),
+    ("load-timeout", WARN, both(whole_copies, slow_storage(0.012))),
+    ("load-timeout", FAIL, both(whole_copies, slow_storage(0.005))),
     ("prepare-time", WARN, both(cluster(slurm__max_time="24:00:00"), override("data.expect.train=1000000000000"))),
     ("saves-seldom", WARN, both(long_steps(120), section("train", save_steps=80), section("slurm", time="5-00:00:00"))),
     ("saves-often", WARN, both(section("train", save_steps=1), cluster(storage__write_gb_s=0.05))),
-    ("signal-margin", WARN, both(long_steps(300), section("train", save_steps=5), section("slurm", time="20-00:00:00"))),
+    ("signal-margin", WARN, both(long_steps(600), section("train", save_steps=5), section("slurm", time="20-00:00:00"))),
     ("signal-margin", FAIL, override("slurm.time=00:05:00")),
     ("time-limit", WARN, both(override("train.num_train_epochs=30", "slurm.time=02:00:00"))),
     ("eval-gpus", WARN, both(huge, lambda c: c.recipe.setdefault("eval", {}).update(backend="hf"))),
@@ -268,7 +268,7 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("frozen-base-in-float32", FAIL, versions(accelerate="1.12.0")),
     ("no-float32-master", FAIL, both(full, versions(accelerate="1.13.0"), cluster(storage__write_gb_s=1000))),
     ("empty-adapter", FAIL, versions(peft="0.21.2")),
-    ("empty-adapter", FAIL, both(versions(peft="0.21.0"), fsdp1(fsdp_activation_checkpointing=False))),
+    ("empty-adapter", FAIL, versions(peft="0.21.0")),
     ("every-rank-loads-all", WARN, both(versions(transformers="5.5.4"), cluster(compute__memory_gb=100))),
     ("every-rank-loads-all", FAIL, both(versions(transformers="5.22.0"), cluster(compute__memory_gb=100))),
     ("offline-asks-the-hub", FAIL, both(environment(HF_HUB_OFFLINE="1"), versions(transformers="4.57.3"))),

@@ -24,7 +24,7 @@ from clustertune.host.gpus import driver, module_version, topology
 from clustertune.host.network import nccl_files
 from clustertune.host.packages import parse_torch_version
 from clustertune.host.probe import ABSENT, CommandOutput, Probe, ask
-from clustertune.host.system import format_cpu_list, readable_cpus
+from clustertune.host.system import format_cpu_list, numa_cpus, readable_cpus
 from tests.folders import fill, program
 
 REPO = Path(__file__).resolve().parents[2]
@@ -592,3 +592,13 @@ def test_a_driver_that_fails_says_why_and_is_asked_once(words: str) -> None:
     """A second question would hang as well."""
     one, calls = probe(q=CommandOutput("", words))
     assert driver(one) == {"nvidia_smi": words} and calls == ["-q"]
+
+
+def test_numa_nodes_are_read_in_their_order(tmp_path: Path) -> None:
+    """By number, not by name: node10 comes after node2. One that has memory only is none for ranks."""
+    for name, text in (("node10", "8-11\n"), ("node2", "4-7\n"), ("node0", "0-3\n"), ("node1", "\n"), ("power", "")):
+        (folder := tmp_path / "sys/devices/system/node" / name).mkdir(parents=True)
+        (folder / "cpulist").write_text(text)
+    (folder.parent / "online").write_text("0-10\n")
+    assert list(numa_cpus(Probe(tmp_path)).values()) == ["0-3", "4-7", "8-11"]
+    assert numa_cpus(Probe(tmp_path / "none")) == {}

@@ -226,12 +226,12 @@ def test_what_a_recipe_names_by_path_is_carried_along(tmp_path: Path, tiny_model
     model = Path(shutil.copytree(tiny_model, tmp_path / "site/tiny-llama"))
     recipe = Path(shutil.copytree(REPO / "recipes/tiny-oasst2", tmp_path / "recipes/tiny-oasst2"))
     words = [f"data.input={data}", "data.format=messages", f"model.path={model}", "model.weights=hub"]
-    wrong = run("stage", recipe, *words, "--to", tmp_path / "wrong", "--ifeval", prompts, network=False)
+    wrong = run("stage", recipe, *words, "--to", tmp_path / "wrong", "--eval-data", prompts, network=False)
     assert wrong.code == 0, wrong.err
     refused = run("stage", "--verify", tmp_path / "wrong")
     assert refused.code == 2 and "64, the recipe's model.json says 192" in refused.err
     shutil.copy(model / "config.json", recipe / "model.json")
-    done = run("stage", recipe, *words, "--to", tmp_path / "out", "--ifeval", prompts, network=False)
+    done = run("stage", recipe, *words, "--to", tmp_path / "out", "--eval-data", prompts, network=False)
     assert done.code == 0, done.err
     shutil.rmtree(tmp_path / "site")
     checked = run("stage", "--verify", tmp_path / "out", "--json")
