@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from clustertune import manifest
 from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Rules, Seen, listed
 from clustertune.doctor.recipe_context import RecipeContext, snapshot
 from clustertune.doctor.recipe_plan import hours
@@ -38,23 +37,6 @@ def _is_empty(path: Path | None) -> bool:
         return path is None or not path.is_dir() or next(path.iterdir(), None) is None
     except OSError:
         return True
-
-
-@RULES("dataset-differs")
-def dataset_differs(context: RecipeContext) -> Iterator[Seen]:
-    expect = context.recipe.data.expect
-    if expect is None or context.run_dir is None:
-        return
-    try:
-        meta = manifest.read_manifest(context.run_dir / "data", "dataset").meta
-        found = {split: int(meta[split]["conversations"]) for split in ("train", "eval")}
-    except (UserError, KeyError, TypeError, ValueError):
-        return  # not prepared yet
-    for split, count in found.items():
-        wanted = getattr(expect, split)
-        if wanted is not None and wanted != count:
-            text = f"{count:,} {split} conversations were prepared, data.expect says {wanted:,}"
-            yield Seen(WARN, text, where=str(context.run_dir / "data"))
 
 
 def _compared(context: RecipeContext) -> list[str]:

@@ -243,11 +243,6 @@ class RecipeContext:
         return not self.silent and not self.staged_problems
 
     @property
-    def several_nodes(self) -> bool:
-        """Ranks run on more than one node."""
-        return self.recipe.slurm.nodes > 1
-
-    @property
     def minutes(self) -> float:
         """The job's time limit."""
         return parse_minutes(self.recipe.slurm.time) or 0.0
