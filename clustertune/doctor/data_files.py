@@ -381,7 +381,7 @@ def weights_on_network(context: RecipeContext) -> Iterator[Seen]:
     See: https://github.com/huggingface/safetensors/issues/562
     """
     size, lies = weight_bytes(context.resolved.architecture), _weights_lie(context)
-    # Each node copies the model to its own disk before its ranks start (clustertune/staging/node.py).
+    # Each node copies the model to its own disk before its ranks start (clustertune/staging/staging_step.py).
     copied = context.cluster.storage.staging is not None and context.recipe.slurm.staging is not False
     if lies is None or not lies.remote or copied or not size:
         return
