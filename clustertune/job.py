@@ -48,7 +48,7 @@ class JobChain(chain.Chain):
     allocation: Allocation = field(kw_only=True)
     cluster: Cluster = field(kw_only=True)
     evaluation: serving.Evaluation | None = None
-    """How ``eval`` answers its prompts; None: records of releases before the key do not say, and it is derived here."""
+    """How ``eval`` answers its prompts; None: it is derived here."""
     signals: list[int] = field(default_factory=list)
     """Stop signals that this process got, in order."""
 

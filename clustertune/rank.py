@@ -24,14 +24,12 @@ from clustertune import manifest, secrets
 from clustertune.checkpoint.cadence import Cadence
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
-from clustertune.events import SCHEMA
 from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.environment import one_gpu
 from clustertune.launch.plan import PLAN, AttemptPlan, check_fence
 from clustertune.monitor.machine import gpu_names
 from clustertune.plan.schedule import seconds_between_ends
 from clustertune.process import StopFlag, die_with_parent
-from clustertune.recipe.schema import Save
 from clustertune.report import cost
 from clustertune.report.cost import failures
 from clustertune.resolve.resolved import Resolved
@@ -86,7 +84,7 @@ def main(run_dir: Path, attempt: int, *, quiet: bool = False) -> int:
     heartbeat("end")
     record = {"rank": rank, "host": os.uname().nodename, "step": heartbeat.step, "code": int(code), "time": time.time()}
     for leave in (
-        lambda: _fill(records / f"rank-{rank}.json", {"schema": SCHEMA, **record, "problems": problems}),
+        lambda: _fill(records / f"rank-{rank}.json", {**record, "problems": problems}),
         sys.stdout.flush,
         sys.stderr.flush,
     ):
@@ -202,21 +200,16 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
         return program.train(attempt)
     attempt.notes += _set_environment(resolved, run, source[0], has_key="WANDB_API_KEY" in keys)
 
-    from clustertune.checkpoint.local import LocalTier
     from clustertune.training import measure
     from clustertune.training.session import Session
 
     session, save = Session(attempt), resolved.recipe.save
     limit, milestones = resolved.train_args.get("save_total_limit"), save.milestones if save is not None else ()
     store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence, milestones)
-    local = save.local if save is not None else None
     with session.startup.part("digests"):
-        tier = LocalTier.open(local, run.path, run.read().get("created"), store) if local is not None else None
-        latest = tier.newest() if tier is not None else store.latest()
+        latest = store.latest()
     if latest and latest[1].get("final"):
         session.tell(f"{latest[0].name} is the final checkpoint: nothing is left to train")
-        if tier is not None:
-            tier.clear()
         return ExitCode.OK
 
     data = near.get("data", run.tokens)
@@ -228,12 +221,7 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
         trainer.cadence = Cadence(save, _between_ends(run, plan))
     if (steps := bench_schedule.read(run.path)) is not None:
         measure.attach(trainer, steps, records)
-    if tier is not None:
-        trainer.save_to(tier, Cadence(Save(every=tier.every.every), _between_ends(run, plan)))
-    code = session.run(latest)
-    if tier is not None and code is ExitCode.OK:
-        tier.clear()
-    return code
+    return session.run(latest)
 
 
 def _between_ends(run: RunDir, plan: AttemptPlan | None) -> float:
@@ -316,7 +304,7 @@ def _set_environment(resolved: Resolved, run: RunDir, model: str, *, has_key: bo
 
     notes += deepspeed.set_environment(resolved, _tracker_id(run, resolved), cuda=torch.cuda.is_available())
     if not torch.cuda.is_available() and not resolved.distribution.is_deepspeed:
-        notes += cpu_fsdp.set_environment(fsdp1=resolved.distribution.kind == "FSDP1")
+        cpu_fsdp.set_environment()
         cpu_fsdp.install()
     build.set_tracker_environment(run.path, _tracker_id(run, resolved), "clustertune", has_key=has_key)
     return notes

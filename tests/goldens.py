@@ -99,7 +99,8 @@ def differing(recipe: str, tiny: bool) -> str:
 
 
 FIGURES = (
-    "step_s", "steps", "hours", "gpu_hours", "cost.on_demand", "needed_gib_per_gpu", "peak_gib_per_gpu", "host_gib_per_node",
+    "step_s", "steps", "hours", "gpu_hours", "total.gpu_hours", "total.cost.on_demand",
+    "needed_gib_per_gpu", "peak_gib_per_gpu", "host_gib_per_node",
     "mfu", "storage_gb.checkpoints", "storage_gb.merged model",
 )  # fmt: skip
 

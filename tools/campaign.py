@@ -446,7 +446,7 @@ def mutated(seed: int, workspace: Workspace) -> Done:
     else:
         path = recipe_copy(source, file, workspace.case / "recipes")
     how = spoil.mutate(path, chance)
-    words: list[str | Path] = ["show-cluster", path] if is_cluster else ["show", path.parent, *spoil.bring_in(file)]
+    words: list[str | Path] = ["show-cluster", path] if is_cluster else ["show", path.parent]
     out = workspace.case / "out"
     began = time.monotonic()
     code, text = run(*words, "--json", out=out, seconds=60)

@@ -1,4 +1,4 @@
-"""What the rules of a machine look at: its facts, what the cluster file says about it, and what the job expects. Python 3.8."""
+"""What the rules of a machine look at: its facts, what the cluster file says about it, and what the job expects."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def stage(
     run_dir: Annotated[Path | None, path_option("Run whose data is copied. Default: the recipe's.")] = None,
     to: Annotated[Path | None, path_option("Collect everything the recipe needs in this folder.", "--to")] = None,
     eval_data: Annotated[
-        Path | None, path_option("Rows for a task that reads a file, for --to.", "--eval-data", "--ifeval", metavar="FILE")
+        Path | None, path_option("Rows for a task that reads a file, for --to.", "--eval-data", metavar="FILE")
     ] = None,
     verify: Annotated[Path | None, path_option("Check such a folder, and test it without network.", "--verify")] = None,
     clean: Annotated[bool, typer.Option("--clean", help="Remove the copies that no job uses.")] = False,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, existing_folder, path_option
+from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, existing_run, path_option
 from clustertune.cli.deferred import deferred
 from clustertune.console import aligned, reply, say
 from clustertune.errors import UserError, raise_if
@@ -62,7 +62,7 @@ def submit(
 
 
 def _show_status(path: Path, as_json: bool) -> None:
-    run = RunDir(existing_folder(path, "a run folder"))
+    run = RunDir(existing_run(path))
     if not run.run_json.exists() and not (path / "jobs").is_dir():
         run.read()  # says that it is none
     found = jobs.read_status(run)

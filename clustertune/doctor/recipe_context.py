@@ -14,11 +14,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from clustertune import bounded, secrets
 from clustertune.check.machine import mount_of
-from clustertune.checkpoint import store
 from clustertune.cluster.schema import Cluster, same_host
 from clustertune.containers import pins
 from clustertune.errors import Problem, UserError
@@ -175,10 +174,6 @@ def _size(path: Path) -> int:
 
 SECONDS = 5.0
 """How long a folder may take to answer: the server of an NFS mount may be gone."""
-SENTINEL = "checkpoint-is-incomplete.txt"
-"""What transformers' just-in-time checkpoint leaves while it writes; nothing there reads it (transformers 5.23)."""
-LOOKED_AT = 3
-"""How many of the newest checkpoints are compared with their manifests."""
 _TRUE = ("1", "ON", "YES", "TRUE")
 """What huggingface_hub takes for true (huggingface_hub/constants.py)."""
 
@@ -201,41 +196,6 @@ class FolderFileSystem:
 
     def __str__(self) -> str:
         return f"{self.kind} at {self.point}{self.source}"
-
-
-class Newest(NamedTuple):
-    """The newest checkpoints of a run, as far as they are looked at."""
-
-    whole: store.Checkpoint | None
-    broken: list[tuple[store.Checkpoint, str]]
-    """Newer than the whole one, each with what is wrong."""
-    more: bool
-    """There are older ones, which were not looked at."""
-
-
-def newest(run_dir: Path) -> Newest:
-    """Looks at the newest checkpoints of a run folder, until one is whole."""
-    listed = store.list_checkpoints(run_dir / "checkpoints") if run_dir.is_dir() else []
-    found = Newest(None, [], len(listed) > LOOKED_AT)
-    for checkpoint in listed[:LOOKED_AT]:
-        # Sizes only: the hashes of a full 405B checkpoint would be a read of terabytes.
-        problems = store.verify(checkpoint.path, hashes=False)
-        if not problems and not any((path / SENTINEL).exists() for path in (checkpoint.path, *shards_of(checkpoint.path))):
-            return found._replace(whole=checkpoint)
-        found.broken.append((checkpoint, _message(problems[0]) if problems else f"{SENTINEL} lies in it"))
-    return found
-
-
-def _message(problem: Problem) -> str:
-    """What is wrong, with the name of the file."""
-    return f"{Path(problem.file).name}: {problem.message}" if problem.file else problem.message
-
-
-def shards_of(path: Path) -> list[Path]:
-    """Folders of a checkpoint that hold torch's sharded files."""
-    with contextlib.suppress(OSError):
-        return sorted({file.parent for file in path.glob("*/*.distcp")})
-    return []
 
 
 @dataclass(frozen=True)
@@ -315,7 +275,9 @@ class RecipeContext:
 
     @property
     def offline(self) -> bool:
-        """The Hub is not to be asked."""
+        """The Hub is not to be asked, or not reached by the nodes."""
+        if self.cluster.network.internet != "all":
+            return True
         return any(self.environment.get(key, "").upper() in _TRUE for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
 
     def version(self, package: str) -> str | None:
@@ -329,12 +291,6 @@ class RecipeContext:
             if self.environment.get(key):
                 return expand_home(self.environment[key])
         return self._hub_home / "hub"
-
-    @property
-    def hub_token(self) -> Path:
-        """Where ``hf auth login`` keeps its token: beside the cache only as long as that was not moved."""
-        value = self.environment.get("HF_TOKEN_PATH")
-        return expand_home(value) if value else self._hub_home / "token"
 
     @property
     def _hub_home(self) -> Path:
@@ -373,11 +329,6 @@ class RecipeContext:
     def real_model(self) -> ModelFolder | None:
         """The same of a run that is meant to give a model."""
         return self.model if self.is_real else None
-
-    @cached_property
-    def newest(self) -> Newest:
-        """The newest checkpoints of the run folder."""
-        return newest(self.run_dir) if self.run_dir is not None else Newest(None, [], False)
 
     @property
     def is_ours(self) -> bool:

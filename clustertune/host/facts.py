@@ -256,14 +256,20 @@ class HostFacts:
     """Whether the ranks' Python looks there."""
     python_paths: list[str] = field(default_factory=list)
     """Where the ranks' Python looks for packages, in order."""
-    exports: list[str] = field(default_factory=list)
-    """Folders of /etc/exports."""
+    exports: dict[str, str] = field(default_factory=dict)
+    """Folders of /etc/exports, each with its clients and their options."""
     probes: list[FolderProbe] = field(default_factory=list)
     files: list[FileMode] = field(default_factory=list)
     slurm: dict[str, str] = field(default_factory=dict)
     """What ``scontrol show config`` says, the keys that rules read."""
     slurm_nodes: dict[str, str] = field(default_factory=dict)
     """State and reason of each node that takes no jobs."""
+    slurm_gres: dict[str, str] = field(default_factory=dict)
+    """Generic resources of each node, ``gpu:h100:8(S:0-1)``."""
+    slurm_limits: dict[str, str] = field(default_factory=dict)
+    """Time limit of each partition, ``1-00:00:00`` or ``infinite``."""
+    slurm_scripts: dict[str, str] = field(default_factory=dict)
+    """Prolog and epilog as configured, each with why this machine cannot run it; empty: it can."""
     slurm_silent: str = ""
     """Why Slurm's controller says nothing; empty where it answered, or Slurm is not installed."""
     uptime_s: float | None = None

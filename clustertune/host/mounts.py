@@ -137,9 +137,9 @@ def _exported(line: str) -> str:
     return os.path.normpath(unescape(first)) if first.startswith("/") else ""
 
 
-def parse_exports(text: str) -> list[str]:
-    """The folders of /etc/exports."""
-    return [folder for _, _, folder in export_lines(text) if folder]
+def parse_exports(text: str) -> dict[str, str]:
+    """The folders of /etc/exports, each with its clients and options as they stand there."""
+    return {folder: re.sub(r"^(\"[^\"]*\"|\S+)\s*", "", line) for _, line, folder in export_lines(text) if folder}
 
 
 @dataclass
@@ -160,7 +160,8 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
     """The mounts with their room, the exports, and what is wanted; what does not answer in time is silent, or missing."""
     mounts = parse_mounts(probe.read("/proc/self/mountinfo"))
     exports = parse_exports(probe.read("/etc/exports"))
-    exports += [line for name in probe.names("/etc/exports.d") for line in parse_exports(probe.read(f"/etc/exports.d/{name}"))]
+    for name in probe.names("/etc/exports.d"):
+        exports |= parse_exports(probe.read(f"/etc/exports.d/{name}"))
     automounts = parse_automounts(probe.read("/proc/self/mountinfo"))
     found: dict[str, Any] = {"mounts": mounts, "exports": exports, "automounts": automounts}
     if not probe.live:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.events import SCHEMA, check_schema
 from clustertune.manifest import write_durably
 
 PLAN = "plan.json"
@@ -82,19 +81,13 @@ class AttemptPlan:
 
     def write(self, folder: Path) -> None:
         """Write ``plan.json`` into an attempt's folder, durably."""
-        write_durably(folder / PLAN, json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
+        write_durably(folder / PLAN, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> AttemptPlan:
-        """The plan of an attempt's folder. Raises UserError where there is none, or one of a later release."""
+        """The plan of an attempt's folder. Raises UserError where there is none."""
         try:
             body: dict[str, Any] = json.loads((folder / PLAN).read_bytes())
-            check_schema(body, folder / PLAN)
-            body.pop("schema", None)
-            # What releases before these keys did not write; they knew launchers by name.
-            body.setdefault("begun", (folder / PLAN).stat().st_mtime)
-            body.setdefault("sigterm_asks", body.get("launcher") != "slurm")
-            body.setdefault("node_per_rank", body.get("launcher") == "ray")
             body["nodes"] = tuple(Node(**node) for node in body["nodes"])
             return cls(**body)
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

@@ -17,7 +17,7 @@ from clustertune import secrets
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.events import SCHEMA, check_schema, read_object
+from clustertune.events import read_object
 from clustertune.launch import cluster_paths, slurm
 from clustertune.launch.plan import OUTCOME, read_attempts
 from clustertune.launch.shape import JobShape
@@ -192,7 +192,6 @@ def read_jobs(run_path: Path) -> dict[str, Any]:
         raise UserError(f"unreadable: {error}", file=str(path), fix="move it away, then submit again") from None
     if not isinstance(body, dict) or not all(isinstance(entry, dict) for entry in body.get("jobs", [None])):
         raise UserError("is not a list of jobs", file=str(path), fix="move it away, then submit again")
-    check_schema(body, path)
     return body
 
 
@@ -274,7 +273,7 @@ def submit_all(
 
 
 def _write(run_path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    write_durably(run_path / "jobs" / JOBS, json.dumps({"schema": SCHEMA, "jobs": list(entries)}, indent=1) + "\n")
+    write_durably(run_path / "jobs" / JOBS, json.dumps({"jobs": list(entries)}, indent=1) + "\n")
 
 
 def _undo(run_path: Path, before: list[Any], entries: list[dict[str, Any]], run: slurm.Run) -> list[str]:

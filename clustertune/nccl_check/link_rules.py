@@ -32,7 +32,7 @@ def _repeating(name: str, row: Mapping[str, Any]) -> Check:
             again = f" ({times} times)" if times > 1 else ""
             yield Seen(status, f"{found[0].text}{again}", where=names(fault.host for fault in found))
 
-    return rule_of(name, row["title"], row["why"], row["see"], row["fix"], look=look, subject=LINKS)
+    return Check(rule_of(name, row), look, LINKS)
 
 
 CHECKS = tuple(_repeating(name, row) for name, row in TABLE["rules"].items())

@@ -175,14 +175,12 @@ def _changes(section: str, known: Mapping[str, Any], wanted: Mapping[str, Any]) 
 
 
 def _fsdp(resolved: Resolved, layout: RequestedLayout) -> list[str]:
-    """FSDP2's own keys; FSDP1's mean nothing under version 2 and are refused there."""
     config = acc.fsdp_settings(resolved.accelerate)
-    found = [f"accelerate.{acc.key_of('version')}=2"] if not config or resolved.distribution.kind != "FSDP2" else []
+    found = [f"accelerate.{acc.key_of('version')}=2"] if not config else []
     if not config:
         # Without a policy the whole model is one unit, which is gathered at once.
         found.append(f"accelerate.{acc.key_of('auto_wrap_policy')}=TRANSFORMER_BASED_WRAP")
         found.append(f"accelerate.{acc.key_of('cpu_ram_efficient_loading')}=true")
-    found += [f"accelerate.{path}=null" for path in acc.fsdp1_keys(resolved.accelerate)]
     found += _flag(resolved, "reshard_after_forward", layout.reshard, default=True)
     return found + _flag(resolved, "offload_params", layout.offload_params == "cpu")
 

@@ -21,7 +21,6 @@ from clustertune.recipe.parameters import adapted_experts, expert_parameters, pa
 from clustertune.recipe.schema import NAME, ActivationCheckpointing, Megatron, Recipe, read_section
 from clustertune.recipe.yamlfile import Document, KeyPath, leaves, read_text, read_yaml
 from clustertune.resolve import deepspeed, kernels, megatron
-from clustertune.resolve import distribution as distributions
 from clustertune.resolve.distribution import mixed_precision, recomputed_layers
 from clustertune.resolve.resolved import Derived, Resolved, is_there
 from clustertune.resolve.tiny import is_small, scale_deepspeed, scale_mesh, tiny_layer
@@ -309,7 +308,6 @@ class _Resolution:
             return
         if self.values.get("save") is not None:
             self.report(self._find_saved_twice(given))
-            self.report(checks.check_local_saves(self.values["save"], distribution, megatron=self.megatron is not None))
             given = {key: value for key, value in given.items() if key not in _SAVING}
         self.train, found = checks.check_native(checks.train_section(self.trainer), given)
         self.report([*found, *checks.check_train(train_defaults(self.trainer) | self.train)])
@@ -508,9 +506,6 @@ class _Resolution:
             deepspeed_overrides=self.deepspeed_overrides,
             derived=self.derived,
         )
-        if text := distributions.breaks_nodes(resolved.distribution):
-            key = acc.key_of("sharding_strategy")
-            raise UserError(Problem(text, file=self.accelerate.file, key=key, fix="use whole nodes"))
         resolved.warnings.extend(_warnings(resolved))
         return resolved
 

@@ -18,7 +18,7 @@ from typing import Any
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.errors import UserError
-from clustertune.events import SCHEMA, read_object
+from clustertune.events import read_object
 from clustertune.host.mounts import own_mounts
 from clustertune.launch.agent import ask_anew
 from clustertune.launch.plan import AttemptPlan
@@ -67,7 +67,6 @@ def stage(run_path: Path, attempt: int, node: int) -> None:
     began, trees = time.perf_counter(), list[StagedTree]()
     warnings = _stage_all(run, resolved, cluster, trees)
     record = {
-        "schema": SCHEMA,
         "node": node,
         "host": os.uname().nodename,
         "trees": [item.as_json() for item in trees],

@@ -91,9 +91,7 @@ class Recomputed:
     by_model: int
     """Layers that transformers recomputes (``gradient_checkpointing`` of the layer)."""
     by_wrapper: int
-    """Layers inside a wrapper of torch's, which accelerate's ``fsdp_activation_checkpointing`` puts around them.
-
-    Under FSDP1 PEFT's policy has each matrix of an adapter wrapped as well: what lies in a wrapped layer is not counted."""
+    """Layers inside a wrapper of torch's, which accelerate's ``fsdp_activation_checkpointing`` puts around them."""
 
     def __str__(self) -> str:
         count = max(self.by_model, self.by_wrapper)

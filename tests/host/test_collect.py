@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from clustertune.doctor import wire
 from clustertune.host import collect as look
 from clustertune.host import credentials, gpus, mounts, network, probe_process, system
 from clustertune.host import gpus as gpu_text
@@ -136,7 +137,8 @@ def test_a_recorded_machine(tree: Path) -> None:
     assert (f.iommu, f.acs_redirect, f.port_range) == (True, ["0000:17:00.0"], [32768, 60999])
     assert f.kernel_log_read and f.xids == ["[100.5] NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen off the bus."]
     assert (f.clock_synchronised, f.clock_offset_s) == (True, 0.000012345)
-    assert f.exports == ["/data", "/with space", "/more"] and f.nccl_conf == {"NCCL_ALGO": "Tree (/etc/nccl.conf)"}
+    assert f.exports == {"/data": "10.0.0.0/24(rw,sync)   10.0.1.0/24(ro)", "/with space": "*(ro)", "/more": "*(ro)"}
+    assert f.nccl_conf == {"NCCL_ALGO": "Tree (/etc/nccl.conf)"}
     assert f.environment == {} and f.affinity is None and f.memlock_bytes is None, (
         "that is this process, not the recorded machine"
     )
@@ -237,8 +239,15 @@ def test_small_texts() -> None:
     assert system.parse_chrony("506 Cannot talk to daemon") is None
     config = "TaskPlugin              = task/cgroup\nCgroup Support Configuration:\nConstrainDevices        = yes\nOther = 1\n"
     assert look.parse_config(config) == {"TaskPlugin": "task/cgroup", "ConstrainDevices": "yes"}
-    nodes = "n1|idle|none\nn2|down*|Not responding\nn3|drained|bad gpu | x\nn4|mixed|none\nn5|idle*|none\n"
-    assert look.parse_nodes(nodes) == {"n2": "down* (Not responding)", "n3": "drained (bad gpu | x)", "n5": "idle*"}
+    nodes = [
+        ("n1", "idle", "none"),
+        ("n2", "down*", "Not responding"),
+        ("n3", "drained", "bad gpu | x"),
+        ("n5", "idle*", "none"),
+    ]
+    found = look.parse_nodes("".join(f"{name}|{state}|gpu:h100:8|gpu|1-00:00:00|{why}\n" for name, state, why in nodes))
+    assert found["slurm_nodes"] == {"n2": "down* (Not responding)", "n3": "drained (bad gpu | x)", "n5": "idle*"}
+    assert found["slurm_gres"]["n1"] == "gpu:h100:8" and found["slurm_limits"] == {"gpu": "1-00:00:00"}
     assert parse_torch_version("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip = None\n") == "13.0"
     assert parse_torch_version("cuda = '12.1'") == "12.1" and parse_torch_version("cuda: Optional[str] = None") == ""
     assert network.parse_addresses("nonsense\n1: lo    inet 127.0.0.1/8 scope host lo\n") == {"lo": ["127.0.0.1/8"]}
@@ -346,12 +355,12 @@ def pool(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         pytest.skip("mounting a pool needs root")
 
     def look(mode: str, state: str) -> dict[str, Any]:
-        doctor = [sys.executable, "-m", "clustertune.doctor", "--facts", f"--folder={tmp_path}/pool", "--seconds=8"]
+        doctor = [sys.executable, "-m", "clustertune.doctor", f"--folder={tmp_path}/pool", "--seconds=8"]
         command = ["unshare", "--mount", "--propagation", "private", "bash", "-c", POOL, "pool", str(tmp_path), mode, state]
         done = subprocess.run([*command, *doctor], capture_output=True, text=True, timeout=120, check=False, cwd=REPO)
         assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        (facts,) = wire.decode(done.stdout.splitlines())[0].values()
+        return facts.as_dict()
 
     return look
 

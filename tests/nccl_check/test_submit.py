@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from clustertune.check.rule import EXIT, FAIL, PASS, UNKNOWN, WARN, Rule, finding
+from clustertune.check.sbatch import lint
 from clustertune.cli import nccl_check
-from clustertune.doctor.sbatch import lint
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.allocation import Allocation
 from clustertune.nccl_check import link_check as check

@@ -26,7 +26,7 @@ from clustertune.plan.tables import ROWS
 from clustertune.resolve.overrides import RecipeSource, share
 from clustertune.resolve.resolve import resolve
 from tests.command import run
-from tests.plan.world import FSDP1, FSDP2, LLAMA_8B, LLAMA_70B, LORA_SECTION, ZERO3, fsdp2, write_cluster, write_recipe
+from tests.plan.world import FSDP2, LLAMA_8B, LLAMA_70B, LORA_SECTION, ZERO3, fsdp2, write_cluster, write_recipe
 
 REFERENCE = "rno-rtxpro6000"
 EXPERTS: dict[str, Any] = {
@@ -44,7 +44,6 @@ CASES: dict[str, dict[str, Any]] = {
     "8B full, the model recomputes": {"nodes": 2, "train": {"activation_checkpointing": False}},
     "8B full, FSDP recomputes": {"nodes": 2, "accelerate": CHECKPOINTING, "train": BY_FSDP},
     "8B full, a ratio": {"nodes": 2, "train": BY_FSDP, "activation_checkpointing": {"ratio": 0.5}},
-    "8B full, FSDP1": {"nodes": 2, "accelerate": FSDP1, "train": BY_FSDP},
     "8B full, HSDP": {"nodes": 2, "accelerate": HSDP},
     "8B full, DDP": {"accelerate": {"distributed_type": "MULTI_GPU"}},
     "8B full, ZeRO-3": {"accelerate": ZERO3},
@@ -313,7 +312,9 @@ def test_a_winner_says_what_it_saves(tmp_path: Path, where: Callable[[int], Plan
     recipe = write_recipe(tmp_path / "recipe", train=train, activation_checkpointing={"ratio": 1}, nodes=1)
     given = "train.max_length=1024"
     shown = run("plan", str(recipe), "--cluster", str(tmp_path / "hgx.yaml"), given, "--advise").out
-    assert re.search(r"h, [\d,.]+ USD; saves [\d.]+ h and [\d,.]+ USD of the recipe's", shown.splitlines()[0])
+    assert re.search(
+        r"h of training; the whole run costs [\d,.]+ USD; saves [\d.]+ h and [\d,.]+ USD of the recipe's", shown.splitlines()[0]
+    )
     program, *words = shlex.split(shown.splitlines()[1])
     assert program == "clustertune" and words[0] == "plan" and given in words
     again = run(*words, "--advise").out

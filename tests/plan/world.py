@@ -121,13 +121,6 @@ FSDP2: dict[str, Any] = {
 }  # fmt: skip
 
 
-FSDP1: dict[str, Any] = {
-    "distributed_type": "FSDP",
-    "fsdp_config": {
-        "fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_use_orig_params": True, "fsdp_activation_checkpointing": True,
-    },
-}  # fmt: skip
 ZERO3 = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}
 
 

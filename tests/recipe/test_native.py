@@ -148,7 +148,6 @@ def test_lora_on_experts(architecture: dict[str, Any], changes: dict[str, Any], 
 @pytest.mark.parametrize(
     "words",
     [
-        ["accelerate.fsdp_config.fsdp_version=1"],
         ["accelerate.parallelism_config={parallelism_config_tp_size: 2, parallelism_config_dp_shard_size: 4}"],
         ["train.torch_compile=true"],
         ["train.model_init_kwargs={quantization_config: {load_in_4bit: true, bnb_4bit_quant_storage: bfloat16}}"],

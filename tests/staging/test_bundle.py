@@ -226,7 +226,7 @@ def test_what_a_recipe_names_by_path_is_carried_along(tmp_path: Path, tiny_model
     recipe = Path(shutil.copytree(REPO / "recipes/tiny-oasst2", tmp_path / "recipes/tiny-oasst2"))
     words = [f"data.input={data}", "data.format=messages", f"model.path={model}", "model.weights=hub"]
     shutil.copy(model / "config.json", recipe / "model.json")
-    done = run("stage", recipe, *words, "--to", tmp_path / "out", "--ifeval", prompts, network=False)
+    done = run("stage", recipe, *words, "--to", tmp_path / "out", "--eval-data", prompts, network=False)
     assert done.code == 0, done.err
     shutil.rmtree(tmp_path / "site")
     checked = run("stage", "--verify", tmp_path / "out", "--json")

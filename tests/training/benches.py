@@ -47,12 +47,6 @@ PLAIN = {
     "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     "fsdp_cpu_ram_efficient_loading": False,
 }  # fmt: skip
-ONE = {
-    "fsdp_version": 1,
-    "fsdp_sharding_strategy": "FULL_SHARD",
-    "fsdp_use_orig_params": True,
-    "fsdp_sync_module_states": False,
-}
 SLICES, WHOLE = {"fsdp_cpu_ram_efficient_loading": True}, {"fsdp_cpu_ram_efficient_loading": False}
 
 
@@ -68,8 +62,6 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {"distributed_type": "NO"}),
     "ddp": (2, {"distributed_type": "MULTI_GPU"}),
     "ddp-4": (4, {"distributed_type": "MULTI_GPU"}),
-    "fsdp1": (2, fsdp(ONE)),
-    "fsdp1-4": (4, fsdp(ONE)),
     "fsdp2": (2, fsdp()),
     "fsdp2-4": (4, fsdp()),
     "fsdp2-slices": (2, fsdp(SLICES)),

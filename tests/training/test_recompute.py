@@ -109,15 +109,6 @@ def test_random_numbers_that_would_not_come_again_are_refused(tiny_model: Path) 
         recompute.apply(model, resolve(RECIPE, [OFF, "activation_checkpointing.save=[attention]"]))
 
 
-def test_a_wrapper_within_a_wrapped_layer_is_no_layer(tiny_model: Path) -> None:
-    """Under FSDP1 PEFT's policy has each matrix of an adapter wrapped too: the report said 18 of 2 layers."""
-    model = with_dropout(tiny_model, wrapped=False)
-    names = ("lora_A.default", "lora_B.default")
-    chosen = {id(m) for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer) or name.endswith(names)}
-    apply_activation_checkpointing(model, check_fn=lambda module: id(module) in chosen)
-    assert str(recompute.inspect(model)) == "2 of 2"
-
-
 @pytest.mark.parametrize(
     ("words", "on", "wrapped", "found"),
     [
