@@ -209,7 +209,6 @@ def key_faults(path: str, source: str) -> list[str]:
 
 SPEAKS_OF_A_TASK = {
     "clustertune/recipe/schema.py": "the default of eval.tasks, and what keys and files were called before there were tasks",
-    "clustertune/cli/stage.py": "an option of before there were tasks",
     "clustertune/arguments.py": "a target of make",
 }
 """Besides a task's own folder and ``evaluate/own/NAME.py``."""
