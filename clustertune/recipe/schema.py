@@ -261,7 +261,7 @@ class Slurm(Section):
         str, form(r"(\d+-)?\d{1,3}(:\d{2}){0,2}", "a Slurm time such as 48:00:00 or 2-00:00:00"), AfterValidator(check_time)
     ] = "24:00:00"
     """Wall time limit in Slurm's form."""
-    stall_seconds: Annotated[Number, Field(ge=1)] | None = None
+    stall_seconds: Annotated[Number, Field(ge=60)] | None = None
     """Silence of a rank after which its attempt is ended and begun again; None: 300 s, or 5 times the longest so far."""
     staging: bool | None = None
     """Whether each node copies model and data to ``storage.staging`` before its ranks start; None: where the cluster has
@@ -286,7 +286,7 @@ class Eval(Section):
     """GPUs that share each layer, of vLLM; None: derived. Without GPUs: processes, one on each node."""
     pipeline_parallel_size: Positive | None = None
     """Stages that share the layers out, of vLLM; None: derived."""
-    stall_seconds: Annotated[Number, Field(ge=1)] = 1800
+    stall_seconds: Annotated[Number, Field(ge=10)] = 1800
     """Seconds without an answer after which one of vLLM's servers is given up: 1,280 steps of a 405B model at 0.32 s are 7
     minutes."""
     base: bool = False
