@@ -88,7 +88,7 @@ def test_every_recipe_fits_the_machine_that_it_is_for(case: tuple[str, ...]) -> 
 
 @cache
 def submission(recipe: str, tiny: bool) -> Submission:
-    return Submission.make(recipe, [], tiny, cluster_of(recipe), REPO / "runs" / "X", None, "report", one_job=False)
+    return Submission.make(recipe, [], tiny, cluster_of(recipe), REPO / "runs" / "X", None, "report")
 
 
 @pytest.mark.parametrize(("name", "tiny"), RUNS)
