@@ -17,7 +17,6 @@ from clustertune.launch import serving, shape
 from clustertune.launch import signal_margin as margins
 from clustertune.plan.predict import make_plan
 from clustertune.plan.schedule import START_S, TOKENS_PER_CPU_S, tokens_to_prepare
-from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
 from clustertune.recipe.values import model_facts
 from clustertune.resolve.distribution import how_to_load
@@ -257,20 +256,6 @@ LORA_RATES, FULL_RATES = (1e-5, 1e-3), (1e-7, 1e-4)
 that for LoRA (https://huggingface.co/docs/trl/peft_integration); a factor of 20 to 50 around it."""
 LONG_WARMUP = 0.5
 """Share of all steps."""
-
-
-def double_recomputation(context: RecipeContext) -> Iterator[Seen]:
-    """Looks at: activation checkpointing in one place only
-
-    Why: FSDP and the model both recompute: each layer is gathered and computed once more, or the ranks end with a ValueError
-    Fix: leave it to one of them, best FSDP's
-    See: https://github.com/huggingface/transformers/issues/30404
-    """
-    args = context.args
-    of_model = bool(args.get("activation_checkpointing") or args.get("gradient_checkpointing"))
-    if context.resolved.distribution.recompute.by == "fsdp" and of_model:
-        text = f"train.activation_checkpointing and {acc.key_of('activation_checkpointing')} are both true"
-        yield Seen(FAIL, text)
 
 
 def nothing_saved(context: RecipeContext) -> Iterator[Seen]:

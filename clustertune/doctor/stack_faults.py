@@ -138,18 +138,6 @@ def no_master(c: RecipeContext) -> bool:
     return fsdp2(c) and not lora(c) and _mixed(c) and str(init.get("dtype", "")) in ("bfloat16", "float16")
 
 
-@fault("empty-adapter", "peft", ">=0.21.0,<=0.21.2", FAIL)
-def empty_adapter(c: RecipeContext) -> bool:
-    """The saved adapter is empty under FSDP's activation checkpointing.
-
-    Why: PEFT looks its keys up by names with _checkpoint_wrapped_module in them and finds none: the
-      adapter is lost, without a message
-    Fix: the release that containers/versions.env pins
-    See: https://github.com/huggingface/peft/issues/970
-    """
-    return lora(c) and c.resolved.distribution.recompute.by == "fsdp"
-
-
 LOADS_ALL = f"{acc.key_of('cpu_ram_efficient_loading')} does not spare the other ranks: each makes the whole model in RAM"
 
 
