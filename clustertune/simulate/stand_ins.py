@@ -27,7 +27,7 @@ from clustertune.training.loading_sources import RowReader
 aten = torch.ops.aten
 GATHERED, REDUCED = "gathered weights", "gradients"
 _ONE_KERNEL = ("silu_backward", "mish_backward", "native_channel_shuffle")
-"""Operators that have a kernel on CUDA, and where there is none become several: all that torch 2.13 has a CPU kernel of as well."""
+"""Operators that have a kernel on CUDA, and become several where there is none (torch 2.13)."""
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
 
@@ -134,7 +134,7 @@ def _without_index(make: Callable[..., Any]) -> Callable[..., Any]:
     return new
 
 
-def _never(*args: Any, **kwargs: Any) -> Any:
+def _never(*_: Any, **__: Any) -> Any:
     raise AssertionError("a fake tensor reached a kernel")
 
 
