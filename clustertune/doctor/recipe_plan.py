@@ -100,8 +100,8 @@ def _cadence(context: RecipeContext) -> tuple[int, float, float] | None:
     return min(every, steps or every), plan.step.seconds, plan.schedule.save.value
 
 
-@RULES("saves-seldom")
-def saves_seldom(context: RecipeContext) -> Iterator[Seen]:
+@RULES("checkpoint-interval-too-long")
+def checkpoint_interval_too_long(context: RecipeContext) -> Iterator[Seen]:
     every, step, save = _cadence(context) or (0, 1.0, 0.0)
     better = max(1, min(every - 1, int(LOST_HOURS * 3600 / 2 / step)), math.ceil(save / CHEAP / step))
     if every * step > LOST_HOURS * 3600 and better < every:
@@ -111,8 +111,8 @@ def saves_seldom(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN, f"a checkpoint every {every} steps of {step:.0f} s: {lost}", fix)
 
 
-@RULES("saves-often")
-def saves_often(context: RecipeContext) -> Iterator[Seen]:
+@RULES("checkpoint-interval-too-short")
+def checkpoint_interval_too_short(context: RecipeContext) -> Iterator[Seen]:
     every, step, save = _cadence(context) or (1, 1.0, 0.0)
     share = save / (every * step + save)
     if share > SAVING:
