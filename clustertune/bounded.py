@@ -82,7 +82,7 @@ class Pending:
         return self._answer
 
 
-class Worker:
+class StandingChild:
     """A child that does one piece of work after the other; ``work`` says with :func:`allow` how long each may take.
 
     For many pieces: a child for each would copy this process's pages and fill the libraries' caches anew.

@@ -33,7 +33,7 @@ from clustertune.nccl_check import link_check
 from clustertune.process import STOP_SIGNALS, Stopped, end
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, RunDir, keep_private
-from clustertune.staging import node as staging
+from clustertune.staging import staging_step
 from clustertune.training.events import EventLog
 
 CONTROLLER_SECONDS = 900.0
@@ -197,7 +197,7 @@ class JobChain(chain.Chain):
         say(f"attempt {plan.attempt}: {plan.world_size} ranks on {', '.join(node.name for node in plan.nodes)}")
         contained = self.cluster.container.runtime in container.RUNTIMES
         ask = stop_request_file(folder).touch if contained else None
-        if staging.is_on(self.resolved, self.cluster):
+        if staging_step.is_on(self.resolved, self.cluster):
             # A step of its own: it ends when every node has its copies, and no rank waits in a collective for one that copies.
             copies = staging_command(self.resolved, self.run.path, plan.attempt, self.cluster, self.allocation)
             step.run_step(copies, self.signals, self.still_mine, ask=stop_request_file(folder).touch)
@@ -220,7 +220,7 @@ def step_command(
 
 def staging_command(resolved: Resolved, run_path: Path, attempt: int, cluster: Cluster, allocation: Allocation) -> list[str]:
     """``srun`` of the copies on every node. One that fails leaves the others theirs."""
-    command, inside = staging.step_command(run_path, attempt), megatron.of_training(resolved, cluster)
+    command, inside = staging_step.step_command(run_path, attempt), megatron.of_training(resolved, cluster)
     binds = container.paths_of(resolved, run_path)
     return step.in_job(command, inside, allocation, binds=binds, options=["--kill-on-bad-exit=0"])
 

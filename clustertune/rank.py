@@ -34,8 +34,8 @@ from clustertune.report import cost
 from clustertune.report.cost import failures
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
-from clustertune.staging import bundle, needs, node
-from clustertune.staging.copy import amount
+from clustertune.staging import bundle, needs, staging_step
+from clustertune.staging.hashed_copy import amount
 from clustertune.storage import is_full, storage_cause
 from clustertune.training import bench_schedule, tracker
 from clustertune.training.heartbeat import Attempt, Heartbeat
@@ -186,7 +186,7 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     if plan is not None and _is_first():
         _limit(run, resolved, number, stop)
     keys = _take_secrets()
-    near = node.local_folders(records, _node_of(int(os.environ.get("RANK", "0")), records))
+    near = staging_step.local_folders(records, _node_of(int(os.environ.get("RANK", "0")), records))
     source = (str(near["model"]), None) if "model" in near else needs.model_source(run, resolved)
 
     def fence() -> None:
@@ -215,7 +215,7 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     data = near.get("data", run.tokens)
     sys.stderr.write(f"base model from {source[0]}, tokens from {data}\n")
     if session.log is not None and plan is not None:
-        _tell_staged(run, session, node.read_records(records, len(plan.nodes)))
+        _tell_staged(run, session, staging_step.read_records(records, len(plan.nodes)))
     trainer = session.make_trainer(store, data)
     if save is not None:
         trainer.cadence = Cadence(save, _between_ends(run, plan))

@@ -406,11 +406,11 @@ def damage(seed: int, workspace: Workspace) -> Done:
         problems = store.verify(copied)
     elif kind == "parcel":
         from clustertune.errors import UserError
-        from clustertune.staging import verify
+        from clustertune.staging import bundle_check
 
-        verdict = verify.Verification()
+        verdict = bundle_check.Verification()
         try:
-            verify.check_sums(copied, manifest.read_manifest(copied, "parcel"), verdict, 120)
+            bundle_check.check_sums(copied, manifest.read_manifest(copied, "parcel"), verdict, 120)
             problems = verdict.problems
         except UserError as error:
             problems = error.problems

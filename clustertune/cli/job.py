@@ -30,8 +30,7 @@ with deferred():
     from clustertune.evaluate import servers as eval_servers
     from clustertune.launch import allocation, cluster_paths, progress, serving, signal_margin
     from clustertune.launch import node as launch_node
-    from clustertune.staging import bundle
-    from clustertune.staging import node as staging_node
+    from clustertune.staging import bundle, staging_step
     from clustertune.sweep import points
 
 
@@ -206,7 +205,7 @@ def node(
                 "the node's number is missing: SLURM_NODEID is not set", key="--node", fix="give --node, or start it with srun"
             )
         node_rank = int(text)
-    raise typer.Exit(launch_node.main(run_dir, attempt, node_rank, quiet=quiet, around=staging_node.leased))
+    raise typer.Exit(launch_node.main(run_dir, attempt, node_rank, quiet=quiet, around=staging_step.leased))
 
 
 def part(

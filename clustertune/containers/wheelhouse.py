@@ -19,9 +19,9 @@ import venv
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from clustertune.containers import lock as locks
+from clustertune.containers import package_lock as locks
 from clustertune.containers import pins
-from clustertune.containers.lock import LockedPackage, PackageLock, file_digest, text_digest
+from clustertune.containers.package_lock import LockedPackage, PackageLock, file_digest, text_digest
 from clustertune.errors import ExitCode, Problem, UserError, storing
 from clustertune.process import captured
 

@@ -192,7 +192,7 @@ def tokenizer_mismatch(context: RecipeContext) -> Iterator[Seen]:
 def weights_on_network(context: RecipeContext) -> Iterator[Seen]:
     size = weight_bytes(context.resolved.architecture)
     lies = context.lies_on(_real(context)) if context.is_real and context.inputs_seen else None
-    # Each node copies the model to its own disk before its ranks start (clustertune/staging/node.py).
+    # Each node copies the model to its own disk before its ranks start (clustertune/staging/staging_step.py).
     copied = context.cluster.storage.staging is not None and context.recipe.slurm.staging is not False
     if lies is None or not lies_elsewhere(lies.kind) or copied or not size:
         return

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import process
-from clustertune.nccl_check.schedule import tournament
+from clustertune.nccl_check.link_schedule import tournament
 from clustertune.process import kill_group
 
 PAIR_SECONDS = 60.0

@@ -21,7 +21,7 @@ from typing import Any
 from clustertune.errors import UserError
 from clustertune.launch.agent import await_object, read_anew
 from clustertune.nccl_check.gpu_pairs import probe_pairs, start
-from clustertune.nccl_check.schedule import FACTS, LOGS, NODE, OUTPUT, SETUP, Setup, write_whole
+from clustertune.nccl_check.link_schedule import FACTS, LOGS, NODE, OUTPUT, SETUP, Setup, write_whole
 from clustertune.process import kill_group
 
 FACTS_SECONDS = 20.0

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from clustertune.errors import UserError
 from clustertune.host.probe import Probe
 from clustertune.host.system import MIB, memory
-from clustertune.nccl_check.schedule import (
+from clustertune.nccl_check.link_schedule import (
     CHECKED,
     LEAST_ITERATIONS,
     RECORDS,

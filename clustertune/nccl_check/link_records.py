@@ -62,7 +62,7 @@ from typing import Any
 
 from clustertune.events import read_events, read_object
 from clustertune.nccl_check.link_context import COLLECTIVES
-from clustertune.nccl_check.schedule import FACTS, LAUNCHED, LOGS, NODE, OUTPUT, RECORDS, Setup
+from clustertune.nccl_check.link_schedule import FACTS, LAUNCHED, LOGS, NODE, OUTPUT, RECORDS, Setup
 
 SCHEMA = "clustertune.nccl-check/1"
 """The name and version of the document."""

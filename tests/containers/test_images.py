@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from clustertune.containers import build as images
-from clustertune.containers import lock as locks
+from clustertune.containers import image_build as images
+from clustertune.containers import package_lock as locks
 from clustertune.containers import pins
-from clustertune.containers.lock import text_digest
+from clustertune.containers.package_lock import text_digest
 from tests import tree
 from tests.containers.conftest import TAG
 from tests.containers.in_sif import in_sif

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clustertune.nccl_check.schedule import FACTS, NODE, RECORDS, CollectiveCase, Setup
+from clustertune.nccl_check.link_schedule import FACTS, NODE, RECORDS, CollectiveCase, Setup
 
 SETUP = Setup(
     hosts=("n1", "n2"), address="10.0.0.1", port=29_400, ranks_per_node=1, cpus_per_node=1, backend="gloo",

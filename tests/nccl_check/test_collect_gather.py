@@ -9,7 +9,7 @@ import pytest
 
 from clustertune.host.system import MIB
 from clustertune.nccl_check import link_records as gather
-from clustertune.nccl_check.schedule import CollectiveCase
+from clustertune.nccl_check.link_schedule import CollectiveCase
 from tests.nccl_check.documents import Files, setup
 
 

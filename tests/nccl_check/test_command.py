@@ -13,8 +13,8 @@ from clustertune.cli.app import app
 from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
 from clustertune.nccl_check.link_check import not_judged
+from clustertune.nccl_check.link_schedule import MARGIN_SECONDS
 from clustertune.nccl_check.link_table import parse_size, show_size
-from clustertune.nccl_check.schedule import MARGIN_SECONDS
 from tests.command import REPO, Done, run
 from tests.nccl_check.command_line import command_line, program
 

@@ -17,7 +17,7 @@ import pytest
 from clustertune.check.rule import EXIT
 from clustertune.cluster.load import load_cluster
 from clustertune.nccl_check import link_check, link_records
-from clustertune.nccl_check.schedule import SCOPES, CheckOptions
+from clustertune.nccl_check.link_schedule import SCOPES, CheckOptions
 from clustertune.testbed.cluster import enter
 from clustertune.testbed.files import SUBNET
 from tests.command import REPO
@@ -114,7 +114,7 @@ def test_the_measured_rate_follows_the_shaped_one(net: FaultyCluster, tmp_path: 
     for mbit in (100, 400):
         for node in (1, 2):
             shape(net, node, mbit)
-        found[mbit], code = check(net, tmp_path, 2, 12, 16 * MIB)
+        found[mbit], code = check(net, tmp_path, 2, 12, 4 * MIB)
         assert code in (0, 1, 2)
     for mbit, document in found.items():
         assert (document["backend"], document["transport"]) == ("gloo", "gloo TCP on eth0") and not document["hung"]

@@ -21,7 +21,7 @@ from clustertune.errors import ExitCode, UserError
 from clustertune.launch.allocation import Allocation
 from clustertune.nccl_check import link_check as check
 from clustertune.nccl_check import link_records
-from clustertune.nccl_check.schedule import CheckOptions
+from clustertune.nccl_check.link_schedule import CheckOptions
 from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO, events, run
 from tests.folders import program

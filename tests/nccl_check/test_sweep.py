@@ -19,12 +19,12 @@ from clustertune.host.system import MIB
 from clustertune.launch.rendezvous import free_port
 from clustertune.nccl_check import link_rank as measure
 from clustertune.nccl_check import link_records as gather
-from clustertune.nccl_check import schedule
+from clustertune.nccl_check import link_schedule
 from clustertune.nccl_check.gpu_pairs import probe_pairs
 from clustertune.nccl_check.link_context import COLLECTIVES
 from clustertune.nccl_check.link_node import NodeCheck, steering
 from clustertune.nccl_check.link_records import bus_factor
-from clustertune.nccl_check.schedule import CaseSchedule, CollectiveCase, Setup, members, shapes, tournament
+from clustertune.nccl_check.link_schedule import CaseSchedule, CollectiveCase, Setup, members, shapes, tournament
 from tests.command import REPO
 from tests.nccl_check.documents import setup
 
@@ -74,7 +74,7 @@ def test_time_is_kept_on_any_link(rate: float) -> None:
     # The first try of a size cannot know the link yet.
     assert took <= 30.0 + 5 * MIB / rate / 1e9
     for case in cases:
-        assert case.iterations >= 3 <= schedule.LEAST_ITERATIONS
+        assert case.iterations >= 3 <= link_schedule.LEAST_ITERATIONS
     reported = {(scope, name, size) for scope, name, size, _ in left_out}
     measured = {(c.scope, c.collective, c.bytes) for c in cases}
     wanted = {("world", c, size) for c in COLLECTIVES for size in (64 << 10, MIB, 16 * MIB, 64 * MIB)}

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import MANIFEST, hub_digest, read_manifest
 
-INDEX = ".index.json"
 _OTHER_WEIGHTS = re.compile(
     r".*\.(pth|pt|gguf|ggml|onnx|onnx_data|msgpack|h5|ot|tflite|mlmodel|nemo|bin|safetensors|ckpt)(\.index\.json)?"
 )
-_SHARDS = ("model.safetensors", "pytorch_model.bin")
-"""What transformers loads, the first that is there; each alone or as shards that ``NAME.index.json`` lists."""
+_WEIGHTS = tuple(
+    re.compile(rf"{stem}(-\d+-of-\d+)?\.{kind}(\.index\.json)?")
+    for stem, kind in (("model", "safetensors"), ("pytorch_model", "bin"))
+)
+"""What transformers loads, the first that is there; each alone or as shards with an index."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,13 @@ def survey(root: Path, what: str) -> list[SourceFile]:
     """The files of ``root`` that a run needs, sorted by name.
 
     ``what``: ``model`` leaves out weights that transformers would not load (other formats, the publisher's own); anything
-    else is taken whole. Raises UserError where the folder is none, lacks a shard, or contradicts its own manifest, OSError.
+    else is taken whole. Raises UserError where the folder is none or contradicts its own manifest, OSError.
     """
     if not root.is_dir():
         problem = "is a file, not a folder" if root.exists() else "no such folder"
         raise UserError(problem, file=str(root), fix="is the storage mounted, and the name right?")
     found = dict(_walk(root))
-    names = choose(found, _read_index(found)) if what == "model" else sorted(found)
+    names = choose(found) if what == "model" else sorted(found)
     known = read_manifest(root).files if MANIFEST in found else {}
     files, problems = [], []
     for name in names:
@@ -77,36 +78,15 @@ def _walk(root: Path) -> Iterable[tuple[str, Path]]:
             yield path.relative_to(root).as_posix(), path
 
 
-def choose(names: Iterable[str], indices: Mapping[str, Sequence[str]]) -> list[str]:
+def choose(names: Iterable[str]) -> list[str]:
     """The files of a model that transformers and the tokenizer read, sorted.
 
-    ``indices``: for each ``NAME.index.json`` the shards that it lists. Weights in other formats stay behind: beside Llama's
-    safetensors lie the publisher's own, as large again. Raises UserError where a listed shard is missing.
+    Weights in other formats stay behind: beside Llama's safetensors lie the publisher's own, as large again.
     """
     there = set(names)
     chosen = {name for name in there if "/" not in name and not _OTHER_WEIGHTS.fullmatch(name)}
-    for stem in _SHARDS:
-        index = stem + INDEX
-        if index in there:
-            if missing := sorted(set(indices[index]) - there):
-                more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-                raise UserError(f"lacks {', '.join(missing[:3])}{more}", file=index, fix="load or copy the model again")
-            return sorted(chosen | {index} | set(indices[index]))
-        if stem in there:
-            return sorted(chosen | {stem})
-    if any(_OTHER_WEIGHTS.fullmatch(name) for name in there):  # weights under a name of their own: nothing is left out
-        return sorted(there)
-    return sorted(chosen)
-
-
-def _read_index(found: Mapping[str, Path]) -> dict[str, list[str]]:
-    indices = {}
-    for stem in _SHARDS:
-        if (path := found.get(stem + INDEX)) is None:
-            continue
-        try:
-            shards = json.loads(path.read_bytes())["weight_map"].values()
-            indices[stem + INDEX] = sorted({str(shard) for shard in shards})
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"no index of weights: {error!r}", file=str(path), fix="load or copy the model again") from None
-    return indices
+    for weights in _WEIGHTS:
+        if loaded := {name for name in there if weights.fullmatch(name)}:
+            return sorted(chosen | loaded)
+    # Weights under a name of their own: nothing is left out.
+    return sorted(there if any(_OTHER_WEIGHTS.fullmatch(name) for name in there) else chosen)

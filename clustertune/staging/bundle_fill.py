@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import shutil
 import socket
@@ -29,10 +28,10 @@ from clustertune.manifest import GIT_SHA1, SHA256, FileRecord
 from clustertune.recipe.load import find_elsewhere
 from clustertune.recipe.tasks import PUNKT, needed, reader_of, with_rows
 from clustertune.resolve.resolved import Resolved
-from clustertune.staging import bundle, copy, needs
+from clustertune.staging import bundle, hashed_copy, needs
 from clustertune.staging.cache import SPARE
-from clustertune.staging.copy import amount
-from clustertune.staging.files import INDEX, SourceFile, choose
+from clustertune.staging.hashed_copy import amount
+from clustertune.staging.source_files import SourceFile, choose
 
 BEGUN = ".begun.tmp"
 """A file in a bundle that is being filled."""
@@ -96,7 +95,7 @@ class Collector:
             return []
         if model.path:
             name = Path(model.path).name
-            files = copy.survey(Path(model.path), "model", self._stall)
+            files = hashed_copy.survey(Path(model.path), "model", self._stall)
             target = f"{bundle.MODEL}/{name}"
             return [BundlePart("model", model.name, target, Path(model.path), files, revision=model.revision, path=target)]
         return [self._repository("model", model.name, model.revision)]
@@ -111,7 +110,7 @@ class Collector:
         root = needs.snapshot(needs.hub_cache(), plural, name, revision)
         if root.is_dir():
             with contextlib.suppress(UserError):
-                files = copy.survey(root, kind, self._stall)
+                files = hashed_copy.survey(root, kind, self._stall)
                 if kind != "model" or any(file.name.endswith((".safetensors", ".bin")) for file in files):
                     return BundlePart(what, name, target, root, files, revision=revision, path=path)
         names = list_hub_files(kind, name, revision)
@@ -135,7 +134,7 @@ class Collector:
         target = f"{bundle.DATA}/{source.name}"
         if source.is_file():
             return [BundlePart("data", data.name, bundle.DATA, source.parent, [_one(source)], path=target)]
-        return [BundlePart("data", data.name, target, source, copy.survey(source, "data", self._stall), path=target)]
+        return [BundlePart("data", data.name, target, source, hashed_copy.survey(source, "data", self._stall), path=target)]
 
     def _benchmark(self) -> list[BundlePart]:
         if (path := self._rows) is not None:
@@ -204,7 +203,11 @@ class Collector:
         folder = Path(self._resolved.folder)
         found = [
             BundlePart(
-                "recipe", folder.name, f"{bundle.RECIPES}/{folder.name}", folder, copy.survey(folder, "recipe", self._stall)
+                "recipe",
+                folder.name,
+                f"{bundle.RECIPES}/{folder.name}",
+                folder,
+                hashed_copy.survey(folder, "recipe", self._stall),
             )
         ]
         recipe = self._resolved.recipe
@@ -271,7 +274,7 @@ class Collector:
         return before
 
     def _copy(self, part: BundlePart, root: Path) -> dict[str, FileRecord]:
-        return copy.mirror(root, self._out / part.target, part.files, SHA256, self._stall)[0]
+        return hashed_copy.mirror(root, self._out / part.target, part.files, SHA256, self._stall)[0]
 
     def _load(self, part: BundlePart) -> dict[str, FileRecord]:
         """From the network, each file compared with the Hub's own digest of it: ``snapshot_download`` compares sizes."""
@@ -280,7 +283,9 @@ class Collector:
         part.fetch(target)
         digests, records = hub_digests(target), {}
         names = [name for name in part.names if (target / name).is_file()]
-        answers = copy.hash_files([(target / name, None) for name in names], SHA256, self._stall, f"verifying {part.name}")
+        answers = hashed_copy.hash_files(
+            [(target / name, None) for name in names], SHA256, self._stall, f"verifying {part.name}"
+        )
         for name, record in zip(names, answers, strict=True):
             if isinstance(record, str):
                 raise UserError(f"cannot be read: {record}", file=str(target / name), code=ExitCode.STORAGE)
@@ -340,14 +345,7 @@ def list_hub_files(kind: str, name: str, revision: str | None) -> list[str]:
         api = huggingface_hub.HfApi()
         info = api.repo_info(name, revision=revision, repo_type=kind, timeout=ANSWER_SECONDS)
         names = [entry.rfilename for entry in getattr(info, "siblings", None) or [] if not entry.rfilename.startswith(".")]
-        if kind != "model":
-            return sorted(names)
-        indices = {}
-        for entry in names:
-            if entry.endswith(INDEX) and "/" not in entry:
-                path = huggingface_hub.hf_hub_download(name, entry, revision=revision)
-                indices[entry] = sorted(set(json.loads(Path(path).read_bytes())["weight_map"].values()))
-        return choose(names, indices)
+        return choose(names) if kind == "model" else sorted(names)
 
 
 def download(kind: str, name: str, revision: str | None, files: list[str], out: Path) -> None:

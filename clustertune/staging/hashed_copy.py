@@ -1,7 +1,7 @@
 """Reading, copying and hashing many files in a child process that is given up when nothing moves.
 
 A mount that hangs holds every process that reads from it, and no signal helps: so :func:`within` has a child do the work, and
-ends it where no byte comes for so many seconds. The child is ``python -m clustertune.staging.copy FD``, with a
+ends it where no byte comes for so many seconds. The child is ``python -m clustertune.staging.hashed_copy FD``, with a
 ``multiprocessing.Connection`` at that descriptor; ``multiprocessing`` itself would wait for the child when the parent exits.
 Copies are hashed on their way: neither ``rsync`` nor ``cp`` says what it has read.
 """
@@ -27,8 +27,8 @@ from clustertune import console
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import FileRecord, new_hasher
 from clustertune.process import die_with_parent
-from clustertune.staging import files
-from clustertune.staging.files import SourceFile
+from clustertune.staging import source_files
+from clustertune.staging.source_files import SourceFile
 
 STALL_SECONDS = 120.0
 """How long nothing may move: longer than the fail-over of a file server, shorter than what holds up a job unnoticed."""
@@ -62,7 +62,7 @@ def locate(root: Path, stall: float) -> Path:
 
 
 def survey(root: Path, what: str, stall: float) -> list[SourceFile]:
-    """:func:`clustertune.staging.files.survey` with a limit. Raises UserError."""
+    """:func:`clustertune.staging.source_files.survey` with a limit. Raises UserError."""
     found: list[SourceFile] = within(stall, root, "survey", root, what)
     return found
 
@@ -131,7 +131,7 @@ def within(
     package = str(Path(__file__).resolve().parents[2])
     ours, theirs = Pipe()
     child = subprocess.Popen(
-        [sys.executable, "-m", "clustertune.staging.copy", str(theirs.fileno())],
+        [sys.executable, "-m", "clustertune.staging.hashed_copy", str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))},
@@ -305,7 +305,7 @@ def hash_all(advance: Advance, paths: Sequence[tuple[Path, str]]) -> list[FileRe
 
 TASKS: Mapping[str, Callable[..., Any]] = {
     "locate": lambda _advance, root: os.path.realpath(root),
-    "survey": lambda _advance, root, what: files.survey(root, what),
+    "survey": lambda _advance, root, what: source_files.survey(root, what),
     "copy_files": copy_files,
     "hash_all": hash_all,
 }

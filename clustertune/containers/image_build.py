@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.containers import lock as locks
+from clustertune.containers import package_lock as locks
 from clustertune.containers import pins, wheelhouse
-from clustertune.containers.lock import PackageLock
+from clustertune.containers.package_lock import PackageLock
 from clustertune.containers.pins import FOLDER, TOOL
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storing
 from clustertune.lock import in_turn

@@ -1,8 +1,8 @@
 """``stage --verify``: the checksums of an offline bundle, then what the chain reads of it, in a process without network.
 
 The rehearsal has empty caches and, by ``unshare --net``, nothing but loopback. It is the chain's own ``prepare``, which needs
-data, tokenizer and chat template; then ``python -m clustertune.staging.verify``, which loads the model and the evaluation's
-tasks, and answers with one JSON object a line: what a step found, or what is wrong.
+data, tokenizer and chat template; then ``python -m clustertune.staging.bundle_check``, which opens the model and the
+evaluation's tasks.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,7 +25,7 @@ from clustertune.process import captured
 from clustertune.recipe.tasks import PUNKT
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
-from clustertune.staging import bundle, copy
+from clustertune.staging import bundle, hashed_copy
 
 SECONDS = 3600.0
 """How long a part of the rehearsal may take: some gigabytes from a slow disk, some million conversations."""
@@ -68,7 +66,7 @@ def verify(
     check_sums(folder, sealed, verdict, stall)
     if verdict.problems:
         return verdict
-    tell(f"{verdict.files} files, {copy.amount(verdict.bytes)}: sums are right")
+    tell(f"{verdict.files} files, {hashed_copy.amount(verdict.bytes)}: sums are right")
     meta = sealed.meta
     recipe = recipe or str(folder / bundle.RECIPES / str(meta["recipe"]))
     words = [*(list(overrides) or list(meta["overrides"])), f"{bundle.STAGED}={folder}"]
@@ -81,7 +79,7 @@ def verify(
 def check_sums(folder: Path, sealed: manifest.Manifest, verdict: Verification, stall: float) -> None:
     """Every file by its SHA-256, several at once, and nothing beside them that a library would read."""
     names = sorted(sealed.files)
-    answers = copy.hash_files([(folder / name, sealed.files[name]) for name in names], SHA256, stall, "sums")
+    answers = hashed_copy.hash_files([(folder / name, sealed.files[name]) for name in names], SHA256, stall, "sums")
     fix = "copy it again from where it was staged, or stage it again"
     for name, answer in zip(names, answers, strict=True):
         record, file = sealed.files[name], str(folder / name)
@@ -114,40 +112,28 @@ def _rehearse(folder: Path, words: list[str], scratch: Path, verdict: Verificati
         tell(f"warning: {text}")
         prefix = ()
     environment = _environment(folder, scratch)
-
-    def step(name: str, found: str, problems: Sequence[Problem]) -> None:
+    prepare = ["clustertune", "prepare", *words, "--out", str(scratch / "data")]
+    if "--tiny" in words:  # `prepare` has no such option
+        prepare = ["clustertune", "run", *words, "--to", "prepare", "--run-dir", str(scratch / "run")]
+    order = json.dumps({"words": words, "scratch": str(scratch)})
+    for name, command in (("prepare", prepare), ("load", ["clustertune.staging.bundle_check", order])):
+        found, problems = _run([*prefix, sys.executable, "-m", *command], environment, name, folder)
         verdict.steps.append({"step": name, "found": found, "problems": [asdict(problem) for problem in problems]})
         verdict.problems += problems
         tell(f"{name}: {'; '.join(problem.message for problem in problems) or found}")
 
-    def run(name: str, *command: str) -> subprocess.CompletedProcess[str] | None:
-        """A program that ended well; None, and a step with a problem, where it does not."""
-        try:
-            done = captured([*prefix, sys.executable, "-m", *command], SECONDS, environment)
-        except subprocess.TimeoutExpired:
-            step(name, "", [Problem(f"timed out after {SECONDS:g} s", file=str(folder), fix="is the storage slow?")])
-            return None
-        if done.returncode:
-            lines = [line for line in done.stderr.strip().splitlines() if line] or ["without a message"]
-            shown = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines[-1:]
-            step(name, "", [Problem(f"{name} ended with code {done.returncode}: {text}", file=str(folder)) for text in shown])
-            return None
-        return done
 
-    if "--tiny" in words:  # `prepare` has no such option, `run` prints no counts
-        if run("prepare", "clustertune", "run", *words, "--to", "prepare", "--run-dir", str(scratch / "run")):
-            step("prepare", "made, scaled down", [])
-    elif done := run("prepare", "clustertune", "prepare", *words, "--out", str(scratch / "data"), "--json"):
-        made = json.loads(done.stdout)
-        counts = ", ".join(f"{split}: {made[split]['conversations']} conversations" for split in ("train", "eval"))
-        without = re.search(r"without tokens: (?!.*Megatron)(.*)", done.stderr)
-        problem = Problem(f"the tokenizer is not usable from here: {without[1]}", file=str(folder)) if without else None
-        tokens = f", {made['tokens']:,} tokens" if made["tokens"] is not None else ""
-        step("prepare", counts + tokens, [problem] if problem else [])
-    if done := run("load", "clustertune.staging.verify", json.dumps({"words": words, "scratch": str(scratch)})):
-        for line in done.stdout.splitlines():
-            body = json.loads(line)
-            step(body["step"], body["found"], [Problem(**problem) for problem in body["problems"]])
+def _run(command: Sequence[str], environment: Mapping[str, str], name: str, folder: Path) -> tuple[str, list[Problem]]:
+    """What a program printed last where it ended well; else what is wrong."""
+    try:
+        done = captured(command, SECONDS, environment)
+    except subprocess.TimeoutExpired:
+        return "", [Problem(f"{name} timed out after {SECONDS:g} s", file=str(folder), fix="is the storage slow?")]
+    lines = [line for line in done.stderr.strip().splitlines() if line] or ["without a message"]
+    if done.returncode:
+        shown = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines[-1:]
+        return "", [Problem(f"{name} ended with code {done.returncode}: {text}", file=str(folder)) for text in shown]
+    return (done.stdout.strip().splitlines() or lines)[-1], []
 
 
 def _environment(folder: Path, scratch: Path) -> dict[str, str]:
@@ -170,16 +156,11 @@ def _environment(folder: Path, scratch: Path) -> dict[str, str]:
 # --- the load: model and evaluation from a bundle alone --------------------------------------------------------------
 
 
-FORWARD_BYTES = 4e9
-"""Weights up to this size are loaded, and take one step; of larger ones only the headers are read."""
-_SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-
-
-def load_model(resolved: Resolved, _scratch: Path) -> str:
-    """Configuration and the header of every shard; a model that is small enough takes one step."""
+def load_model(resolved: Resolved) -> str:
+    """Configuration, tokenizer and the header of every shard."""
     if resolved.recipe.model.weights == "random":
-        return "the run makes it itself"
-    from transformers import AutoConfig
+        return "the run makes its model itself"
+    from transformers import AutoConfig, AutoTokenizer
 
     from clustertune.evaluate.model import check_weights
     from clustertune.merge.base import read_base
@@ -188,34 +169,12 @@ def load_model(resolved: Resolved, _scratch: Path) -> str:
     if folder is None:
         raise UserError("contains no model", file=str(resolved.recipe.staged), fix="stage the recipe again")
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    raise_if([*check_weights(folder), *_differences(resolved, config.to_dict(), folder / "config.json")])
-    text = f"{config.model_type}, weights are complete"
-    if resolved.recipe.lora is not None:
-        base = read_base(folder)
-        text = f"{config.model_type}, {len(base.tensors)} tensors in {len(base.headers)} files"
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    if not 0 < size <= FORWARD_BYTES:
-        return f"{text}; not loaded: {size / 1e9:.1f} GB of weights"
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(str(folder), trust_remote_code=False)
-    ids = AutoTokenizer.from_pretrained(str(folder))("A batch job asks for nodes.", return_tensors="pt")["input_ids"][:, :32]
-    with torch.no_grad():
-        logits = model(input_ids=ids).logits
-    if not bool(torch.isfinite(logits).all()):
-        raise UserError("its logits are not finite", file=str(folder), fix="copy the model again")
-    return f"{text}; {tuple(logits.shape)} logits, finite"
-
-
-def _differences(resolved: Resolved, config: Mapping[str, Any], path: Path) -> list[Problem]:
-    """Where the model is another than the recipe says: its adapter would be refused after the training."""
-    fix = "name the model that the recipe's model.json describes, or correct that file"
-    return [
-        Problem(f"{config[key]}, the recipe's model.json says {expected}", file=str(path), key=key, fix=fix)
-        for key, expected in resolved.architecture.items()
-        if key in _SIZES and key in config and config[key] != expected
-    ]
+    AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    raise_if(check_weights(folder))
+    if resolved.recipe.lora is None:
+        return f"{config.model_type}, weights are complete"
+    base = read_base(folder)
+    return f"{config.model_type}, {len(base.tensors)} tensors in {len(base.headers)} files"
 
 
 def load_tasks(resolved: Resolved, scratch: Path) -> str:
@@ -243,27 +202,19 @@ def load_tasks(resolved: Resolved, scratch: Path) -> str:
 
 
 def main() -> int:
-    """Load what the order on the command line names; whatever libraries print goes to stderr."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    """Load what the order on the command line names, and print what was found; whatever libraries print goes to stderr."""
     order = json.loads(sys.argv[1])
     tiny = "--tiny" in order["words"]
     recipe, *overrides = [word for word in order["words"] if word != "--tiny"]
-    resolved = resolve(recipe, overrides, tiny=tiny)
-    bundle.enter(resolved)
-    for name, load in (("model", load_model), ("benchmark", load_tasks)):
-        found, problems = "", list[Problem]()
-        try:
-            with contextlib.redirect_stdout(sys.stderr):
-                found = load(resolved, Path(order["scratch"]))
-        except UserError as error:
-            problems = list(error.problems)
-        except Exception as error:  # whatever a library raises is what the run would meet
-            traceback.print_exc()
-            text = (str(error).splitlines() or [""])[0]
-            problems = [Problem(f"{type(error).__name__}: {text}", file=str(resolved.recipe.staged))]
-        out.write(json.dumps({"step": name, "found": found, "problems": [asdict(problem) for problem in problems]}) + "\n")
-        out.flush()
+    try:
+        resolved = resolve(recipe, overrides, tiny=tiny)
+        bundle.enter(resolved)
+        with contextlib.redirect_stdout(sys.stderr):
+            found = [load_model(resolved), load_tasks(resolved, Path(order["scratch"]))]
+    except UserError as error:
+        sys.stderr.write("".join(f"error: {problem}\n" for problem in error.problems))
+        return int(error.code)
+    sys.stdout.write("; ".join(filter(None, found)) + "\n")
     return 0
 
 

@@ -1,7 +1,7 @@
 """Staging in a Slurm job: each node copies in a step of its own before the ranks; a node that cannot reads the shared storage.
 
-``python -m clustertune.staging.node RUN ATTEMPT`` is that step, one task a node; its end is the barrier. What a node did is in
-``staged-N.json`` of the attempt: its ranks read it, and rank 0 reports it in the metrics.
+``python -m clustertune.staging.staging_step RUN ATTEMPT`` is that step, one task a node; its end is the barrier. What a node
+did is in ``staged-N.json`` of the attempt: its ranks read it, and rank 0 reports it in the metrics.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from clustertune.launch.plan import AttemptPlan
 from clustertune.manifest import MANIFEST, write_durably
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
-from clustertune.staging import cache, copy, needs
+from clustertune.staging import cache, hashed_copy, needs
 from clustertune.staging.cache import SourceFolder, StagedTree, Stager, StagingCache
-from clustertune.staging.copy import STALL_SECONDS, amount
+from clustertune.staging.hashed_copy import STALL_SECONDS, amount
 
 
 def record_file(folder: Path, node: int) -> Path:
@@ -37,7 +37,7 @@ def record_file(folder: Path, node: int) -> Path:
 
 def step_command(run_path: Path, attempt: int) -> list[str]:
     """What copies on a node before an attempt's ranks start."""
-    return [sys.executable, "-m", "clustertune.staging.node", str(run_path.resolve()), str(attempt)]
+    return [sys.executable, "-m", "clustertune.staging.staging_step", str(run_path.resolve()), str(attempt)]
 
 
 def is_on(resolved: Resolved, cluster: Cluster) -> bool:
@@ -91,7 +91,7 @@ def _stage_all(run: RunDir, resolved: Resolved, cluster: Cluster, trees: list[St
         return [f"nothing is staged, the ranks read the shared storage: {error.problems[0]}"]
     for source in needs.sources(resolved, run)[0]:
         try:
-            if needs.is_wanted(resolved, cluster, copy.locate(source.root, STALL_SECONDS), mounts):
+            if needs.is_wanted(resolved, cluster, hashed_copy.locate(source.root, STALL_SECONDS), mounts):
                 trees.append(_stage_one(stager, source))
         except (UserError, OSError) as error:
             problem = error.problems[0] if isinstance(error, UserError) else error
