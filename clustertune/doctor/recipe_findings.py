@@ -47,6 +47,7 @@ def recipe_refused(error: UserError) -> Iterator[Seen]:
 
 @RULES("recipe-warning")
 def recipe_warning(context: RecipeContext) -> Iterator[Seen]:
+    """Warnings from resolving the recipe."""
     for warning in context.resolved.warnings:
         if not warning.startswith("data."):  # a missing input has a rule of its own
             yield Seen(WARN, warning)
