@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -229,6 +231,24 @@ def test_few_steps_are_warned_of_and_one_without_a_rate_is_refused(tmp_path: Pat
         idle = run(*words, "llama8b-lima", *more[name], "train.max_steps=1", "train.warmup_steps=0.1")
         assert idle.code == 2 and "train.warmup_steps" in idle.err
         assert run(*words, "llama8b-lima", *more[name], "train.max_steps=1", "train.warmup_steps=0").code == 0
+
+
+@pytest.mark.parametrize("command", [("new", "x"), ("plan",)], ids=lambda words: words[0])
+def test_a_folder_whose_config_is_no_file_is_said(command: tuple[str, ...], tmp_path: Path) -> None:
+    """By its name, not that of a recipe; and a recipe's own model.json is not passed over for another recipe's."""
+    words = [str(tmp_path / word) if word == "x" else word for word in command]
+    made = tmp_path / "model"
+    made.mkdir()
+    for given, word in ((made, "neither config.json nor recipe.yaml"), (made, "config.json: is not a file")):
+        done = run(*words, "--model", given, "--data", CONVERSATIONS, *GPUS)
+        assert done.code == 2 and word in done.err, done.err
+        os.mkfifo(made / "config.json") if "neither" in word else None
+    done = run(*words, "--model", made / "config.json", "--data", CONVERSATIONS, *GPUS)
+    assert done.code == 2 and "config.json: is not a file" in done.err
+    shutil.copytree(RECIPES / "tiny-oasst2", tmp_path / "mine")
+    (tmp_path / "mine" / "model.json").unlink()
+    os.mkfifo(tmp_path / "mine" / "model.json")
+    assert run("show", tmp_path / "mine").code == 2
 
 
 @pytest.mark.parametrize("command", [("new", "x"), ("plan",)], ids=lambda words: words[0])

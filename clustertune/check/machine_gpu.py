@@ -62,24 +62,6 @@ def driver_cuda(m: Machine) -> Iterator[Seen]:
         yield Seen(PASS, text)
 
 
-@RULES("cuda-visible-devices")
-def cuda_visible_devices(m: Machine) -> Iterator[Seen]:
-    """Only Slurm has chosen GPUs."""
-    value = m.facts.environment.get("CUDA_VISIBLE_DEVICES")
-    named = [part for part in (value or "").split(",") if part.strip()]
-    if value is None:
-        yield from either(WARN, "", "not set" if m.facts.gpus else "")
-    elif m.in_step and m.expects.gpus:  # Slurm sets it, by the number of the GPU or by its UUID
-        differs = f"{value or 'empty'}: {len(named)} GPUs, the job has {m.expects.gpus}" if len(named) != m.expects.gpus else ""
-        yield from either(FAIL, differs, value, "unset it in the job's script: Slurm gives each step its own")
-    elif m.in_step:
-        return
-    elif not named or value.strip() in ("-1", "NoDevFiles"):
-        yield Seen(WARN, f"it is {value!r}: no GPU is visible", "unset CUDA_VISIBLE_DEVICES")
-    elif not m.environ("SLURM_JOB_ID"):
-        yield Seen(WARN, f"it is {value!r} outside of a job", "unset CUDA_VISIBLE_DEVICES, unless it is meant")
-
-
 @RULES("gpu-pcie")
 def gpu_pcie(m: Machine) -> Iterator[Seen]:
     """Cards have all their lanes; slots are of the generation that the cluster file says, or that the card has."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from clustertune.check.machine import Machine, first_part
-from clustertune.check.rule import FAIL, MACHINE, PASS, WARN, Rules, Seen, either, listed
+from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Rules, Seen, either, listed
 from clustertune.host.mounts import lies_elsewhere
 
 RULES = Rules(MACHINE, __file__)
@@ -15,32 +15,17 @@ KILL_WAIT_S = 30
 LOST_AT_BOOT = ("/tmp", "/var/tmp", "/run", "/dev/shm")  # noqa: S108 - they are named as wrong
 
 
-@RULES("slurm-controller")
-def slurm_controller(m: Machine) -> Iterator[Seen]:
-    """It answers."""
-    f = m.facts
-    yield from either(FAIL, f.slurm_silent or "", f.slurm.get("SLURM_VERSION", "answers") if f.slurm else "")
-
-
 @RULES("slurm-nodes")
 def slurm_nodes(m: Machine) -> Iterator[Seen]:
     """All nodes of the cluster file take jobs."""
     f = m.facts
+    if f.slurm_silent:
+        yield Seen(UNKNOWN, f"Slurm's controller does not answer: {f.slurm_silent}")
     if f.slurm_silent or not f.slurm:
         return
     wanted = {first_part(name) for name in m.names_with("compute")}
     bad = [f"{name}: {state}" for name, state in sorted(f.slurm_nodes.items()) if not wanted or first_part(name) in wanted]
     yield from either(WARN, listed(bad, 8, "; ", "; and"), "all take jobs")
-
-
-@RULES("slurm-accounting")
-def slurm_accounting(m: Machine) -> Iterator[Seen]:
-    """Accounting is as the cluster file says."""
-    kind = m.facts.slurm.get("AccountingStorageType", "")
-    runs = not kind.endswith("/none") and kind != "(null)"
-    lacking = kind and not runs and m.section("slurm").get("accounting")
-    good = "slurmdbd" if runs else "none: clustertune asks squeue and scontrol"
-    yield from either(WARN, "the cluster file counts on it, and Slurm has none" if lacking else "", good if kind else "")
 
 
 @RULES("slurm-devices")

@@ -8,7 +8,6 @@ from collections.abc import Container, Iterator, Sequence
 from clustertune.check.machine import Machine, first_part, gigabytes
 from clustertune.check.rule import FAIL, MACHINE, PASS, WARN, Rules, Seen, either
 from clustertune.host.facts import Mount
-from clustertune.host.mounts import lies_elsewhere
 
 RULES = Rules(MACHINE, __file__)
 
@@ -199,24 +198,6 @@ def flock(m: Machine) -> Iterator[Seen]:
     yield from _tried(m, "flock", fix, stops=[probe.folder for probe in m.facts.probes])
 
 
-@RULES("compiler-cache")
-def compiler_cache(m: Machine) -> Iterator[Seen]:
-    """Compiled kernels lie on a disk of the node."""
-    home = m.environ("HOME")
-    for name, default in (("TRITON_CACHE_DIR", f"{home}/.triton" if home else ""), ("TORCHINDUCTOR_CACHE_DIR", "")):
-        path = m.environ(name) or default
-        mount = m.mount_of(path) if path and m.computes else None
-        if mount is None:
-            continue
-        by_default = "" if m.environ(name) else " (by default)"
-        if lies_elsewhere(mount.kind) and by_default and m.expects.launched:
-            yield Seen(PASS, "each job has its own, on the node")
-            continue
-        fix = f"{name} on a disk of the node, of each job its own: jobs started by clustertune have it so"
-        away = f"{path}{by_default} is on {mount.kind}" if lies_elsewhere(mount.kind) else ""
-        yield from either(WARN, away, f"{path} is on {mount.kind}", fix)
-
-
 def _written(m: Machine) -> list[Mount]:
     """The file systems to which jobs write, as far as their free space is known."""
     storage = m.section("storage")
@@ -253,34 +234,11 @@ def inodes(m: Machine) -> Iterator[Seen]:
             yield Seen(status, f"{mount.point} ({mount.kind}): {mount.free_inodes} inodes left", fix)
 
 
-@RULES("scratch")
-def scratch(m: Machine) -> Iterator[Seen]:
-    """The node's own folder is on the node, and can be written."""
-    path = str(m.section("storage").get("scratch") or "")
-    mount = m.mount_of(path) if path and m.computes else None
-    if mount is None:
-        return
-    tried = [probe for probe in m.facts.probes if probe.folder == path]
-    if lies_elsewhere(mount.kind):
-        fix = "storage.scratch of the cluster file must be on a disk of each node"
-        yield Seen(WARN, f"{path} is on {mount.kind} at {mount.point}", fix)
-    elif tried:
-        untried = f"{path}: {tried[0].message}" if all(probe.ok is None for probe in tried) else ""
-        fix = "make it on every node (mode 1777, as /tmp), or name another one: storage.scratch of the cluster file"
-        yield from either(FAIL if m.in_step else WARN, untried, f"{path} on {mount.kind}", fix)
-
-
-def _open_to_others(m: Machine, what: str, bits: int, change: str) -> Iterator[Seen]:
-    """The files of a kind on which others have one of the permission ``bits``."""
-    files = [file for file in m.facts.files if file.what == what]
-    bad = [file for file in files if file.mode & bits]
-    for file in bad:
-        yield Seen(WARN, f"{file.path} has mode {file.mode:04o}", f"chmod {change} {file.path}")
-    if files and not bad:
-        yield Seen(PASS, f"{len(files)} files")
-
-
 @RULES("secret-mode")
 def secret_mode(m: Machine) -> Iterator[Seen]:
     """Secrets are read by their owner only."""
-    yield from _open_to_others(m, "secret", 0o077, "600")
+    bad = [file for file in m.facts.files if file.mode & 0o077]
+    for file in bad:
+        yield Seen(WARN, f"{file.path} has mode {file.mode:04o}", f"chmod 600 {file.path}")
+    if m.facts.files and not bad:
+        yield Seen(PASS, f"{len(m.facts.files)} files")

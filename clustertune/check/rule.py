@@ -14,13 +14,10 @@ apply, ``pass`` where it looked and found nothing, and ``unknown`` where it coul
 from __future__ import annotations
 
 import importlib
-import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 PASS, WARN, FAIL, UNKNOWN = "pass", "warn", "fail", "unknown"
@@ -149,35 +146,10 @@ class Rules(list[Check]):
         return add
 
 
-_FIELD = re.compile(r"^ *(Looks at|Why|Fix|See):\s", re.MULTILINE)
-
-
-def described(docstring: str) -> tuple[str, str, str, str]:
-    """Title, why, link and fix of the rule that a docstring describes."""
-    first, *parts = _FIELD.split(docstring)
-    texts = {key: " ".join(text.split()) for key, text in zip(parts[::2], parts[1::2], strict=True)}
-    title = texts.get("Looks at") or first.strip().partition("\n")[0].rstrip(".")
-    return title, texts.get("Why", ""), texts.get("See", ""), texts.get("Fix", "")
-
-
-def _listed(module: ModuleType) -> list[Check]:
-    """The rules of a module: its list, else (links) each public function that yields what it saw, by its docstring."""
-    if hasattr(module, "RULES"):
-        return list(module.RULES)
-    found = []
-    for value in [*getattr(module, "CHECKS", ()), *vars(module).values()]:
-        if isinstance(value, Check):
-            found += [value] if value.look.__module__ == module.__name__ else []
-        elif inspect.isfunction(value) and [*value.__annotations__.values()] == ["LinkContext", "Iterator[Seen]"]:
-            rule = Rule(value.__name__.replace("_", "-"), *described(value.__doc__ or ""))
-            found += [Check(rule, value, LINKS)] if value.__name__[0] != "_" and value.__module__ == module.__name__ else []
-    return found
-
-
 def checks(*subjects: str) -> list[Check]:
     """The rules of these subjects, in the order of :data:`MODULES`; without any, of all subjects."""
     modules = dict.fromkeys(module for subject in subjects or MODULES for module in MODULES[subject].split())
-    found = [check for module in modules for check in _listed(importlib.import_module(f"clustertune.{module}"))]
+    found = [check for module in modules for check in importlib.import_module(f"clustertune.{module}").RULES]
     return [check for check in found if not subjects or check.subject in subjects]
 
 

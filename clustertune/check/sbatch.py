@@ -472,7 +472,7 @@ def _steps(script: Script) -> Iterator[Hit]:
 
 
 def _ports(script: Script) -> Iterator[Hit]:
-    """A port of the rendezvous that is always the same, or that the kernel gives to others."""
+    """A port of the rendezvous that is always the same."""
     for start, text in script.lines:
         for match in _PORT.finditer(text):
             line = start + text.count("\n", 0, match.start(1))
@@ -484,27 +484,6 @@ def _ports(script: Script) -> Iterator[Hit]:
                 port = default[1]
             if _number(port):
                 yield "fixed-port", line, {"port": port}
-            elif between := _between(script.expand(port, line)):
-                low, high = between
-                if low < 1024 or (low <= 60999 and high >= 32768):  # Linux's own net.ipv4.ip_local_port_range
-                    yield "port-range", line, {"low": low, "high": high}
-
-
-def _between(port: str) -> tuple[int, int] | None:
-    """The ports that an expression can give; None where that cannot be told."""
-    if shuffled := re.search(r"shuf\s+-i\s*(\d+)-(\d+)", port):
-        return int(shuffled[1]), int(shuffled[2])
-    inside = re.fullmatch(r"\$\(\((.*)\)\)|\$\[(.*)\]", port, re.DOTALL)
-    low = high = 0
-    for term in re.sub(r"[\s()]", "", (inside[1] or inside[2] or "") if inside else port).split("+"):
-        rest = re.fullmatch(r"[^%]+%(\d{1,9})", term)
-        if _number(term):
-            low, high = low + int(term), high + int(term)
-        elif rest or re.fullmatch(r"\$?\{?RANDOM\}?", term):
-            high += int(rest[1]) - 1 if rest else 32767
-        else:
-            return None
-    return low, high
 
 
 def _secrets(script: Script) -> Iterator[Hit]:

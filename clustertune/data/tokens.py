@@ -776,7 +776,7 @@ class BoundedShards:
         self._encoder = encoder
         self._at = mmap.mmap(-1, 8)
         """The place of the first line that the child works at."""
-        self._child: bounded.Worker | None = None
+        self._child: bounded.StandingChild | None = None
 
     def make(self, job: Job) -> float:
         """One shard; the CPU seconds that it took.
@@ -784,7 +784,7 @@ class BoundedShards:
         Raises RefusedConversation, OSError, BrokenProcessPool where something else ended the child.
         """
         if self._child is None or self._child.ended:
-            self._child = bounded.Worker(self._work, MEMORY)
+            self._child = bounded.StandingChild(self._work, MEMORY)
         path, start, end, out = job
         answer = self._child.ask([str(path), start, end, str(out)])
         if answer.found is None:

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from clustertune import manifest
 from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Rules, Seen, listed
 from clustertune.doctor.recipe_context import RecipeContext, snapshot
 from clustertune.doctor.recipe_plan import hours
 from clustertune.errors import UserError
 from clustertune.evaluate import punkt
+from clustertune.host.mounts import lies_elsewhere
 from clustertune.recipe.architecture import contradictions
 from clustertune.recipe.native_rules import show_value
 from clustertune.recipe.parameters import weight_bytes
@@ -37,23 +37,6 @@ def _is_empty(path: Path | None) -> bool:
         return path is None or not path.is_dir() or next(path.iterdir(), None) is None
     except OSError:
         return True
-
-
-@RULES("dataset-differs")
-def dataset_differs(context: RecipeContext) -> Iterator[Seen]:
-    expect = context.recipe.data.expect
-    if expect is None or context.run_dir is None:
-        return
-    try:
-        meta = manifest.read_manifest(context.run_dir / "data", "dataset").meta
-        found = {split: int(meta[split]["conversations"]) for split in ("train", "eval")}
-    except (UserError, KeyError, TypeError, ValueError):
-        return  # not prepared yet
-    for split, count in found.items():
-        wanted = getattr(expect, split)
-        if wanted is not None and wanted != count:
-            text = f"{count:,} {split} conversations were prepared, data.expect says {wanted:,}"
-            yield Seen(WARN, text, where=str(context.run_dir / "data"))
 
 
 def _compared(context: RecipeContext) -> list[str]:
@@ -211,10 +194,10 @@ def weights_on_network(context: RecipeContext) -> Iterator[Seen]:
     lies = context.lies_on(_real(context)) if context.is_real and context.inputs_seen else None
     # Each node copies the model to its own disk before its ranks start (clustertune/staging/staging_step.py).
     copied = context.cluster.storage.staging is not None and context.recipe.slurm.staging is not False
-    if lies is None or not lies.remote or copied or not size:
+    if lies is None or not lies_elsewhere(lies.kind) or copied or not size:
         return
     planned = context.plan.machine.storage_read_bytes_per_s / 1e9 if context.plan else None
-    text = f"{size / 1e9:,.0f} GB of weights are read from {lies}"
+    text = f"{size / 1e9:,.0f} GB of weights are read from {lies.kind} at {lies.point}"
     if speed := context.cluster.storage.read_gb_s or planned:
         first, low, high = (hours(times * size / 1e9 / speed) for times in (1, *MAPPED))
         text += f": {first} if read sequentially at {speed:g} GB/s, {low} to {high} through mmap"

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import bounded, secrets
-from clustertune.check.machine import mount_of
 from clustertune.cluster.schema import Cluster, same_host
 from clustertune.containers import pins
 from clustertune.errors import Problem, UserError
 from clustertune.host import packages
-from clustertune.host.facts import HostFacts
-from clustertune.host.mounts import lies_elsewhere, own_mounts
+from clustertune.host.facts import HostFacts, Mount
+from clustertune.host.mounts import mount_of, own_mounts
 from clustertune.launch import cluster_paths
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
@@ -179,26 +178,6 @@ _TRUE = ("1", "ON", "YES", "TRUE")
 
 
 @dataclass(frozen=True)
-class FolderFileSystem:
-    """The file system of a folder."""
-
-    point: str
-    kind: str
-    """``nfs4``, ``fuse.mergerfs``, ``xfs``; ``unknown`` where nothing tells."""
-    options: tuple[str, ...] = ()
-    source: str = ""
-    """Where this is from, in words."""
-
-    @property
-    def remote(self) -> bool:
-        """Whether other machines hold it."""
-        return lies_elsewhere(self.kind)
-
-    def __str__(self) -> str:
-        return f"{self.kind} at {self.point}{self.source}"
-
-
-@dataclass(frozen=True)
 class RecipeContext:
     """One recipe on one cluster, as seen from this machine; made by :func:`build`."""
 
@@ -262,11 +241,6 @@ class RecipeContext:
     def inputs_seen(self) -> bool:
         """Whether there is a point in looking at model and data: every folder answers, and what was staged is whole."""
         return not self.silent and not self.staged_problems
-
-    @property
-    def several_nodes(self) -> bool:
-        """Ranks run on more than one node."""
-        return self.recipe.slurm.nodes > 1
 
     @property
     def minutes(self) -> float:
@@ -336,22 +310,19 @@ class RecipeContext:
         host = self.facts.hostname if self.facts else platform.node()
         return same_host(host, (node.name for node in self.cluster.nodes)) is not None
 
-    def lies_on(self, path: Path) -> FolderFileSystem:
+    def lies_on(self, path: Path) -> Mount:
         """The file system of a path: what is mounted here, or for another machine's path what the cluster file says."""
-        storage = self.cluster.storage
-        if not self.is_ours and not path.is_absolute():
-            return FolderFileSystem("/", "unknown")
+        storage, pool = self.cluster.storage, self.cluster.storage.pool
         if not self.is_ours:
-            pool = storage.pool
+            if not path.is_absolute():
+                return Mount("/", "unknown")
             if pool and path.is_relative_to(pool.mount):
-                return FolderFileSystem(pool.mount, "fuse.mergerfs", source=f" (by {self.cluster.source})")
+                return Mount(pool.mount, "fuse.mergerfs")
             for brick in storage.bricks:
                 if path.is_relative_to(brick.mount):
-                    return FolderFileSystem(brick.mount, f"nfs{storage.nfs_version[:1]}", source=f" (by {self.cluster.source})")
+                    return Mount(brick.mount, f"nfs{storage.nfs_version[:1]}")
         known = mount_of(str(path), self.facts.mounts) if self.facts and path.is_absolute() else None
-        if known:
-            return FolderFileSystem(known.point, known.kind, tuple(known.options))
-        return FolderFileSystem(*cluster_paths.filesystem(path, self.mounts))
+        return known or cluster_paths.filesystem(path, self.mounts)
 
     @property
     def weights_at(self) -> Path:

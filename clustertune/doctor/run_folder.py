@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -12,23 +11,11 @@ from pathlib import Path
 from clustertune.check.rule import FAIL, RECIPE, WARN, Rules, Seen
 from clustertune.checkpoint import store
 from clustertune.doctor.recipe_context import RecipeContext
-from clustertune.launch import cluster_paths
 from clustertune.plan.predict import Plan
 from clustertune.resolve.resolved import is_there
 from clustertune.secrets import SECRET
 
 RULES = Rules(RECIPE, __file__)
-
-
-@RULES("run-on-one-node")
-def run_on_one_node(context: RecipeContext) -> Iterator[Seen]:
-    if context.run_dir is not None and context.several_nodes:
-        host = context.facts.hostname if context.facts else os.uname().nodename
-        inputs = context.resolved.inputs.items()
-        places = [(key, path) for key, path in inputs if not path.is_relative_to(context.resolved.folder)]
-        places.insert(0, ("the run folder", context.run_dir))
-        for problem in cluster_paths.find_unshared(places, context.cluster, host, context.mounts):
-            yield Seen(FAIL, problem.message, problem.fix or "put it on shared storage", problem.file or "")
 
 
 @RULES("env-in-git")

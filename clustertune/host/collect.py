@@ -106,19 +106,17 @@ def slurm(probe: Probe) -> dict[str, Any]:
     return {"slurm": config, "slurm_scripts": scripts, **parse_nodes(nodes.text)}
 
 
-def files_that_matter(environ: Mapping[str, str], cwd: str) -> list[tuple[str, str]]:
-    """Files with secrets, and programs that a job runs, with ``secret`` or ``program``."""
+def files_with_secrets(environ: Mapping[str, str], cwd: str) -> list[str]:
+    """Files with secrets that the user, Slurm or a library keeps."""
     home = environ.get("HOME", "")
     hub = environ.get("HF_HOME") or (f"{environ.get('XDG_CACHE_HOME') or f'{home}/.cache'}/huggingface" if home else "")
-    named = [
+    return [
         f"{cwd}/.env",
         *([f"{home}/.netrc", f"{home}/.git-credentials"] if home else []),
         *([f"{hub}/token", f"{hub}/stored_tokens"] if hub else []),
         "/etc/slurm/slurmdbd.conf",
         "/etc/munge/munge.key",
     ]
-    programs = [f"{cwd}/launch/run.sbatch", *([f"{home}/.nccl.conf"] if home else []), "/etc/nccl.conf"]
-    return [(path, "secret") for path in named] + [(path, "program") for path in programs]
 
 
 def probe_folders(environ: Mapping[str, str]) -> list[str]:
@@ -232,7 +230,7 @@ def _storage(probe: Probe, *, environ: Mapping[str, str], names: Sequence[str], 
     wanted = mounts.MountQuery(
         folders=[*probe_folders(environ), *(folder for folder in folders if folder.startswith("/"))],
         names=list(names),
-        files=files_that_matter(environ, os.getcwd()),  # noqa: PTH109 - a plain word
+        files=files_with_secrets(environ, os.getcwd()),  # noqa: PTH109 - a plain word
         libraries=[path for path in dict.fromkeys(environ.get("LD_LIBRARY_PATH", "").split(":")) if path.startswith("/")],
     )
     return mounts.look(probe, wanted)

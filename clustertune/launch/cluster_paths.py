@@ -17,7 +17,8 @@ from pathlib import Path
 
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError, raise_if, storage_error
-from clustertune.host.mounts import lies_elsewhere, mount_lines, own_mounts
+from clustertune.host.facts import Mount
+from clustertune.host.mounts import all_mounts, lies_elsewhere, mount_of, own_mounts
 from clustertune.launch.environment import Setting
 from clustertune.secrets import SECRET
 from clustertune.tree import ROOT
@@ -266,13 +267,9 @@ def make(environ: Mapping[str, str] = os.environ) -> None:
 # Whether the nodes of a cluster see a folder of this machine: by the cluster file and the kind of file system it lies on.
 
 
-def filesystem(path: Path, mounts: str) -> tuple[str, str]:
-    """Mount point and kind of the file system on which ``path`` lies, from the text of ``/proc/self/mountinfo``."""
-    best = ("/", "unknown")
-    for line in mount_lines(mounts):
-        if path.is_relative_to(line.point) and len(line.point) >= len(best[0]):
-            best = (line.point, line.fstype)
-    return best
+def filesystem(path: Path, mounts: str) -> Mount:
+    """The mount on which ``path`` lies, from the text of ``/proc/self/mountinfo``; of kind ``unknown`` where it tells none."""
+    return mount_of(str(path), all_mounts(mounts)) or Mount("/", "unknown")
 
 
 def shared_folders(cluster: Cluster) -> list[str]:
@@ -284,7 +281,7 @@ def shared_folders(cluster: Cluster) -> list[str]:
 
 def is_shared(path: Path, cluster: Cluster, mounts: str) -> bool:
     """Whether a folder is on other machines' disks: by its kind of file system, or by the cluster file."""
-    return lies_elsewhere(filesystem(path, mounts)[1]) or any(map(path.is_relative_to, shared_folders(cluster)))
+    return lies_elsewhere(filesystem(path, mounts).kind) or any(map(path.is_relative_to, shared_folders(cluster)))
 
 
 def find_unshared(
@@ -304,8 +301,8 @@ def find_unshared(
     for what, path in places:
         if is_shared(path, cluster, mounts):
             continue
-        point, kind = filesystem(path, mounts)
-        text = f"{what} is on {kind} at {point} of this machine: the other nodes of {cluster.name} do not see it"
+        on = filesystem(path, mounts)
+        text = f"{what} is on {on.kind} at {on.point} of this machine: the other nodes of {cluster.name} do not see it"
         fix = f"put it below {shared[0]}"
         problems.append(Problem(text, file=str(path), fix=fix))
     return problems

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from clustertune.check.machine import RDMA_KINDS
-from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Check, Seen, either, rule_of
+from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Check, Rules, Seen, either, rule_of
 from clustertune.host.facts import HostFacts, Nic
 from clustertune.nccl_check.link_context import PLUGIN_KINDS, LinkContext, gbit, names, number, short
 from clustertune.nccl_check.nccl_log import FOLLOWS, OTHER, TABLE
@@ -35,20 +35,15 @@ def _repeating(name: str, row: Mapping[str, Any]) -> Check:
     return Check(rule_of(name, row), look, LINKS)
 
 
-CHECKS = tuple(_repeating(name, row) for name, row in TABLE["rules"].items())
-"""The rules that are rows of ``nccl_log.yaml``."""
+RULES = Rules(LINKS, __file__)
+RULES += [_repeating(name, row) for name, row in TABLE["rules"].items()]
 _CUDA_KINDS = ("duplicate-gpu", "gpu-missing", "nccl-memory", "gpu-fault", "driver", "p2p-refused", "nvls")
 """Errors of CUDA that have rules of their own."""
 
 
+@RULES("cuda")
 def cuda(context: LinkContext) -> Iterator[Seen]:
-    """No errors of CUDA.
-
-    Why: A call of CUDA failed inside NCCL; where it says no more, an earlier kernel of the program may be the cause.
-    Fix: run again with NCCL_DEBUG=INFO and look at the first error; with CUDA_LAUNCH_BLOCKING=1 where it says illegal memory
-      access
-    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
-    """
+    """No errors of CUDA."""
     faults = context.log.faults
     cuda_faults = [fault for fault in faults if fault.kind == "cuda"]
     # torch says "unhandled cuda error" whatever it was.
@@ -57,14 +52,9 @@ def cuda(context: LinkContext) -> Iterator[Seen]:
         yield Seen(FAIL, first.text, where=names(fault.host for fault in cuda_faults))
 
 
+@RULES("collective-hung")
 def collective_hung(context: LinkContext) -> Iterator[Seen]:
-    """Every collective ends.
-
-    Why: One rank that stops holds all others, until a watchdog ends the job half an hour later.
-    Fix: look at what the silent rank does (py-spy dump, the flight recorder's files), then at the host's GPUs and network; with
-      PCIe cards try NCCL_P2P_DISABLE=1
-    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html#networking-issues
-    """
+    """Every collective ends."""
     log, hung, logged = context.log, context.entries("hung"), context.from_log("hung")
     for item in hung:
         given = item.get("hosts")
@@ -83,14 +73,9 @@ def collective_hung(context: LinkContext) -> Iterator[Seen]:
         yield Seen(UNKNOWN, "the log ends before ranks are connected")
 
 
+@RULES("wrong-result")
 def wrong_result(context: LinkContext) -> Iterator[Seen]:
-    """Collectives compute what they should.
-
-    Why: Data that is changed on the way ruins a model without an error.
-    Fix: take the node out; look at ECC, NVLink (`nvidia-smi nvlink -e`) and PCIe errors; try another version of NCCL and
-      NCCL_PROTO=Simple
-    See: https://github.com/NVIDIA/nccl/issues/596
-    """
+    """Collectives compute what they should."""
     if context.log.wrong:
         yield Seen(FAIL, f"nccl-tests found {context.log.wrong} values out of bounds")
     items = [item for key in ("results", "per_node", "per_pair") for item in context.entries(key)]
@@ -104,13 +89,9 @@ def wrong_result(context: LinkContext) -> Iterator[Seen]:
         yield Seen(PASS, "every value was correct")
 
 
+@RULES("unexplained-error")
 def unexplained_error(context: LinkContext) -> Iterator[Seen]:
-    """No error without a reason.
-
-    Why: A call of NCCL failed, and what is here does not say why.
-    Fix: run again with NCCL_DEBUG=INFO and give the logs of all ranks
-    See: https://github.com/NVIDIA/nccl/issues/697
-    """
+    """No error without a reason."""
     faults = context.log.faults
     failures = [fault for fault in faults if fault.kind in ("failed", FOLLOWS)]
     known = any(fault.kind not in (OTHER, FOLLOWS, "failed", "no-verbs") for fault in faults)
@@ -121,13 +102,9 @@ def unexplained_error(context: LinkContext) -> Iterator[Seen]:
         yield Seen(FAIL, found + why, where=names(fault.host for fault in failures or warned[-1:]))
 
 
+@RULES("other-warning")
 def other_warning(context: LinkContext) -> Iterator[Seen]:
-    """No other warnings of NCCL.
-
-    Why: NCCL warns where something is broken, or slower than it should be.
-    Fix: look the message up in NCCL's issues: https://github.com/NVIDIA/nccl/issues
-    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
-    """
+    """No other warnings of NCCL."""
     faults = [fault for fault in context.log.faults if fault.kind == OTHER]
     for text in list(dict.fromkeys(fault.text for fault in faults))[:3]:
         yield Seen(WARN, text, where=names(fault.host for fault in faults if fault.text == text))
@@ -135,14 +112,9 @@ def other_warning(context: LinkContext) -> Iterator[Seen]:
         yield Seen(PASS, "NCCL gave no warning")
 
 
+@RULES("net-plugin")
 def net_plugin(context: LinkContext) -> Iterator[Seen]:
-    """NCCL's plugin for the vendor's network.
-
-    Why: EFA and Slingshot are reached through a plugin only; without it NCCL uses TCP, or nothing.
-    Fix: install aws-ofi-nccl and libfabric with the network's provider in the image, put libnccl-net.so on LD_LIBRARY_PATH, and
-      bind /dev/infiniband (EFA) or /dev/cxi* (Slingshot) into the container
-    See: https://github.com/aws/aws-ofi-nccl/issues/1020
-    """
+    """NCCL's plugin for the vendor's network."""
     needed = context.kind in PLUGIN_KINDS or bool(context.setting("NCCL_NET_PLUGIN"))
     for seen in context.from_log("net-plugin"):
         yield seen._replace(status=FAIL if needed or not context.log.complete else WARN)
@@ -170,15 +142,9 @@ def leads_nowhere(name: str) -> bool:
     return name == "lo" or name.startswith(VIRTUAL)
 
 
+@RULES("wrong-interface")
 def wrong_interface(context: LinkContext) -> Iterator[Seen]:
-    """The interface that ranks use.
-
-    Why: The first interface in the kernel's list is often a bridge of docker or the 1 GbE port for management; NCCL opens
-      connections over every interface that it lists, and those of a bridge, or of an address of one wire, lead nowhere.
-    Fix: give network.interface in the cluster file, or set NCCL_SOCKET_IFNAME==NAME and GLOO_SOCKET_IFNAME=NAME, the interface
-      of the fast network
-    See: https://github.com/NVIDIA/nccl/issues/697
-    """
+    """The interface that ranks use."""
     if context.nodes < 2:
         return
     # Interfaces carry something between nodes: the start-up of NCCL always, and gloo.
@@ -221,15 +187,9 @@ def _slower(facts: HostFacts, used: list[str]) -> str:
     return f"{slow.name} ({gbit(speed(slow))}) is used, while {fast.name} ({gbit(speed(fast))}) is up"
 
 
+@RULES("socket-fallback")
 def socket_fallback(context: LinkContext) -> Iterator[Seen]:
-    """TCP between nodes although there is a faster way.
-
-    Why: NCCL falls back to TCP without a message: a tenth of the bandwidth, and CPU time for every byte.
-    Fix: find out why NCCL refused the adapter (NCCL_DEBUG=INFO, lines NET/IB): libibverbs and its providers in the container,
-      /dev/infiniband bound into it, NCCL_IB_DISABLE, NCCL_NET and NCCL_NET_PLUGIN unset, NCCL_IB_HCA naming adapters that are
-      there; EFA and Slingshot need their plugin in the image. network.kind: ethernet in the cluster file says that TCP is meant
-    See: https://github.com/NVIDIA/nccl/issues/451
-    """
+    """TCP between nodes although there is a faster way."""
     log, kind = context.log, context.kind
     if not context.by_socket:
         if context.over:
@@ -274,14 +234,9 @@ def _wants_rdma(context: LinkContext) -> str:
     return next((f"{name}={value}" for name, value in given.items() if value not in ("", "none")), "")
 
 
+@RULES("nodes-differ")
 def nodes_differ(context: LinkContext) -> Iterator[Seen]:
-    """One version, one network and the same settings on all nodes.
-
-    Why: Ranks of different versions or plugins, or that disagree about the algorithm, refuse each other or wait for ever.
-    Fix: give all nodes the same container image, see that LD_LIBRARY_PATH and LD_PRELOAD bring in no other libnccl.so.2, and
-      set variables in the job for all ranks (not in /etc/nccl.conf of single nodes)
-    See: https://github.com/NVIDIA/nccl/issues/1634
-    """
+    """One version, one network and the same settings on all nodes."""
     if seen := context.from_log("nccl-versions"):
         yield from seen
         return
@@ -305,14 +260,9 @@ def nodes_differ(context: LinkContext) -> Iterator[Seen]:
         yield Seen(PASS, ", ".join(f"{what} {names(values)}" for what, values in told.items() if values))
 
 
+@RULES("gdr-off")
 def gdr_off(context: LinkContext) -> Iterator[Seen]:
-    """GPUDirect RDMA.
-
-    Why: Without it every byte goes through the node's memory: half of the bandwidth, or less.
-    Fix: load nvidia_peermem (`modprobe nvidia_peermem`) on the nodes, or use a kernel and driver with DMA-BUF; with ACS on it
-      is slow; NCCL before 2.23 looks for nv_peer_mem only; for EFA update libfabric, aws-ofi-nccl and the driver together
-    See: https://github.com/NVIDIA/nccl/issues/1537
-    """
+    """GPUDirect RDMA."""
     edges = [edge for edge in context.log.crossing() if edge.plugin.startswith(RDMA_PLUGINS)]
     if not edges and not any(name.startswith(RDMA_PLUGINS) for name in context.over):
         return
@@ -326,14 +276,9 @@ def gdr_off(context: LinkContext) -> Iterator[Seen]:
         yield Seen(UNKNOWN, "no connection uses GPUDirect RDMA: GPUs and adapters may be too far apart")
 
 
+@RULES("adapters-unused")
 def adapters_unused(context: LinkContext) -> Iterator[Seen]:
-    """All adapters of a node carry traffic.
-
-    Why: Each adapter that stands idle takes its share of the bandwidth away.
-    Fix: unset NCCL_IB_HCA, or name all of them (NCCL_IB_HCA==mlx5_0,mlx5_1,...); a job on part of a node's GPUs uses part of
-      them
-    See: https://github.com/NVIDIA/nccl/issues/981
-    """
+    """All adapters of a node carry traffic."""
     log, stated = context.log, int(number(context.section("expected", "network").get("ports")))
     if not context.several or not log.adapters or not any(name.startswith("IB") for name in context.over):
         return
@@ -357,14 +302,9 @@ def _gpus(context: LinkContext) -> int:
     return max(context.ranks, context.log.highest_gpu + 1 if context.nodes else 0)
 
 
+@RULES("p2p-hang")
 def p2p_hang(context: LinkContext) -> Iterator[Seen]:
-    """Two GPUs of a node exchange data.
-
-    Why: Behind an IOMMU or ACS the first all-reduce over PCIe never ends, and the GPUs stay at 100 % until they are reset.
-    Fix: turn the IOMMU and ACS off in the BIOS (or iommu=pt and `setpci -s BRIDGE ECAP_ACS+6.w=0000` on each PCIe bridge);
-      until then NCCL_P2P_DISABLE=1 goes through the node's memory
-    See: https://github.com/NVIDIA/nccl/issues/2079
-    """
+    """Two GPUs of a node exchange data."""
     good: set[str] = set()
     for item in context.entries("p2p_probe"):
         node, status, given = str(item.get("node", "")), item.get("status"), item.get("gpus")
@@ -379,14 +319,9 @@ def p2p_hang(context: LinkContext) -> Iterator[Seen]:
         yield Seen(PASS, "pairs of GPUs exchange data", where=names(good))
 
 
+@RULES("nvlink-unused")
 def nvlink_unused(context: LinkContext) -> Iterator[Seen]:
-    """NVLink carries the traffic inside a node.
-
-    Why: Through PCIe or the node's memory it is a tenth of NVLink's bandwidth.
-    Fix: look at `nvidia-smi nvlink -s` and at the fabric manager (`systemctl status nvidia-fabricmanager`); all ranks of a node
-      in one container, which sees all its GPUs; NCCL_P2P_DISABLE and NCCL_P2P_LEVEL unset
-    See: https://github.com/NVIDIA/nccl/issues/1781
-    """
+    """NVLink carries the traffic inside a node."""
     if not context.nvlink or _gpus(context) < 2:
         return
     if broken := context.from_log("p2p-broken"):
@@ -407,15 +342,9 @@ def nvlink_unused(context: LinkContext) -> Iterator[Seen]:
         yield Seen(PASS, f"GPUs of a node talk over {names(inside)}")
 
 
+@RULES("p2p-disabled")
 def p2p_disabled(context: LinkContext) -> Iterator[Seen]:
-    """P2P between the GPUs of a node.
-
-    Why: Without it everything passes through the node's memory, twice.
-    Fix: unset NCCL_P2P_DISABLE, and where the first all-reduce hangs then: turn the IOMMU and ACS off in the BIOS (or iommu=pt
-      and `setpci -s BRIDGE ECAP_ACS+6.w=0000` on each PCIe bridge); until then NCCL_P2P_DISABLE=1 goes through the node's
-      memory
-    See: https://github.com/NVIDIA/nccl/issues/631
-    """
+    """P2P between the GPUs of a node."""
     log, off = context.log, FAIL if context.nvlink else WARN
     counted = bool(log.nodes or context.document.get("gpus_per_node"))
     if context.backend == "gloo" or (context.ranks == 1 and counted):
@@ -431,13 +360,9 @@ def p2p_disabled(context: LinkContext) -> Iterator[Seen]:
         yield Seen(PASS, f"{names(peer)} is in use")
 
 
+@RULES("gloo-with-gpus")
 def gloo_with_gpus(context: LinkContext) -> Iterator[Seen]:
-    """NCCL where there are GPUs.
-
-    Why: gloo's figures say nothing about the speed of training: it moves data through the CPU.
-    Fix: install a torch with CUDA in the image, see that ranks see the GPUs (`nvidia-smi` in the step), and run the check again
-    See: https://pytorch.org/docs/1.5.1/distributed.html
-    """
+    """NCCL where there are GPUs."""
     if context.backend != "gloo":
         return
     why, gpus = context.text("backend_why"), sum(len(facts.gpus) for facts in context.facts)
@@ -450,14 +375,9 @@ def gloo_with_gpus(context: LinkContext) -> Iterator[Seen]:
         yield Seen(PASS, f"gloo between CPUs: {why or 'no GPUs'}")
 
 
+@RULES("small-world")
 def small_world(context: LinkContext) -> Iterator[Seen]:
-    """All GPUs take part.
-
-    Why: Ranks that do not find each other make worlds of their own: each trains the whole job, and the other GPUs idle.
-    Fix: see that every node has the same rendezvous address and port, and that each rank gets its own RANK and WORLD_SIZE; for
-      GPUs that ranks do not see: --gres and CUDA_VISIBLE_DEVICES
-    See: https://github.com/pytorch/pytorch/issues/137402
-    """
+    """All GPUs take part."""
     log = context.log
     if log.ranks == 1 and len(log.processes) > 1 and log.complete > 1:
         yield Seen(FAIL, f"{len(log.processes)} processes, each with a communicator of one rank")
@@ -535,14 +455,9 @@ def _judged(context: LinkContext, level: str, where: str, gb_s: float, seconds: 
         yield from either(FAIL if share < HALF else WARN, text if share < ENOUGH else "", text, fix)
 
 
+@RULES("intra-speed")
 def intra_speed(context: LinkContext) -> Iterator[Seen]:
-    """Bandwidth inside a node.
-
-    Why: FSDP gathers every layer over it, twice in each step.
-    Fix: look at the other findings first (P2P, NVLink, PCIe, ACS); then at `nvidia-smi topo -m` and NUMA binding, and try
-      NCCL_MIN_NCHANNELS=8
-    See: https://github.com/NVIDIA/nccl-tests/issues/270
-    """
+    """Bandwidth inside a node."""
     if context.backend != "nccl":
         return
     gb_s, seconds, _ = speed(_scope(context, "intra"))
@@ -553,14 +468,9 @@ def intra_speed(context: LinkContext) -> Iterator[Seen]:
         yield from _judged(context, "intra", "inside a node", gb_s, seconds, expected)
 
 
+@RULES("inter-speed")
 def inter_speed(context: LinkContext) -> Iterator[Seen]:
-    """Bandwidth between nodes.
-
-    Why: It bounds how fast any job on several nodes can be.
-    Fix: look at the other findings first (transport, interface, adapters, GPUDirect, one slow node); then measure the line
-      alone (`ib_write_bw`, `iperf3 -P 8`)
-    See: https://github.com/NVIDIA/nccl-tests/issues/182
-    """
+    """Bandwidth between nodes."""
     compute, network = context.section("expected", "compute"), context.section("expected", "network")
     if context.nodes < 2 or context.nodes * context.ranks <= number(compute.get("nvlink_domain")):
         return
@@ -624,14 +534,9 @@ def _slow_nodes(pairs: Mapping[tuple[str, str], Pair]) -> dict[str, tuple[float,
     return slow
 
 
+@RULES("slow-node")
 def slow_node(context: LinkContext) -> Iterator[Seen]:
-    """All nodes are alike.
-
-    Why: A collective runs at the speed of the slowest node: one bad cable slows the whole job.
-    Fix: leave the node out (--exclude) and look at its port's speed and errors (`ethtool`, `ibstat`, `perfquery`), its cable,
-      its PCIe width, and whether another job uses it
-    See: https://github.com/NVIDIA/nccl-tests/issues/106
-    """
+    """All nodes are alike."""
     pairs = _pairs(context)
     slow, inside = _slow_nodes(pairs), _per_node(context)
     for node, (gb_s, typical, verb) in sorted(slow.items()):
@@ -657,13 +562,9 @@ def _per_node(context: LinkContext) -> dict[str, float]:
     return found if len(found) > 1 else {}
 
 
+@RULES("asymmetric")
 def asymmetric(context: LinkContext) -> Iterator[Seen]:
-    """Both directions of a pair are alike.
-
-    Why: A cable or port that is bad in one direction passes every test of the other.
-    Fix: look at the sending side's port and cable, and at traffic shaping there (`tc qdisc show`)
-    See: https://github.com/NVIDIA/nccl-tests/issues/106
-    """
+    """Both directions of a pair are alike."""
     pairs = _pairs(context)
     slow = _slow_nodes(pairs)
     ways = [(one, back) for one in sorted(pairs) if (back := pairs.get(one[::-1])) and not slow.keys() & set(one)]
@@ -677,14 +578,9 @@ def asymmetric(context: LinkContext) -> Iterator[Seen]:
         yield Seen(PASS, "pairs are as fast in both directions")
 
 
+@RULES("slow-pair")
 def slow_pair(context: LinkContext) -> Iterator[Seen]:
-    """No pair of good nodes is slow.
-
-    Why: Two nodes that are fast with others and slow with each other share a bad link between switches.
-    Fix: look at the switches between them (links between leaf and spine, adaptive routing), and keep jobs on one side until
-      then
-    See: https://github.com/NVIDIA/nccl-tests/issues/106
-    """
+    """No pair of good nodes is slow."""
     pairs = _pairs(context)
     slow = _slow_nodes(pairs)
     if len({node for pair in pairs for node in pair}) < 4:

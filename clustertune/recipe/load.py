@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -195,7 +196,7 @@ def find_elsewhere(folder: Path, bases: Iterable[str], model: Mapping[str, Any])
     template = model.get("chat_template")
     if template and not (folder / template).is_file():
         found.append(shared / template)
-    if not (folder / DESCRIPTION).is_file() and (other := same_model(folder, model)) is not None:
+    if not os.path.lexists(folder / DESCRIPTION) and (other := same_model(folder, model)) is not None:
         found += [other / "recipe.yaml", other / DESCRIPTION]
     return found
 

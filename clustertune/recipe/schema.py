@@ -263,7 +263,7 @@ class Slurm(Section):
     signal_seconds: Annotated[Positive, Field(le=65_535)] = 600
     """Seconds before the time limit at which Slurm signals the job, which ends its step, saves and goes back into the queue.
     Slurm keeps the number in 16 bits."""
-    stall_seconds: Annotated[Number, Field(ge=1)] | None = None
+    stall_seconds: Annotated[Number, Field(ge=60)] | None = None
     """Silence of a rank after which its attempt is ended and begun again; None: 300 s, or 5 times the longest so far."""
     staging: bool | None = None
     """Whether each node copies model and data to ``storage.staging`` before its ranks start; None: where the cluster has
@@ -288,7 +288,7 @@ class Eval(Section):
     """GPUs that share each layer, of vLLM; None: derived. Without GPUs: processes, one on each node."""
     pipeline_parallel_size: Positive | None = None
     """Stages that share the layers out, of vLLM; None: derived."""
-    stall_seconds: Annotated[Number, Field(ge=1)] = 1800
+    stall_seconds: Annotated[Number, Field(ge=10)] = 1800
     """Seconds without an answer after which one of vLLM's servers is given up: 1,280 steps of a 405B model at 0.32 s are 7
     minutes."""
     base: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -152,7 +153,7 @@ class _Resolution:
         self.megatron = read_section(Megatron, self.values.get("megatron"))
         self._read_distribution(folder, shown)
         with collect_problems(self.problems):
-            origin = None if (folder / DESCRIPTION).is_file() else same_model(folder, self.values.get("model"))
+            origin = None if os.path.lexists(folder / DESCRIPTION) else same_model(folder, self.values.get("model"))
             named = f"{shown if origin is None else origin.name}/{DESCRIPTION}"
             self.architecture = arch.read_architecture((origin or folder) / DESCRIPTION, named)
         model = self.values.get("model")

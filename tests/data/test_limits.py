@@ -92,7 +92,7 @@ def test_a_worker_answers_one_request_after_the_other_and_ends_by_its_own_limits
                 seen[0] += 1
         return {"seen": seen, "pid": os.getpid()}
 
-    worker = bounded.Worker(work, 1 << 30)
+    worker = bounded.StandingChild(work, 1 << 30)
     first, second = worker.ask(1).found, worker.ask(2).found
     assert first and second and first["pid"] == second["pid"] != os.getpid() and second["seen"] == [1, 2]
     assert worker.ask(9).errno == 28 and not worker.ended and seen == []

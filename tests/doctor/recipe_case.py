@@ -343,7 +343,6 @@ def home_cache(case: Case) -> None:
 
 
 RUN_CASES: list[tuple[str, str, Callable[[Case], object]]] = [
-    ("run-on-one-node", FAIL, two_nodes),
     ("disk-space", FAIL, full_disk(0.9)), ("disk-space", WARN, full_disk(1.05)), ("env-in-git", FAIL, tracked),
     ("token-in-environment", WARN, lambda case: case.environment.update(WANDB_API_KEY="x")),
 ]  # fmt: skip

@@ -18,7 +18,6 @@ import pytest
 import yaml
 
 from clustertune import manifest
-from clustertune.chain import default_run_dir
 from clustertune.check.rule import FAIL, RECIPE, REFUSED, UNKNOWN, WARN, checks, exit_code
 from clustertune.cluster.load import load_cluster
 from clustertune.containers import pins
@@ -33,7 +32,6 @@ from clustertune.recipe.load import RECIPES
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from clustertune.tensorfile import Tensor, build_header
-from tests.command import run
 from tests.doctor.recipe_case import (
     ACCELERATE,
     RUN_CASES,
@@ -180,14 +178,6 @@ def no_slurm(case: Case) -> None:
     case.cluster |= {"storage.bricks": (), "storage.pool": None, "storage.shared": None}
 
 
-def expected(case: Case) -> None:
-    """What was prepared is not what the recipe expects."""
-    write_run(case)
-    (case.run / "data").mkdir()
-    counts = {"train": {"conversations": 19_999}, "eval": {"conversations": 500}}
-    manifest.seal(case.run / "data", "dataset", counts, {})
-
-
 def parcel_of(**model: str) -> Spoil:
     """The recipe reads from a folder that was staged, of this model."""
 
@@ -256,7 +246,6 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("tokenizer-mismatch", FAIL, edit("tokenizer.json", added_tokens=[{"id": 128256, "content": "<|extra|>"}])),
     ("weights-on-network", WARN, mount("nfs4", "hard")),
     ("weights-on-network", WARN, mount("fuse.mergerfs", "cache.files=auto-full")),
-    ("dataset-differs", WARN, expected),
     ("staged-inputs", FAIL, lambda c: c.recipe.update(staged=str(c.root / "nowhere"))),
     ("staged-inputs", FAIL, both(parcel_of(revision="1" * 40), hub)),
     ("task-data", WARN, environment(HF_HUB_OFFLINE="1")),
@@ -373,7 +362,6 @@ NEAR: list[tuple[str, str | None, Spoil]] = [
     ("versions-differ", None, lambda c: setattr(c, "versions", {**c.versions, **pins.read()[pins.REF]})),
     ("versions-differ", None, versions(torch="2.13.0+cu130")),
     ("offline-asks-the-hub", None, versions(transformers="4.57.3")),
-    ("dataset-differs", None, lambda c: (c.recipe["data"]["expect"].update(train=19_999, eval=None), expected(c))),
     ("loss-on-all-tokens", None, override("train.assistant_only_loss=false")),
     ("token-in-environment", None, both(environment(**{"HF_TOKEN": "x"}), no_slurm)),
     ("nccl-hang-arm", None, versions(nvidia_nccl_cu13="2.28.9")),
@@ -440,19 +428,6 @@ def test_what_is_there_needs_no_more_room(case: Case) -> None:
         (case.run / name / "MANIFEST.json").write_text("{}")
     plan = case.context().plan
     assert plan and all(name.endswith("checkpoints") for name in run_folder.needed(plan, case.run))
-
-
-def test_without_a_run_dir_the_one_of_submit_is_looked_at(tmp_path: Path) -> None:
-    """Nobody names it who has just submitted without; what was prepared there counts."""
-    recipe = REPO / "recipes" / "tiny-oasst2"
-    folder = default_run_dir(resolve(recipe), tmp_path / "runs") / "data"
-    folder.mkdir(parents=True)
-    manifest.seal(folder, "dataset", {"train": {"conversations": 1}, "eval": {"conversations": 1}}, {})
-    cluster = yaml.safe_load((REPO / "ops" / "clusters" / "rno-rtxpro6000.yaml").read_text())
-    cluster["storage"]["runs"] = str(tmp_path / "runs")
-    (tmp_path / "here.yaml").write_text(yaml.safe_dump(cluster))
-    done = run("doctor", str(recipe), "--cluster", str(tmp_path / "here.yaml"), "data.expect.train=20", "--json", cwd=tmp_path)
-    assert [item["where"] for item in done.json["findings"] if item["rule"] == "dataset-differs"] == [str(folder)]
 
 
 @pytest.mark.parametrize(("hostname", "fires"), [("rno-it-gpu0007-1", True), ("laptop", False)])

@@ -209,6 +209,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "stale index": (lambda b: rewrite(b, lambda t: t.pop(NORM), index=False), NORM),
     "index without a tensor": (lambda b: unlisted(b, NORM), NORM),
     "fewer layers in the files": (lambda b: edit_json(b / "config.json", num_hidden_layers=4), "layers.3"),
+    "more layers in the files": (lambda b: edit_json(b / "config.json", num_hidden_layers=2), "up to number 2: 1 of them"),
+    "NaN in a norm": (lambda b: rewrite(b, lambda t: t[NORM][3:4].fill_(float("nan"))), f"{NORM} has NaN"),
+    "infinity in the head": (
+        lambda b: rewrite(b, lambda t: t["lm_head.weight"][-1:].fill_(-float("inf"))),
+        "lm_head.weight has NaN",
+    ),
     "another width": (lambda b: edit_json(b / "config.json", intermediate_size=102), "mlp"),
     "another vocabulary": (lambda b: edit_json(b / "config.json", vocab_size=302), "lm_head|embed_tokens"),
     "other heads": (lambda b: edit_json(b / "config.json", num_key_value_heads=4), "k_proj"),
@@ -226,6 +232,20 @@ def test_a_damaged_base_is_refused_and_nothing_is_published(own_base: Path, adap
     with refused(word):
         merge(own_base, adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not [*tmp_path.glob(".out.merging/model*")]
+
+
+@pytest.mark.parametrize("where", ["base/tokenizer.json", "base/chat_template.jinja", "adapter/tokenizer_config.json"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_tokenizer_that_is_no_file_is_not_left_out(
+    where: str, kind: str, own_base: Path, own_adapter: Path, tmp_path: Path
+) -> None:
+    """Such as a link into a cache that was cleared: the merged model would have another tokenizer, or none."""
+    part, name = where.split("/")
+    path = {"base": own_base, "adapter": own_adapter}[part] / name
+    path.unlink(missing_ok=True)
+    path.symlink_to(tmp_path / "cleared") if kind == "link" else os.mkfifo(path)
+    with refused(name):
+        merge(own_base, own_adapter, tmp_path / "out")
 
 
 @pytest.mark.parametrize("problem", [None, "lacks a layer"])

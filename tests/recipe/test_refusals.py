@@ -384,7 +384,7 @@ REFUSED = (
     ("train.optim=sgd", "train.optim_args=betas=0.9"),
     ("train.lr_scheduler_type=linear", "train.lr_scheduler_kwargs={num_cycles: 1}"), "train.num_train_epochs=1e9",
     "train.num_train_epochs=-1", "train.dataloader_num_workers=100000", "train.lr_scheduler_kwargs={num_cycles: -3}",
-    "train.lr_scheduler_kwargs={num_cycles: 0}", "eval.max_gen_toks=1000000000", "slurm.stall_seconds=0",
+    "train.lr_scheduler_kwargs={num_cycles: 0}", "eval.max_gen_toks=1000000000", "slurm.stall_seconds=1",
     ("train.save_strategy=best", "train.metric_for_best_model=nope"),
 )  # fmt: skip
 TAKEN = (
