@@ -72,7 +72,6 @@ class Submission:
         run_dir: Path | None,
         first: str | None,
         last: str,
-        one_job: bool,
     ) -> Submission:
         """Resolve and derive. Raises UserError."""
         for key, stage in (("--from", first), ("--to", last)):
@@ -106,7 +105,6 @@ class Submission:
                     *("--description", str(number)),
                 ],
                 signal_seconds=resolved.recipe.slurm.signal_seconds,
-                one_job=one_job,
             )
         return cls(resolved, machine, path, stages, jobs, variables, shapes, evaluation, number, notes=notes)
 

@@ -68,7 +68,7 @@ def submission(recipe: str, tiny: bool) -> str:
         os.environ.pop(name, None)
     os.environ |= {"PATH": "/usr/bin", "HOME": "/h/me", "USER": "me"}
     try:
-        found = Submission.make(recipe, [], tiny, cluster_of(recipe), REPO / "runs" / "X", None, "report", one_job=False)
+        found = Submission.make(recipe, [], tiny, cluster_of(recipe), REPO / "runs" / "X", None, "report")
         lines = [*(str(problem) for problem in found.find_problems(dry_run=True)), *found.warnings(), *found.lines()]
     finally:
         os.environ.clear()

@@ -208,7 +208,7 @@ def key_faults(path: str, source: str) -> list[str]:
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 SPEAKS_OF_A_TASK = {
-    "clustertune/recipe/schema.py": "the default of eval.tasks, and what keys and files were called before there were tasks",
+    "clustertune/recipe/schema.py": "the default of eval.tasks",
     "clustertune/arguments.py": "a target of make",
 }
 """Besides a task's own folder and ``evaluate/own/NAME.py``."""

@@ -188,8 +188,6 @@ def sft_arguments(given: Mapping[str, Any], *, cuda: bool) -> dict[str, Any]:
     requested = {**given["batch"], "max_length": given["max_length"], "seed": given["seed"], **NOTHING_ELSE}
     if not cuda:
         requested |= {"use_cpu": True, "bf16": given["bf16"]}
-    if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING") == "true":  # the Trainer refuses both at once
-        requested["gradient_checkpointing"] = False
     return requested
 
 

@@ -55,7 +55,6 @@ CONDITIONS: dict[str, Callable[[RecipeContext], bool]] = {
     "full_state_dict": lambda c: c.resolved.distribution.state_dict == "FULL_STATE_DICT",
     "mixed": lambda c: c.resolved.distribution.mixed_precision != "no",
     "half": lambda c: _init(c, "dtype", "") in ("bfloat16", "float16"),
-    "wrapped": lambda c: c.resolved.distribution.recompute.by == "fsdp",
     "loads_all": _loads_all,
     "packed_by_mask": lambda c: bool(c.args.get("packing")) and "flash" not in _init(c, "attn_implementation", "sdpa"),
     "accumulates": lambda c: int(c.args["gradient_accumulation_steps"]) > 1,

@@ -95,8 +95,7 @@ def _sizes(found: Candidate) -> Iterator[Candidate]:
             if ratio not in (0.0, 1.0) and used.kind != "FSDP2":
                 continue
             recomputed = share(found.resolved, ratio, used.kind)
-            by = used.recompute.by if ratio == 1 else "model"  # FSDP's own takes all layers
-            recompute = replace(used.recompute, share=recomputed, by=by) if recomputed else Recompute()
+            recompute = replace(used.recompute, share=recomputed) if recomputed else Recompute()
             changed = replace(used, micro_batch=micro, accumulation=accumulation, recompute=recompute)
             yield replace(found, strategy=changed, ratio=ratio)
 

@@ -116,9 +116,7 @@ def _recomputed(plan: Plan) -> str:
     text = f"layers recomputed in the backward pass: {'none' if not share else 'all' if share == 1 else f'{share:.0%}'}"
     if share and again.save:
         text += f"; of them {' and '.join(again.save)} kept".replace("every_second_matmul", "every second product")
-    keys = ("activation_checkpointing", "gradient_checkpointing")
-    explicit = recipe.activation_checkpointing is not None or any(recipe.train.get(key) is not None for key in keys)
-    if share and not explicit and plan.resolved.train_args.get("activation_checkpointing"):
+    if share and recipe.activation_checkpointing is None and recipe.megatron is None:
         text += ", TRL's default; activation_checkpointing.ratio=0 turns it off"
     return text
 

@@ -44,10 +44,8 @@ _FSDP1_ONLY = {
     "fsdp_forward_prefetch": "leave it out: accelerate refuses it with FSDP2",
 }
 """Keys that mean nothing under ``fsdp_version: 2``."""
-_BOOLEANS = (
-    "fsdp_offload_params", "fsdp_cpu_ram_efficient_loading", "fsdp_activation_checkpointing",
-    "fsdp_activation_checkpointing_offload",
-)  # fmt: skip
+_BOOLEANS = ("fsdp_offload_params", "fsdp_cpu_ram_efficient_loading")
+_RECOMPUTING = ("fsdp_activation_checkpointing", "fsdp_activation_checkpointing_offload")
 _OF_DEEPSPEED_FILE = {
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device", "offload_param_device",
     "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
@@ -156,11 +154,6 @@ def fsdp_flag(body: Mapping[str, Any], key: str, *, default: bool = False) -> bo
 
 def _is_true(value: object) -> bool:
     return str(value).lower() in {"true", "1", "yes"}
-
-
-def recomputes(body: Mapping[str, Any]) -> bool:
-    """Whether FSDP recomputes the layers that it wraps."""
-    return fsdp_flag(body, "activation_checkpointing")
 
 
 def state_dict_type(body: Mapping[str, Any]) -> str:
@@ -313,7 +306,10 @@ def _check_fsdp(  # noqa: PLR0912 - a check each
         return
     for full, (key, value) in values.items():
         path = ("fsdp_config", key)
-        if full in _FSDP1_ONLY:
+        if full in _RECOMPUTING and str(value).lower() != "false":
+            fix = "leave it out: activation_checkpointing.ratio=1 recomputes all layers, train.activation_offloading moves them"
+            yield path, "the recipe's section activation_checkpointing says what is recomputed", fix
+        elif full in _FSDP1_ONLY:
             yield path, f"has no meaning under {FSDP2}", _FSDP1_ONLY[full]
         elif full in _BOOLEANS or full == "fsdp_reshard_after_forward":
             if str(value).lower() not in {"true", "false"}:
@@ -330,8 +326,6 @@ def _check_fsdp(  # noqa: PLR0912 - a check each
     states = plain.get("fsdp_state_dict_type")
     if str(states).upper() in {"FULL_STATE_DICT", "LOCAL_STATE_DICT"}:
         yield ("fsdp_config", "fsdp_state_dict_type"), f"{states}: checkpoints are written sharded", "write SHARDED_STATE_DICT"
-    if _flag(plain, "activation_checkpointing_offload") and not _flag(plain, "activation_checkpointing"):
-        yield ("fsdp_config", "fsdp_activation_checkpointing_offload"), "needs fsdp_activation_checkpointing: true", None
 
 
 def _check_wrap(values: Mapping[str, tuple[str, Any]], kind: str | None) -> Iterator[Found]:

@@ -222,14 +222,6 @@ def check_train(train: Mapping[str, Any]) -> Iterator[Found]:
         if name not in known:
             text = f"{show_value(name)} is not a tracker of the pinned transformers"
             yield ("train", "report_to"), text, did_you_mean(name, known)
-    for key in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
-        if isinstance(given := train.get(key), dict) and given.get("preserve_rng_state") is False:
-            text = "preserve_rng_state is false: a layer with dropout, computed again, would drop other values"
-            yield ("train", key), text, "leave it out: it saves nothing where there is no dropout"
-    old, new = train.get("gradient_checkpointing"), train.get("activation_checkpointing")
-    if old is not None and new is not None and old != new:
-        text = f"{old}, while activation_checkpointing is {new}: they are one"
-        yield ("train", "gradient_checkpointing"), text, "keep the second"
 
 
 _EVALUATED = ("loss", "runtime", "samples_per_second", "steps_per_second")

@@ -13,7 +13,7 @@ from typing import Any
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import deepspeed_keys as ds
 from clustertune.recipe import quantization
-from clustertune.recipe.schema import Megatron, Recipe
+from clustertune.recipe.schema import ActivationCheckpointing, Megatron, Recipe
 
 IN_FLIGHT = 5
 """Parts of weights that a rank holds in host memory at once while it reads: four reads, and the one that is placed."""
@@ -24,7 +24,7 @@ class Recompute:
     """Which activations are recomputed in the backward pass."""
 
     by: str = "none"
-    """``fsdp`` (accelerate's wrapper around each layer), ``model`` (transformers), ``megatron`` or ``none``."""
+    """``model`` (transformers), ``megatron`` or ``none``."""
     share: float = 0.0
     """Share of the decoder layers, 0 to 1."""
     offload: bool = False
@@ -204,7 +204,7 @@ def read(
         data_parallel_size=data_parallel,
         mixed_precision=mixed_precision(train),
         reduce_dtype=reduce_dtype,
-        recompute=_recompute(recipe, train, accelerate, layers),
+        recompute=_recompute(recipe, train, layers),
         compiled=compiled,
         compiled_by_layer=by_layer,
         dynamic_shapes_said=acc.says_dynamic(accelerate),
@@ -318,26 +318,15 @@ def _megatron(found: Distribution, m: Megatron) -> Distribution:
     )
 
 
-def _recompute(recipe: Recipe, train: Mapping[str, Any], accelerate: Mapping[str, Any], layers: int) -> Recompute:
+def _recompute(recipe: Recipe, train: Mapping[str, Any], layers: int) -> Recompute:
     if recipe.megatron is not None:
         given = recipe.megatron.recompute_granularity
         return Recompute("megatron" if given else "none", float(given == "full"), selective=given == "selective")
-    if acc.recomputes(accelerate):
-        return Recompute("fsdp", 1.0, acc.fsdp_flag(accelerate, "activation_checkpointing_offload"))
-    if not train.get("activation_checkpointing"):
-        return Recompute()
-    named = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
-    settings = next((given for key in named if isinstance(given := train.get(key), dict) and given), {})
-    section = recipe.activation_checkpointing
-    if section is not None:
-        share = len(recomputed_layers(section.ratio, layers)) / layers
-    else:
-        # transformers/modeling_utils.py:3238: layer_index % every_n_layers == 0
-        every = settings.get("every_n_layers", 1)
-        share = -(-layers // (every if isinstance(every, int) and every >= 1 else 1)) / layers
-    saved = tuple(section.save) if section is not None and section.save else ("attention",) * bool(settings.get("selective"))
+    section = recipe.activation_checkpointing or ActivationCheckpointing()
+    share = len(recomputed_layers(section.ratio, layers)) / layers
     # TRL's activation_offloading moves whatever backward saves: of recomputed layers that is their input.
-    return Recompute("model", share, bool(settings.get("offload") or train.get("activation_offloading")), saved)
+    offload = bool(train.get("activation_offloading"))
+    return Recompute("model", share, offload, tuple(section.save or ())) if share else Recompute()
 
 
 def how_to_load(found: Distribution) -> tuple[str, str]:

@@ -26,6 +26,9 @@ from clustertune.training.loading_sources import RowReader
 
 aten = torch.ops.aten
 GATHERED, REDUCED = "gathered weights", "gradients"
+_ONE_KERNEL = ("silu_backward", "mish_backward", "native_channel_shuffle")
+"""Operators that have a kernel on CUDA, and become several where there is none (torch 2.13)."""
+_LIBRARY = torch.library.Library("aten", "IMPL")
 
 
 class Inline:
@@ -131,6 +134,10 @@ def _without_index(make: Callable[..., Any]) -> Callable[..., Any]:
     return new
 
 
+def _never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a fake tensor reached a kernel")
+
+
 def put(owner: Any, **values: Any) -> None:
     """Replace for the rest of this process."""
     for name, value in values.items():
@@ -145,6 +152,8 @@ def install(memory: Memory) -> Reading:
     put(FakeTensor, __new__=staticmethod(_without_index(FakeTensor.__new__)))
     put(torch.nn.Module, to=_move)
     put(torch.nn.functional, scaled_dot_product_attention=_attention)
+    for name in _ONE_KERNEL:
+        _LIBRARY.impl(name, _never, "CUDA")
     resize = torch.UntypedStorage.resize_
     put(torch.UntypedStorage, resize_=lambda storage, size: memory.resized(storage, size, resize))
     # On a GPU TRL's tiles are Triton's: its torch ones would be counted. On "cpu" it takes those.

@@ -54,7 +54,7 @@ ACCELERATE: dict[str, Any] = {
     "fsdp_config": {
         "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_activation_checkpointing": True, "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_cpu_ram_efficient_loading": True,
     },
 }  # fmt: skip
 TEMPLATE = "{% for m in messages %}{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}{% endfor %}"

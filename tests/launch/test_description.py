@@ -37,7 +37,7 @@ def recipe(tmp_path: Path) -> Path:
 
 def submitted(recipe: Path, *words: str) -> Submission:
     cluster = str(recipe.parents[1] / "mine.yaml")
-    return Submission.make(str(recipe), list(words), True, cluster, recipe.parents[1] / "run", None, "report", one_job=False)
+    return Submission.make(str(recipe), list(words), True, cluster, recipe.parents[1] / "run", None, "report")
 
 
 def start_job(monkeypatch: pytest.MonkeyPatch, given: allocation.Allocation, *words: Any, **named: Any) -> None:

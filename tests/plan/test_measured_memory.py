@@ -93,7 +93,6 @@ def accelerate(case: dict[str, Any]) -> dict[str, Any]:
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_transformer_layer_cls_to_wrap": LAYERS[case.get("model", NARROW)["model_type"]],
-        "fsdp_activation_checkpointing": case.get("recompute", False),
         "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         "fsdp_reshard_after_forward": case.get("reshard", True),
@@ -108,7 +107,7 @@ def write(folder: Path, case: dict[str, Any]) -> Path:
     train = {
         "per_device_train_batch_size": batch, "global_batch_size": 2 * batch * case.get("accumulation", 1),
         "max_length": case.get("length", 512), "packing": case.get("packing", True), "bf16": half, "num_train_epochs": 1,
-        "activation_checkpointing": False, "optim": "adamw_torch_fused",
+        "optim": "adamw_torch_fused",
     }  # fmt: skip
     body = {
         "model": {"name": "some-model", "weights": "random"},
@@ -117,9 +116,7 @@ def write(folder: Path, case: dict[str, Any]) -> Path:
         "slurm": {"nodes": 1, "gpus_per_node": 2},
         "plan": {"whole_logits": case.get("whole", False)},
     }
-    if "section" in case:
-        body["activation_checkpointing"] = case["section"]
-        del train["activation_checkpointing"]
+    body["activation_checkpointing"] = case.get("section", {"ratio": float(case.get("recompute", False))})
     if "attention" in case:
         train["model_init_kwargs"] = {"attn_implementation": case["attention"]}
     if "lora" in case:

@@ -235,7 +235,7 @@ def test_ram_of_the_copy_that_a_save_makes(tmp_path: Path, lora: Any, count: int
 
 def test_ram_of_offloaded_checkpoints(tmp_path: Path) -> None:
     """What recomputation starts from, of all layers and ranks of the node."""
-    train = {"activation_checkpointing": True, "activation_offloading": True, "max_length": 8192,
+    train = {"activation_offloading": True, "max_length": 8192,
              "per_device_train_batch_size": 8}  # fmt: skip
     found = host(tmp_path / "r", train=train, accelerate=ZERO3)
     assert found["offloaded checkpoints"] == pytest.approx(8 * 8 * 8192 * 32 * 4096 * 2)

@@ -23,7 +23,6 @@ RECIPE = "llama405b-oasst2"
 DEEPSPEED = ["accelerate.distributed_type=DEEPSPEED", "accelerate.fsdp_config=null"]
 ZERO = "accelerate.deepspeed_config"
 KEYS = "accelerate.fsdp_config.fsdp"
-OFF = f"{KEYS}_activation_checkpointing=false"
 FULL = ["lora=null"]
 PARALLEL = "accelerate.parallelism_config.parallelism_config"
 KERNEL = "train.model_init_kwargs.attn_implementation"
@@ -77,7 +76,7 @@ READ: list[tuple[list[str], dict[str, Any]]] = [
     ([f"{PARALLEL}_cp_size=4", "train.packing=false"],
      {"cp": 4, "data_parallel_size": 4, "weight_shards": 16, "packing": False}),
     # https://arxiv.org/abs/1910.02054, figure 1
-    *(([*DEEPSPEED, f"{ZERO}.zero_stage={stage}", "train.activation_checkpointing=true"],
+    *(([*DEEPSPEED, f"{ZERO}.zero_stage={stage}", "activation_checkpointing.ratio=1"],
        shards(*split, kind=f"ZeRO-{stage}", reshard=stage == 3, checkpointed=1.0))
       for stage, split in enumerate(((1, 1, 1), (1, 1, 16), (1, 16, 16), (16, 16, 16)))),
     # CPUOffloadPolicy moves parameters, gradients and optimizer state, not the optimizer alone.
@@ -88,16 +87,12 @@ READ: list[tuple[list[str], dict[str, Any]]] = [
     ([quantized(f"{NF4}, bnb_4bit_use_double_quant: true")],
      {"weight_bytes": 0.515869140625, "gather_bytes": 0.5, "whole_bytes": 0.015869140625}),
     # FSDP's recomputation for all layers, the model's for every n-th, a recipe's ratio; offload as either says it.
-    ([OFF], {"checkpointed": 1.0, "checkpoint_offload": False}),  # TRL's default
-    ([OFF, "train.activation_checkpointing=false"], {"checkpointed": 0.0}),
-    ([OFF, "activation_checkpointing.ratio=0.5"], {"checkpointed": 0.5}),
-    ([OFF, "activation_checkpointing.ratio=0"], {"checkpointed": 0.0}),
-    ([OFF, "train.activation_checkpointing_kwargs={every_n_layers: 3, offload: true}"], {"checkpointed": 42 / 126}),
-    ([OFF, "train.activation_checkpointing_kwargs={offload: true}"], {"checkpoint_offload": True}),
-    ([f"{KEYS}_activation_checkpointing_offload=true"], {"checkpoint_offload": True}),
-    ([OFF, SAVE], {"checkpointed": 1.0, "save": ("attention", "matmul")}),
-    ([OFF, SAVE, "activation_checkpointing.ratio=0.5"], {"checkpointed": 0.5, "save": ("attention", "matmul")}),
-    ([OFF, "train.activation_checkpointing_kwargs={selective: true}"], {"checkpointed": 1.0, "save": ("attention",)}),
+    ([], {"checkpointed": 1.0, "checkpoint_offload": False}),  # TRL's default
+    (["activation_checkpointing.ratio=0.5"], {"checkpointed": 0.5}),
+    (["activation_checkpointing.ratio=0"], {"checkpointed": 0.0}),
+    (["train.activation_offloading=true"], {"checkpoint_offload": True}),
+    ([SAVE], {"checkpointed": 1.0, "save": ("attention", "matmul")}),
+    ([SAVE, "activation_checkpointing.ratio=0.5"], {"checkpointed": 0.5, "save": ("attention", "matmul")}),
     # torch_compile of TRL, or accelerate's dynamo section; attention, and what of packing it keeps apart
     (["train.torch_compile=true"], {"compiled": True}),
     (["accelerate.dynamo_config.dynamo_backend=INDUCTOR"], {"compiled": True}),

@@ -141,7 +141,7 @@ def write_recipe(
         "train": {
             "global_batch_size": 64, "per_device_train_batch_size": 1, "max_length": 2048, "packing": True,
             "num_train_epochs": 1,
-            "model_init_kwargs": {"dtype": "bfloat16"}, "activation_checkpointing": True, "optim": "adamw_torch_fused",
+            "model_init_kwargs": {"dtype": "bfloat16"}, "optim": "adamw_torch_fused",
         } | (train or {}),
         "slurm": {"nodes": nodes, "gpus_per_node": gpus},
     }  # fmt: skip

@@ -13,7 +13,6 @@ from clustertune.recipe.accelerate_file import find_problems
 FSDP2: dict[str, Any] = {
     "fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-    "fsdp_activation_checkpointing": True,
 }  # fmt: skip
 FSDP1: dict[str, Any] = {
     "fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -49,7 +48,7 @@ def test_accelerate_reads_the_shipped_file_as_the_source_says(repo: Path, monkey
         name = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}.get(key, key.upper())
         monkeypatch.setenv(name, str(value).lower() if isinstance(value, bool) else str(value))
     plugin = FullyShardedDataParallelPlugin()
-    assert plugin.activation_checkpointing and plugin.transformer_cls_names_to_wrap == ["LlamaDecoderLayer"]
+    assert not plugin.activation_checkpointing and plugin.transformer_cls_names_to_wrap == ["LlamaDecoderLayer"]
     assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
     assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
 
@@ -81,7 +80,6 @@ WRONG_FSDP: dict[str, list[tuple[Any, str]]] = {
     "fsdp_min_num_params": [(-1, "whole number")],
 }  # fmt: skip
 """One key of FSDP2's section, changed: value, and words of what is said."""
-TWO = {"fsdp_activation_checkpointing": False, "fsdp_activation_checkpointing_offload": True}
 FILE = {"deepspeed_config_file": "ds.json"}
 MESH = "parallelism_config"
 WRONG: list[tuple[dict[str, Any], str, str]] = [
@@ -91,7 +89,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (fsdp({"version": 2}), "fsdp_config.version", "write fsdp_version"),
     (fsdp(offload_params=True), "fsdp_config.offload_params", "write fsdp_offload_params"),
     (fsdp(fsdp_auto_wrap_policy="NO_WRAP"), f"fsdp_config.{WRAP}", "TRANSFORMER_BASED_WRAP"),
-    (fsdp(**TWO), "fsdp_config.fsdp_activation_checkpointing_offload", "needs"),
+    (fsdp(fsdp_activation_checkpointing=True), "fsdp_config.fsdp_activation_checkpointing", "activation_checkpointing.ratio"),
     *((fsdp() | {key: 1}, key, "derived") for key in ("num_processes", "machine_rank", "main_process_port", "use_cpu")),
     (fsdp() | {"mixed_precison": "bf16"}, "mixed_precison", "did you mean mixed_precision"),
     (fsdp() | {"mixed_precision": "bf17"}, "mixed_precision", "bf16"),

@@ -28,7 +28,6 @@ from tests.conftest import TINY_LLAMA
 from tests.recipe.conftest import readable
 
 TINY, REFERENCE = "tiny-oasst2", "llama405b-oasst2"
-OFF = "accelerate.fsdp_config.fsdp_activation_checkpointing=false"
 OWN = "activation_checkpointing"
 SAVE = f"{OWN}.save=[attention,every_second_matmul]"
 KERNEL = "train.model_init_kwargs.attn_implementation"
@@ -58,16 +57,11 @@ def refused(*overrides: str, recipe: str = TINY, ranks: int | None = None) -> di
 CASES: dict[tuple[str, int | None], list[tuple[list[str], str, str]]] = {
     (TINY, None): [
         # --- which layers are recomputed, and kernels
-        ([OFF, f"{OWN}={{}}"], OWN, "neither ratio nor save"), ([OFF, f"{OWN}.save=[]"], f"{OWN}.save", ""),
-        ([OFF, f"{OWN}.save=[scores]"], f"{OWN}.save.0", "attention"),
-        ([OFF, f"{OWN}.save=[matmul,matmul]"], f"{OWN}.save", "twice"),
-        ([OFF, f"{OWN}.save=[matmul,every_second_matmul]"], f"{OWN}.save", "one of the two"),
-        ([OFF, SAVE, f"{OWN}.ratio=0"], f"{OWN}.save", "recomputes nothing"), ([OFF, SAVE, EAGER], f"{OWN}.save", "sdpa"),
-        ([SAVE], f"{OWN}.save", "given twice"), ([f"{OWN}.ratio=0.5"], f"{OWN}.ratio", "given twice"),
-        ([OFF, SAVE, f"train.{OWN}=true"], f"train.{OWN}", "given twice"),
-        ([OFF, SAVE, "train.gradient_checkpointing=true"], "train.gradient_checkpointing", "given twice"),
-        ([OFF, SAVE, f"train.{OWN}_kwargs={{selective: true}}"], f"train.{OWN}_kwargs.selective", "TRL's name"),
-        ([OFF, SAVE, f"train.{OWN}_kwargs={{use_reentrant: true}}"], f"train.{OWN}_kwargs.use_reentrant", "reentrant"),
+        ([f"{OWN}={{}}"], OWN, "neither ratio nor save"), ([f"{OWN}.save=[]"], f"{OWN}.save", ""),
+        ([f"{OWN}.save=[scores]"], f"{OWN}.save.0", "attention"),
+        ([f"{OWN}.save=[matmul,matmul]"], f"{OWN}.save", "twice"),
+        ([f"{OWN}.save=[matmul,every_second_matmul]"], f"{OWN}.save", "one of the two"),
+        ([SAVE, f"{OWN}.ratio=0"], f"{OWN}.save", "recomputes nothing"), ([SAVE, EAGER], f"{OWN}.save", "sdpa"),
         (["train.liger_kernel_config={fused_linear_cross_entropy: true}"], "train.liger_kernel_config", "in tiles"),
         ([f"{KERNEL}=flash_attention_2", "train.bf16=false"], KERNEL, "16 bits"),
         (["train.torch_compile_backend=eager", INDUCTOR], "train.torch_compile_backend", "is not read"),
@@ -110,8 +104,7 @@ CASES: dict[tuple[str, int | None], list[tuple[list[str], str, str]]] = {
         ([f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_typ: nf4}}"], f"{QUANTIZED}.bnb_4bit_quant_typ", "4bit_quant"),
         ([f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_type: int4}}"], f"{QUANTIZED}.bnb_4bit_quant_type", "nf4"),
         ([BASE_4BIT, "lora=null"], QUANTIZED, "cannot be trained"),
-        ([OFF, f"{OWN}.ratio=0.5", f"train.{OWN}_kwargs={{every_n_layers: 2}}"], "every_n_layers", "twice"),
-        ([OFF, f"{OWN}.ratio=1.5"], f"{OWN}.ratio", "less than"),
+        ([f"{OWN}.ratio=1.5"], f"{OWN}.ratio", "less than"),
         # --- files beside the recipe: the file has no such line
         ([f"{MESH}_tp_size=3"], "accelerate.parallelism_config", "does not divide"),
         ([f"{MESH}_dp_replicate_size=3"], "accelerate.parallelism_config", "does not divide"),
@@ -261,12 +254,12 @@ def test_the_styles_are_those_that_the_training_carries_out() -> None:
 
 def test_what_is_taken() -> None:
     """``save`` alone means all layers; a recipe without it keeps its fingerprint, and with it its run folder."""
-    found = resolve(TINY, [OFF, SAVE])
+    found = resolve(TINY, [SAVE])
     assert found.recipe.activation_checkpointing is not None and found.recipe.activation_checkpointing.ratio == 1
     assert found.train_args["activation_checkpointing"] is True
     reason = next(item.reason for item in found.derived if item.key == "train.activation_checkpointing")
     assert "4 of 4 layers; of them attention, every_second_matmul kept" in reason
-    ratio = [OFF, "activation_checkpointing.ratio=0.5"]
+    ratio = ["activation_checkpointing.ratio=0.5"]
     assert resolve(TINY, ratio).fingerprint() != resolve(TINY, [*ratio, SAVE]).fingerprint()
     assert resolve(TINY, ratio).fingerprint() == resolve(TINY, [*ratio, "activation_checkpointing.save=null"]).fingerprint()
     resolve(TINY, ["train.torch_compile=true", INDUCTOR])
@@ -300,14 +293,6 @@ def test_whether_and_how_a_model_is_compiled(train: dict[str, Any], dynamo: dict
     assert ("as a whole" in warnings) == (expected == (True, False)), "a start of minutes"
 
 
-def test_a_wrapper_that_keeps_layers_from_the_compiler_is_told() -> None:
-    """Found by torch's log of graph breaks, and by dropout that draws what it draws uncompiled: docs/results/dropout.md."""
-    for words, expected in (([], True), ([OFF, "activation_checkpointing.ratio=0.5"], False), ([OFF], False)):
-        spread = replace(resolve(TINY, words).distribution, compiled=True, compiled_by_layer=True)
-        warnings = " ".join(kernels.warnings(spread))
-        assert ("leaves the layers uncompiled" in warnings) == expected
-
-
 def test_packages_are_asked_for_where_there_are_gpus_only() -> None:
     """A laptop trains with sdpa and without Liger, and needs neither package."""
     train = {"use_liger_kernel": True, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
@@ -318,10 +303,10 @@ def test_packages_are_asked_for_where_there_are_gpus_only() -> None:
 
 
 def test_a_ratio_says_alone_which_layers_are_recomputed() -> None:
-    values = show.as_json(resolve(REFERENCE, [f"{OWN}.ratio=0.5", OFF]))["values"]
+    values = show.as_json(resolve(REFERENCE, [f"{OWN}.ratio=0.5"]))["values"]
     assert values[f"{OWN}.ratio"] == {"value": 0.5, "origin": "override"}
     assert values[f"train.{OWN}"]["value"] is True and "63 of 126 layers" in values[f"train.{OWN}"]["origin"]
-    assert resolve(REFERENCE, [f"{OWN}.ratio=0", OFF]).train_args[OWN] is False
+    assert resolve(REFERENCE, [f"{OWN}.ratio=0"]).train_args[OWN] is False
 
 
 def test_the_chosen_layers_are_spread_evenly() -> None:
@@ -345,7 +330,7 @@ def test_every_size_that_does_not_divide_is_told_at_once() -> None:
     words = [
         "megatron.tensor_model_parallel_size=3", "megatron.pipeline_model_parallel_size=4",
         "megatron.virtual_pipeline_model_parallel_size=2", "megatron.expert_model_parallel_size=2",
-        "megatron.sequence_parallel=true", "train.activation_checkpointing=true",
+        "megatron.sequence_parallel=true", "activation_checkpointing.ratio=1",
     ]  # fmt: skip
     text = "".join(refused(*words, recipe=REFERENCE).values())
     for says in (

@@ -94,17 +94,21 @@ def test_accumulation_is_exact_or_its_advice_divides(batch: int, micro: int, ran
             assert int(count) % shared == 0 and batch % (micro * int(count) // shared) == 0
 
 
-def test_activations_are_checkpointed_once(recipes: Path, refused: Refuse) -> None:
-    folder = recipes / "tiny-oasst2"
-    assert resolve(folder).train_args["activation_checkpointing"] is False
-    for key in ("activation_checkpointing", "gradient_checkpointing"):
-        assert refused(folder, [f"train.{key}=true"])[0].key == f"train.{key}"
-        assert resolve(folder, [f"train.{key}=false"]).train_args["activation_checkpointing"] is False
-    edit(folder / "accelerate.yaml", "fsdp_activation_checkpointing: true", "fsdp_activation_checkpointing: false")
-    assert resolve(folder).train_args["activation_checkpointing"] is True  # TRL's default
-    for key in ("activation_checkpointing", "gradient_checkpointing"):
-        args = resolve(folder, [f"train.{key}=false"]).train_args
-        assert args["activation_checkpointing"] is False and "gradient_checkpointing" not in args
+@pytest.mark.parametrize(
+    "given",
+    [
+        "train.activation_checkpointing=true", "train.gradient_checkpointing=false",
+        "train.activation_checkpointing_kwargs={every_n_layers: 2}",
+        "accelerate.fsdp_config.fsdp_activation_checkpointing=true",
+        "accelerate.fsdp_config.fsdp_activation_checkpointing_offload=true",
+    ],
+)  # fmt: skip
+def test_recomputation_stands_once(given: str, refused: Refuse) -> None:
+    """Every other spelling is refused in a sentence that names the section."""
+    (problem,) = refused("tiny-oasst2", [given])
+    assert problem.key == given.partition("=")[0] and "section activation_checkpointing" in problem.message
+    assert resolve("tiny-oasst2").train_args["activation_checkpointing"] is True  # TRL's default
+    assert resolve("tiny-oasst2", ["activation_checkpointing.ratio=0"]).train_args["activation_checkpointing"] is False
 
 
 def test_precision_stands_once(recipes: Path, refused: Refuse) -> None:

@@ -93,6 +93,12 @@ def test_more_recipes_run_at_full_width(name: str) -> None:
     assert abs(differences(name).get("at rest", 0.0)) < 0.02
 
 
+@pytest.mark.jobs
+def test_fewer_experts_than_ranks_are_split_evenly() -> None:
+    """Mixtral's 8 on 32 ranks: by its first dimension eight ranks would hold all of them, and the run would be refused."""
+    assert abs(differences("mixtral8x7b-tulu3")["at rest"]) < 0.002
+
+
 def test_no_wait_of_the_host_grows_with_the_layers() -> None:
     """A value that each layer's forward pass asks the GPU for would leave it idle 126 times a micro batch."""
     counts = [sum(wait["count"] for wait in simulated("llama405b-oasst2", depth=depth)[1].first["waits"]) for depth in (2, 4)]
@@ -152,7 +158,7 @@ def test_a_tensor_on_the_wrong_device_is_found(tmp_path: Path) -> None:
 
 def test_weights_that_are_not_gathered_again_are_found(tmp_path: Path) -> None:
     """Half of the gathers are missing, and all layers stay whole: the plan beside it shows both."""
-    line = "    free_gathered_units()\n    plugin = getattr(accelerator.state"
+    line = "    split_experts_evenly()\n    plugin = getattr(accelerator.state"
     new = line.replace("    plugin", "    accelerator.state.fsdp_plugin.reshard_after_forward = False\n    plugin")
     found = damaged(tmp_path, "training/sharding.py", line, new)[-1]["found"]
     plan, whole = simulated("tiny-oasst2", depth=None)

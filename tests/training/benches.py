@@ -36,7 +36,7 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 SAME = [
     "train.max_steps=3", "train.save_steps=2", "train.eval_steps=3", "train.max_length=64", "train.packing=false",
-    "train.eval_on_start=false", "train.report_to=none", "lora.lora_dropout=0", "train.activation_checkpointing=false",
+    "train.eval_on_start=false", "train.report_to=none", "lora.lora_dropout=0", "activation_checkpointing.ratio=0",
     "data.eval_fraction=0.08", "train.per_device_eval_batch_size=2",
 ]  # fmt: skip
 """No dropout, no packing (context parallelism has neither): what is left is the order of sums.

@@ -170,24 +170,15 @@ def test_in_bfloat16_a_run_on_another_shape_stays_in_the_spread_of_both(bench: B
 
 
 DROPPED = "lora.lora_dropout=0.3"
-WRAPPER = ["accelerate.fsdp_config.fsdp_activation_checkpointing=true", "train.activation_checkpointing=null"]
-MODEL = ["train.activation_checkpointing=true"]
 RECOMPUTE: dict[str, list[str]] = {
-    "wrapper": WRAPPER,
-    "model": MODEL,
-    "ratio": ["activation_checkpointing.ratio=0.5", "train.activation_checkpointing=null"],
-    "attention": ["activation_checkpointing.save=[attention]", "train.activation_checkpointing=null"],
-    "products": ["activation_checkpointing.save=[attention,every_second_matmul]", "train.activation_checkpointing=null"],
-    "wrapper-offload": [*WRAPPER, "accelerate.fsdp_config.fsdp_activation_checkpointing_offload=true"],
-    "model-offload": [*MODEL, "train.activation_offloading=true"],
+    "model": ["activation_checkpointing.ratio=1"],
+    "ratio": ["activation_checkpointing.ratio=0.5"],
+    "attention": ["activation_checkpointing.save=[attention]"],
+    "products": ["activation_checkpointing.save=[attention,every_second_matmul]"],
+    "model-offload": ["activation_checkpointing.ratio=1", "train.activation_offloading=true"],
 }
-"""Each way to recompute activations, and to keep in host memory what they start from. ``wrapper`` is accelerate's for FSDP."""
-DROPPING = [
-    (name, how)
-    for name in ("fsdp2", "hsdp", "tp", "ddp", "zero3")
-    for how in RECOMPUTE
-    if "wrapper" not in how or name not in ("ddp", "zero3")
-]
+"""Each way to recompute activations, and to keep in host memory what they start from."""
+DROPPING = [(name, how) for name in ("fsdp2", "hsdp", "tp", "ddp", "zero3") for how in RECOMPUTE]
 
 
 def need(name: str) -> None:
