@@ -8,25 +8,22 @@ child is left behind: it holds none of this process's files, so no reader of our
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
 import resource
+import select
 import selectors
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO, Self
 
-from clustertune.host.mounts import MountLine, mount_lines, own_mounts
 from clustertune.process import die_with_parent
 
 Work = Callable[[], Mapping[str, Any]]
 """What a child does; its answer is sent as JSON. It may raise OSError."""
-_CLONE_NEWNS, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x20000, 0x4000, 1 << 18, 2  # linux/sched.h, sys/mount.h
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -49,31 +46,84 @@ def ask_all(works: Mapping[str, Work], seconds: float, memory: int | None = None
 
     ``memory``: bytes that each may take beside what this process holds; beyond them it gets MemoryError, or ends.
     """
-    started = {name: _start(work, memory) for name, work in works.items()}
-    texts: dict[str, bytes] = dict.fromkeys(started, b"")
-    done: set[str] = set()
-    deadline = time.monotonic() + seconds
-    with selectors.DefaultSelector() as waiting:
-        for name, (_, fd) in started.items():
-            waiting.register(fd, selectors.EVENT_READ, name)
-        while waiting.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, _ in waiting.select(min(left, 3600.0)):
-                if data := os.read(key.fd, 65536):
-                    texts[key.data] += data
-                else:
-                    waiting.unregister(key.fd)
-                    done.add(key.data)
-    for name, (pid, _) in started.items():
-        if name not in done:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    gone_by = time.monotonic() + 0.5
-    return {name: _end(pid, fd, texts[name], name in done, gone_by) for name, (pid, fd) in started.items()}
+    return _collect({name: _start(work, memory) for name, work in works.items()}, time.monotonic() + seconds)
 
 
 def ask(work: Work, seconds: float, memory: int | None = None) -> Answer:
     """:func:`ask_all` of one."""
     return ask_all({"": work}, seconds, memory)[""]
+
+
+class Pending:
+    """A work in a child, beside what this process goes on with. As a context, it ends a child whose answer nobody wants."""
+
+    def __init__(self, work: Work, seconds: float, memory: int | None = None) -> None:
+        """Begin. ``seconds`` and ``memory`` as of :func:`ask_all`."""
+        self._child, self._deadline = _start(work, memory), time.monotonic() + seconds
+        self._answer: Answer | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._answer is None:
+            self._deadline = 0.0
+            self.answer()
+
+    def is_ready(self) -> bool:
+        """Whether :meth:`answer` returns at once, or all but that."""
+        late = time.monotonic() > self._deadline
+        return self._answer is not None or late or bool(select.select([self._child[1]], [], [], 0)[0])
+
+    def answer(self) -> Answer:
+        """What came of it; waits for it."""
+        if self._answer is None:
+            self._answer = _collect({"": self._child}, self._deadline)[""]
+        return self._answer
+
+
+class StandingChild:
+    """A child that does one piece of work after the other; ``work`` says with :func:`allow` how long each may take.
+
+    For many pieces: a child for each would copy this process's pages and fill the libraries' caches anew.
+    """
+
+    def __init__(self, work: Callable[[Any], Mapping[str, Any]], memory: int | None = None) -> None:
+        """``memory``: bytes that the child may take beside what this process holds."""
+        requests, self._requests = os.pipe()
+
+        def serve(pipe: BinaryIO) -> None:
+            with open(requests, "rb") as lines:  # noqa: PTH123
+                for line in lines:
+                    pipe.write(_answer(lambda: work(json.loads(line))) + b"\n")  # noqa: B023 - called at once
+                    pipe.flush()
+
+        self._pid, answers = _fork(serve, memory, (requests,))
+        os.close(requests)
+        self._answers = open(answers, "rb")  # noqa: PTH123, SIM115
+        self.ended = False
+        """Whether the child is gone, by its own limits or by :meth:`close`."""
+
+    def ask(self, request: Any) -> Answer:
+        """What comes of one piece of work. ``request`` is sent as JSON. A child that gives no answer has :attr:`ended`."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._requests, json.dumps(request).encode() + b"\n")
+        if (line := self._answers.readline()).endswith(b"\n"):
+            return Answer(**json.loads(line))
+        return _without_answer(self.close())
+
+    def close(self) -> int | None:
+        """End the child. Returns how it has ended, as ``waitpid`` says it; None where it has not."""
+        if self.ended:
+            return None
+        self.ended = True
+        os.close(self._requests)
+        self._answers.close()
+        if (status := _reap(self._pid, time.monotonic() + 1.0)) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            status = _reap(self._pid, time.monotonic() + 0.5)
+        return status
 
 
 PATTERN_SECONDS = 5.0
@@ -98,7 +148,42 @@ def _limit_memory(memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
+def _collect(started: Mapping[str, tuple[int, int]], deadline: float) -> dict[str, Answer]:
+    """Answers of children (each its id and the pipe that it answers through); what has none in time is killed, or left."""
+    texts: dict[str, bytes] = dict.fromkeys(started, b"")
+    done: set[str] = set()
+    with selectors.DefaultSelector() as waiting:
+        for name, (_, fd) in started.items():
+            waiting.register(fd, selectors.EVENT_READ, name)
+        while waiting.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in waiting.select(min(left, 3600.0)):
+                if data := os.read(key.fd, 65536):
+                    texts[key.data] += data
+                else:
+                    waiting.unregister(key.fd)
+                    done.add(key.data)
+    for name, (pid, _) in started.items():
+        if name not in done:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    gone_by = time.monotonic() + 0.5
+    return {name: _end(pid, fd, texts[name], name in done, gone_by) for name, (pid, fd) in started.items()}
+
+
 def _start(work: Work, memory: int | None = None) -> tuple[int, int]:
+    return _fork(lambda pipe: pipe.write(_answer(work)), memory)
+
+
+def _answer(work: Work) -> bytes:
+    try:
+        answer: dict[str, Any] = {"found": dict(work())}
+    except OSError as error:
+        answer = {"errno": error.errno or errno.EIO}
+    return json.dumps(answer).encode()
+
+
+def _fork(talk: Callable[[BinaryIO], Any], memory: int | None, kept: Iterable[int] = ()) -> tuple[int, int]:
+    """A child that talks into a pipe, with its limits and no file of ours but ``kept``; its id, and the pipe's other end."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid:
@@ -112,16 +197,15 @@ def _start(work: Work, memory: int | None = None) -> tuple[int, int]:
         nothing = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):
             os.dup2(nothing, fd)
-        os.closerange(3, writer)
-        os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
+        first = 3
+        for fd in sorted((writer, *kept)):
+            os.closerange(first, fd)
+            first = fd + 1
+        os.closerange(first, os.sysconf("SC_OPEN_MAX"))
         if memory is not None:
             _limit_memory(memory)
-        try:
-            answer: dict[str, Any] = {"found": dict(work())}
-        except OSError as error:
-            answer = {"errno": error.errno or errno.EIO}
         with open(writer, "wb") as pipe:  # noqa: PTH123 - one write of a pipe may take a part only
-            pipe.write(json.dumps(answer).encode())
+            talk(pipe)
     os._exit(0)
 
 
@@ -130,9 +214,14 @@ def _end(pid: int, fd: int, text: bytes, done: bool, gone_by: float) -> Answer:
     status = _reap(pid, gone_by + 10.0 if done else gone_by)  # what has closed its pipe is at its end
     if done and text:
         return Answer(**json.loads(text))
-    if done:  # it died, of want of memory or by a hand: nothing is known
-        return Answer(errno=errno.ECHILD, signal=os.WTERMSIG(status) if status and os.WIFSIGNALED(status) else None)
+    if done:
+        return _without_answer(status)
     return Answer(silent=True, left=pid if status is None else None)
+
+
+def _without_answer(status: int | None) -> Answer:
+    """Of a child that died, of want of memory or by a hand: nothing is known."""
+    return Answer(errno=errno.ECHILD, signal=os.WTERMSIG(status) if status and os.WIFSIGNALED(status) else None)
 
 
 def _reap(pid: int, deadline: float) -> int | None:
@@ -147,33 +236,3 @@ def _reap(pid: int, deadline: float) -> int | None:
                 continue
             return None
         return 0
-
-
-def below(points: list[str], work: Work) -> Work:
-    """``work`` in a mount namespace of its own with nothing mounted at ``points``: it sees what lies below. Root only."""
-
-    def inner() -> Mapping[str, Any]:
-        _check(_LIBC.unshare(_CLONE_NEWNS))
-        _check(_LIBC.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None))
-        for mounted in reversed(mount_points()):
-            if any(mounted == point or mounted.startswith(f"{point}/") for point in points):
-                _check(_LIBC.umount2(os.fsencode(mounted), _MNT_DETACH))
-        return work()
-
-    return inner
-
-
-def _check(result: int) -> None:
-    if result:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-
-
-def mount_points() -> list[str]:
-    """Where file systems are mounted in this process's namespace, in the order of mounting."""
-    return [entry.point for entry in mounts()]
-
-
-def mounts(text: str | None = None) -> list[MountLine]:
-    """What is mounted, in the order of mounting; ``text`` is that of mountinfo, proc(5)."""
-    return mount_lines(own_mounts() if text is None else text)

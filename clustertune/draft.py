@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from clustertune.plan.advise import CostedCandidate, advise
 from clustertune.plan.calibration import CalibratedCluster, find_calibrated
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, of_counts
 from clustertune.plan.predict import fewest_nodes
+from clustertune.plan.schedule import FEW_STEPS
 from clustertune.recipe.accelerate_file import ALONE, REPLICATED, SHARDED, merged
 from clustertune.recipe.load import RECIPES, read_overrides
 from clustertune.recipe.parameters import count, parameter_count
@@ -52,8 +54,11 @@ LARGE = 20e9
 """Parameters from which LoRA takes half of that."""
 CPU_LENGTHS = (256, 512, 1024)
 """Sequence lengths on CPUs: the smallest that holds the conversations, as the logits of long ones take gigabytes."""
-CPU_FLOPS = 1e11
-"""FLOP/s of two processes on CPUs, assumed: two cores with AMX reached 1.4e11 in float32 (docs/results/real.md)."""
+CPU_SHARE = 0.6
+"""Of a matrix product's FLOP/s that a training in float32 reaches: SmolLM2-135M with LoRA, 137 to 512 tokens, had 0.51 to 0.65
+of it on one core of two, other jobs on both."""
+CPU_START_S = 15.0
+"""Seconds until the first step: imports, the model, its data. 12.9 to 22.3 were measured for SmolLM2-135M on two busy cores."""
 CPU_EVAL = {"limit": 8, "max_gen_toks": 128}
 """Documents and tokens of the evaluation on CPUs: a look, no score."""
 _KINDS = ("NO", "DDP", "FSDP2")
@@ -170,25 +175,51 @@ def on_cpus(
     ``stated``: keys of the recipe that hold whatever is chosen.
     """
     need = 2 * max(data.tokens, default=CPU_LENGTHS[-1])  # an estimate: digits and other languages take up to twice
-    made = draft(model, method, data, 1, RANKS, next((length for length in CPU_LENGTHS if length >= need), CPU_LENGTHS[-1]))
+    longest = next((length for length in CPU_LENGTHS if length >= need), CPU_LENGTHS[-1])
+    if data.section["format"] == "text":  # which is split anyway: the longest rows of which there are enough
+        total = EPOCHS * sum(length * count for length, count in data.tokens.items())
+        enough = (length for length in reversed(CPU_LENGTHS) if length <= longest and total >= STEPS * SMALL_BATCH * length)
+        longest = next(enough, CPU_LENGTHS[0])
+    made = draft(model, method, data, 1, RANKS, longest)
     made.recipe["train"].pop("model_init_kwargs", None)  # bfloat16, which many CPUs emulate
     own = {"train": {"bf16": False, "report_to": "none"}, "activation_checkpointing": {"ratio": 0}, "eval": CPU_EVAL}
     recipe = merged(merged(made.recipe, own), stated)
     train, size = recipe["train"], parameter_count(model.architecture)
-    seconds = None
-    if data.tokens and size:
-        packed = data.section["format"] != "preference" and bool(train.get("packing", True))
+    seconds, measured = None, []
+    if data.tokens and size and (flops := product_flops()):
+        pairs = data.section["format"] == "preference"
+        packed = not pairs and bool(train.get("packing", True))
         length, epochs = train.get("max_length", MAX_LENGTH), train.get("num_train_epochs", 1)
         tokens = _sequences(data, length, packed=packed) * length if packed else sum(n * m for n, m in data.tokens.items())
-        seconds = (6 if method == "full" else 4) * size * tokens * epochs / CPU_FLOPS
+        # Forward 2, backward 4, of LoRA 2 (no gradients of weights); of pairs two sequences each, and a reference's forward.
+        work = (6 if method == "full" else 4) * tokens if not pairs else (8 if method == "full" else 6) * 2 * tokens
+        seconds = CPU_START_S + work * size * epochs / (CPU_SHARE * flops)
+        text = f"{flops / 1e9:.0f} GFLOP/s in a matrix product, measured now; training is assumed to reach {CPU_SHARE:.0%}"
+        measured = [f"these CPUs have {text}, and less beside other work"]
     assumed = [
         f"there is no GPU here and none was named, so it is for {RANKS} processes on CPUs, in float32. For GPUs: again with "
         f"--gpus {ANY_GPUS}, or --cluster NAME",
         *made.assumed,
+        *measured,
         f"the evaluation stops after {CPU_EVAL['limit']} prompts of {CPU_EVAL['max_gen_toks']} tokens: no score (section eval)",
     ]
     # Under FSDP each micro batch gathers the model over gloo, which takes longer than a small one computes.
     return Draft(recipe, SHARDED if method == "full" else REPLICATED, made.architecture, assumed, made.lengths), seconds
+
+
+def product_flops(seconds: float = 0.3) -> float | None:
+    """FLOP/s of this machine's CPUs, measured with products of two float32 matrices of 1,024 rows; None without torch."""
+    if find_spec("torch") is None:
+        return None
+    import torch
+
+    matrix = torch.ones(1024, 1024)
+    matrix @ matrix  # the first one starts the threads
+    began, products = time.perf_counter(), 0
+    while (taken := time.perf_counter() - began) < seconds:
+        matrix @ matrix
+        products += 1
+    return products * 2 * 1024**3 / taken
 
 
 def draft(model: FoundModel, method: str, data: MeasuredData | None, nodes: int, gpus: int, longest: int = MAX_LENGTH) -> Draft:
@@ -216,10 +247,7 @@ def draft(model: FoundModel, method: str, data: MeasuredData | None, nodes: int,
         train["learning_rate"] = LORA_RATE_OF_PAIRS if pairs else rate
         assumed.append(what)
     recipe["slurm"] = {"nodes": nodes, "gpus_per_node": gpus, "time": "24:00:00"}
-    if world > 1:
-        recipe["activation_checkpointing"] = {"ratio": 1}
-    else:
-        train["activation_checkpointing"] = True
+    recipe["activation_checkpointing"] = {"ratio": 1}
     enough = _enough_steps(data, world, longest, pairs=pairs) if data and data.tokens else None
     train |= enough[0] if enough else {}
     packed = not pairs and train.get("packing", True)
@@ -249,7 +277,8 @@ def _enough_steps(data: MeasuredData, world: int, longest: int, *, pairs: bool) 
     """Batch, packing and epochs with which the data give :data:`STEPS` optimizer steps, or as many as they can; and a sentence.
 
     What changes the training least is taken first: a smaller batch, then more epochs, then rows that are not packed, again
-    from one epoch on. Text that may be longer than a row stays packed, which is what splits it.
+    from one epoch on. Where a training would still be warned of, the batch is smaller than :data:`SMALL_BATCH`. Text that may
+    be longer than a row stays packed, which is what splits it.
     """
     sequences = {packed: _sequences(data, longest, packed=packed) for packed in (True, False)}
     small = (_batch(BATCH // 2, world), _batch(SMALL_BATCH, world))
@@ -257,12 +286,14 @@ def _enough_steps(data: MeasuredData, world: int, longest: int, *, pairs: bool) 
     tries += [(small[1], not pairs, epochs) for epochs in range(2, EPOCHS + 1)]
     split = data.section["format"] == "text" and 2 * max(data.tokens) > longest  # of an estimate, as in on_cpus
     tries += [(small[1], False, epochs) for epochs in range(1, EPOCHS + 1) if not pairs and not split]
+    least = [(_batch(batch, world), tries[-1][1], EPOCHS) for batch in (SMALL_BATCH, SMALL_BATCH // 2, 1)]
 
     def steps(one: tuple[int, bool, int]) -> int:
         batch, packed, epochs = one
         return epochs * math.ceil(sequences[packed] / batch)
 
-    chosen = next((one for one in tries if steps(one) >= STEPS), tries[-1])
+    chosen = next((one for one in tries if steps(one) >= STEPS), None)
+    chosen = chosen or next((one for one in least if steps(one) >= FEW_STEPS), least[-1])
     batch, packed, epochs = chosen
     keys: dict[str, Any] = {"global_batch_size": batch}
     keys |= {"num_train_epochs": epochs} if epochs > 1 else {}

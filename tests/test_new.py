@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from clustertune import draft
 from clustertune.cluster.load import of_gpus
 from clustertune.data.measure import measure
+from clustertune.draft import product_flops
 from clustertune.errors import UserError
 from clustertune.recipe.load import RECIPES
 from clustertune.resolve.models import find_model
@@ -82,7 +86,7 @@ def test_a_recipe_from_a_model_and_a_file(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     document = done.json
     assert document["files"] == ["README.md", "accelerate.yaml", "model.json", "recipe.yaml"]
-    assert document["hours"] and document["cost"]
+    assert document["hours"] and document["total"]["cost"]["on_demand"] > 0
     resolved = resolve(tmp_path / "my-qwen")
     assert resolved.recipe.model.revision and resolved.recipe.slurm.nodes == 2 and resolved.world_size == 16
     assert resolved.recipe.data.input == str(data.resolve()) and resolved.recipe.data.expect.train == 475  # type: ignore[union-attr]
@@ -125,7 +129,7 @@ def test_a_model_is_planned_without_files(tmp_path: Path) -> None:
     found = run(*words, "--data", data, "--json").json
     assert found["fits"] and found["hours"] and found["parameters"] == 72_706_203_648
     evaluation, total = found["evaluation"]["gpu_hours"], found["total"]
-    assert found["merge"]["seconds"] > 60 and evaluation > 0
+    assert total["stages"]["merge"]["seconds"] > 60 and evaluation > 0
     assert total["gpu_hours"] == pytest.approx(found["gpu_hours"] + evaluation)
     assert total["cost"]["on_demand"] == pytest.approx(total["gpu_hours"] * total["cost"]["per_gpu_hour"]["on_demand"])
     assert any("380 training conversations" in line for line in found["assumptions"])
@@ -230,6 +234,24 @@ def test_few_steps_are_warned_of_and_one_without_a_rate_is_refused(tmp_path: Pat
 
 
 @pytest.mark.parametrize("command", [("new", "x"), ("plan",)], ids=lambda words: words[0])
+def test_a_folder_whose_config_is_no_file_is_said(command: tuple[str, ...], tmp_path: Path) -> None:
+    """By its name, not that of a recipe; and a recipe's own model.json is not passed over for another recipe's."""
+    words = [str(tmp_path / word) if word == "x" else word for word in command]
+    made = tmp_path / "model"
+    made.mkdir()
+    for given, word in ((made, "neither config.json nor recipe.yaml"), (made, "config.json: is not a file")):
+        done = run(*words, "--model", given, "--data", CONVERSATIONS, *GPUS)
+        assert done.code == 2 and word in done.err, done.err
+        os.mkfifo(made / "config.json") if "neither" in word else None
+    done = run(*words, "--model", made / "config.json", "--data", CONVERSATIONS, *GPUS)
+    assert done.code == 2 and "config.json: is not a file" in done.err
+    shutil.copytree(RECIPES / "tiny-oasst2", tmp_path / "mine")
+    (tmp_path / "mine" / "model.json").unlink()
+    os.mkfifo(tmp_path / "mine" / "model.json")
+    assert run("show", tmp_path / "mine").code == 2
+
+
+@pytest.mark.parametrize("command", [("new", "x"), ("plan",)], ids=lambda words: words[0])
 def test_a_place_without_gpus_is_refused_with_what_it_lacks(command: tuple[str, ...], tmp_path: Path) -> None:
     """A cluster of CPUs, and this machine, where it has no GPUs: nothing can be planned for them, and nothing is written."""
     body = yaml.safe_load((REPO / "ops/clusters/nebius-h100.yaml").read_text(encoding="utf-8"))
@@ -279,6 +301,42 @@ def test_a_small_model_without_gpus_runs_as_new_wrote_it(format: str, tmp_path: 
     dry = run("run", tmp_path / "mine", "--dry-run", "--run-dir", tmp_path / "run", "--json", stack=True)
     assert dry.code == 0 and not dry.err.count("warning"), dry.err
     assert run("plan", tmp_path / "mine", "--gpus", "1x8xh100-sxm").code == 0
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("format", ["messages", "text", "preference"])
+def test_little_data_make_ten_steps_on_cpus(format: str, tmp_path: Path) -> None:
+    """17 rows, or one text of 11 kB: what plan, show and submit do not warn of."""
+    model = small_model(tmp_path / "hf", CHATML)
+    if format == "text":
+        data = tmp_path / "plain.txt"
+        data.write_text("words of a text " * 700)
+    else:
+        data = rows(tmp_path / "mine.jsonl", ROWS[format], 18)
+    done = run("new", tmp_path / "mine", "--model", model, "--data", data, "--json", stack=True)
+    assert done.code == 0, done.err
+    assert any(10 <= int(found) <= 30 for line in done.json["assumed"] for found in re.findall(r"^(\d+) optimizer steps", line))
+    dry = run("run", tmp_path / "mine", "--dry-run", "--run-dir", tmp_path / "run", "--json", stack=True)
+    assert dry.code == 0 and not dry.err.count("warning"), dry.err
+
+
+def test_the_time_on_cpus_is_of_a_measured_product(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Half the FLOP/s, twice the time beyond the start; a pair is two sequences, and its reference answers too; without torch
+    nothing is said."""
+    model = find_model(str(small_model(tmp_path / "hf", CHATML)))
+    found: dict[tuple[str, float], float] = {}
+    for name in ("messages", "preference"):
+        data = measure(str(rows(tmp_path / f"{name}.jsonl", ROWS[name])))
+        for flops in (1e9, 2e9):
+            monkeypatch.setattr(draft, "product_flops", lambda flops=flops: flops)
+            made, seconds = draft.on_cpus(model, "lora", data, {"train": {"packing": False, "num_train_epochs": 1}})
+            assert seconds and any(f"{flops / 1e9:.0f} GFLOP/s" in line for line in made.assumed)
+            found[name, flops] = seconds - draft.CPU_START_S
+        monkeypatch.setattr(draft, "product_flops", lambda: None)
+        assert draft.on_cpus(model, "lora", data)[1] is None
+    assert found["messages", 1e9] == pytest.approx(2 * found["messages", 2e9])
+    assert found["preference", 1e9] == pytest.approx(3 * found["messages", 1e9])
+    assert 1e8 < (product_flops(0.01) or 0) < 1e14
 
 
 @pytest.mark.usefixtures("no_gpu")

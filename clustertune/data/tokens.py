@@ -18,13 +18,14 @@ until all are there: a killed ``prepare`` continues behind them.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
-import math
 import mmap
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -95,15 +96,16 @@ def _key(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-_ENCODER: Encoder | None = None
+_SHARDS: BoundedShards | None = None
 
 
 def _begin(encoder: Encoder) -> None:
-    global _ENCODER  # noqa: PLW0603 - a process of the pool serves one tokenizer
+    global _SHARDS  # noqa: PLW0603 - a process of the pool serves one tokenizer
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends the pool
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core: threads inside would only queue
-    _ENCODER = encoder
+    _SHARDS = BoundedShards(encoder)
+    multiprocessing.util.Finalize(None, _SHARDS.close, exitpriority=0)
 
 
 def _end_with_parent() -> None:
@@ -115,8 +117,8 @@ def _end_with_parent() -> None:
 
 
 def _work(job: Job) -> float:
-    assert _ENCODER is not None
-    return bounded_shard(job, _ENCODER)
+    assert _SHARDS is not None
+    return _SHARDS.make(job)
 
 
 # --- all of them -------------------------------------------------------------------------------------------------------
@@ -219,7 +221,9 @@ def _tokenise(
     meta = read_manifest(dataset, DATASET).meta
     _check_fields(meta.get("fields", {}), encoder, dataset)
     _check_weights(meta, encoder, dataset)
-    processes = max(1, min(len(os.sched_getaffinity(0)), len(missing)))
+    # A shard's worth of bytes for each process at least: to start them takes longer than little data.
+    size = sum(end - start for _, start, end, _ in missing)
+    processes = max(1, min(len(os.sched_getaffinity(0)), len(missing), -(-size // chunk)))
     began, longest = time.perf_counter(), tokenizer.model_max_length
     tokenizer.model_max_length = int(1e30)  # no warning for each long conversation
     try:
@@ -288,9 +292,10 @@ def _run_all(jobs: list[Job], encoder: Encoder, processes: int) -> float:
         task = bar.add_task("tokenising", total=sum(end - start for _, start, end, _ in jobs))
         if processes == 1:
             cpu = 0.0
-            for job in jobs:
-                cpu += bounded_shard(job, encoder)
-                bar.advance(task, job[2] - job[1])
+            with contextlib.closing(BoundedShards(encoder)) as shards:
+                for job in jobs:
+                    cpu += shards.make(job)
+                    bar.advance(task, job[2] - job[1])
             return cpu
         # Not fork: the tokenizer's threads may hold a lock. The server imports transformers once, which takes 4 s.
         context = multiprocessing.get_context("forkserver")
@@ -764,17 +769,43 @@ def try_examples(tokenizer: Any, examples: Iterable[Mapping[str, Any]], train_ar
     return Tried(**within_limits(work))
 
 
-def bounded_shard(job: Job, encoder: Encoder) -> float:
-    """:func:`make_shard` in a child with limits of computing time and memory: template and tokenizer are foreign files.
+class BoundedShards:
+    """Makes shards in a child with limits of computing time and memory: template and tokenizer are foreign files."""
 
-    Raises RefusedConversation, OSError, BrokenProcessPool where something else ended it.
-    """
-    at = mmap.mmap(-1, 8)
-    """The place of the first line that the child works at."""
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._at = mmap.mmap(-1, 8)
+        """The place of the first line that the child works at."""
+        self._child: bounded.StandingChild | None = None
 
-    def work() -> Mapping[str, Any]:
+    def make(self, job: Job) -> float:
+        """One shard; the CPU seconds that it took.
+
+        Raises RefusedConversation, OSError, BrokenProcessPool where something else ended the child.
+        """
+        if self._child is None or self._child.ended:
+            self._child = bounded.StandingChild(self._work, MEMORY)
+        path, start, end, out = job
+        answer = self._child.ask([str(path), start, end, str(out)])
+        if answer.found is None:
+            if answer.errno not in (None, errno.ECHILD):
+                raise OSError(answer.errno, os.strerror(answer.errno), str(out))
+            if answer.signal == signal.SIGKILL:
+                raise BrokenProcessPool
+            place = int.from_bytes(self._at[:8], "little")
+            text = f"this conversation, or one of the {BATCH - 1} behind it, takes too long to render and tokenise, or more "
+            text += f"than {MEMORY >> 30} GiB of memory: the chat template or the tokenizer's normalisation does not end"
+            raise RefusedConversation(place, text)
+        if "failed" in answer.found:
+            raise RuntimeError(answer.found["failed"])
+        if "refused" in answer.found:
+            raise RefusedConversation(*answer.found["refused"])
+        return float(answer.found["cpu"])
+
+    def _work(self, request: Sequence[Any]) -> Mapping[str, Any]:
+        path, start, end, out = request
         try:
-            return {"cpu": make_shard(job, encoder, at)}
+            return {"cpu": make_shard((Path(path), start, end, Path(out)), self._encoder, self._at)}
         except RefusedConversation as refused:
             return {"refused": refused.args}
         except OSError:
@@ -782,21 +813,10 @@ def bounded_shard(job: Job, encoder: Encoder) -> float:
         except Exception:  # a fault of this program: its traceback is the parent's to show
             return {"failed": traceback.format_exc()}
 
-    answer = bounded.ask(work, math.inf, MEMORY)
-    if answer.found is None:
-        if answer.errno not in (None, errno.ECHILD):
-            raise OSError(answer.errno, os.strerror(answer.errno), str(job[3]))
-        if answer.signal == signal.SIGKILL:
-            raise BrokenProcessPool
-        place = int.from_bytes(at[:8], "little")
-        text = f"this conversation, or one of the {BATCH - 1} behind it, takes too long to render and tokenise, or more than "
-        text += f"{MEMORY >> 30} GiB of memory: the chat template or the tokenizer's normalisation does not end"
-        raise RefusedConversation(place, text)
-    if "failed" in answer.found:
-        raise RuntimeError(answer.found["failed"])
-    if "refused" in answer.found:
-        raise RefusedConversation(*answer.found["refused"])
-    return float(answer.found["cpu"])
+    def close(self) -> None:
+        """End the child."""
+        if self._child is not None:
+            self._child.close()
 
 
 def _seconds(lines: list[tuple[int, bytes]]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,23 @@ def settings_of(folder: Path, tokenizer: Any) -> Any:
         ids: Any = own.get(key, config.get(key))
         listed: list[Any] = ids if isinstance(ids, list) and ids else [ids]
         kept[key] = ids if all(_count(one) and one < len(tokenizer) for one in listed) else getattr(tokenizer, key)
-    harmless = {*KEPT, "transformers_version", "_from_model_config", "max_length", "max_new_tokens", "use_cache"}
-    left = [key for key in own if key not in kept and (key not in harmless or not KEPT.get(key, bool)(own[key]))]
+    usual = {**GenerationConfig().to_dict(), **GenerationConfig._get_default_generation_params()}
+    left = [key for key in own if key not in kept and not _changes_nothing(key, own[key], usual)]
     left += [key for key in TOKENS if own.get(key) not in (None, kept[key])]
     if left:
         say(f"note: {path}: not used here: {', '.join(sorted(set(left)))}")
     return GenerationConfig(**kept)
+
+
+_NO_TEXT = ("transformers_version", "max_length", "max_new_tokens", "use_cache", "return_dict_in_generate")
+"""What says nothing of the words of an answer: lengths are the caller's, a cache only saves time."""
+
+
+def _changes_nothing(key: str, value: Any, usual: Mapping[str, Any]) -> bool:
+    """Whether an answer is the same without a key of the file: it holds anyway, or says what is returned beside the text."""
+    if key in KEPT:
+        return value is None or KEPT[key](value)
+    return value is None or key.startswith(("_", "output_")) or key in _NO_TEXT or (key in usual and value == usual[key])
 
 
 def check_answers(model: Any, folder: Path) -> None:

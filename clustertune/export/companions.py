@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, raise_if
 from clustertune.events import once
 from clustertune.manifest import agree, find_problem, find_records
 
@@ -36,9 +36,15 @@ def is_tokenizer(name: str) -> bool:
 
 
 def matching(folder: Path, patterns: Iterable[str]) -> dict[str, Path]:
-    """The files of a folder whose names match, by name and sorted."""
-    names = sorted(p.name for p in folder.iterdir() if p.is_file())
-    return {name: folder / name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)}
+    """The files of a folder whose names match, by name and sorted. Raises UserError for a link to nothing, a pipe or a device
+    of such a name: without it, the tokenizer or the chat template would be another."""
+    paths = sorted(path for path in folder.iterdir() if not path.is_dir())
+    found = {path.name: path for path in paths if any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns)}
+    raise_if(Problem(_NO_FILE, file=str(path), fix=_COPY) for path in found.values() if not path.is_file())
+    return found
+
+
+_NO_FILE, _COPY = "is not a plain file, or a link to nothing", "copy the file there, or remove the name"
 
 
 MAX_JSON_BYTES = 64 << 20

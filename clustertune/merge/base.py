@@ -139,13 +139,25 @@ def check_tensors(folder: Path) -> list[Problem]:
     rules = SimpleNamespace(weight_mapping=get_model_conversion_mapping(model), dtype_plan=None)
     tensors = survey(files, named or None)  # vLLM loads what the index names, transformers all that the files hold
     try:
-        find(model, {n: t for n, t in tensors.items() if not named or n in named}, rules, model.state_dict())
+        found = find(model, {n: t for n, t in tensors.items() if not named or n in named}, rules, model.state_dict())
+        return _surplus_layers(found.extra, config, folder)
     except UserError as error:
         more = len(error.problems) - SHOWN
         return error.problems[:SHOWN] + ([Problem(f"{more} more tensors", file=str(folder))] if more > 0 else [])
     except Unfollowed:
         pass  # transformers' own loading, or vLLM's, says what is wrong
     return []
+
+
+def _surplus_layers(extra: list[Tensor], config: Any, folder: Path) -> list[Problem]:
+    """Layers of the files behind the last one that ``config.json`` names: every loader leaves them out without an error."""
+    layers = getattr(config, "num_hidden_layers", None)
+    numbers = {int(match[1]) for tensor in extra if (match := re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", tensor.name))}
+    if not isinstance(layers, int) or not (surplus := sorted(number for number in numbers if number >= layers)):
+        return []
+    text = f"{layers}, and the files hold layers up to number {surplus[-1]}: {len(surplus)} of them would not be used"
+    fix = "take the config.json of these weights"
+    return [Problem(text, file=str(folder / "config.json"), key="num_hidden_layers", fix=fix)]
 
 
 def _config_problems(config: dict[str, Any], path: Path) -> list[Problem]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-_EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000)}
+EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000)}
 """Per dtype its unsigned form and the exponent's bits, which are all set in NaN and infinity and in nothing else."""
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+?)(?:\.(?P<part>lora_A|lora_B|base_layer)\.weight)?")
 _FOREIGN = re.compile(r"\.(lora_embedding_[AB]|lora_magnitude_vector|lora_B\.bias|base_layer\.bias)\b")
@@ -90,7 +90,7 @@ def is_finite(values: Any, dtype: str) -> bool:
     """
     import numpy as np
 
-    unsigned, exponent = _EXPONENTS[dtype]
+    unsigned, exponent = EXPONENTS[dtype]
     bits = np.frombuffer(values, unsigned)
     if not bits.size:
         return True
@@ -146,7 +146,7 @@ class _Fit:
 
         bad = []
         for tensor in tensors:
-            dtype, _ = _EXPONENTS[tensor.dtype]
+            dtype, _ = EXPONENTS[tensor.dtype]
             for start in range(0, tensor.size, _BLOCK):
                 count = min(_BLOCK, tensor.size - start) // np.dtype(dtype).itemsize
                 values = np.fromfile(tensor.file, dtype, count, offset=tensor.offset + start)

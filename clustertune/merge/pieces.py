@@ -16,7 +16,7 @@ from typing import Any
 
 from clustertune.errors import UserError, storage_error
 from clustertune.manifest import XXH3_128, FileRecord, fsync_path, new_hasher
-from clustertune.merge.lora import Adapter, Update, is_finite
+from clustertune.merge.lora import EXPONENTS, Adapter, Update, is_finite
 from clustertune.tensorfile import BITS, FLOATS, Tensor, build_header
 
 
@@ -130,6 +130,10 @@ class Worker:
         for start in range(0, piece.size, STEP):
             part = view[start : start + STEP]
             self.source.read(file, part, offset + start)
+            # 85 GB per CPU second, as the part is still in the core's cache.
+            if copied.dtype in EXPONENTS and not is_finite(part, copied.dtype):
+                text = f"{copied.tensor.name} has NaN or infinity: the model would answer with noise"
+                raise UserError(text, file=str(file), fix="copy the model again; of a training, take an earlier checkpoint")
             self._write(part, piece.offset + start, output)
 
     def _load(self, name: str, tensor: Tensor, first: int, last: int) -> Any:

@@ -21,7 +21,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Self
 
 from clustertune import bounded, lock
 from clustertune.console import byte_progress, say
@@ -133,7 +133,7 @@ def _described(job: MergeJob, state: str) -> dict[str, Any]:
     return {"out": str(job.out), "state": state, **counts, "bytes": job.size, "warnings": job.adapter.warnings}
 
 
-def _merge_locked(job: MergeJob, workers: int, started: float) -> dict[str, Any]:
+def _merge_locked(job: MergeJob, workers: int, started: float, architecture: ArchitectureCheck) -> dict[str, Any]:
     with locked(job.staging):
         if finished_manifest(job.out, job.inputs):  # another process has finished it between the plan and the lock
             clear(job.staging)
@@ -142,14 +142,22 @@ def _merge_locked(job: MergeJob, workers: int, started: float) -> dict[str, Any]
         todo = [s for s in job.shards if s.name not in journal.shards]
         with byte_progress() as bar:
             task = bar.add_task("merging", total=sum(t.size for s in todo for t in s.tensors))
-            if todo:
-                # The same bytes at about the same time: the page cache takes them from storage once.
-                with DigestComparison(job.base.folder) as base:
-                    write_shards(job, journal, todo, job.limit_workers(workers), partial(bar.advance, task))
-                    problems = base.finish()
-                if problems:
-                    clear(job.staging)  # what is made of damaged weights: a base copied back with its old times looks the same
-                    raise UserError(problems)
+
+            def advance(size: int) -> None:
+                bar.advance(task, size)
+                architecture.finish(wait=False)
+
+            try:
+                if todo:
+                    # The same bytes at about the same time: the page cache takes them from storage once.
+                    with DigestComparison(job.base.folder) as base:
+                        write_shards(job, journal, todo, job.limit_workers(workers), advance)
+                        raise_if(base.finish())
+                architecture.finish()
+            except UserError as error:
+                if error.code is ExitCode.CONFIG:  # made of weights that are refused, which may come back looking the same
+                    clear(job.staging)
+                raise
         publish(job, journal)
     return _summary(job, "merged", started, len(job.shards) - len(todo))
 
@@ -161,6 +169,9 @@ def plan(base: Path, adapter: Path, out: Path, *, shard_size: str | int = "5GB")
     Raises UserError as :func:`merge` does, bar the check of free space.
     """
     job = prepare(base, adapter, out, shard_size)
+    if not job.finished:
+        with ArchitectureCheck(base) as architecture:
+            architecture.finish()
     staged = job.staged_bytes()
     state = "already merged" if job.finished else "would continue" if staged else "would merge"
     return {
@@ -193,7 +204,8 @@ def merge(base: Path, adapter: Path, out: Path, *, shard_size: str | int = "5GB"
         return _summary(job, "already merged", started, len(job.shards))
     check_space(job)
     try:
-        return _merge_locked(job, workers, started)
+        with ArchitectureCheck(base) as architecture:
+            return _merge_locked(job, workers, started, architecture)
     except OSError as error:
         raise storage_error(error, "merging", Path(error.filename or job.staging)) from error
 
@@ -493,31 +505,46 @@ def prepare(base_folder: Path, adapter_folder: Path, out: Path, shard_size: str 
     }
     inputs = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
     finished = finished_manifest(out, inputs)
-    if not finished:
-        _check_architecture(base_folder)
-        if base.unrecorded:
-            names = base.unrecorded[0] + (f" and {more} more" if (more := len(base.unrecorded) - 1) else "")
-            say(f"{base_folder}: no digest of {names} is known (MANIFEST.json, Hub's cache): damage would not be noticed")
+    if not finished and base.unrecorded:
+        names = base.unrecorded[0] + (f" and {more} more" if (more := len(base.unrecorded) - 1) else "")
+        say(f"{base_folder}: no digest of {names} is known (MANIFEST.json, Hub's cache): damage would not be noticed")
     return MergeJob(base, adapter, out, shards, files, changed, limit, inputs, identity, finished)
 
 
 _CHECK_SECONDS, _CHECK_MEMORY = 600.0, 8 << 30
 
 
-def _check_architecture(folder: Path) -> None:
-    """Raises UserError for tensors that the architecture has and the files do not, or in another shape.
+class ArchitectureCheck:
+    """Compares a base's tensors with those of its architecture in a child: the memory of transformers is not the merge's, and
+    its import takes as long as copying gigabytes."""
 
-    In a child, so that the memory of transformers is not the merge's.
-    """
+    def __init__(self, folder: Path) -> None:
+        """Begin. The child is a fork: before this process starts threads."""
+        self._folder, self._guard = folder, threading.Lock()
 
-    def compare() -> dict[str, Any]:
-        return {"problems": [asdict(problem) for problem in check_tensors(folder)]}
+        def compare() -> dict[str, Any]:
+            return {"problems": [asdict(problem) for problem in check_tensors(folder)]}
 
-    answer = bounded.ask(compare, _CHECK_SECONDS, _CHECK_MEMORY)
-    if answer.found is None:
-        text = "transformers cannot make this model without its values, or not within 10 minutes and 8 GiB"
-        raise UserError(text, file=str(folder / "config.json"), fix="compare it with the file of the model's makers")
-    raise_if(Problem(**problem) for problem in answer.found["problems"])
+        self._child = bounded.Pending(compare, _CHECK_SECONDS, _CHECK_MEMORY)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._guard, self._child:
+            pass
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Raises UserError for tensors that the architecture has and the files do not, or in another shape. Not ``wait``: only
+        if that is known already."""
+        with self._guard:
+            if not wait and not self._child.is_ready():
+                return
+            answer = self._child.answer()
+        if answer.found is None:
+            text = "transformers cannot make this model without its values, or not within 10 minutes and 8 GiB"
+            raise UserError(text, file=str(self._folder / "config.json"), fix="compare it with the file of the model's makers")
+        raise_if(Problem(**problem) for problem in answer.found["problems"])
 
 
 def check_space(job: MergeJob) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,12 @@ _OLD_KEYS = {"rope_theta", "rope_scaling", "torch_dtype", "_name_or_path", "auto
 """Keys of published ``config.json`` files that are not fields of the installed configuration class."""
 _ROPE_LISTS = ("short_factor", "long_factor", "mrope_section")
 _ROPE_SWITCHES = ("truncate", "mrope_interleaved")
+_ROPE_KEYS = {
+    "rope_theta", "rope_type", "type", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim",
+    "short_mscale", "long_mscale", "alpha", "llama_4_scaling_beta", *_ROPE_LISTS, *_ROPE_SWITCHES,
+}  # fmt: skip
+"""What transformers 5 reads in ``rope_parameters``. It passes over any other key: a misspelt one leaves the default."""
 _MAX_INTEGER = 10**9
 _MAX_LAYERS = 10_000
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -212,7 +219,9 @@ def _check_rope(rope: object, key: str) -> Iterator[Wrong]:
         yield key, "must hold rope_type and its values", None
         return
     for name, value in rope.items():
-        if isinstance(value, dict) and name.endswith("_attention"):
+        if name not in _ROPE_KEYS and (near := difflib.get_close_matches(name, _ROPE_KEYS, 1, 0.8)):
+            yield f"{key}.{name}", "is no key of RoPE, and would be passed over", f"did you mean {near[0]}?"
+        elif isinstance(value, dict) and name.endswith("_attention"):
             yield from _check_rope(value, f"{key}.{name}")
         elif name in ("rope_type", "type"):
             if not isinstance(value, str):

@@ -7,13 +7,11 @@ import json
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, overload
-
-from clustertune.events import check_schema
 
 
 class StepRecord(NamedTuple):
@@ -80,8 +78,12 @@ class Steps(Sequence[StepRecord]):
 
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
         self._columns: dict[str, Any] = {name: array("d" if name in _NUMBERS else "q") for name in StepRecord._fields}
+        self._bind()
         for record in records:
             self.put(*record)
+
+    def _bind(self) -> None:
+        self._append = [column.append for column in self._columns.values()]
 
     @property
     def numbers(self) -> Sequence[int]:
@@ -101,6 +103,7 @@ class Steps(Sequence[StepRecord]):
         if isinstance(index, slice):
             part = Steps()
             part._columns = row
+            part._bind()
             return part
         return StepRecord._make(None if value == _MISSING else value for value in row.values())
 
@@ -131,18 +134,22 @@ class Steps(Sequence[StepRecord]):
 
     def put(self, step: int, attempt: int, *numbers: float | None) -> None:
         """Add a record, in the place of another one of this step; numbers that are left out at the end are None."""
-        numbers += (None,) * (len(_NUMBERS) - len(numbers))
-        row = zip(self._columns.values(), (step, attempt, *numbers), strict=True)
-        steps = self.numbers
+        self.put_row((step, attempt, *(_MISSING if value is None else value for value in numbers)))
+
+    def put_row(self, row: Sequence[float]) -> None:
+        """:meth:`put` of a step, its attempt and numbers of which none is None: a million rows take half the time."""
+        steps, step = self.numbers, int(row[0])
         if not steps or step > steps[-1]:
-            for column, value in row:
-                column.append(_MISSING if value is None else value)
+            for append, value in zip(self._append, row, strict=False):
+                append(value)
+            for append in self._append[len(row) :]:
+                append(_MISSING)
             return
         at = bisect_left(steps, step)
         if steps[at] == step:
             self._remove(at)
-        for column, value in row:
-            column.insert(at, _MISSING if value is None else value)
+        for column, value in zip(self._columns.values(), (*row, *[_MISSING] * len(_NUMBERS)), strict=False):
+            column.insert(at, value)
 
     def drop(self, after: int, attempt: int) -> list[tuple[int, int, float | None, float | None]]:
         """Remove the records behind step ``after`` of ``attempt`` and those before it.
@@ -275,8 +282,7 @@ def read_metrics(path: Path) -> Metrics:
 
     Where an attempt resumes from step S, what earlier attempts logged after S has been thrown away and is left out here,
     whether or not the new attempt has come as far again, and wherever in the file it stands: the last lines of an attempt
-    on a node that was cut off may come after the first ones of the next. Raises OSError where the file cannot be read, and
-    UserError where a later release wrote it.
+    on a node that was cut off may come after the first ones of the next. Raises OSError where the file cannot be read.
     """
     reader = MetricsReader()
     if path.exists():
@@ -297,14 +303,12 @@ class MetricsReader:
         self.unreadable = 0
         self.latest: dict[str, Any] = {}
         """The last step's event, with all that it holds."""
-        self._path, self._place = Path("metrics.jsonl"), 0
+        self._place = 0
+        names = ("start", "step", "eval", "checkpoint", "startup", "stage", "stop")
+        self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {name: getattr(self, f"_on_{name}") for name in names}
 
     def follow(self, path: Path) -> bytes:
-        """Take the whole lines that came since the call before; returns what follows them.
-
-        Raises OSError, and UserError for lines of a later release.
-        """
-        self._path = path
+        """Take the whole lines that came since the call before; returns what follows them. Raises OSError."""
         if path.exists() and not path.is_file():
             raise OSError(errno.EINVAL, "is not a plain file", str(path))
         with path.open("rb") as lines:
@@ -322,8 +326,7 @@ class MetricsReader:
         try:
             event = json.loads(line.decode())  # of bytes, json would look for the encoding first
             name = event["event"]
-            check_schema(event, self._path)
-            handle = getattr(self, f"_on_{name}", None) if isinstance(name, str) else None
+            handle = self._handlers.get(name) if isinstance(name, str) else None
             if handle is not None:
                 handle(event)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -368,9 +371,12 @@ class MetricsReader:
     def _on_step(self, event: dict[str, Any]) -> None:
         step, number = _whole(event["step"]), _whole(event.get("attempt", 1))
         self.attempts.setdefault(number, {})["last_step"], self.latest = step, event
-        numbers = [value if type(value) is float else _number(value) for value in map(event.get, _NUMBERS)]
-        if self._counts(step, number, self.steps.attempt_of(step)):
-            self.steps.put(step, number, *numbers)
+        row: list[Any] = [step, number, *map(event.get, _NUMBERS)]
+        for at, value in enumerate(row):
+            if type(value) is not float and at > 1:
+                row[at] = _MISSING if (plain := _number(value)) is None else plain
+        if len(self.attempts) == 1 or self._counts(step, number, self.steps.attempt_of(step)):
+            self.steps.put_row(row)
 
     def _on_eval(self, event: dict[str, Any]) -> None:
         step = _whole(event["step"])

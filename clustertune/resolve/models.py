@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -105,20 +106,26 @@ def find_model(given: str) -> FoundModel:
     of its cache. Of such a base or instruct model no commit is known: :func:`pinned`. Raises UserError.
     """
     path = Path(given)
-    file = path / CONFIG if path.is_dir() and not (path / "recipe.yaml").is_file() else path
-    if file.suffix == ".json" and file.is_file():
+    of_model = path.is_dir() and not os.path.lexists(path / "recipe.yaml")
+    file = path / CONFIG if of_model else path
+    if file.suffix == ".json" and os.path.lexists(file):  # what is no plain file is refused as it is read
         return _of_config(file.resolve())
     if (entry := read_models().get(given)) is not None:
         notes = tuple(_obstacles(given, entry))
         return FoundModel({"name": given, "revision": entry.revision}, entry.config, entry.pad_token, notes)
     if (folder := same_model(RECIPES / "_", {"name": given})) is not None:
         return _of_recipe(folder)
+    if given.startswith((".", "/", "~")) and not path.exists():
+        fix = "give the folder of a model with its config.json, or OWNER/NAME of the Hub"
+        raise UserError("no such file or folder", file=given, key="--model", fix=fix)
     if re.fullmatch(f"{NAME}/{NAME}", given):
         if (known := _same_shape(given)) is not None:
             found = find_model(known)
             note = f"{given} has the shape of {known}, whose row is taken"
             return replace(found, section={"name": given}, notes=(*found.notes, note))
         return _of_config(_from_the_hub(given), given)
+    if of_model and not (RECIPES / given / "recipe.yaml").exists():
+        raise UserError(f"holds neither {CONFIG} nor recipe.yaml", file=given, fix="name the folder of a model, or a recipe")
     return _of_recipe(given)
 
 
@@ -165,7 +172,7 @@ def _of_recipe(recipe: str | Path) -> FoundModel:
     raise_if(problems)
     values = layers.merged()[0]
     model = values.get("model") or {}
-    folder = layers.folder if (layers.folder / DESCRIPTION).is_file() else same_model(layers.folder, model)
+    folder = layers.folder if os.path.lexists(layers.folder / DESCRIPTION) else same_model(layers.folder, model)
     body = arch.read_architecture((folder or layers.folder) / DESCRIPTION, f"{layers.shown}/{DESCRIPTION}")
     return FoundModel(model, body, (values.get("train") or {}).get("pad_token"))
 

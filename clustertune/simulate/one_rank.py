@@ -160,7 +160,7 @@ class _Simulated:
                 capability=tuple(gpu["capability"]),
             )
         else:
-            cpu_fsdp.set_environment(fsdp1=False)
+            cpu_fsdp.set_environment()
             cpu_fsdp.install()
         if world > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=self._rank, world_size=world)

@@ -77,3 +77,42 @@ def test_a_child_has_its_own_limits_and_its_caller_none() -> None:
     assert len(b"x" * (64 << 20)) == 64 << 20
     assert bounded.ask(lambda: os.kill(os.getpid(), signal.SIGKILL) or {}, 20).signal == signal.SIGKILL
     assert bounded.ask(lambda: {"text": "x" * 300_000}, 20).found == {"text": "x" * 300_000}
+
+
+def test_a_worker_answers_one_request_after_the_other_and_ends_by_its_own_limits() -> None:
+    seen: list[int] = []
+
+    def work(number: int) -> dict[str, Any]:
+        seen.append(number)
+        if number == 9:
+            raise OSError(28, "full")
+        if number < 0:
+            bounded.allow(0.2)
+            while True:
+                seen[0] += 1
+        return {"seen": seen, "pid": os.getpid()}
+
+    worker = bounded.StandingChild(work, 1 << 30)
+    first, second = worker.ask(1).found, worker.ask(2).found
+    assert first and second and first["pid"] == second["pid"] != os.getpid() and second["seen"] == [1, 2]
+    assert worker.ask(9).errno == 28 and not worker.ended and seen == []
+    answer = worker.ask(-1)
+    assert answer.found is None and answer.signal == signal.SIGVTALRM and worker.ended
+    with pytest.raises(ProcessLookupError):
+        os.kill(first["pid"], 0)
+
+
+def test_all_shards_of_a_process_are_made_in_one_child(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child for each would fill the tokenizer's caches anew: a third more CPU time."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
+    forks: list[list[int]] = []
+    fork, made = os.fork, learnt()
+    made.chat_template = BODY
+    rows = [{"messages": [{"role": "user", "content": f"question {n}"}, PAIR[1]]} for n in range(300)]
+    monkeypatch.setattr(os, "fork", lambda: forks[-1].append(1) or fork())
+    got = run(rows, format="messages")
+    for chunk in (1 << 30, 3000):
+        forks.append([])
+        tokens.shutil.rmtree(got.out / "tokens", ignore_errors=True)
+        tokens.make(got.out, made, SETTINGS, chunk=chunk)
+    assert len(forks[0]) == len(forks[1]) > 0

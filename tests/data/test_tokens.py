@@ -180,16 +180,16 @@ def test_a_stopped_prepare_goes_on_behind_its_whole_shards(
     """Those that are there stay untouched, a cut or damaged one is recreated, and the end is the same bytes."""
     tokens.make(fill(tmp_path / "other"), tokenizer, SETTINGS, chunk=CHUNK)
     made: list[str] = []
-    real = tokens.bounded_shard
+    real = tokens.BoundedShards.make
 
-    def fails(job: Any, encoder: Any) -> float:
+    def fails(shards: Any, job: Any) -> float:
         if len(made) == 3:
             raise KeyboardInterrupt
         made.append(job[3].name)
-        return real(job, encoder)
+        return real(shards, job)
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
-    monkeypatch.setattr(tokens, "bounded_shard", fails)
+    monkeypatch.setattr(tokens.BoundedShards, "make", fails)
     with pytest.raises(KeyboardInterrupt):
         tokens.make(dataset, tokenizer, SETTINGS, chunk=CHUNK)
     assert find_problems(dataset / "tokens", tokens.KIND), "nothing there counts as whole"
@@ -201,7 +201,7 @@ def test_a_stopped_prepare_goes_on_behind_its_whole_shards(
         os.truncate(shards[1], shards[1].stat().st_size - 8)
     before = {path: path.stat().st_mtime_ns for path in shards}
     again: list[str] = []
-    monkeypatch.setattr(tokens, "bounded_shard", lambda job, encoder: again.append(job[3].name) or real(job, encoder))
+    monkeypatch.setattr(tokens.BoundedShards, "make", lambda shards, job: again.append(job[3].name) or real(shards, job))
     monkeypatch.setattr(tokens.shutil, "rmtree", lambda path: None)
     tokens.make(dataset, tokenizer, SETTINGS, chunk=CHUNK)
     untouched = [path for path in shards if path.name not in again]

@@ -57,6 +57,23 @@ def test_the_greedy_answer_does_not_depend_on_odd_settings(
     assert next(iter(odd)) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "plain",
+    [
+        {"output_attentions": False, "output_hidden_states": True, "return_dict_in_generate": True, "use_cache": False},
+        {"num_beams": 1, "num_beam_groups": None, "length_penalty": 1.0, "early_stopping": False, "min_length": 0},
+        {"temperature": None, "top_p": None, "_from_model_config": True, "max_length": 4096},
+    ],
+    ids=lambda plain: next(iter(plain)),
+)
+def test_nothing_is_said_of_what_changes_no_answer(
+    plain: dict[str, Any], tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = changed(tiny_model, tmp_path / "plain", generation.FILE, **plain)
+    generation.settings_of(folder, AutoTokenizer.from_pretrained(folder))
+    assert capsys.readouterr().err == ""
+
+
 def test_sampling_settings_and_stop_tokens_of_the_model_hold(tiny_model: Path, tmp_path: Path) -> None:
     usual = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.05, "eos_token_id": [6, 3]}
     folder = changed(tiny_model, tmp_path / "usual", generation.FILE, **usual)

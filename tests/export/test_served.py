@@ -117,6 +117,26 @@ def test_an_answer_ends_at_the_eos_of_the_training(tmp_path: Path, how: str, gen
         assert read(merged, name)["eos_token_id"] in (stop, [stop, tokenizer.convert_tokens_to_ids(BASE_STOP)])
 
 
+@pytest.mark.parametrize("part", ["adapter", "merged"])
+def test_lm_eval_stops_where_the_training_does(tmp_path: Path, part: str) -> None:
+    """It decodes the EOS of the tokenizer and stops at that text; vLLM 0.30.0 takes its id, and those of generation_config.json
+    (``SamplingParams.update_from_generation_config``). So the folder of an adapter, which has no configuration, needs it."""
+    from lm_eval.models.huggingface import HFLM
+
+    base = make_base(tmp_path / "base")
+    merged = serve(tmp_path, base, "lora", eos_token=STOP)
+    of_adapter = {"pretrained": str(base), "peft": str(tmp_path / "adapter"), "tokenizer": str(tmp_path / "adapter")}
+    for words, expected in (
+        (of_adapter if part == "adapter" else {"pretrained": str(merged)}, 1),
+        ({"pretrained": str(base)}, 9),
+    ):
+        lm = HFLM(**words, device="cpu", dtype="float32", batch_size=1, max_length=64)
+        context = lm.tokenizer("what is it", return_tensors="pt")["input_ids"]
+        until = [lm.tok_decode(lm.eot_token_id, skip_special_tokens=False)]
+        made = lm._model_generate(context=context, max_length=context.shape[1] + 9, stop=until)
+        assert made.shape[1] - context.shape[1] == expected
+
+
 @pytest.mark.parametrize("how", ["lora", "full"])
 def test_the_template_that_trained_is_served(tmp_path: Path, how: str) -> None:
     base = make_base(tmp_path / "base", template=False)

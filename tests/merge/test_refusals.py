@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from huggingface_hub._local_folder import write_download_metadata
 from safetensors.torch import load_file, save_file
 
 from clustertune import manifest
-from clustertune.errors import ExitCode, UserError
+from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.merge import merge, plan, streaming
 from tests.damage import flip_somewhere, refused
 from tests.merge.conftest import edit_json, save_adapter, save_llama
@@ -208,6 +209,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "stale index": (lambda b: rewrite(b, lambda t: t.pop(NORM), index=False), NORM),
     "index without a tensor": (lambda b: unlisted(b, NORM), NORM),
     "fewer layers in the files": (lambda b: edit_json(b / "config.json", num_hidden_layers=4), "layers.3"),
+    "more layers in the files": (lambda b: edit_json(b / "config.json", num_hidden_layers=2), "up to number 2: 1 of them"),
+    "NaN in a norm": (lambda b: rewrite(b, lambda t: t[NORM][3:4].fill_(float("nan"))), f"{NORM} has NaN"),
+    "infinity in the head": (
+        lambda b: rewrite(b, lambda t: t["lm_head.weight"][-1:].fill_(-float("inf"))),
+        "lm_head.weight has NaN",
+    ),
     "another width": (lambda b: edit_json(b / "config.json", intermediate_size=102), "mlp"),
     "another vocabulary": (lambda b: edit_json(b / "config.json", vocab_size=302), "lm_head|embed_tokens"),
     "other heads": (lambda b: edit_json(b / "config.json", num_key_value_heads=4), "k_proj"),
@@ -216,7 +223,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_a_damaged_base_is_refused_before_a_byte_is_written(own_base: Path, adapter: Path, tmp_path: Path, case: str) -> None:
+def test_a_damaged_base_is_refused_and_nothing_is_published(own_base: Path, adapter: Path, tmp_path: Path, case: str) -> None:
     """By what evaluation compares, and by the digests that the Hub's client noted where the structure is the same."""
     change, word = DAMAGE[case]
     for path in shards(own_base) if case in ("flipped byte", "swapped shards") else ():
@@ -225,6 +232,44 @@ def test_a_damaged_base_is_refused_before_a_byte_is_written(own_base: Path, adap
     with refused(word):
         merge(own_base, adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not [*tmp_path.glob(".out.merging/model*")]
+
+
+@pytest.mark.parametrize("where", ["base/tokenizer.json", "base/chat_template.jinja", "adapter/tokenizer_config.json"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_tokenizer_that_is_no_file_is_not_left_out(
+    where: str, kind: str, own_base: Path, own_adapter: Path, tmp_path: Path
+) -> None:
+    """Such as a link into a cache that was cleared: the merged model would have another tokenizer, or none."""
+    part, name = where.split("/")
+    path = {"base": own_base, "adapter": own_adapter}[part] / name
+    path.unlink(missing_ok=True)
+    path.symlink_to(tmp_path / "cleared") if kind == "link" else os.mkfifo(path)
+    with refused(name):
+        merge(own_base, own_adapter, tmp_path / "out")
+
+
+@pytest.mark.parametrize("problem", [None, "lacks a layer"])
+def test_the_architecture_is_compared_beside_the_copies(
+    problem: str | None, own_base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' import takes as long as copying gigabytes. What is refused is not published, and its copies are gone."""
+    begun, write = tmp_path / "begun", streaming.write_shards
+
+    def compare(_folder: Path) -> list[Problem]:
+        ends = time.monotonic() + 60
+        while not begun.exists() and time.monotonic() < ends:
+            time.sleep(0.01)
+        return [Problem(text) for text in (problem, None if begun.exists() else "the copies waited for it") if text]
+
+    monkeypatch.setattr(streaming, "check_tensors", compare)
+    monkeypatch.setattr(streaming, "write_shards", lambda *words: begun.touch() or write(*words))
+    if problem is None:
+        merge(own_base, adapter, tmp_path / "out")
+        assert (tmp_path / "out" / manifest.MANIFEST).exists()
+        return
+    with refused(problem):
+        merge(own_base, adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not [*tmp_path.glob(".out.merging/*.safetensors")]
 
 
 @pytest.mark.parametrize("kind", ["lama", "clip"])

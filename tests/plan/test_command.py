@@ -126,7 +126,7 @@ def test_a_model_that_cannot_be_counted(tmp_path: Path, cluster: Path) -> None:
 def test_what_does_not_fit_ends_with_what_would(tmp_path: Path, cluster: Path) -> None:
     """Exit code 2, the smallest change first; each with overrides that make it fit, or that the cluster is too small."""
     recipe = write_recipe(tmp_path / "large", lora=LORA_SECTION, model=LLAMA_70B, train={"max_length": 6144, "max_steps": 9,
-                          "activation_checkpointing": False, "per_device_train_batch_size": 4})  # fmt: skip
+                          "per_device_train_batch_size": 4}, activation_checkpointing={"ratio": 0})  # fmt: skip
     body = answer(recipe, "--cluster", cluster, code=2)
     assert not body["fits"] and "does not fit" in body["bottleneck"] and body["remedies"]
     assert body["remedies"][0]["change"].startswith("recompute")

@@ -45,6 +45,7 @@ def test_rope_scaling_shrinks_with_the_positions() -> None:
         ({"rope_parameters": {"rope_type": 3}}, "rope_parameters.rope_type", "word"),
         ({"rope_parameters": {"full_attention": {"factor": -1}}}, "rope_parameters.full_attention.factor", "positive"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": "8"}}, "rope_parameters.factor", "positive"),
+        ({"rope_parameters": {"rope_type": "llama3", "facttor": 8.0}}, "rope_parameters.facttor", "passed over"),
         ({"auto_map": {"AutoModel": "x.y"}}, "auto_map", "never run"),
         ({"quantization_config": {"bits": 4}}, "quantization_config", "unquantized"),
     ],

@@ -80,10 +80,10 @@ def test_a_node_that_loses_its_part_is_named(
 def test_a_server_that_hangs_ends_the_job(slurm: TemporaryCluster, tmp_path: Path, finished: tuple[Path, Done]) -> None:
     """Nothing dies: only the deadline can end it. The error has the last words of both nodes."""
     run = trained(tmp_path, finished)
-    job = evaluation(slurm, tmp_path, run, "eval.stall_seconds=3", FAKE_MODES='{"*": ["hang", 3]}')
+    job = evaluation(slurm, tmp_path, run, "eval.stall_seconds=10", FAKE_MODES='{"*": ["hang", 3]}')
     found = job.end()
     assert found["JobState"] == "FAILED", job.text
-    for message in ("no answer within 3", "node 0: last wrote", "node 1: last wrote", ": met"):
+    for message in ("no answer within 10", "node 0: last wrote", "node 1: last wrote", ": met"):
         assert message in job.text
     wait_for(lambda: not left(slurm), "the end of all processes")
 
