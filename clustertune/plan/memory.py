@@ -390,8 +390,8 @@ class _Memory(SavedActivations):
     def at_loss(self) -> list[list[Term]]:
         """All activations are there: once with the loss going forward, once with its gradient going back."""
         around = [self.accumulated(1.0), self.buckets(), self.cast_weights(1.0), *self.activations(1.0)]
-        forward = [*self.gathered_at_loss(), self.logits(back=False)]
-        back = [*self.gathered_at_loss(back=True), self.logits(back=True), self.head_gradient()]
+        forward = [*self.gathered_at_loss(), self.whole_head(back=False), self.logits(back=False)]
+        back = [*self.gathered_at_loss(back=True), self.whole_head(back=True), self.logits(back=True), self.head_gradient()]
         return [[*around, *forward], [*around, *back]]
 
     def second_forward(self) -> list[list[Term]]:
@@ -442,6 +442,15 @@ class _Memory(SavedActivations):
     def head(self) -> float:
         """Parameters of the output projection on this rank."""
         return self.shape.head_weights / self.shape.strategy.tp
+
+    def whole_head(self, *, back: bool) -> Term:
+        """Under tensor parallelism TRL's tiles take the head whole on every rank (trl/trainer/utils.py, full_tensor): what the
+        other ranks hold of it, gathered and copied in 16 bits, and going back its gradient in float32. Found by simulating."""
+        plan, shape = self.shape.strategy, self.shape
+        others = shape.head_weights * (1 - 1 / plan.tp) if plan.fused_loss and plan.tiled_loss else 0.0
+        values = {"count": others, "bytes": 2 * HALF + (FULL if back else 0)}
+        text = "{count} parameters of the other tensor-parallel ranks x {bytes} B"
+        return Term("gathered embedding and head", others * values["bytes"], BYTES, text, values)
 
     def gathered_at_loss(self, *, back: bool = False) -> list[Term]:
         """FSDP2 gathers into a buffer and copies from there; the buffer stays until the next unit has been copied, or the

@@ -384,6 +384,9 @@ def _tensor(shape: ModelShape, result: Traffic) -> None:
         return
     size = shape.tokens * shape.counted.hidden * ACTIVATION_BYTES
     group, name = RankGroup(plan.tp), "tensor-parallel all-reduce"
+    if plan.fused_loss and plan.tiled_loss:
+        whole = shape.head_weights * ACTIVATION_BYTES
+        result.exposed.append(Collective("all-gather of the head over tensor parallelism", "gather", group, whole, 1))
     if plan.overlap_tp:
         forward, backward = 2 * shape.layers, shape.layers * (2 + 2 * plan.recompute.share)
         result.forward.append(Collective(name, "reduce", group, forward * size, forward))

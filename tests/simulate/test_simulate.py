@@ -29,7 +29,7 @@ from clustertune.resolve.resolved import Resolved
 from clustertune.simulate import compare, guard, run
 from tests.tree import REPO
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 needs_compiler = pytest.mark.skipif(shutil.which(guard.COMPILER) is None, reason="a wrong device needs the guard")
 DEPTH = 2
 MANY = {"llama70b-tp-fsdp2": "8x8xh100-sxm", "mixtral8x7b-tulu3": "4x8xh100-sxm", "qwen2.5-72b-tulu3": "16x4xh100-sxm"}
@@ -90,7 +90,8 @@ def test_two_layers_at_full_width_and_full_world(name: str) -> None:
 )  # fmt: skip
 def test_more_recipes_run_at_full_width(name: str) -> None:
     """Tensor and context parallelism, offloading, experts: all of it runs, and what rests is what the plan says."""
-    assert abs(differences(name).get("at rest", 0.0)) < 0.02
+    rest = next(one for one in compare.terms(*simulated(name)) if one.term == "at rest")
+    assert rest.planned is not None and abs(rest.planned - rest.counted) < 0.002 * rest.counted + 2**21  # and the batch
 
 
 @pytest.mark.jobs
@@ -142,7 +143,7 @@ def damaged(tmp_path: Path, file: str, old: str, new: str) -> list[dict[str, Any
     spec.write_text(json.dumps(run.specification(resolved, plan_of(resolved).machine, [0], library)))
     done = subprocess.run(
         [sys.executable, "-m", "clustertune.simulate.child", str(spec)],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=300, check=False,
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=850, check=False,
     )  # fmt: skip
     return [json.loads(line) for line in done.stdout.splitlines()]
 
